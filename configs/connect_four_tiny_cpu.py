@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Connect Four, the game of the EARL paper, on a laptop: contexts of up to 140 tokens.
+
+uv run python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py
+
+A first run of a second game, not a result: see benchmarks/ for what it reaches.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """What differs from the defaults."""
+    return ConfigDict(
+        {
+            "num_steps": 200,
+            "devices": {"platform": "cpu"},
+            "env": {"game": "connect_four", "illegal_reward": -2.0},
+            "model": {"width": 64, "ffn_size": 192},
+            "rollout": {
+                "context_buckets": (40, 144),
+                "chunk_size": 10,
+                "unfinished_reward": -2.0,
+            },
+            "selector": {
+                "rollout_meshes": ("data=8", "data=4,tensor=2"),
+                "train_meshes": ("data=8", "data=1,fsdp=8"),
+            },
+            "train": {
+                "turn_discount": 0.9,
+                "adam_b2": 0.99,
+                "entropy_coefficient": 0.05,
+                "demonstration_steps": 80,
+                "demonstration_learning_rate": 4e-3,
+            },
+        }
+    )

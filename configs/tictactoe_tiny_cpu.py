@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The default: a 0.13 M parameter decoder learns Tic-Tac-Toe on a laptop.
+
+uv run python -m earl_jax.main --config=configs/tictactoe_tiny_cpu.py
+
+About three minutes on 2 cores. Against a random opponent, both sides in turn, it ends at 80 to 90 %
+wins and 0 to 5 % illegal moves at temperature 1 (random legal play wins 43.7 %, the best possible
+96.7 %): benchmarks/learning.md has five seeds.
+
+In its first 120 steps the policy is also trained on games of random legal moves, which teach what
+a reply looks like. As it comes to play longer games, its contexts outgrow the first room of 24
+tokens an episode; training on data=8 would then break the budget and moves to another mesh.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """What differs from the defaults."""
+    return ConfigDict(
+        {
+            "num_steps": 400,
+            # Eight virtual devices on 2 cores cost nothing against one (benchmarks/devices.md),
+            # and every sharding is real.
+            "devices": {"platform": "cpu", "num_cpu_devices": 8},
+            # Worse than a loss: a policy that is to lose must not prefer to break the rules.
+            "env": {"game": "tic_tac_toe", "illegal_reward": -2.0},
+            "rollout": {
+                "num_slots": 64,
+                "episodes_per_step": 128,
+                "chunk_size": 10,
+                "unfinished_reward": -2.0,
+                "context_buckets": (24, 40),
+            },
+            "selector": {
+                "budget_bytes_per_device": 17_000_000,
+                "rollout_meshes": ("data=8", "data=4,tensor=2"),
+                "train_meshes": ("data=8", "data=1,fsdp=8"),
+            },
+            "train": {
+                "advantage": "reinforce",
+                "turn_discount": 0.7,
+                "epochs": 2,
+                "learning_rate": 2e-3,
+                "final_learning_rate": 1e-4,
+                "adam_b2": 0.99,
+                # Without it the policy settles on one order of moves and stops learning.
+                "entropy_coefficient": 0.1,
+                "final_entropy_coefficient": 0.01,
+                "demonstration_steps": 120,
+                "demonstration_learning_rate": 4e-3,
+            },
+            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
+        }
+    )

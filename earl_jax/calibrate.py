@@ -1,0 +1,186 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what the selector chooses from: bytes and speed of each candidate, each program once.
+
+Bytes are XLA's own memory analysis of the program that will run; speed is that program, run: the
+best of some rounds, because what disturbs a round only ever makes it slower.
+"""
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from earl_jax.rollout.slots import NO_ROW, pack_orders
+from earl_jax.selector.choose import Option
+from earl_jax.selector.memory import program_bytes
+from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.step import batch_shapes
+from earl_jax.trajectory import TrajectoryBatch
+from earl_jax.weights import publish
+from earl_jax.world import World
+
+
+def open_table(world: World) -> tuple[ThroughputTable, str | None]:
+    """The kept measurements for this world's model, programs, devices and versions."""
+    config = world.config
+    facts = {
+        "model": dataclasses.asdict(world.model),
+        "vocab_size": world.vocab_size,
+        "rollout": {
+            field: getattr(config.rollout, field)
+            for field in (
+                "num_slots",
+                "episodes_per_step",
+                "chunk_size",
+                "burst",
+                "max_turn_tokens",
+            )
+        },
+        "train": {
+            field: getattr(config.train, field)
+            for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
+        },
+        "measure_rounds": config.selector.measure_rounds,
+        "devices": [f"{d.platform} {d.device_kind}" for d in world.devices],
+        "host": [platform.machine(), os.cpu_count()],
+        "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "earl_jax")},
+    }
+    return load_table(facts)
+
+
+class Calibration:
+    """The table, filled in where an entry is missing. `say` tells the user what is measured."""
+
+    def __init__(self, world: World, table: ThroughputTable, say: Callable[[str], None]) -> None:
+        self._world, self.table, self._say = world, table, say
+
+    def measure_all(self) -> None:
+        """Measures what is missing for the configured rooms per episode, so that no step waits."""
+        for places in self._world.config.rollout.context_buckets:
+            self.train_options(places)
+            self.rollout_options(places, 0)
+
+    def rollout_options(self, places: int, resident_bytes: int) -> list[Option]:
+        """The rollout candidates at this room per episode, beside `resident_bytes` of others."""
+        candidates = self._world.rollout_candidates
+        return [self._option("rollout", mesh, places, resident_bytes) for mesh in candidates]
+
+    def train_options(self, places: int) -> list[Option]:
+        """The training candidates for rows of this length."""
+        candidates = self._world.train_candidates
+        return [self._option("train", mesh, places, 0) for mesh in candidates]
+
+    def switch_s(self, stage: str, mesh: MeshShape, places: int) -> float:
+        """What going to this mesh costs; the entry must have been measured."""
+        return self.table.measurements[self.table.entry(stage, mesh, places)].switch_s
+
+    def _option(self, stage: str, mesh: MeshShape, places: int, resident: int) -> Option:
+        entry = self.table.entry(stage, mesh, places)
+        if entry not in self.table.measurements:
+            measure = _measure_rollout if stage == "rollout" else _measure_train
+            found = measure(self._world, mesh, places)
+            try:
+                self.table = self.table.with_measurement(entry, found)
+            except OSError as error:
+                self._say(f"measurements cannot be kept for later runs: {error}")
+                table = dataclasses.replace(self.table, path=None)
+                self.table = table.with_measurement(entry, found)
+            self._say(
+                f"measured {stage} on {mesh} with room for {places} tokens an episode: "
+                f"{found.tokens_per_s:,.0f} tokens/s, {found.program_bytes / 2**20:.2f} MiB per "
+                "device"
+            )
+        measured = self.table.measurements[entry]
+        return Option(
+            mesh=mesh,
+            bytes_per_device=measured.program_bytes + resident,
+            tokens_per_s=measured.tokens_per_s,
+        )
+
+
+def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
+    """Rounds with every slot busy: a whole chunk appended, a whole burst sampled."""
+    engine, config = world.engine(mesh), world.config
+    compiled = engine.lower_play(places).compile()
+    params = world.init_train_state(world.train_candidates[0]).params
+
+    def move() -> Any:
+        return publish(params, engine.parameter_shapes, engine.parameter_shardings).params
+
+    weights = move()
+    switch_s = _seconds(move)
+    slots = config.rollout.num_slots
+    orders = pack_orders(
+        chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
+        count=np.full(slots, min(config.rollout.chunk_size, places - config.rollout.burst)),
+        restart=np.ones(slots, np.int32),
+        speak=np.ones(slots, np.int32),
+        seed=np.arange(slots),
+        row=np.full(slots, NO_ROW),
+        temperature=np.full(slots, 1.0, np.float32),
+        version=0,
+    )
+    state = engine.empty_state(places)
+    state, _ = engine.play(weights, state, orders)
+    seconds, tokens = [], 0
+    for _ in range(config.selector.measure_rounds):
+        start = time.perf_counter()
+        state, report = engine.play(weights, state, orders)
+        seconds.append(time.perf_counter() - start)
+        tokens = int(report.count.sum())
+    return Measurement(
+        tokens_per_s=tokens / min(seconds),
+        program_bytes=program_bytes(compiled),
+        switch_s=switch_s,
+    )
+
+
+def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
+    """Updates on rows full of the policy's tokens."""
+    rows, layout = world.config.rollout.episodes_per_step, world.layout(mesh)
+    shapes = batch_shapes(rows, places, layout)
+    step = world.train_step(mesh, "policy_gradient")
+    state = world.init_train_state(mesh)
+    controls = np.zeros(2, np.float32)
+    compiled = step.lower(state, shapes, controls).compile()
+    elsewhere = world.init_train_state(world.train_candidates[0])
+    shardings = world.train_state_shardings(mesh)
+    reshard(elsewhere, shardings)
+    switch_s = _seconds(lambda: reshard(elsewhere, shardings))
+    batch = TrajectoryBatch(
+        **{
+            field.name: jax.device_put(
+                np.ones((rows, places), getattr(shapes, field.name).dtype),
+                layout.activations("BT"),
+            )
+            for field in dataclasses.fields(TrajectoryBatch)
+        }
+    )
+    state, metrics = step(state, batch, controls)
+    jax.block_until_ready(metrics)
+    seconds = []
+    for _ in range(world.config.selector.measure_rounds):
+        start = time.perf_counter()
+        state, metrics = step(state, batch, controls)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - start)
+    return Measurement(
+        tokens_per_s=rows * places / min(seconds),
+        program_bytes=program_bytes(compiled),
+        switch_s=switch_s,
+    )
+
+
+def _seconds(move: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(move())
+    return time.perf_counter() - start

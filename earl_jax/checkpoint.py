@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints (orbax, asynchronous): all that a run needs to go on as if it had never stopped.
+
+A checkpoint holds the TrainState, and as JSON the loop's position: the step, the load history, the
+meshes, the measurements that the selector chose from.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from earl_jax.config import CheckpointConfig
+from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.train.step import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
+
+    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+        self._folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep, create=True, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
+
+    def steps(self) -> list[int]:
+        """Steps that have a finished checkpoint, newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
+
+    def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
+        """Begins to save. `state` may be donated once this returns."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
+            ),
+        )
+
+    def position(self, step: int) -> dict[str, Any]:
+        """The loop's position at this step. Raises whatever a damaged checkpoint raises."""
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(position=ocp.args.JsonRestore())
+        )
+        return restored["position"]
+
+    def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
+        """The TrainState at this step, each device reading its part."""
+        placed = jax.tree.map(
+            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+            shapes,
+            shardings,
+        )
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(placed))
+        )
+        return restored["state"]
+
+    def discard(self, step: int) -> None:
+        """Sets a damaged checkpoint aside, as `damaged_STEP`: its step can be saved again."""
+        target = self._folder.parent / f"damaged_{step}"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.move(self._folder / str(step), target)
+        self._manager.reload()
+
+    def wait(self) -> None:
+        """Returns when everything is on disk."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and lets go of the folder."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
+    """Makes the workdir this run's: writes config.json, or checks that it is the same.
+
+    Raises:
+        ValueError: the folder cannot be written, or belongs to a run of another config.
+    """
+    path = workdir / "config.json"
+    text = json.dumps(config, indent=2)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_atomically(path, text)
+            return
+        saved = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
+            "that you may write"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); name another --workdir") from error
+    different = _differences(saved, json.loads(text), "config")
+    if different:
+        raise ValueError(
+            f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
+            "another --workdir, or run with the config of that one"
+        )
+
+
+_ABSENT = object()
+
+
+def _differences(there: Any, here: Any, path: str) -> list[str]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        names = sorted(there.keys() | here.keys())
+        return [
+            line
+            for name in names
+            for line in _differences(
+                there.get(name, _ABSENT), here.get(name, _ABSENT), f"{path}.{name}"
+            )
+        ]
+    words = ["absent" if value is _ABSENT else repr(value) for value in (there, here)]
+    return [] if there == here else [f"{path} is {words[0]} there, {words[1]} here"]

@@ -1,0 +1,335 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The stages' settings together, and the only way in: ConfigDict -> Config, strictly.
+
+A config file (configs/*.py) returns an `ml_collections.ConfigDict` with what differs from the
+defaults; `--config.section.key=value` changes it further. Every key must be a field, of the field's
+type, within its rules, and have an effect in this run.
+"""
+
+import ast
+import copy
+import dataclasses
+import difflib
+import importlib.util
+import math
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from earl_jax.envs.environment import EnvConfig
+from earl_jax.models.config import ModelConfig
+from earl_jax.rollout.config import RolloutConfig
+from earl_jax.selector.config import SelectorConfig
+from earl_jax.train.config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicesConfig:
+    """Which devices. `platform` "auto" takes JAX's choice; `num_cpu_devices` are virtual ones."""
+
+    platform: str = "auto"
+    num_cpu_devices: int = 8
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        if self.platform not in ("auto", "cpu", "gpu", "tpu"):
+            raise ValueError(
+                f"config.devices.platform is {self.platform!r}; choose 'auto', 'cpu', 'gpu' "
+                "or 'tpu'"
+            )
+        if self.num_cpu_devices < 1:
+            raise ValueError(
+                f"config.devices.num_cpu_devices is {self.num_cpu_devices}; it must be at least 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DispatchConfig:
+    """`forbid_host_bytes`: experience or weights on the host end the run (else counted)."""
+
+    forbid_host_bytes: bool = True
+
+    def validate(self) -> None:
+        """Nothing can be wrong."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """A checkpoint every `every_steps` steps and at the end; the newest `keep` are kept.
+
+    `export` writes the policy at the end as a folder that `transformers` loads, in the type of the
+    checkpoint in config.model.path, fp32 where there is none.
+    """
+
+    every_steps: int = 50
+    keep: int = 3
+    export: bool = False
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        if self.every_steps < 1 or self.keep < 2:
+            raise ValueError(
+                f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
+                f"is {self.keep}; at least 1 and 2: the one before the newest is the spare"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation games: `games` every `every_steps` steps, `final_games` at the end."""
+
+    every_steps: int = 50
+    games: int = 128
+    final_games: int = 512
+    temperature: float = 1.0
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        for field in ("games", "final_games"):
+            if getattr(self, field) < 2 or getattr(self, field) % 2:
+                raise ValueError(
+                    f"config.eval.{field} is {getattr(self, field)}; it must be an even number of "
+                    "at least 2: half of the games are played on each side"
+                )
+        if self.every_steps < 1 or not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"config.eval.every_steps is {self.every_steps}, config.eval.temperature "
+                f"{self.temperature}; at least 1 and 0 (0 takes the likeliest token)"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What is written, and how often, in steps. `tensorboard` needs the extra of that name."""
+
+    trajectories_every_steps: int = 10
+    report_every_steps: int = 25
+    tensorboard: bool = False
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        if self.trajectories_every_steps < 1 or self.report_every_steps < 1:
+            raise ValueError(
+                "config.log.trajectories_every_steps and config.log.report_every_steps must be at "
+                f"least 1; they are {self.trajectories_every_steps} and {self.report_every_steps}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """All settings of a run. `num_steps` RL steps; `seed` decides everything that is random."""
+
+    num_steps: int = 100
+    seed: int = 0
+    devices: DevicesConfig = DevicesConfig()
+    env: EnvConfig = EnvConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    selector: SelectorConfig = SelectorConfig()
+    dispatch: DispatchConfig = DispatchConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule, or has no effect in this run."""
+        if self.num_steps < 1:
+            raise ValueError(f"config.num_steps is {self.num_steps}; it must be at least 1")
+        if not 0 <= self.seed < 2**31:
+            raise ValueError(f"config.seed is {self.seed}; it must lie in [0, 2**31)")
+        for section in dataclasses.fields(self):
+            value = getattr(self, section.name)
+            if dataclasses.is_dataclass(value):
+                typing.cast(Any, value).validate()
+        per_update = self.rollout.episodes_per_step
+        if per_update % self.train.micro_batches:
+            raise ValueError(
+                f"config.train.micro_batches is {self.train.micro_batches}, which does not divide "
+                f"config.rollout.episodes_per_step ({per_update})"
+            )
+        if self.train.advantage == "grpo" and self.rollout.group_size < 2:
+            raise ValueError(
+                "config.train.advantage is 'grpo' with config.rollout.group_size of "
+                f"{self.rollout.group_size}; a group of one has nothing to be compared with: set "
+                "config.rollout.group_size to 2 or more, or config.train.advantage to 'reinforce'"
+            )
+        if self.checkpoint.export and not self.model.path and self.model.attention_bias:
+            raise ValueError(
+                "config.checkpoint.export is True with config.model.attention_bias and no "
+                "config.model.path; such layers are those of qwen2, for which transformers would "
+                "read this run's tokenizer wrongly: remove one of the two"
+            )
+        _check_effects(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The complete configuration, as written to config.json."""
+        return dataclasses.asdict(self)
+
+
+def _check_effects(config: Config) -> None:
+    """A setting that differs from its default must do something in this run."""
+    train = config.train
+    no_demonstrations = "config.train.demonstration_steps is 0"
+    no_scaling = "config.model.rope_scaling.factor is 1"
+    idle = (
+        *(
+            (config.model.path != "", f"model.{field.name}", "config.model.path gives the model")
+            for field in dataclasses.fields(ModelConfig)
+            if field.name not in ("path", "compute_dtype")
+        ),
+        *(
+            (config.model.rope_scaling.factor == 1, f"model.rope_scaling.{field}", no_scaling)
+            for field in ("low_freq_factor", "high_freq_factor", "original_max_position")
+        ),
+        (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
+        (
+            train.schedule == "constant",
+            "train.final_learning_rate",
+            "config.train.schedule is 'constant'",
+        ),
+        (train.epochs == 1, "train.clip_low", "config.train.epochs is 1"),
+        (train.epochs == 1, "train.clip_high", "config.train.epochs is 1"),
+        (train.demonstration_steps == 0, "train.demonstration_updates", no_demonstrations),
+        (train.demonstration_steps == 0, "train.demonstration_learning_rate", no_demonstrations),
+        (
+            config.devices.platform in ("gpu", "tpu"),
+            "devices.num_cpu_devices",
+            f"config.devices.platform is {config.devices.platform!r}",
+        ),
+    )
+    defaults = Config()
+    for is_idle, path, reason in idle:
+        given = _get(config, path)
+        if is_idle and given != _get(defaults, path):
+            raise ValueError(
+                f"config.{path} = {given!r} has no effect in this run, because {reason}; "
+                "remove it, or change the other"
+            )
+
+
+def _get(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def load_config_file(path: str | Path) -> ConfigDict:
+    """Calls `get_config()` of a config file. Raises ValueError if it is none."""
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3)
+        raise ValueError(
+            f"--config={path}: no such file"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
+    spec = importlib.util.spec_from_file_location(f"earl_jax_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        given = module.get_config()
+    except Exception as error:  # noqa: BLE001 - whatever a user's file raises is a user's mistake
+        raise ValueError(f"--config={path}: {type(error).__name__}: {error}") from error
+    if not isinstance(given, ConfigDict):
+        raise ValueError(f"--config={path}: get_config() must return an ml_collections.ConfigDict")
+    return given
+
+
+def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
+    """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
+
+    Raises:
+        ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
+            rule, or a key without effect.
+    """
+    values = given.to_dict() if isinstance(given, ConfigDict) else copy.deepcopy(dict(given))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"--config.{override}: write it as --config.{path}=VALUE")
+        _set(values, path.split("."), _parse(text), path)
+    config = _build(Config, values, "config")
+    config.validate()
+    return config
+
+
+def _set(values: dict[str, Any], names: list[str], value: Any, path: str) -> None:
+    for name in names[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"config.{path}: {name} is a value, not a section")
+    values[names[-1]] = value
+
+
+def _parse(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} is {values!r}; it is a section: set its fields, {path}.NAME")
+    types = typing.get_type_hints(cls)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise ValueError(_unknown_key(cls, key, path, fields))
+    built = {
+        key: _build(types[key], value, f"{path}.{key}")
+        if dataclasses.is_dataclass(types[key])
+        else _typed(types[key], value, f"{path}.{key}")
+        for key, value in values.items()
+    }
+    return cls(**built)
+
+
+def _unknown_key(cls: type, key: str, path: str, fields: set[str]) -> str:
+    near = difflib.get_close_matches(str(key), fields, n=1)
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        elsewhere = [name for name in _all_paths(Config, "config") if name.endswith(f".{key}")]
+        hint = (
+            f"there is {elsewhere[0]}"
+            if elsewhere
+            else f"its fields are {', '.join(sorted(fields))}"
+        )
+    return f"{path}.{key} is not a field of {cls.__name__}; {hint}"
+
+
+def _all_paths(cls: type, path: str) -> Iterator[str]:
+    for name, kind in typing.get_type_hints(cls).items():
+        yield f"{path}.{name}"
+        if dataclasses.is_dataclass(kind):
+            yield from _all_paths(typing.cast(type, kind), f"{path}.{name}")
+
+
+def _typed(kind: Any, value: Any, path: str) -> Any:
+    """The value as the field's type; ints become floats, lists tuples. Raises ValueError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        if value not in arguments:
+            raise ValueError(
+                f"{path} is {value!r}; choose one of {', '.join(map(repr, arguments))}"
+            )
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{path} is {value!r}; give a list, such as (1, 2)")
+        return tuple(_typed(arguments[0], entry, path) for entry in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(
+            f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
+        )
+    return value

@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Games of random legal moves, for the supervised updates of a run's first steps.
+
+They teach what a reply looks like and which are legal, not which are good. They are born on the
+host and go to the devices from there.
+"""
+
+import dataclasses
+import random
+
+import jax
+import numpy as np
+
+from earl_jax.envs.board_game import demonstrate, make_environment
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.environment import EnvConfig
+from earl_jax.sharding.layout import Layout
+from earl_jax.trajectory import TrajectoryBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBatch:
+    """Rows of token ids of different lengths, and who wrote each: 0 or the player's turn."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    turn_ids: tuple[tuple[int, ...], ...]
+
+    def on(self, layout: Layout, length: int) -> TrajectoryBatch:
+        """The batch on the devices, in rows of `length` tokens; longer games are cut there.
+
+        So demonstrations never need more room than the policy's own episodes: they teach longer
+        games as it comes to play them.
+        """
+        tokens = np.zeros((len(self.token_ids), length), np.int32)
+        turn_ids, segment_ids = np.zeros_like(tokens), np.zeros_like(tokens)
+        for row, (ids, turns) in enumerate(zip(self.token_ids, self.turn_ids, strict=True)):
+            tokens[row, : len(ids)] = ids[:length]
+            turn_ids[row, : len(ids)] = turns[:length]
+            segment_ids[row, : len(ids)] = 1
+        zeros = np.zeros(tokens.shape, np.float32)
+        rows = (tokens, segment_ids, turn_ids, zeros, np.zeros_like(tokens), zeros)
+        names = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
+        placed = jax.device_put(rows, layout.activations("BT"))
+        return TrajectoryBatch(**dict(zip(names, placed, strict=True)))
+
+
+def legal_games(env: EnvConfig, renderer: ChatRenderer, *, rows: int, seed: str) -> HostBatch:
+    """One game a row, sides alternating. The same seed gives the same games."""
+    rng = random.Random(f"demonstrations {seed}")
+    games = [_legal_game(env, renderer, rng, player=row % 2) for row in range(rows)]
+    return HostBatch(
+        token_ids=tuple(tuple(ids) for ids, _ in games),
+        turn_ids=tuple(tuple(turns) for _, turns in games),
+    )
+
+
+def _legal_game(
+    env: EnvConfig, renderer: ChatRenderer, rng: random.Random, *, player: int
+) -> tuple[list[int], list[int]]:
+    environment = make_environment(env, seed=rng.getrandbits(32), player=player)
+    ids: list[int] = []
+    turn_ids: list[int] = []
+    turn = 0
+    for author, text in demonstrate(environment, rng).turns:
+        if author == "policy":
+            turn += 1
+            said = renderer.reply(text)
+        else:
+            said = renderer.answer(text) if ids else renderer.first(text)
+        ids += said
+        turn_ids += [turn if author == "policy" else 0] * len(said)
+    return ids, turn_ids

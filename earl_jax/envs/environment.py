@@ -1,0 +1,160 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The contract between an environment and whoever plays it: plain text, one object per episode."""
+
+import dataclasses
+import difflib
+import math
+import numbers
+from typing import Literal, Protocol
+
+from earl_jax.envs.games import load_game
+
+# Why an episode ended. The first four are the environment's to give, the others its caller's.
+WIN = "win"
+DRAW = "draw"
+LOSS = "loss"
+ILLEGAL = "illegal"
+TURN_TOO_LONG = "turn_too_long"
+ENVIRONMENT_ERROR = "environment_error"
+ENVIRONMENT_TIMEOUT = "environment_timeout"
+UNENCODABLE = "unencodable"
+
+Author = Literal["environment", "policy"]
+OPPONENTS = ("random", "mcts")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first message to the policy, and the side that it plays ("x", "o")."""
+
+    text: str
+    role: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What came of one reply.
+
+    `text` is the next message to the policy, empty if `done`. `reward` is for this reply alone.
+    `stop_reason` is a word such as "win", given exactly if `done`; `detail` is for people.
+    """
+
+    text: str
+    reward: float
+    done: bool
+    stop_reason: str = ""
+    detail: str = ""
+
+
+class Environment(Protocol):
+    """One episode. Call `start` once, then `step` until `done`; then throw the object away.
+
+    Both may raise anything and take any time: `pool.EnvironmentPool` turns that into data. The same
+    object is never called from two threads at once, but successive calls may come from different
+    threads.
+    """
+
+    def start(self) -> Start:
+        """Opens the episode."""
+        ...
+
+    def step(self, reply: str) -> StepResult:
+        """Answers the policy's reply."""
+        ...
+
+
+def check_start(result: object) -> Start:
+    """Returns `result` if it is a well-formed Start; else raises TypeError or ValueError."""
+    if not isinstance(result, Start):
+        raise TypeError(f"start() must return a Start; got {_brief(result)}")
+    _check_text("Start.text", result.text)
+    _check_text("Start.role", result.role)
+    if not result.text:
+        raise ValueError("Start.text is empty; the policy needs a first message")
+    return result
+
+
+def check_step(result: object) -> StepResult:
+    """Returns `result` if it is a well-formed StepResult; else raises TypeError or ValueError."""
+    if not isinstance(result, StepResult):
+        raise TypeError(f"step() must return a StepResult; got {_brief(result)}")
+    _check_text("StepResult.text", result.text)
+    _check_text("StepResult.stop_reason", result.stop_reason)
+    _check_text("StepResult.detail", result.detail)
+    if not isinstance(result.done, bool):
+        raise TypeError(f"StepResult.done must be a bool; got {_brief(result.done)}")
+    if isinstance(result.reward, bool) or not isinstance(result.reward, numbers.Real):
+        raise TypeError(f"StepResult.reward must be a number; got {_brief(result.reward)}")
+    if not math.isfinite(result.reward):
+        raise ValueError(f"StepResult.reward must be finite; got {result.reward}")
+    if result.done != bool(result.stop_reason):
+        raise ValueError(
+            f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "
+            f"stop_reason={_brief(result.stop_reason)}"
+        )
+    if result.done and result.text:
+        raise ValueError(
+            f"StepResult.text must be empty when done, nobody reads it; got {_brief(result.text)}"
+        )
+    return result
+
+
+def _check_text(field: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{field} must be a str; got {_brief(value)}")
+
+
+def _brief(value: object) -> str:
+    # A garbage object's own repr may raise; the type alone is enough to find the mistake then.
+    if isinstance(value, str | int | float | bool | None):
+        return repr(value)[:80]
+    return f"a {type(value).__name__}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """What is played, against whom, and how environments are run.
+
+    `game` is any OpenSpiel name that `games.load_game` accepts, parameters allowed. `opponent` is
+    "random" (uniform over legal moves) or "mcts" (`mcts_simulations` random rollouts per move).
+    `show_board` adds OpenSpiel's drawing of the board to every message. `timeout_s` bounds one call
+    of an environment, `num_workers` is the number of threads that make such calls.
+    """
+
+    game: str = "tic_tac_toe"
+    opponent: str = "random"
+    mcts_simulations: int = 50
+    illegal_reward: float = -1.0
+    show_board: bool = False
+    timeout_s: float = 10.0
+    num_workers: int = 2
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field, what it holds and what it may hold."""
+        load_game(self.game)
+        if self.opponent not in OPPONENTS:
+            near = difflib.get_close_matches(str(self.opponent), OPPONENTS, n=1)
+            raise ValueError(
+                f"config.env.opponent is {self.opponent!r}; it must be 'random' or 'mcts'"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+        if self.mcts_simulations < 1:
+            raise ValueError(
+                f"config.env.mcts_simulations is {self.mcts_simulations}; it must be at least 1"
+            )
+        if self.opponent != "mcts" and self.mcts_simulations != EnvConfig.mcts_simulations:
+            raise ValueError(
+                f"config.env.mcts_simulations is {self.mcts_simulations} but has no effect with "
+                f"config.env.opponent={self.opponent!r}; set the opponent to 'mcts' or leave it out"
+            )
+        if not math.isfinite(self.illegal_reward):
+            raise ValueError(
+                f"config.env.illegal_reward is {self.illegal_reward}; it must be finite"
+            )
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(
+                f"config.env.timeout_s is {self.timeout_s}; it must be a positive number of seconds"
+            )
+        if self.num_workers < 1:
+            raise ValueError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")

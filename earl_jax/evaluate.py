@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Lets a checkpoint play: python -m earl_jax.evaluate --workdir=DIR [--games=N] [--json]."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from earl_jax.main import exit_status, start_jax
+
+_HELP = """\
+Plays evaluation games with the newest checkpoint of a workdir and prints the outcomes, as fractions
+of the games. Half of the games are played on each side. Nothing in the workdir is changed.
+
+example:
+  python -m earl_jax.evaluate --workdir=runs/tictactoe_tiny_cpu --games=1000
+"""
+
+
+def evaluate_command(arguments: Sequence[str]) -> None:
+    """The whole command, from its flags to its last line. Raises ValueError for bad input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m earl_jax.evaluate",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workdir", type=Path, required=True, help="the folder of a run")
+    parser.add_argument(
+        "--games", type=int, help="an even number (default: config.eval.final_games)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    flags = parser.parse_args(arguments)
+
+    from earl_jax.config import make_config
+
+    path = flags.workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--workdir={flags.workdir} holds no run: there is no {path}")
+    config = make_config(json.loads(path.read_text()))
+    games = config.eval.final_games if flags.games is None else flags.games
+    if games < 2 or games % 2:
+        raise ValueError(f"--games={games}; it must be an even number of at least 2")
+    start_jax(config.devices.platform, config.devices.num_cpu_devices)
+
+    from earl_jax.run import evaluate_workdir
+
+    step, evaluation = evaluate_workdir(config, flags.workdir, games)
+    if flags.json:
+        print(json.dumps({"step": step, "eval": evaluation}))
+        return
+    print(f"{evaluation['name']}, {evaluation['games']} games, policy after step {step}")
+    for name, value in evaluation.items():
+        if name not in ("name", "games"):
+            print(f"  {name:<16} {value:8.3f}")
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(exit_status(lambda: evaluate_command(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation games: the policy plays a fixed set, half on each side, and nothing is learnt."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from earl_jax.envs.environment import DRAW, ILLEGAL, LOSS, WIN
+from earl_jax.loop import Position, expected_tokens, play
+from earl_jax.placement import Placement
+from earl_jax.trajectory import Trajectory, outcome_fractions
+from earl_jax.world import World
+
+
+def evaluate(
+    world: World, placement: Placement, position: Position, *, games: int, temperature: float
+) -> tuple[dict[str, Any], list[Trajectory]]:
+    """Plays the first `games` evaluation games with the newest weights.
+
+    Returns:
+        The fractions for metrics.jsonl, and the episodes.
+    """
+    load = position.history.recent()
+    tasks = world.evaluation_tasks(games)
+    rows = world.config.rollout.episodes_per_step
+    played: list[Trajectory] = []
+    for first in range(0, games, rows):
+        placement.choose_rollout(expected_tokens(world, load), load)
+        seat, _ = placement.open_seat(position.state.params, version=position.step)
+        batch = tasks[first : first + rows]
+        rollout = play(world, placement, seat, batch, load, temperature)
+        played += rollout.trajectories
+    return summarize(played, world.config.env.game), played
+
+
+def summarize(trajectories: Sequence[Trajectory], name: str) -> dict[str, Any]:
+    """Fractions by outcome over all games and by side; "win", "draw", "loss", "illegal" always."""
+    fractions = dict.fromkeys((WIN, DRAW, LOSS, ILLEGAL), 0.0) | outcome_fractions(trajectories)
+    sides = {
+        f"{WIN}_as_{role}": float(
+            np.mean([t.stop_reason == WIN for t in trajectories if t.role == role])
+        )
+        for role in sorted({t.role for t in trajectories if t.role})
+    }
+    return {
+        "name": name,
+        "games": len(trajectories),
+        **fractions,
+        **sides,
+        "reward_mean": float(np.mean([t.reward for t in trajectories])),
+        "turns_mean": float(np.mean([t.num_turns for t in trajectories])),
+    }

@@ -1,0 +1,215 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The RL loop, in order.
+
+Read `train` first: one step is select, publish, rollout, select, dispatch, train, log. Every line
+is one stage; what a stage needs is made in world.py, where it runs is decided in placement.py.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.placement import Placement
+from earl_jax.rollout.collect import Collector, Rollout, RolloutStats, Seat, Task
+from earl_jax.telemetry.host_bytes import HostByteCounter
+from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.timing import StageTimer
+from earl_jax.train.advantages import advantage_table
+from earl_jax.train.optimizer import entropy_coefficient, learning_rate
+from earl_jax.train.step import TrainState, UpdateMetrics, read_metrics
+from earl_jax.trajectory import Trajectory, TrajectoryBatch
+from earl_jax.world import World
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position:
+    """Where a run is: after `step` RL steps, with these weights and this memory of the load."""
+
+    step: int
+    state: TrainState
+    history: LoadHistory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one step left, for telemetry."""
+
+    step: int
+    trajectories: list[Trajectory]
+    stats: RolloutStats
+    load: Load
+    rollout_mesh: str
+    rollout_places: int
+    updates: list[UpdateMetrics]
+    dispatch_bytes: int
+    dispatch_host_bytes: int | None
+    publish_bytes: int
+    publish_host_bytes: int | None
+    stage_s: dict[str, float]
+
+
+def train(
+    world: World, placement: Placement, position: Position, after_step: Callable[..., bool]
+) -> Position:
+    """Runs RL steps until the config's number is reached or `after_step` asks to stop.
+
+    `after_step(position, record)` is called behind every step; it returns True to stop.
+    """
+    while position.step < world.config.num_steps:
+        position, record = rl_step(world, placement, position)
+        if after_step(position, record):
+            break
+    return position
+
+
+def rl_step(world: World, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
+    """One RL step: play a batch of episodes with the newest weights, and learn from it."""
+    step, state, load = position.step, position.state, position.history.recent()
+    timer = StageTimer()
+
+    with timer("select"):
+        placement.choose_rollout(expected_tokens(world, load), load)
+    with timer("publish"), only_on_devices(world) as publish_reads:
+        seat, publish_bytes = placement.open_seat(state.params, version=step)
+        jax.block_until_ready(seat.policy.params)
+    with timer("rollout"):
+        rollout = play(world, placement, seat, world.training_tasks(step), load)
+    with timer("select"):
+        load = measure_load(rollout)
+        length = world.config.rollout.places_for(load.context_tokens_max)
+        placement.choose_training(length, load)
+        state = placement.move_state(state)
+    layout = world.layout(placement.in_training)
+    with timer("dispatch"), only_on_devices(world) as dispatch_reads:
+        delivery = dispatch(rollout.experience, layout, **row_facts(world, rollout, length))
+        jax.block_until_ready(delivery.batch)
+    trajectories, stats, seat = rollout.trajectories, rollout.stats, rollout.seat
+    rollout_mesh, rollout_places = str(seat.engine.layout), seat.places
+    del rollout, seat  # the engine's weights and KV caches make room for the trainer
+    with timer("train"):
+        state, updates = learn(world, placement, state, delivery.batch, step)
+    with timer("demonstrate"):
+        state = imitate(world, placement, state, step, length)
+
+    record = StepRecord(
+        step=step + 1,
+        trajectories=trajectories,
+        stats=stats,
+        load=load,
+        rollout_mesh=rollout_mesh,
+        rollout_places=rollout_places,
+        updates=updates,
+        dispatch_bytes=delivery.plan.moved_bytes,
+        dispatch_host_bytes=dispatch_reads.num_bytes,
+        publish_bytes=publish_bytes,
+        publish_host_bytes=publish_reads.num_bytes,
+        stage_s=timer.seconds,
+    )
+    history = position.history.add(load)
+    return Position(step=step + 1, state=state, history=history), record
+
+
+# The parts of a step, in its order.
+
+
+def expected_tokens(world: World, load: Load | None) -> int:
+    """Room that the next rollout's episodes will want: as long as recent ones, and a burst more."""
+    rollout = world.config.rollout
+    if load is None:
+        return rollout.context_buckets[0]
+    return load.context_tokens_max + rollout.burst
+
+
+@contextlib.contextmanager
+def only_on_devices(world: World) -> Iterator[HostByteCounter]:
+    """Counts the bytes that come to the host inside; forbids them if the config says so."""
+    forbid = world.config.dispatch.forbid_host_bytes
+    guard = "disallow_explicit" if forbid else "allow"
+    with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
+        yield counter
+    if forbid and counter.num_bytes:
+        raise ValueError(
+            f"{counter.num_bytes} bytes of experience or weights came through the host, and "
+            "config.dispatch.forbid_host_bytes is True; set it to False to have them counted only"
+        )
+
+
+def play(
+    world: World,
+    placement: Placement,
+    seat: Seat,
+    tasks: Sequence[Task],
+    load: Load | None,
+    temperature: float | None = None,
+) -> Rollout:
+    """Plays the tasks from this seat, which may move while they run."""
+    collector = Collector(
+        world.config.rollout,
+        world.renderer,
+        world.pool,
+        world.make_environment,
+        lambda seat, tokens: placement.make_room(seat, tokens, load),
+        num_lanes=len(world.devices),
+    )
+    if temperature is None:
+        temperature = world.config.rollout.temperature
+    return collector.collect(seat, tasks, temperature=temperature)
+
+
+def measure_load(rollout: Rollout) -> Load:
+    """What the selector wants to know about this rollout."""
+    contexts = [trajectory.num_tokens for trajectory in rollout.trajectories]
+    return Load(
+        context_tokens_max=max(contexts),
+        context_tokens_mean=float(np.mean(contexts)),
+        tokens_in_flight_max=rollout.stats.tokens_in_flight_max,
+        rollout_tokens=rollout.stats.rollout_tokens,
+    )
+
+
+def row_facts(world: World, rollout: Rollout, length: int) -> dict[str, Any]:
+    """The small facts that the host adds to the device rows, in the order of the rows."""
+    trajectories = rollout.trajectories
+    return {
+        "length": length,
+        "lengths": np.array([trajectory.num_tokens for trajectory in trajectories]),
+        "advantages": advantage_table(world.config.train, trajectories),
+    }
+
+
+def learn(
+    world: World, placement: Placement, state: TrainState, batch: TrajectoryBatch, step: int
+) -> tuple[TrainState, list[UpdateMetrics]]:
+    """The updates of one step; the first one's mismatch is taken before anything has changed."""
+    config = world.config
+    controls = np.array(
+        [
+            learning_rate(config.train, step, config.num_steps),
+            entropy_coefficient(config.train, step, config.num_steps),
+        ],
+        np.float32,
+    )
+    update = world.train_step(placement.in_training, "policy_gradient")
+    updates = []
+    for _ in range(config.train.epochs):
+        state, metrics = update(state, batch, controls)
+        updates.append(read_metrics(metrics))
+    return state, updates
+
+
+def imitate(
+    world: World, placement: Placement, state: TrainState, step: int, length: int
+) -> TrainState:
+    """The supervised updates of the first steps, on games of random legal moves."""
+    layout = world.layout(placement.in_training)
+    controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
+    for batch in world.demonstrations(step):
+        update = world.train_step(placement.in_training, "supervised")
+        state, _ = update(state, batch.on(layout, length), controls)
+    return state

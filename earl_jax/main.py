@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Trains: python -m earl_jax.main [--config=FILE] [--config.KEY=VALUE ...] [--workdir=DIR]."""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
+THREADS_PER_CPU_DEVICE = 32
+
+_HELP = """\
+Trains a language-model policy on multi-turn episodes, from a config file.
+
+examples:
+  python -m earl_jax.main
+      the default: configs/tictactoe_tiny_cpu.py, about three minutes on a laptop
+  python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py --workdir=runs/c4
+  python -m earl_jax.main --config.num_steps=50 --workdir=runs/short
+
+A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
+report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
+saved by SIGTERM), 2 for a mistake in what was given.
+"""
+
+
+def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
+    """The config file, the overrides ("section.key=value"), and the workdir.
+
+    Exits with status 2 for a flag that does not exist.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m earl_jax.main",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a file in configs/")
+    parser.add_argument(
+        "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
+    )
+    parser.epilog = "--config.section.key=value changes one setting; the sections are those of "
+    parser.epilog += "config.json"
+    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
+    return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
+
+
+def start_jax(platform: str, num_cpu_devices: int) -> None:
+    """Chooses JAX's devices, and keeps compiled programs in the user's cache folder.
+
+    Must come before anything uses a device.
+    """
+    # XLA's CPU client runs the independent collectives of a program at once, each blocking a thread
+    # per device; with as many threads as devices they starve each other on a busy machine, and XLA
+    # ends the process after 40 s (seen on jax 0.10.2 and 0.12). Threads that wait cost nothing.
+    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
+    import jax
+
+    from earl_jax.selector.throughput import cache_folder
+
+    if platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
+    jax.config.update("jax_num_cpu_devices", num_cpu_devices)
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise ValueError(
+            f"config.devices.platform is {platform!r}, but JAX cannot start it here: {error}"
+        ) from error
+
+
+def exit_status(command: Callable[[], None]) -> int:
+    """Runs a command; a ValueError is a mistake of the user's: one message, status 2."""
+    try:
+        command()
+    except ValueError as error:
+        if os.environ.get("EARL_JAX_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train_command(arguments: Sequence[str]) -> None:
+    """The whole command, from its flags to its last line."""
+    start_s = time.perf_counter()
+    config_path, overrides, workdir = parse_flags(arguments)
+    from earl_jax.config import load_config_file, make_config
+
+    config = make_config(load_config_file(config_path), overrides)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices)
+    from earl_jax.run import run
+
+    evaluation = run(config, workdir)
+    if evaluation:
+        shown = ", ".join(
+            f"{name} {100 * value:.1f} %"
+            for name, value in evaluation.items()
+            if name in ("win", "draw", "loss", "illegal")
+        )
+        print(f"{evaluation['games']} games of {evaluation['name']}: {shown}")
+    print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The one door to attention: arithmetic only, placement is the caller's."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.config import RopeScaling
+
+# Queries that are attended for at a time: the scores of one block exist, never those of a row.
+BLOCK_SIZE = 128
+
+
+class Places(NamedTuple):
+    """Where tokens stand, i32[B, T] each: their order in the row, their segment (0: padding)."""
+
+    order: jax.Array
+    segment: jax.Array
+
+
+def attention(
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    query_places: Places,
+    key_places: Places,
+) -> jax.Array:
+    """Causal grouped-query attention of T queries over S keys, softmax in fp32.
+
+    A query looks at the keys of its own segment that stand where it stands or before; a query of
+    segment 0 looks at nothing real, and gets something finite that is never read. Queries go in
+    blocks of BLOCK_SIZE, whose scores are recomputed in the backward pass: memory is O(T) in both
+    directions.
+
+    Returns:
+        out_BTKGH in the type of the query.
+    """
+    rows, length = query_BTKGH.shape[:2]
+    if length <= BLOCK_SIZE:
+        return _attend(query_BTKGH, key_BKSH, value_BKSH, query_places, key_places)
+    blocks = -(-length // BLOCK_SIZE)
+
+    def split(array: jax.Array) -> jax.Array:
+        pad = [(0, 0), (0, blocks * BLOCK_SIZE - length)] + [(0, 0)] * (array.ndim - 2)
+        array = jnp.pad(array, pad).reshape(rows, blocks, BLOCK_SIZE, *array.shape[2:])
+        return array.swapaxes(0, 1)
+
+    @jax.checkpoint
+    def attend_block(block: tuple[jax.Array, Places]) -> jax.Array:
+        return _attend(block[0], key_BKSH, value_BKSH, block[1], key_places)
+
+    parts = jax.lax.map(attend_block, jax.tree.map(split, (query_BTKGH, query_places)))
+    out_BTKGH = parts.swapaxes(0, 1).reshape(rows, -1, *query_BTKGH.shape[2:])
+    return out_BTKGH[:, :length]
+
+
+def _attend(
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    query_places: Places,
+    key_places: Places,
+) -> jax.Array:
+    """All scores at once."""
+    mask_BTS = (
+        (query_places.segment[:, :, None] == key_places.segment[:, None, :])
+        & (query_places.segment[:, :, None] > 0)
+        & (query_places.order[:, :, None] >= key_places.order[:, None, :])
+    )
+    scores_BKGTS = jnp.einsum(
+        "BTKGH,BKSH->BKGTS", query_BTKGH, key_BKSH, preferred_element_type=jnp.float32
+    )
+    scores_BKGTS = scores_BKGTS * (query_BTKGH.shape[-1] ** -0.5)
+    # A finite floor, because -inf everywhere in a row of padding would make NaN.
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(value_BKSH.dtype)
+    return jnp.einsum("BKGTS,BKSH->BTKGH", weights_BKGTS, value_BKSH)
+
+
+def rotate(
+    x_BTAH: jax.Array,
+    positions_BT: jax.Array,
+    theta: float,
+    scaling: RopeScaling = RopeScaling(),  # noqa: B008 - frozen
+) -> jax.Array:
+    """Rotary position embedding (RoFormer, arXiv 2104.09864, eq. 34), halves paired as in Llama.
+
+    `x_BTAH` may have any number of axes between T and H.
+    """
+    half = x_BTAH.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling.factor > 1:
+        frequencies = _scaled(frequencies, scaling)
+    angles = positions_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
+    angles = angles.reshape(*positions_BT.shape, *(1,) * (x_BTAH.ndim - 3), half)
+    first, second = jnp.split(x_BTAH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTAH.dtype)
+
+
+def _scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
+    """Frequencies as Llama 3.1 stretches them (see RopeScaling)."""
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor

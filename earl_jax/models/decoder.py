@@ -1,0 +1,153 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder: pure functions over a tree of parameters (see parameters.py).
+
+`forward_rows` is the trainer's: whole rows, layers stacked, one scan. `forward_chunk` is the
+engine's: the next few tokens of many rows against their caches, layers unrolled. Both run the same
+`_block`, so what the engine samples from is what the trainer scores.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.attention import Places, attention, rotate
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import LayerCache, write
+from earl_jax.models.parameters import Params
+from earl_jax.sharding.layout import Layout
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """Root mean square normalisation (arXiv 1910.07467) in fp32, in the type of the input.
+
+    Over the last axis, whatever axes are before it.
+    """
+    x32 = x_BTD.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    scale = jnp.expand_dims(scale_D.astype(jnp.float32), range(x32.ndim - 1))
+    return (x32 * scale).astype(x_BTD.dtype)
+
+
+def _block(
+    config: ModelConfig, layer: Any, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend
+) -> jax.Array:
+    """One layer; `attend(query, key, value)` is what training and decoding differ in."""
+    normed_BTD = rms_norm(x_BTD, layer["attention_norm"], config.norm_eps)
+    query_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
+    key_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["key"])
+    value_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["value"])
+    if config.attention_bias:
+        query_BTKGH += layer["query_bias"][None, None]
+        key_BTKH += layer["key_bias"][None, None]
+        value_BTKH += layer["value_bias"][None, None]
+    if config.query_key_norm:
+        query_BTKGH = rms_norm(query_BTKGH, layer["query_norm"], config.norm_eps)
+        key_BTKH = rms_norm(key_BTKH, layer["key_norm"], config.norm_eps)
+    query_BTKGH = rotate(query_BTKGH, positions_BT, config.rope_theta, config.rope_scaling)
+    key_BTKH = rotate(key_BTKH, positions_BT, config.rope_theta, config.rope_scaling)
+    mixed_BTKGH = attend(query_BTKGH, key_BTKH, value_BTKH)
+    x_BTD = x_BTD + jnp.einsum("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    normed_BTD = rms_norm(x_BTD, layer["ffn_norm"], config.norm_eps)
+    gate_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["gate"])
+    up_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["up"])
+    return x_BTD + jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, layer["down"])
+
+
+def head_weights(params: Params) -> jax.Array:
+    """The matrix from width to vocabulary, DV: its own, or the embedding transposed where tied."""
+    return params["head"] if "head" in params else params["embed"].T
+
+
+def forward_rows(
+    config: ModelConfig,
+    layout: Layout,
+    params: Params,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    remat: bool = False,
+) -> jax.Array:
+    """Hidden states before the head for whole rows, causal within each segment.
+
+    Positions count from the start of each segment; segment 0 is padding and looks at nothing real.
+
+    Returns:
+        x_BTD in the compute type, normalised.
+    """
+    dtype = jnp.dtype(config.compute_dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    positions_BT = positions_in_segments(segment_ids_BT)
+    order_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
+    places = Places(order_BT, segment_ids_BT)
+
+    def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
+        query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
+        key_BKSH = layout.constrain(key_BTKH.transpose(0, 2, 1, 3), "BKSH")
+        value_BKSH = layout.constrain(value_BTKH.transpose(0, 2, 1, 3), "BKSH")
+        return attention(query_BTKGH, key_BKSH, value_BKSH, places, places)
+
+    def block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        x_BTD = _block(config, layer, x_BTD, positions_BT, attend)
+        return layout.constrain(x_BTD, "BT."), None
+
+    # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
+    # to every device.
+    embed_VD = layout.constrain(params["embed"], "V.")
+    x_BTD = layout.constrain(embed_VD[tokens_BT], "BT.")
+    x_BTD, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, params["layers"])
+    return rms_norm(x_BTD, params["final_norm"], config.norm_eps)
+
+
+def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:
+    """Place of each token within its segment: segments 1 1 1 2 2 0 -> positions 0 1 2 0 1 0."""
+    order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
+    starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
+    return order_BT - jax.lax.cummax(jnp.where(starts, order_BT, 0), axis=1)
+
+
+def forward_chunk(
+    config: ModelConfig,
+    params: Params,
+    caches: list[LayerCache],
+    tokens_BT: jax.Array,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+) -> tuple[jax.Array, list[LayerCache]]:
+    """The next `counts_B[b]` tokens of each row b (at most T), after `cached_B[b]` cached ones.
+
+    Rows with a count of 0 are left as they are; what is returned for them means nothing. `params`
+    are the engine's: a list of layers, in the compute type.
+
+    Returns:
+        logits_BV f32 after each row's last new token, and the caches with the new tokens in them.
+    """
+    positions_BT = cached_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
+    places_BS = jax.lax.broadcasted_iota(jnp.int32, (tokens_BT.shape[0], caches[0].key.shape[2]), 1)
+    # One episode a row: what is behind a query's own place is not yet written, or of another time.
+    query_places = Places(positions_BT, jnp.ones_like(positions_BT))
+    key_places = Places(places_BS, jnp.ones_like(places_BS))
+    x_BTD = params["embed"][tokens_BT]
+    new_caches = []
+    for layer, cache in zip(params["layers"], caches, strict=True):
+
+        def attend(query_BTKGH, key_BTKH, value_BTKH, cache=cache):
+            cache = LayerCache(
+                key=write(cache.key, key_BTKH, cached_B, counts_B),
+                value=write(cache.value, value_BTKH, cached_B, counts_B),
+            )
+            new_caches.append(cache)
+            return attention(query_BTKGH, cache.key, cache.value, query_places, key_places)
+
+        x_BTD = _block(config, layer, x_BTD, positions_BT, attend)
+    last_B = jnp.maximum(counts_B - 1, 0)
+    x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
+    x_BD = rms_norm(x_BD, params["final_norm"], config.norm_eps)
+    logits_BV = jnp.einsum(
+        "BD,DV->BV", x_BD, head_weights(params), preferred_element_type=jnp.float32
+    )
+    return logits_BV, new_caches

@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One description of the parameters gives shapes, logical axes, initial values and shardings.
+
+The trainer keeps every layer stacked on a leading axis L and scans over it; the engine keeps a list
+of layers and unrolls (carrying weights or a cache through a scan copies them at every token).
+"""
+
+import dataclasses
+import math
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.sharding.layout import Layout
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParameterSpec:
+    """One parameter: `axes` has a letter of the legend per axis.
+
+    Its initial values are normal with this deviation, or all `constant` where that is 0.
+    """
+
+    shape: tuple[int, ...]
+    axes: str
+    deviation: float
+    constant: float = 1.0
+
+
+def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The tree of parameters, layers stacked."""
+    sizes = {
+        "L": config.num_layers,
+        "D": config.width,
+        "K": config.num_kv_heads,
+        "G": config.num_query_groups,
+        "H": config.head_size,
+        "F": config.ffn_size,
+        "V": vocab_size,
+    }
+
+    def spec(axes: str, inputs: str = "", scale: float = 1.0) -> ParameterSpec:
+        fan_in = math.prod(sizes[letter] for letter in inputs)
+        deviation = scale / math.sqrt(fan_in) if inputs else 0.0
+        return ParameterSpec(
+            shape=tuple(sizes[letter] for letter in axes), axes=axes, deviation=deviation
+        )
+
+    residual = config.init_scale / math.sqrt(2 * config.num_layers)
+    specs: dict[str, Any] = {
+        # Embeddings of deviation 1/sqrt(width) are rescaled to unit size by the first norm.
+        "embed": spec("VD", "D"),
+        "layers": {
+            "attention_norm": spec("LD"),
+            "query": spec("LDKGH", "D"),
+            "key": spec("LDKH", "D"),
+            "value": spec("LDKH", "D"),
+            "out": spec("LKGHD", "KGH", residual),
+            "ffn_norm": spec("LD"),
+            "gate": spec("LDF", "D"),
+            "up": spec("LDF", "D"),
+            "down": spec("LFD", "F", residual),
+        },
+        "final_norm": spec("D"),
+    }
+    if config.attention_bias:
+        for name, axes in (("query", "LKGH"), ("key", "LKH"), ("value", "LKH")):
+            bias = dataclasses.replace(spec(axes), constant=0.0)
+            specs["layers"][f"{name}_bias"] = bias
+    if config.query_key_norm:
+        specs["layers"] |= {"query_norm": spec("LH"), "key_norm": spec("LH")}
+    if not config.tie_embeddings:
+        specs["head"] = spec("DV", "D")
+    return specs
+
+
+def is_spec(node: Any) -> bool:
+    """True for a leaf of the description."""
+    return isinstance(node, ParameterSpec)
+
+
+def init_parameters(specs: Any, key: jax.Array) -> Params:
+    """fp32 values. A parameter's key comes from its name: adding one changes no other."""
+
+    def init(path: Any, spec: ParameterSpec) -> jax.Array:
+        if spec.deviation == 0.0:
+            return jnp.full(spec.shape, spec.constant, jnp.float32)
+        name_key = jax.random.fold_in(key, zlib.crc32(jax.tree_util.keystr(path).encode()))
+        return spec.deviation * jax.random.normal(name_key, spec.shape, jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(init, specs, is_leaf=is_spec)
+
+
+def parameter_shardings(specs: Any, layout: Layout) -> Any:
+    """Where each parameter of the description lives."""
+    return jax.tree.map(lambda spec: layout.parameters(spec.axes), specs, is_leaf=is_spec)
+
+
+def parameter_shapes(specs: Any) -> Any:
+    """The fp32 master weights as shapes, for tracing."""
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs, is_leaf=is_spec
+    )
+
+
+def unstack_layers(tree: Any, num_layers: int, take: Any = None) -> Any:
+    """`layers` as a list of trees instead of one stacked tree; `take(leaf, i)` gives layer i.
+
+    The default `take` slices arrays; pass another for descriptions or shardings.
+    """
+    take = take or (lambda leaf, index: leaf[index])
+    layers = [
+        jax.tree.map(lambda leaf, index=index: take(leaf, index), tree["layers"], is_leaf=is_spec)
+        for index in range(num_layers)
+    ]
+    return {**tree, "layers": layers}
+
+
+def unstacked_specs(specs: Any, num_layers: int) -> Any:
+    """The description of the engine's parameters: a list of layers."""
+
+    def take(spec: ParameterSpec, _: int) -> ParameterSpec:
+        return dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+
+    return unstack_layers(specs, num_layers, take)
+
+
+def check_tensor_axis(config: ModelConfig, vocab_size: int, tensor: int, fsdp: int) -> str | None:
+    """Why this model cannot be cut so, in words; None where it can."""
+    for name, size, parts in (
+        ("model.num_kv_heads", config.num_kv_heads, tensor),
+        ("model.ffn_size", config.ffn_size, tensor),
+        ("vocabulary", vocab_size, tensor),
+        ("model.width", config.width, fsdp),
+    ):
+        if size % parts:
+            return f"{name} = {size} does not divide by {parts}"
+    return None
+
+
+def num_parameters(specs: Any) -> int:
+    """How many numbers the model has."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))

@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""How episodes are played."""
+
+import dataclasses
+import math
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Settings of the rollout stage.
+
+    `num_slots` episodes live at once, over all devices; a step plays `episodes_per_step`. The
+    `group_size` episodes of a group share one task: the same side, and the same seed for the
+    environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round,
+    `burst` tokens at most are sampled per slot and round. `context_buckets` are the rooms per
+    episode, in tokens, that programs are compiled for; beyond the last the room doubles. A turn is
+    cut, and its episode over, at `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
+    """
+
+    num_slots: int = 64
+    episodes_per_step: int = 128
+    group_size: int = 1
+    chunk_size: int = 8
+    burst: int = 4
+    max_turn_tokens: int = 4
+    temperature: float = 1.0
+    unfinished_reward: float = -1.0
+    context_buckets: tuple[int, ...] = (32, 48, 64, 128)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        for field in (
+            "num_slots",
+            "episodes_per_step",
+            "group_size",
+            "chunk_size",
+            "burst",
+            "max_turn_tokens",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
+                )
+        if self.episodes_per_step % (2 * self.group_size):
+            raise ValueError(
+                f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
+                f"multiple of twice config.rollout.group_size ({self.group_size}): half of the "
+                "groups play each side"
+            )
+        if not math.isfinite(self.unfinished_reward):
+            raise ValueError(
+                f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite"
+            )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
+                "sampled tokens, so it must be finite and above 0"
+            )
+        buckets = self.context_buckets
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 2:
+            raise ValueError(
+                f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
+                "such as (32, 64)"
+            )
+
+    def places_for(self, tokens: int) -> int:
+        """The smallest room that holds so many tokens."""
+        places = next((b for b in self.context_buckets if b >= tokens), self.context_buckets[-1])
+        while places < tokens:
+            places *= 2
+        return places

@@ -1,0 +1,343 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""PolicyEngine: JetStream's `Engine` over our decoder, and the calls that RL rollouts need.
+
+Serving uses prefill / insert / generate, as JetStream's Driver does. Rollouts use `play`: one
+dispatch and one read per round for all slots, answers appended to live slots, log-probs and
+versions written down beside the KV cache. Both run on the same DecodeState.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_chunk
+from earl_jax.models.kv_cache import LayerCache, empty_cache
+from earl_jax.models.parameters import (
+    Params,
+    parameter_shapes,
+    parameter_shardings,
+    parameter_specs,
+    unstacked_specs,
+)
+from earl_jax.rollout import slots
+from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
+from earl_jax.rollout.sampling import sample, token_uniforms
+from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, SlotRules
+from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.reshard import reshard
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What one engine's programs are compiled for.
+
+    `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
+    `chunk_size` tokens of a prompt or an answer are appended per slot and round.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    num_slots: int
+    num_rows: int
+    chunk_size: int
+    rules: SlotRules
+    seed: int
+    max_prefill_length: int = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+    """A prompt that was read: caches of one row, its length, and the token sampled behind it."""
+
+    caches: list[LayerCache]
+    cached: jax.Array
+    pending: jax.Array
+    seed: jax.Array
+
+
+class PolicyEngine(Engine):
+    """The engine for one model on one rollout layout.
+
+    Slots and experience are split over `data`; heads and vocabulary over `tensor`. Each data shard
+    decodes on its own (`shard_map` over `data`): no collective crosses it, and a shard whose slots
+    have all ended their turn stops early whatever the others do.
+    """
+
+    def __init__(self, config: EngineConfig, layout: Layout, tokenizer: Any = None) -> None:
+        """Builds the jitted programs; nothing is compiled before its first call.
+
+        `tokenizer` (transformers) is what JetStream's server asks for; rollouts bring ids.
+
+        Raises:
+            ValueError: the slots or rows do not divide over the layout's data axis.
+        """
+        for name, number in (
+            ("num_slots", config.num_slots),
+            ("episodes_per_step", config.num_rows),
+        ):
+            if number % layout.num_row_shards:
+                raise ValueError(
+                    f"config.rollout.{name} is {number}, which does not divide over {layout}; "
+                    f"choose a multiple of {layout.num_row_shards}"
+                )
+        self.config, self.layout = config, layout
+        self._tokenizer = tokenizer
+        self._num_prefills = 0
+        self._key_data = jax.random.key_data(jax.random.key(config.seed))
+        specs = unstacked_specs(
+            parameter_specs(config.model, config.vocab_size), config.model.num_layers
+        )
+        self.parameter_shardings = parameter_shardings(specs, layout)
+        dtype = jnp.dtype(config.model.compute_dtype)
+        self.parameter_shapes = jax.tree.map(
+            lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), parameter_shapes(specs)
+        )
+        self._rows = layout.activations("B")
+        self.state_shardings = jax.tree.map(
+            lambda leaf: layout.activations("BK" if leaf.ndim == 4 else "B"), self.state_shapes(1)
+        )
+        self._build_programs()
+
+    def _build_programs(self) -> None:
+        config, layout = self.config, self.layout
+        model, rules = config.model, config.rules
+        rows_per_shard = config.num_rows // layout.num_row_shards
+        row_axes = ("data", "fsdp")
+
+        def replicate(logits_BV: jax.Array) -> jax.Array:
+            # Else XLA cuts the sampling over `tensor`, with collective-permutes. These wait for
+            # every device of the mesh: shards that decode unequally long would hang. One
+            # all-gather within the shard is also fewer collectives (16 without it).
+            return jax.lax.with_sharding_constraint(logits_BV, P(None, None))
+
+        def play_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
+            key = jax.random.wrap_key_data(key_data)
+            first_row = jax.lax.axis_index(row_axes) * rows_per_shard
+            return slots.play(model, rules, params, state, orders, key, first_row, replicate)
+
+        def generate_shard(params: Params, state: DecodeState, key_data: jax.Array):
+            key = jax.random.wrap_key_data(key_data)
+            return slots.generate_one(model, rules, params, state, key, replicate)
+
+        def over_rows(function: Any, in_specs: Any) -> Any:
+            # Manual over rows; `tensor` stays automatic and follows the weights' placement.
+            return jax.shard_map(
+                function,
+                mesh=layout.mesh,
+                in_specs=in_specs,
+                out_specs=P(row_axes),
+                axis_names=set(row_axes),
+                check_vma=False,
+            )
+
+        out = (self.state_shardings, self._rows)
+        self._play = jax.jit(
+            over_rows(play_shard, (P(), P(row_axes), P(row_axes), P())),
+            donate_argnums=1,
+            out_shardings=out,
+        )
+        self._generate = jax.jit(
+            over_rows(generate_shard, (P(), P(row_axes), P())), donate_argnums=1, out_shardings=out
+        )
+        self._empty = jax.jit(
+            lambda places: slots.empty_state(model, config.num_slots, config.num_rows, places),
+            static_argnums=0,
+            out_shardings=self.state_shardings,
+        )
+        # Not donated: no buffer that grows can be used again, and JAX warns of each.
+        self._grow = jax.jit(slots.grow, static_argnums=1, out_shardings=self.state_shardings)
+        self._prefill = jax.jit(functools.partial(_prefill, model, rules))
+        self._insert = jax.jit(_insert, donate_argnums=1, out_shardings=self.state_shardings)
+
+    # What a rollout calls.
+
+    def state_shapes(self, places: int) -> DecodeState:
+        """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
+        config = self.config
+        return jax.eval_shape(
+            lambda: slots.empty_state(config.model, config.num_slots, config.num_rows, places)
+        )
+
+    def empty_state(self, places: int) -> DecodeState:
+        """Empty slots with room for `places` tokens an episode, made on the devices."""
+        return self._empty(places)
+
+    def grow(self, state: DecodeState, places: int) -> DecodeState:
+        """The same state with more room."""
+        return self._grow(state, places)
+
+    def play(
+        self, params: Params, state: DecodeState, orders: np.ndarray
+    ) -> tuple[DecodeState, Report]:
+        """One round (`slots.play`). The one door: one array goes in, one comes out.
+
+        Donates `state`.
+        """
+        sent = jax.device_put(orders, self._rows)
+        state, packed = self._play(params, state, sent, self._key_data)
+        return state, slots.unpack_report(np.asarray(packed))
+
+    def lower_play(self, places: int) -> Any:
+        """The round's program lowered from shapes alone, for memory analysis and tests."""
+
+        def placed(shapes: Any, shardings: Any) -> Any:
+            return jax.tree.map(
+                lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+                shapes,
+                shardings,
+            )
+
+        width = slots.ORDER_COLUMNS + self.config.chunk_size
+        return self._play.lower(
+            placed(self.parameter_shapes, self.parameter_shardings),
+            placed(self.state_shapes(places), self.state_shardings),
+            jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
+            jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
+        )
+
+    # JetStream's interface.
+
+    def load_params(self, params: Params) -> Params:
+        """Places weights (layers as a list) where this engine wants them, device to device."""
+        return reshard(params, self.parameter_shardings)
+
+    def prefill(
+        self,
+        *,
+        params: Params,
+        existing_prefix: Prefix | None = None,
+        padded_tokens: jax.Array,
+        true_length: int,
+    ) -> Prefix:
+        """Reads a prompt, and samples the token behind it.
+
+        `padded_tokens` i32[T] of which the first `true_length` count; with `existing_prefix` they
+        continue that one, whose pending token is replaced.
+
+        Raises:
+            ValueError: the prompt is empty, or with its prefix longer than `max_prefill_length`.
+        """
+        read = 0 if existing_prefix is None else int(existing_prefix.cached[0])
+        places, limit = len(padded_tokens), self.max_prefill_length
+        if not 0 < true_length <= places <= limit or read + true_length > limit:
+            raise ValueError(
+                f"a prompt of {true_length} tokens in {places} places, behind {read} tokens read "
+                f"before; the engine takes 1 to {limit} in all"
+            )
+        self._num_prefills += 1
+        if existing_prefix is None:
+            zero = jnp.zeros((1,), jnp.int32)
+            caches = empty_cache(self.config.model, 1, self.max_prefill_length)
+            existing_prefix = Prefix(
+                caches=caches, cached=zero, pending=zero, seed=zero + self._num_prefills
+            )
+        return self._prefill(
+            params, existing_prefix, jnp.asarray(padded_tokens), true_length, self._key_data
+        )
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+        """Puts a prompt that was read into a slot. Donates `decode_state`, not `prefix`."""
+        return self._insert(prefix, decode_state, slot)
+
+    def generate(
+        self, params: Params, decode_state: DecodeState
+    ) -> tuple[DecodeState, ResultTokens]:
+        """The next token of every slot. Donates `decode_state`."""
+        state, data = self._generate(params, decode_state, self._key_data)
+        return state, ResultTokens(
+            data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
+        )
+
+    def init_decode_state(self, places: int | None = None) -> DecodeState:
+        """Empty slots for serving; room for twice the longest prompt unless told."""
+        return self.empty_state(places or 2 * self.max_prefill_length)
+
+    def get_prefix_destination_sharding(self) -> Any:
+        """Where a prefix made by another engine is to be put before `insert`: on every device."""
+        return self.layout.activations("")
+
+    def get_tokenizer(self) -> Any:
+        """The vocabulary's facts, for JetStream's server."""
+        return tokenizer_parameters()
+
+    def build_tokenizer(self, metadata: Any) -> Any:
+        """JetStream's view of our tokenizer."""
+        return ServedTokenizer(self._tokenizer)
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        """How many slots there are."""
+        return self.config.num_slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        """Always 1."""
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        """The longest prompt that `prefill` takes, in tokens."""
+        return self.config.max_prefill_length
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """The mesh of the rollout layout."""
+        return self.layout.mesh  # pyright: ignore[reportReturnType]
+
+    @property
+    def colocated_cpus(self) -> None:
+        """None: hosts are not addressed by this engine."""
+        return None
+
+
+def _prefill(
+    config: ModelConfig,
+    rules: SlotRules,
+    params: Params,
+    prefix: Prefix,
+    tokens_T: jax.Array,
+    true_length: jax.Array,
+    key_data: jax.Array,
+) -> Prefix:
+    count = jnp.asarray(true_length, jnp.int32)[None]
+    logits_BV, caches = forward_chunk(
+        config, params, prefix.caches, tokens_T[None], prefix.cached, count
+    )
+    cached = prefix.cached + count
+    uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
+    token, _ = sample(uniform, logits_BV, jnp.ones_like(uniform))
+    return dataclasses.replace(prefix, caches=caches, cached=cached, pending=token)
+
+
+def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
+    """A select over slots instead of a write at `slot`: no shard has to know where the slot is."""
+    chosen_B = jnp.arange(state.cached.shape[0]) == slot
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        chosen = chosen_B.reshape(-1, *(1,) * (old.ndim - 1))
+        return jnp.where(chosen, new.astype(old.dtype), old)
+
+    def put_side(old_BKSH: jax.Array, new_BKSH: jax.Array) -> jax.Array:
+        room = old_BKSH.shape[2] - new_BKSH.shape[2]
+        return put(old_BKSH, jnp.pad(new_BKSH, ((0, 0), (0, 0), (0, room), (0, 0))))
+
+    return dataclasses.replace(
+        state,
+        caches=jax.tree.map(put_side, state.caches, prefix.caches),
+        cached=put(state.cached, prefix.cached),
+        pending=put(state.pending, prefix.pending),
+        active=put(state.active, jnp.ones((1,), bool)),
+        turn=put(state.turn, jnp.ones((1,), jnp.int32)),
+        turn_tokens=put(state.turn_tokens, jnp.ones((1,), jnp.int32)),
+        seed=put(state.seed, prefix.seed),
+        row=put(state.row, jnp.full((1,), NO_ROW)),
+        temperature=put(state.temperature, jnp.ones((1,))),
+    )

@@ -1,0 +1,351 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine does on the devices: pure functions over a DecodeState.
+
+A slot holds one live episode: its KV cache, and the row of the experience buffers that it writes.
+The token sampled last is *pending*: recorded, but not yet in the cache. It goes in at the head of
+whatever comes next (the next decode step, or the environment's answer), so a turn's last token
+costs no forward pass of its own.
+
+`play` is one round: append the chunk that the host gives to each slot, then decode until every slot
+has ended its turn or `burst` tokens are out. The host's orders for a round travel as one array, and
+so does what came of them.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_chunk
+from earl_jax.models.kv_cache import LayerCache, empty_cache
+from earl_jax.models.parameters import Params
+from earl_jax.rollout.sampling import sample, token_uniforms
+from earl_jax.trajectory import Experience
+
+Replicate = Callable[[jax.Array], jax.Array]
+
+NO_ROW = -1
+ORDER_COLUMNS = 6
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """B slots and the N rows of experience that they write, one data shard's part or the whole.
+
+    `cached` counts the tokens in the cache, and so is the place of `pending` (i32). `turn` and
+    `turn_tokens` count turns and the tokens of this turn. `active` slots are in the middle of a
+    turn. `row` is the episode's row in `experience`, NO_ROW where nothing is written down.
+    """
+
+    caches: list[LayerCache]
+    experience: Experience
+    cached: jax.Array
+    pending: jax.Array
+    active: jax.Array
+    turn: jax.Array
+    turn_tokens: jax.Array
+    seed: jax.Array
+    row: jax.Array
+    temperature: jax.Array
+    version: jax.Array
+
+
+class SlotRules(NamedTuple):
+    """What is fixed when the program is compiled. Tokens per turn and per burst; ids."""
+
+    burst: int
+    max_turn_tokens: int
+    end_of_turn_id: int
+
+
+class Orders(NamedTuple):
+    """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
+
+    `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
+    and takes `seed`, `row`, `temperature` over; `speak` lets the policy begin a turn behind the
+    chunk. A slot with nothing to append goes on with its turn where it is in one.
+    """
+
+    chunk: jax.Array
+    count: jax.Array
+    restart: jax.Array
+    speak: jax.Array
+    seed: jax.Array
+    row: jax.Array
+    temperature: jax.Array
+    version: jax.Array
+
+
+_RESTART, _SPEAK = 1, 2
+
+
+def pack_orders(
+    *,
+    chunk: np.ndarray,
+    count: np.ndarray,
+    restart: np.ndarray,
+    speak: np.ndarray,
+    seed: np.ndarray,
+    row: np.ndarray,
+    temperature: np.ndarray,
+    version: int,
+) -> np.ndarray:
+    """One i32 array per round, because each array sent costs more than its bytes."""
+    flags = restart * _RESTART + speak * _SPEAK
+    columns = np.stack(
+        [count, flags, seed, row, temperature.view(np.int32), np.full_like(count, version)], axis=1
+    )
+    return np.concatenate([columns, chunk], axis=1).astype(np.int32)
+
+
+def _unpack_orders(packed: jax.Array) -> Orders:
+    count, flags, seed, row, temperature, version = packed[:, :ORDER_COLUMNS].T
+    return Orders(
+        chunk=packed[:, ORDER_COLUMNS:],
+        count=count,
+        restart=flags & _RESTART > 0,
+        speak=flags & _SPEAK > 0,
+        seed=seed,
+        row=row,
+        temperature=jax.lax.bitcast_convert_type(temperature, jnp.float32),
+        version=version,
+    )
+
+
+class Report(NamedTuple):
+    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    count: np.ndarray
+    active: np.ndarray
+
+
+def _pack_report(tokens: jax.Array, logprobs: jax.Array, count: jax.Array, active: jax.Array):
+    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+    return jnp.concatenate([tokens, bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
+
+
+def unpack_report(packed: np.ndarray) -> Report:
+    """The inverse of the packing at the end of `play`, on the host."""
+    burst = (packed.shape[1] - 2) // 2
+    return Report(
+        tokens=packed[:, :burst],
+        logprobs=np.ascontiguousarray(packed[:, burst : 2 * burst]).view(np.float32),
+        count=packed[:, -2],
+        active=packed[:, -1].astype(bool),
+    )
+
+
+def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> DecodeState:
+    """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens."""
+
+    def numbers(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    return DecodeState(
+        caches=empty_cache(config, slots, places),
+        experience=Experience(
+            tokens=numbers(rows, places),
+            turn_ids=numbers(rows, places),
+            logprobs=jnp.zeros((rows, places), jnp.float32),
+            versions=numbers(rows, places),
+        ),
+        cached=numbers(slots),
+        pending=numbers(slots),
+        active=jnp.zeros((slots,), bool),
+        turn=numbers(slots),
+        turn_tokens=numbers(slots),
+        seed=numbers(slots),
+        row=jnp.full((slots,), NO_ROW, jnp.int32),
+        temperature=jnp.ones((slots,), jnp.float32),
+        version=numbers(slots),
+    )
+
+
+def grow(state: DecodeState, places: int) -> DecodeState:
+    """The same state with room for `places` tokens per episode."""
+
+    def pad(leaf: jax.Array, axis: int) -> jax.Array:
+        widths = [(0, 0)] * leaf.ndim
+        widths[axis] = (0, places - leaf.shape[axis])
+        return jnp.pad(leaf, widths)
+
+    return dataclasses.replace(
+        state,
+        caches=jax.tree.map(lambda side: pad(side, 2), state.caches),
+        experience=jax.tree.map(lambda field: pad(field, 1), state.experience),
+    )
+
+
+def play(
+    config: ModelConfig,
+    rules: SlotRules,
+    params: Params,
+    state: DecodeState,
+    packed_orders: jax.Array,
+    key: jax.Array,
+    first_row: jax.Array | int,
+    replicate: Replicate = lambda logits_BV: logits_BV,
+) -> tuple[DecodeState, jax.Array]:
+    """One round for one data shard, whose buffers begin at global row `first_row`.
+
+    `replicate` puts logits whole on every device of the shard before they are sampled from.
+
+    Returns:
+        The new state, and the packed Report.
+    """
+    orders = _unpack_orders(packed_orders)
+    state = _restart(_shift_rows(state, -first_row), orders, first_row)
+    slots = state.cached.shape[0]
+    out = (
+        jnp.zeros((slots, rules.burst), jnp.int32),
+        jnp.zeros((slots, rules.burst), jnp.float32),
+        jnp.zeros((slots,), jnp.int32),
+    )
+
+    def append_chunk(carry: Any) -> Any:
+        state, out = carry
+        logits_BV, caches = forward_chunk(
+            config, params, state.caches, orders.chunk, state.cached, orders.count
+        )
+        experience = _record_chunk(state, orders)
+        begins = orders.speak & (orders.count > 0)
+        state = dataclasses.replace(
+            state,
+            caches=caches,
+            experience=experience,
+            cached=state.cached + orders.count,
+            active=state.active | begins,
+            turn=state.turn + begins,
+            turn_tokens=jnp.where(begins, 0, state.turn_tokens),
+        )
+        return _sample_next(rules, key, state, replicate(logits_BV), begins, out)
+
+    def decode_one(carry: Any) -> Any:
+        state, out = carry
+        speaking = speaks(carry)
+        state, logits_BV = _forward_pending(config, params, state, speaking)
+        return _sample_next(rules, key, state, replicate(logits_BV), speaking, out)
+
+    def speaks(carry: Any) -> Any:
+        # A slot that began its turn above has one token of its burst already.
+        state, (_, _, count) = carry
+        return state.active & (count < rules.burst)
+
+    carry: Any = (state, out)
+    carry = jax.lax.cond(jnp.any(orders.count > 0), append_chunk, lambda carry: carry, carry)
+    state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
+    tokens, logprobs, count = out
+    return _shift_rows(state, first_row), _pack_report(tokens, logprobs, count, state.active)
+
+
+def _shift_rows(state: DecodeState, by: jax.Array | int) -> DecodeState:
+    """Global rows to rows of this shard's buffers, or back."""
+    return dataclasses.replace(state, row=jnp.where(state.row == NO_ROW, NO_ROW, state.row + by))
+
+
+def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> DecodeState:
+    def taken(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(orders.restart, new, old)
+
+    zero = jnp.zeros_like(state.cached)
+    row = jnp.where(orders.row == NO_ROW, NO_ROW, orders.row - first_row)
+    return dataclasses.replace(
+        state,
+        cached=taken(zero, state.cached),
+        active=state.active & ~orders.restart,
+        turn=taken(zero, state.turn),
+        seed=taken(orders.seed, state.seed),
+        row=taken(row, state.row),
+        temperature=taken(orders.temperature, state.temperature),
+        version=orders.version,
+    )
+
+
+def generate_one(
+    config: ModelConfig,
+    rules: SlotRules,
+    params: Params,
+    state: DecodeState,
+    key: jax.Array,
+    replicate: Replicate = lambda logits_BV: logits_BV,
+) -> tuple[DecodeState, jax.Array]:
+    """JetStream's step: hands out each slot's pending token, and samples the one after it.
+
+    Returns:
+        The new state, and i32[B,3]: the token, 1 if it is valid, and how many tokens the slot has
+        handed out. Tokens are not valid once the slot has no room to remember them.
+    """
+    everywhere = jnp.ones_like(state.active)
+    places = state.caches[0].key.shape[2]
+    handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
+    state, logits_BV = _forward_pending(config, params, state, everywhere)
+    nowhere = (state.pending[:, None], state.temperature[:, None], jnp.ones_like(state.cached))
+    state, _ = _sample_next(rules, key, state, replicate(logits_BV), everywhere, nowhere)
+    return state, handed_out
+
+
+def _rows_or_drop(state: DecodeState, keep: jax.Array) -> jax.Array:
+    """The slot's row where it writes, else one past the end: writes there are dropped."""
+    return jnp.where(keep & (state.row >= 0), state.row, state.experience.tokens.shape[0])
+
+
+def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
+    """Writes the appended ids. The first of a later turn is the pending token, written already."""
+    offsets_BC = jnp.arange(orders.chunk.shape[1])[None, :]
+    rows_BC = jnp.where(
+        offsets_BC < orders.count[:, None],
+        _rows_or_drop(state, orders.count > 0)[:, None],
+        state.experience.tokens.shape[0],
+    )
+    places_BC = state.cached[:, None] + offsets_BC
+    tokens = state.experience.tokens.at[rows_BC, places_BC].set(orders.chunk, mode="drop")
+    return dataclasses.replace(state.experience, tokens=tokens)
+
+
+def _forward_pending(
+    config: ModelConfig, params: Params, state: DecodeState, moving: jax.Array
+) -> tuple[DecodeState, jax.Array]:
+    count = moving.astype(jnp.int32)
+    logits_BV, caches = forward_chunk(
+        config, params, state.caches, state.pending[:, None], state.cached, count
+    )
+    return dataclasses.replace(state, caches=caches, cached=state.cached + count), logits_BV
+
+
+def _sample_next(rules, key, state, logits_BV, speaking, out):
+    """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
+    tokens, logprobs, count = out
+    uniform = token_uniforms(key, state.seed, state.cached)
+    token, logprob = sample(uniform, logits_BV, state.temperature)
+    rows = _rows_or_drop(state, speaking)
+    written = state.experience
+    experience = Experience(
+        tokens=written.tokens.at[rows, state.cached].set(token, mode="drop"),
+        turn_ids=written.turn_ids.at[rows, state.cached].set(state.turn, mode="drop"),
+        logprobs=written.logprobs.at[rows, state.cached].set(logprob, mode="drop"),
+        versions=written.versions.at[rows, state.cached].set(state.version, mode="drop"),
+    )
+    turn_tokens = state.turn_tokens + speaking
+    goes_on = (token != rules.end_of_turn_id) & (turn_tokens < rules.max_turn_tokens)
+    state = dataclasses.replace(
+        state,
+        experience=experience,
+        pending=jnp.where(speaking, token, state.pending),
+        turn_tokens=turn_tokens,
+        active=jnp.where(speaking, goes_on, state.active),
+    )
+    here = (jnp.arange(tokens.shape[1])[None, :] == count[:, None]) & speaking[:, None]
+    out = (
+        jnp.where(here, token[:, None], tokens),
+        jnp.where(here, logprob[:, None], logprobs),
+        count + speaking,
+    )
+    return state, out

@@ -1,0 +1,339 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One run in its workdir: opened or resumed, kept, reported, stopped.
+
+The loop knows the order of the stages; this knows what is written down behind each step, so that a
+run that is killed at any moment goes on as if it had not been.
+"""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.calibrate import Calibration, open_table
+from earl_jax.checkpoint import Checkpoints, open_workdir
+from earl_jax.config import Config
+from earl_jax.evaluation import evaluate
+from earl_jax.loop import Position, StepRecord, train
+from earl_jax.models.hf_weights import check_weights, save_checkpoint
+from earl_jax.placement import Placement
+from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.telemetry.episodes import (
+    read_trajectories,
+    truncate_trajectories_after,
+    write_trajectories,
+)
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.report import write_report
+from earl_jax.train.step import TrainState
+from earl_jax.world import World
+
+REPORT_EPISODES = 12
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Trains from where the workdir stands to the end, or to a SIGTERM.
+
+    Returns:
+        The last evaluation, empty if there is none yet.
+
+    Raises:
+        ValueError: a mistake of the user's, in words.
+    """
+    open_workdir(workdir, config.as_dict())
+    world = World(config, workdir / "tokenizer")
+    tensorboard = workdir / "tensorboard" if config.log.tensorboard else None
+    with Progress(config.num_steps) as progress, _stop_on_sigterm() as stop:
+        checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
+        resumed = _resume(world, checkpoints, progress, workdir)
+        position, placement = resumed or (None, _new_placement(world, progress))
+        with MetricsLog(workdir / "metrics.jsonl", tensorboard) as metrics_log:
+            keeper = _Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop)
+            position = train(world, placement, position or keeper.begin(), keeper.after_step)
+        checkpoints.close()
+        if config.checkpoint.export and position.step == config.num_steps:
+            _export(world, position, workdir, progress)
+        if stop:
+            progress.note(
+                f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
+                "from here"
+            )
+    evaluations = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" in row]
+    return evaluations[-1]["eval"] if evaluations else {}
+
+
+def _export(world: World, position: Position, workdir: Path, progress: Progress) -> None:
+    """The policy as a folder that `transformers` loads; once."""
+    folder = workdir / "export" / f"step_{position.step:06d}"
+    if folder.exists():
+        return
+    save_checkpoint(
+        folder,
+        position.state.params,
+        model=world.model,
+        vocab_size=world.vocab_size,
+        tokenizer=world.tokenizer,
+        dtype=world.checkpoint.dtype if world.checkpoint else "float32",
+        max_positions=world.config.rollout.context_buckets[-1],
+        source=world.checkpoint,
+    )
+    progress.note(f"exported the policy to {folder}")
+
+
+def _new_placement(world: World, progress: Progress) -> Placement:
+    table, damage = open_table(world)
+    if damage:
+        progress.note(damage)
+    return Placement(world, Calibration(world, table, progress.note))
+
+
+def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, dict[str, Any]]:
+    """The step of the newest checkpoint that can be read, and what its policy's games came to.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    folder = workdir / "checkpoints"
+    if not folder.is_dir():
+        raise ValueError(f"{workdir} holds no checkpoint yet: there is no {folder}")
+    world = World(config, workdir / "tokenizer")
+    checkpoints = Checkpoints(folder, config.checkpoint)
+    for step in checkpoints.steps():
+        try:
+            saved, state, placement = _restore(world, checkpoints, step)
+        except Exception as error:  # noqa: BLE001 - damage shows itself in any way
+            print(f"the checkpoint of step {step} is damaged ({_words(error)})", file=sys.stderr)
+            continue
+        position = Position(step=step, state=state, history=_history(saved))
+        evaluation, _ = evaluate(
+            world, placement, position, games=games, temperature=config.eval.temperature
+        )
+        checkpoints.close()
+        return step, evaluation
+    raise ValueError(f"{folder} holds no checkpoint that can be read")
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[list[int]]:
+    """A list that is empty until a SIGTERM has come."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _resume(
+    world: World, checkpoints: Checkpoints, progress: Progress, workdir: Path
+) -> tuple[Position, Placement] | None:
+    """Where the newest checkpoint that can be read stands; None if there is none.
+
+    Metrics and trajectories of later steps are dropped: the run takes these steps again.
+    """
+    for step in checkpoints.steps():
+        try:
+            saved, state, placement = _restore(world, checkpoints, step, progress.note)
+        except Exception as error:  # noqa: BLE001 - damage shows itself in any way
+            progress.note(
+                f"the checkpoint of step {step} is damaged ({_words(error)}); it is set aside, and "
+                "the one before is used"
+            )
+            checkpoints.discard(step)
+            continue
+        _drop_after(workdir, step)
+        progress.note(f"resuming {workdir} after step {step} of {world.config.num_steps}")
+        return Position(step=step, state=state, history=_history(saved)), placement
+    # Nothing can be resumed; what an earlier start may have written is of no run.
+    _drop_after(workdir, -1)
+    return None
+
+
+def _restore(
+    world: World,
+    checkpoints: Checkpoints,
+    step: int,
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], TrainState, Placement]:
+    """What was saved at this step; the measurements it was chosen by come with it."""
+    saved = checkpoints.position(step)
+    kept, _ = open_table(world)
+    # What this run chose by comes before what others have measured since.
+    table = ThroughputTable.from_dict(kept.path, kept.as_dict() | saved["throughput"])
+    placement = Placement(world, Calibration(world, table, say))
+    placement.restore(saved["placement"])
+    shardings = world.train_state_shardings(placement.in_training)
+    state = checkpoints.state(step, world.train_state_shapes(), shardings)
+    return saved, state, placement
+
+
+def _history(saved: dict[str, Any]) -> LoadHistory:
+    return LoadHistory.from_list(saved["history"])
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _drop_after(workdir: Path, step: int) -> None:
+    truncate_after(workdir / "metrics.jsonl", step)
+    truncate_trajectories_after(workdir / "trajectories", step)
+
+
+@dataclasses.dataclass
+class _Keeper:
+    """Writes down what a step left."""
+
+    world: World
+    placement: Placement
+    checkpoints: Checkpoints
+    progress: Progress
+    metrics_log: MetricsLog
+    workdir: Path
+    stop: list[int]
+    start_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def begin(self) -> Position:
+        """A new run: its meshes, its first weights, and what these can do."""
+        config = self.world.config
+        if self.world.checkpoint:
+            # Now, and not after the measurements: they take minutes.
+            check_weights(self.world.checkpoint)
+        self.placement.calibration.measure_all()
+        self.placement.check_budget()
+        self.placement.choose_training(config.rollout.context_buckets[0], None)
+        state = self.world.first_train_state(self.placement.in_training)
+        position = Position(step=0, state=state, history=LoadHistory())
+        self._evaluate(position, config.eval.games)
+        return position
+
+    def after_step(self, position: Position, record: StepRecord) -> bool:
+        """Metrics, episodes, evaluation, checkpoint, report; in this order. True to stop."""
+        config, step = self.world.config, position.step
+        last = step == config.num_steps
+        line = self._metrics(record)
+        for decision in line.pop("switch_notes"):
+            self.progress.note(f"step {step}: {decision}")
+        self.metrics_log.write(line)
+        self.progress.update(line)
+        if step == 1 or last or step % config.log.trajectories_every_steps == 0:
+            write_trajectories(self.workdir / "trajectories", step, record.trajectories)
+        if last or step % config.eval.every_steps == 0:
+            self._evaluate(position, config.eval.final_games if last else config.eval.games)
+        stopping = bool(self.stop)
+        if last or stopping or step % config.checkpoint.every_steps == 0:
+            self._save(position)
+        if last or stopping or step % config.log.report_every_steps == 0:
+            self._report()
+        return stopping
+
+    def _evaluate(self, position: Position, games: int) -> None:
+        evaluation, _ = evaluate(
+            self.world,
+            self.placement,
+            position,
+            games=games,
+            temperature=self.world.config.eval.temperature,
+        )
+        line = {"step": position.step, "eval": evaluation}
+        self.metrics_log.write(line)
+        self.progress.update(line)
+
+    def _save(self, position: Position) -> None:
+        # A copy, because the next step donates the state while the checkpoint is being written.
+        self.checkpoints.save(
+            position.step,
+            jax.tree.map(jnp.copy, position.state),
+            {
+                "placement": self.placement.as_dict(),
+                "history": position.history.as_list(),
+                "throughput": self.placement.calibration.table.as_dict(),
+            },
+        )
+
+    def _report(self) -> None:
+        trajectories = sorted((self.workdir / "trajectories").glob("step_*.jsonl"))
+        newest = read_trajectories(trajectories[-1])[:REPORT_EPISODES] if trajectories else []
+        write_report(
+            self.workdir / "report.html",
+            title=f"earl_jax: {self.world.config.env.game}",
+            config=self.world.config.as_dict(),
+            metrics=read_metrics(self.workdir / "metrics.jsonl"),
+            episodes=newest,
+            notes=_report_notes(self.world.config),
+        )
+
+    def _metrics(self, record: StepRecord) -> dict[str, Any]:
+        """The line of metrics.jsonl for this step, in the words of the contract."""
+        trajectories, load, stage_s = record.trajectories, record.load, record.stage_s
+        rewards = np.array([t.reward for t in trajectories])
+        first, last = record.updates[0], record.updates[-1]
+        log = self.placement.take_log()
+        switches = [decision for decision in log.decisions if decision.switched]
+        train_tokens = sum(t.num_tokens for t in trajectories) * len(record.updates)
+        versions = [
+            record.step - 1 - version
+            for t in trajectories
+            for turn in t.turns
+            for version in turn.versions
+        ]
+        newest = {decision.stage: decision for decision in log.decisions}
+        return {
+            "step": record.step,
+            "time_s": time.perf_counter() - self.start_s,
+            "reward_mean": rewards.mean(),
+            "reward_std": rewards.std(),
+            "episodes": len(rewards),
+            "turns_mean": np.mean([t.num_turns for t in trajectories]),
+            "context_tokens_mean": load.context_tokens_mean,
+            "context_tokens_max": max(t.num_tokens for t in trajectories),
+            "tokens_in_flight_max": load.tokens_in_flight_max,
+            "rollout_tokens": load.rollout_tokens,
+            "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
+            "prefill_tokens": record.stats.prefill_tokens,
+            "train_tokens": train_tokens,
+            "train_tokens_per_s": train_tokens / stage_s["train"],
+            "stage_s": stage_s,
+            "rollout_mesh": record.rollout_mesh,
+            "train_mesh": str(self.placement.in_training),
+            "rollout_places": record.rollout_places,
+            "switched": [decision.stage for decision in switches],
+            "switch_s": log.switch_s,
+            "decision": "; ".join(f"{stage} {d.reason}" for stage, d in newest.items()),
+            "switch_notes": [f"{decision.stage} {decision.reason}" for decision in switches],
+            "dispatch_bytes": record.dispatch_bytes,
+            "dispatch_host_bytes": record.dispatch_host_bytes,
+            "publish_bytes": record.publish_bytes,
+            "publish_host_bytes": record.publish_host_bytes,
+            "logprob_mismatch_max": first.mismatch_max,
+            "logprob_mismatch_mean": first.mismatch_mean,
+            "version_lag_max": max(versions, default=0),
+            "loss": last.loss,
+            "kl": last.kl,
+            "entropy": first.entropy,
+            "clip_fraction": last.clip_fraction,
+            "grad_norm": last.grad_norm,
+            "peak_bytes_per_device": log.bytes_per_device,
+            "budget_bytes_per_device": self.world.budget_bytes,
+        }
+
+
+def _report_notes(config: Config) -> list[str]:
+    train = config.train
+    if not train.demonstration_steps:
+        return []
+    return [
+        f"In its first {train.demonstration_steps} steps the policy was also trained on games of "
+        f"random legal moves ({train.demonstration_updates} supervised updates a step)."
+    ]

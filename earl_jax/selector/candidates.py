@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which mesh shapes a stage can use at all: arithmetic over divisors."""
+
+from collections.abc import Callable, Sequence
+
+from earl_jax.sharding.layout import MeshShape
+
+# Why a shape cannot be used, in words; None where it can.
+Check = Callable[[MeshShape], str | None]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, rising."""
+    return [part for part in range(1, number + 1) if number % part == 0]
+
+
+def rollout_candidates(num_devices: int, named: Sequence[str], check: Check) -> list[MeshShape]:
+    """All data x tensor shapes over all devices, widest data axis first. Raises as `_checked`."""
+    shapes = [
+        MeshShape(data=num_devices // tensor, tensor=tensor) for tensor in divisors(num_devices)
+    ]
+    return _checked("rollout_meshes", shapes, named, num_devices, check)
+
+
+def train_candidates(num_devices: int, named: Sequence[str], check: Check) -> list[MeshShape]:
+    """All data x fsdp x tensor shapes over all devices, least cut first. Raises as `_checked`."""
+    shapes = [
+        MeshShape(data=num_devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
+        for tensor in divisors(num_devices)
+        for fsdp in divisors(num_devices // tensor)
+    ]
+    return _checked("train_meshes", shapes, named, num_devices, check)
+
+
+def _checked(
+    field: str, shapes: list[MeshShape], named: Sequence[str], num_devices: int, check: Check
+) -> list[MeshShape]:
+    """The shapes that can be used.
+
+    Raises:
+        ValueError: a shape that the user named cannot, or none can.
+    """
+    reasons = {shape: check(shape) for shape in shapes}
+    usable = [shape for shape, reason in reasons.items() if reason is None]
+    allowed = "; ".join(f"'{shape}'" for shape in usable) or "none"
+    if not named:
+        if not usable:
+            why = "; ".join(f"{shape}: {reason}" for shape, reason in reasons.items())
+            raise ValueError(f"no mesh of {num_devices} devices fits this model: {why}")
+        return usable
+    chosen = []
+    for text in named:
+        shape = MeshShape.parse(text)
+        if shape.num_devices != num_devices:
+            raise ValueError(
+                f"config.selector.{field} has '{text}', a mesh of {shape.num_devices} devices; "
+                f"this run has {num_devices}. Possible here: {allowed}"
+            )
+        if (reason := check(shape)) is not None:
+            raise ValueError(
+                f"config.selector.{field} has '{text}', which is impossible: {reason}. "
+                f"Possible here: {allowed}"
+            )
+        chosen.append(shape)
+    return chosen

@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the parallelism selector."""
+
+import dataclasses
+
+from earl_jax.sharding.layout import MeshShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectorConfig:
+    """What the selector may choose from, and when a change is worth it.
+
+    `budget_bytes_per_device` is what a stage may take of each device; 0 takes the device's own
+    limit where it reports one, and no limit where it does not (CPU). `rollout_meshes` and
+    `train_meshes` name the candidates, as "data=4,tensor=2"; empty means every shape that the
+    devices and the model allow. A mesh that fits is left only for one that is faster by more than
+    the fraction `hysteresis`, and that earns the cost of the switch back within `horizon_steps`.
+    Speeds are the best of `measure_rounds` rounds.
+    """
+
+    budget_bytes_per_device: int = 0
+    rollout_meshes: tuple[str, ...] = ()
+    train_meshes: tuple[str, ...] = ()
+    hysteresis: float = 0.15
+    horizon_steps: int = 20
+    measure_rounds: int = 5
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        for field in ("rollout_meshes", "train_meshes"):
+            shapes = []
+            for text in getattr(self, field):
+                try:
+                    shape = MeshShape.parse(text)
+                except ValueError as error:
+                    raise ValueError(f"config.selector.{field}: {error}") from None
+                if shape in shapes:
+                    raise ValueError(f"config.selector.{field} names {shape} twice")
+                shapes.append(shape)
+                if field == "rollout_meshes" and shape.fsdp > 1:
+                    raise ValueError(
+                        f"config.selector.rollout_meshes has {text!r}; the engine keeps whole "
+                        "layers on a device or cuts them over tensor: use data and tensor only"
+                    )
+        for field, least in (
+            ("budget_bytes_per_device", 0),
+            ("hysteresis", 0),
+            ("horizon_steps", 1),
+            ("measure_rounds", 1),
+        ):
+            if getattr(self, field) < least:
+                raise ValueError(
+                    f"config.selector.{field} is {getattr(self, field)}; it must be at "
+                    f"least {least}"
+                )

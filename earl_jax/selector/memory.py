@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes per device: what XLA says a program takes, and what arrays hold."""
+
+import math
+from typing import Any
+
+import jax
+
+
+def program_bytes(compiled: Any) -> int:
+    """Bytes per device of a compiled program while it runs: arguments, results and temporaries.
+
+    Results that reuse a donated argument count once. From XLA's own memory analysis.
+    """
+    analysis = compiled.memory_analysis()
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
+def resident_bytes(shapes: Any, shardings: Any) -> int:
+    """Bytes per device that a tree of arrays holds when it is placed so."""
+    return sum(
+        math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, where in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    )
+
+
+def device_budget(setting: int) -> int | None:
+    """The bytes that a stage may take of a device: the setting, else the device's limit, else None.
+
+    None means that nobody set a limit: the CPU reports none.
+    """
+    if setting:
+        return setting
+    stats = jax.local_devices()[0].memory_stats()
+    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A Layout says where every array of a stage lives: a mesh, and a rule per letter."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.sharding.axes import LETTERS, MESH_AXES
+
+# Rows (B, N) are split over both axes that carry rows; heads, feed-forward, vocabulary over tensor.
+ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
+    "B": ("data", "fsdp"),
+    "N": ("data", "fsdp"),
+    "K": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+}
+# Parameters have no rows. Their width is cut over `fsdp`: gathered at use, gradients scattered.
+PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {
+    "D": ("fsdp",),
+    "K": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+}
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class MeshShape:
+    """Sizes of the three mesh axes. `str(MeshShape(4, 1, 2))` is "data=4,tensor=2"."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """The sizes in the order of MESH_AXES."""
+        return (self.data, self.fsdp, self.tensor)
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices the mesh covers."""
+        return math.prod(self.sizes)
+
+    def __str__(self) -> str:
+        """The axes that split something; `data` is always named."""
+        named = zip(MESH_AXES, self.sizes, strict=True)
+        return ",".join(f"{axis}={size}" for axis, size in named if size > 1 or axis == "data")
+
+    @staticmethod
+    def parse(text: str) -> "MeshShape":
+        """The inverse of str(). Raises ValueError for an unknown axis or a size below 1."""
+        sizes = {}
+        for part in text.replace(" ", "").split(","):
+            axis, _, size = part.partition("=")
+            known = axis in MESH_AXES and axis not in sizes
+            if not known or not (size.isascii() and size.isdigit()) or int(size) < 1:
+                raise ValueError(
+                    f"mesh shape {text!r}: cannot read {part!r}; write each axis once, as in "
+                    f"'data=4,tensor=2'; the axes are {', '.join(MESH_AXES)}"
+                )
+            sizes[axis] = int(size)
+        return MeshShape(**sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules that place arrays on it. Passed in, never looked up.
+
+    `mesh` may be abstract: then shardings can be made and programs traced, but nothing placed.
+    """
+
+    mesh: Mesh | AbstractMesh
+    parameter_rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(PARAMETER_RULES.items())
+
+    @property
+    def shape(self) -> MeshShape:
+        """Sizes of the mesh axes."""
+        return MeshShape(**{str(axis): size for axis, size in self.mesh.shape.items()})
+
+    def __str__(self) -> str:
+        return str(self.shape)
+
+    @property
+    def num_row_shards(self) -> int:
+        """Into how many pieces rows are cut."""
+        return self.shape.data * self.shape.fsdp
+
+    def activation_spec(self, letters: str) -> P:
+        """Placement of an activation with these axes; a dot is an axis that stays whole."""
+        return _spec(letters, ACTIVATION_RULES)
+
+    def parameter_spec(self, letters: str) -> P:
+        """Placement of a parameter whose axes are `letters`."""
+        return _spec(letters, dict(self.parameter_rules))
+
+    def activations(self, letters: str) -> NamedSharding:
+        """`activation_spec` on this mesh."""
+        return NamedSharding(self.mesh, self.activation_spec(letters))
+
+    def parameters(self, letters: str) -> NamedSharding:
+        """`parameter_spec` on this mesh."""
+        return NamedSharding(self.mesh, self.parameter_spec(letters))
+
+    def constrain(self, array: jax.Array, letters: str) -> jax.Array:
+        """Fixes the placement of an activation inside a jitted function."""
+        return jax.lax.with_sharding_constraint(array, self.activations(letters))
+
+
+def _spec(letters: str, rules: Mapping[str, tuple[str, ...]]) -> P:
+    assert all(letter in LETTERS + "." for letter in letters), letters
+    entries = [rules.get(letter, ()) for letter in letters]
+    return P(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in entries))
+
+
+def make_layout(shape: MeshShape, devices: Sequence[Any] | None = None) -> Layout:
+    """A layout of this shape over the first devices in the order given (default: all of this run).
+
+    Raises:
+        ValueError: the shape needs more devices than there are.
+    """
+    devices = jax.devices() if devices is None else devices
+    if shape.num_devices > len(devices):
+        raise ValueError(
+            f"mesh {shape} needs {shape.num_devices} devices, this run has {len(devices)}; "
+            "choose a smaller mesh or raise config.devices.num_cpu_devices"
+        )
+    grid = np.asarray(devices[: shape.num_devices], dtype=object).reshape(shape.sizes)
+    return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)))
+
+
+def make_abstract_layout(shape: MeshShape) -> Layout:
+    """A layout of this shape over devices that need not exist: for tracing and planning."""
+    return Layout(
+        AbstractMesh(shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    )

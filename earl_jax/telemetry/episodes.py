@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""trajectories/step_NNNNNN.jsonl: the episodes of a step, one a line, for people and for replay."""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.metrics import NONFINITE
+from earl_jax.trajectory import Trajectory, Turn
+
+_ROLES = {"environment": "user", "policy": "assistant"}
+
+
+def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajectory]) -> Path:
+    """Writes `folder`/step_NNNNNN.jsonl atomically and returns its path.
+
+    Keys of a line: episode, group, role, reward, stop_reason, detail, num_turns, num_tokens,
+    turn_rewards, messages (`{"role": "user" | "assistant", "content": text}`), and four flat lists
+    of one entry per token: token_ids, wrote ("e" environment, "p" policy), logprobs and versions
+    (null where the environment wrote). A log-prob that is not finite is the string "nan", "inf" or
+    "-inf".
+
+    Example: prompt ids (9, 8) and reply (4,) give token_ids [9, 8, 4], wrote ["e", "e", "p"],
+    logprobs [null, null, -0.5], versions [null, null, 3].
+
+    Raises ValueError where a policy turn has another number of log-probs or versions than tokens.
+    """
+    path = folder / f"step_{step:06d}.jsonl"
+    lines = [json.dumps(_record(t), ensure_ascii=False, allow_nan=False) for t in trajectories]
+    write_atomically(path, "".join(line + "\n" for line in lines))
+    return path
+
+
+def read_trajectories(path: Path) -> list[dict[str, Any]]:
+    """The episodes of one file as `write_trajectories` describes them, with floats for "nan".
+
+    Raises ValueError with the line number where a line is not a JSON object.
+    """
+    episodes = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line:
+            continue
+        try:
+            episode = json.loads(line)
+            for key in ("logprobs", "turn_rewards"):
+                episode[key] = [NONFINITE.get(x, x) for x in episode[key]]
+            episode["reward"] = NONFINITE.get(episode["reward"], episode["reward"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is not an episode: {error!r}") from error
+        episodes.append(episode)
+    return episodes
+
+
+def truncate_trajectories_after(folder: Path, step: int) -> None:
+    """Removes the files of steps greater than `step`, and what a kill left half written."""
+    for path in folder.glob("step_*.jsonl*"):
+        match = re.fullmatch(r"step_(\d{6,})\.jsonl(\.tmp)?", path.name)
+        if match and (int(match[1]) > step or match[2]):
+            path.unlink()
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    turns = trajectory.turns
+    return {
+        "episode": int(trajectory.episode),
+        "group": int(trajectory.group),
+        "role": trajectory.role,
+        "reward": _number(trajectory.reward),
+        "stop_reason": trajectory.stop_reason,
+        "detail": trajectory.detail,
+        "num_turns": trajectory.num_turns,
+        "num_tokens": trajectory.num_tokens,
+        "turn_rewards": [_number(x) for x in trajectory.turn_rewards],
+        "messages": [{"role": _ROLES[turn.author], "content": turn.text} for turn in turns],
+        "token_ids": [int(token) for turn in turns for token in turn.token_ids],
+        "wrote": _join(turns, lambda turn: [turn.author[0]] * len(turn.token_ids)),
+        "logprobs": _join(turns, lambda turn: _per_token(turn, "logprobs", _number)),
+        "versions": _join(turns, lambda turn: _per_token(turn, "versions", int)),
+    }
+
+
+def _join(turns: Sequence[Turn], entries) -> list:
+    return list(itertools.chain.from_iterable(map(entries, turns)))
+
+
+def _per_token(turn: Turn, field: str, convert) -> list:
+    if turn.author == "environment":
+        return [None] * len(turn.token_ids)
+    values = getattr(turn, field)
+    if len(values) != len(turn.token_ids):
+        raise ValueError(
+            f"a policy turn has {len(turn.token_ids)} tokens but {len(values)} {field}; "
+            f"Turn.{field} must hold one value per token"
+        )
+    return [convert(value) for value in values]
+
+
+def _number(value: float) -> float | str:
+    value = float(value)
+    return value if math.isfinite(value) else repr(value)

@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""metrics.jsonl: what happened in a run, one JSON object a line.
+
+A training step is a line of flat numbers and a few words, an evaluation is `{"step": 20, "eval":
+{"win": 0.5}}`. Every line is valid JSON: JSON has no NaN and no infinity, so these are the strings
+"nan", "inf" and "-inf" in the file, and `read_metrics` gives them back as floats (pandas and
+`float()` understand the strings as well). A key whose value is None has no value in this run and is
+left out.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from earl_jax.telemetry.atomic import write_atomically
+
+NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLog:
+    """Appends lines to `path`, and its scalars to TensorBoard where `tensorboard_dir` is given.
+
+    Each line is flushed as it is written, so a SIGKILL can cut the last line only. Opening removes
+    such a cut line of an earlier run; call `truncate_after` before it to drop steps that a resumed
+    run will take again.
+
+    Raises ValueError when `tensorboard_dir` is given and tensorboardX is not installed.
+    """
+
+    def __init__(self, path: Path, tensorboard_dir: Path | None = None):
+        self._tensorboard = None if tensorboard_dir is None else _TensorBoard(tensorboard_dir)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _remove_cut_line(path)
+        self._file = path.open("a", encoding="utf-8", errors="replace")
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Appends one line. It needs "step"; its values may be numpy or jax numbers, and nested.
+
+        Values on a device are fetched one by one here: fetch a step's metrics in one
+        `jax.device_get` before.
+        """
+        line = to_plain(metrics)
+        if not isinstance(line.get("step"), int):
+            raise ValueError(f"a line of metrics needs an integer 'step', got {line.get('step')!r}")
+        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.write(line)
+
+    def close(self) -> None:
+        """Closes the files. A second call does nothing."""
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics.jsonl, oldest first; a last line without its newline is ignored.
+
+    Raises ValueError with the line number where any other line is not a JSON object.
+    """
+    return [_from_plain(record) for _, record in _whole_lines(path)]
+
+
+def truncate_after(path: Path, step: int) -> None:
+    """Drops the lines of steps greater than `step` and a cut last line, in one atomic replacement.
+
+    The other lines keep their bytes. A file that does not exist yet stays so.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for number, (line, record) in enumerate(_whole_lines(path), start=1):
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"{path}, line {number}: no integer 'step' in {_shorten(line)}")
+        if record["step"] <= step:
+            kept.append(line)
+    data = b"".join(kept)
+    if data != path.read_bytes():
+        write_atomically(path, data)
+
+
+def to_plain(value: Any, key: str = "metrics") -> Any:
+    """`value` as JSON holds it: numpy's and jax's numbers as Python's, None in a dict left out.
+
+    Raises TypeError, naming the key, for what has no obvious JSON form.
+    """
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        # float() strips numpy.float64, which is a float with another repr.
+        return float(value) if math.isfinite(value) else repr(float(value))
+    if isinstance(value, Mapping):
+        items = ((str(k), to_plain(v, f"{key}.{k}")) for k, v in value.items())
+        return {k: v for k, v in items if v is not None}
+    if isinstance(value, list | tuple):
+        return [to_plain(v, f"{key}[{i}]") for i, v in enumerate(value)]
+    if hasattr(value, "dtype"):
+        return to_plain(np.asarray(value).tolist(), key)
+    raise TypeError(
+        f"{key} is a {type(value).__name__}; metrics hold numbers, strings, lists and dicts"
+    )
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return NONFINITE.get(value, value)
+    if isinstance(value, dict):
+        return {k: _from_plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_from_plain(v) for v in value]
+    return value
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line that has its newline: its bytes and its object."""
+    # Split at b"\n" only: str.splitlines would also split at U+2028 inside a string.
+    lines = path.read_bytes().split(b"\n")[:-1]
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} of {len(lines)} is damaged ({error}): {_shorten(line)}. "
+                f"Only a cut last line is expected after a kill; remove this line to go on."
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, got {_shorten(line)}")
+        yield line + b"\n", record
+
+
+def _shorten(line: bytes) -> str:
+    return repr(line[:60]) + ("..." if len(line) > 60 else "")
+
+
+def _remove_cut_line(path: Path) -> None:
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        write_atomically(path, whole)
+
+
+class _TensorBoard:
+    """The scalars of metric lines as TensorBoard events; nested names are joined by "/"."""
+
+    def __init__(self, folder: Path):
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ValueError(
+                "config.log.tensorboard is on, but tensorboardX is not installed: "
+                "pip install 'earl_jax[tensorboard]', or set config.log.tensorboard to False"
+            ) from error
+        self._open = tensorboardX.SummaryWriter
+        self._folder = folder
+        self._writer = None
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self._writer is None:
+            # purge_step hides the events of steps that a resumed run takes again.
+            self._writer = self._open(str(self._folder), purge_step=line["step"])
+        for tag, value in _scalars(line):
+            if tag != "step":
+                self._writer.add_scalar(tag, value, line["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _scalars(line: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in line.items():
+        value = NONFINITE.get(value, value) if isinstance(value, str) else value
+        if isinstance(value, dict):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + key, float(value)

@@ -1,0 +1,272 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""report.html: one self-contained page about a run, made from its metrics lines and a few episodes.
+
+No plotting library, no external resource: the curves are inline SVG (`charts`), the page is
+`report.html.jinja` with autoescape. A chart whose keys are missing in the run is left out.
+"""
+
+import functools
+import importlib.resources
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.telemetry.charts import Series, line_chart, stacked_chart
+from earl_jax.telemetry.metrics import NONFINITE
+from earl_jax.telemetry.progress import format_count, format_duration
+from earl_jax.telemetry.timeline import mesh_switches, mesh_timeline
+
+_MAX_EPISODES = 12
+_MAX_TOKENS = 600  # of one episode, and
+_MAX_CHARACTERS = 6000  # of one message, so that the page stays light
+_RECENT_STEPS = 10
+_GIB = 2**30
+_OUTCOMES = {"win": 2, "draw": 4, "loss": 1, "illegal": 3}  # and their colours
+
+Row = Mapping[str, Any]
+
+
+def write_report(
+    path: Path,
+    *,
+    title: str,
+    config: Mapping[str, Any],
+    metrics: Sequence[Row],
+    episodes: Sequence[Row] = (),
+    notes: Sequence[str] = (),
+) -> None:
+    """Writes the page atomically.
+
+    `metrics` are lines as `read_metrics` returns them, in the order of their steps; `episodes` are
+    records as `read_trajectories` returns them (the first 12 are shown); `notes` are sentences for
+    the top of the page.
+    """
+    steps = [row for row in metrics if "eval" not in row]
+    evaluations = [row for row in metrics if "eval" in row]
+    page = _template().render(
+        title=title,
+        notes=notes,
+        figures=_figures(config, steps, evaluations),
+        charts=_charts(steps, evaluations),
+        timeline=mesh_timeline(steps),
+        switches=mesh_switches(steps),
+        episodes=[_episode(e) for e in episodes[:_MAX_EPISODES]],
+        num_episodes=len(episodes),
+        config=json.dumps(config, indent=2, default=str),
+    )
+    write_atomically(path, page)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    source = importlib.resources.files("earl_jax.telemetry").joinpath("report.html.jinja")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(source.read_text(encoding="utf-8"))
+
+
+def _figures(
+    config: Mapping[str, Any], steps: Sequence[Row], evaluations: Sequence[Row]
+) -> list[dict[str, str]]:
+    """The headline: value, what it is, and a detail."""
+    num_steps = config.get("num_steps")
+    step = max((row["step"] for row in (*steps, *evaluations)), default=0)
+    figures = [_figure(f"{step}", "steps", f"of {num_steps}" if num_steps else "")]
+    times = _column(steps, "time_s")[1]
+    if times:
+        # time_s starts again where a run was resumed by a new process.
+        ends = [a for a, b in itertools.pairwise(times) if b < a] + times[-1:]
+        figures.append(_figure(format_duration(sum(ends)), "training time"))
+    figures += _evaluation_figures(evaluations)
+    for key, name, form in (
+        ("reward_mean", "reward", "{:+.3f}".format),
+        ("rollout_tokens_per_s", "rollout tokens/s", format_count),
+    ):
+        recent = [y for y in _column(steps, key)[1] if math.isfinite(y)][-_RECENT_STEPS:]
+        if recent:
+            detail = f"mean of the last {len(recent)} steps" if len(recent) > 1 else "last step"
+            figures.append(_figure(form(statistics.fmean(recent)), name, detail))
+    longest = [y for y in _column(steps, "context_tokens_max")[1] if math.isfinite(y)]
+    if longest:
+        figures.append(_figure(f"{max(longest):,.0f}", "longest context", "tokens"))
+    if any("rollout_mesh" in row or "train_mesh" in row for row in steps):
+        count = sum(len(row.get("switched") or ()) for row in steps)
+        figures.append(_figure(str(count), "mesh switches"))
+    return figures
+
+
+def _figure(value: str, name: str, detail: str = "") -> dict[str, str]:
+    return {"value": value, "name": name, "detail": detail}
+
+
+def _evaluation_figures(evaluations: Sequence[Row]) -> list[dict[str, str]]:
+    if not evaluations:
+        return []
+    last = evaluations[-1]
+    fractions = _fraction_keys([last["eval"]])
+    if not fractions:
+        return []
+    key = fractions[0]
+    illegal = last["eval"].get("illegal")
+    detail = f"{key}, step {last['step']}"
+    detail += "" if illegal is None or key == "illegal" else f"; illegal {float(illegal):.1%}"
+    peers = [
+        row
+        for row in evaluations
+        if key in row["eval"] and row["eval"].get("name") == last["eval"].get("name")
+    ]
+    best = max(peers, key=lambda row: row["eval"][key])
+    return [
+        _figure(f"{float(last['eval'][key]):.1%}", "last evaluation", detail),
+        _figure(
+            f"{float(best['eval'][key]):.1%}", "best evaluation", f"{key}, step {best['step']}"
+        ),
+    ]
+
+
+def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
+    """Title, legend and SVG of every chart that has data, in reading order."""
+
+    def curves(title: str, label: str, *keys: tuple[str, str], scale: float = 1.0, **options):
+        series = []
+        for color, (key, name) in enumerate(keys):
+            xs, ys = _column(steps, key)
+            if xs:
+                dashed = key == "budget_bytes_per_device"
+                ys = [y / scale for y in ys]
+                series.append(Series(name=name, xs=xs, ys=ys, color=color, dashed=dashed))
+        return _card(title, series, line_chart(series, label=label, **options))
+
+    cards = [
+        curves("Reward", "mean reward of an episode", ("reward_mean", "reward")),
+        *_evaluation_charts(evaluations),
+        curves(
+            "Context", "tokens", ("context_tokens_mean", "mean"), ("context_tokens_max", "longest"),
+            from_zero=True,
+        ),
+        curves(
+            "Throughput", "tokens/s",
+            ("rollout_tokens_per_s", "rollout"), ("train_tokens_per_s", "train"), from_zero=True,
+        ),
+        _stage_chart(steps),
+        curves(
+            "Memory", "GiB per device",
+            ("peak_bytes_per_device", "peak"), ("budget_bytes_per_device", "budget"),
+            scale=_GIB, from_zero=True,
+        ),
+        curves("Entropy", "nats per token", ("entropy", "entropy")),
+        curves("Loss", "loss", ("loss", "loss")),
+        curves("KL", "nats per token", ("kl", "KL to the reference")),
+        curves(
+            "Log-prob mismatch", "nats, rollout against training (log scale)",
+            ("logprob_mismatch_mean", "mean"), ("logprob_mismatch_max", "max"), log=True,
+        ),
+        curves("Gradient norm", "norm before clipping", ("grad_norm", "norm"), from_zero=True),
+    ]  # fmt: skip
+    return [card for card in cards if card["svg"]]
+
+
+def _card(title: str, series: Sequence[Series], svg: Markup) -> dict[str, Any]:
+    return {"title": title, "legend": series if len(series) > 1 else (), "svg": svg}
+
+
+def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
+    """One chart per name of evaluation."""
+    names = list(dict.fromkeys(row["eval"].get("name") for row in evaluations))
+    cards = []
+    for name in names:
+        rows = [
+            {"step": row["step"], **row["eval"]}
+            for row in evaluations
+            if row["eval"].get("name") == name
+        ]
+        series = []
+        for place, key in enumerate(_fraction_keys(rows)):
+            xs, ys = _column(rows, key)
+            series.append(Series(name=key, xs=xs, ys=ys, color=_OUTCOMES.get(key, place + 5)))
+        svg = line_chart(series, label="fraction of games", y_range=(0.0, 1.0))
+        cards.append(_card(f"Evaluation: {name}" if name else "Evaluation", series, svg))
+    return cards
+
+
+def _fraction_keys(evaluations: Sequence[Row]) -> list[str]:
+    """The outcomes of games, or else (no game) every key whose values lie in [0, 1]."""
+    keys = dict.fromkeys(key for row in evaluations for key in row)
+    outcomes = [key for key in _OUTCOMES if key in keys]
+    if outcomes:
+        return outcomes
+    columns = {
+        key: [_number(row[key]) for row in evaluations if key in row]
+        for key in keys
+        if key not in ("step", "games")
+    }
+    return [k for k, ys in columns.items() if all(y is not None and 0 <= y <= 1 for y in ys)]
+
+
+def _stage_chart(steps: Sequence[Row]) -> dict[str, Any]:
+    rows = [row for row in steps if row.get("stage_s")]
+    stages = dict.fromkeys(stage for row in rows for stage in row["stage_s"])
+    xs = [row["step"] for row in rows]
+    series = [
+        Series(name=s, xs=xs, ys=[_number(row["stage_s"].get(s)) or 0.0 for row in rows], color=i)
+        for i, s in enumerate(stages)
+    ]
+    return _card("Time of the stages", series, stacked_chart(series, label="seconds per step"))
+
+
+def _episode(episode: Row) -> dict[str, Any]:
+    """What the page shows of one episode; ids of one author in a row share one span."""
+    authors = zip(episode.get("wrote") or (), episode.get("token_ids") or (), strict=False)
+    shown = itertools.islice(authors, _MAX_TOKENS)
+    runs = [
+        {"author": author, "ids": " ".join(str(token) for _, token in run)}
+        for author, run in itertools.groupby(shown, key=lambda pair: pair[0])
+    ]
+    messages = [
+        {"role": m["role"], "content": m["content"][:_MAX_CHARACTERS],
+         "cut": max(0, len(m["content"]) - _MAX_CHARACTERS)}
+        for m in episode.get("messages") or ()
+    ]  # fmt: skip
+    reward = _number(episode.get("reward"))
+    return {
+        "number": episode.get("episode", "?"),
+        "facts": [
+            form.format(episode[key])
+            for key, form in (
+                ("role", "as {}"),
+                ("num_turns", "turns: {}"),
+                ("num_tokens", "tokens: {}"),
+            )
+            if episode.get(key) not in (None, "")
+        ],
+        "reward": "" if reward is None else f"{reward:+g}",
+        "good": reward is not None and reward > 0,
+        "stop_reason": episode.get("stop_reason", ""),
+        "detail": episode.get("detail", ""),
+        "messages": messages,
+        "runs": runs,
+        "hidden_tokens": max(0, len(episode.get("token_ids") or ()) - _MAX_TOKENS),
+    }
+
+
+def _column(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the rows that have a number under `key`."""
+    pairs = [(row["step"], _number(row.get(key))) for row in rows]
+    found = [(step, value) for step, value in pairs if value is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return NONFINITE.get(value)
+    return None if value is None or isinstance(value, dict | list) else float(value)

@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""How the policy is updated."""
+
+import dataclasses
+from typing import Literal
+
+ESTIMATORS = ("reinforce", "grpo")
+SCHEDULES = ("constant", "linear", "cosine")
+
+# Not infinity: a number that is infinite is a mistake too.
+_LARGEST = 1e30
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "epochs": (1, _LARGEST),
+    "micro_batches": (1, _LARGEST),
+    "logprob_chunk": (1, _LARGEST),
+    "warmup_steps": (0, _LARGEST),
+    "demonstration_steps": (0, _LARGEST),
+    "demonstration_updates": (1, _LARGEST),
+    "demonstration_learning_rate": (0.0, _LARGEST),
+    "learning_rate": (0.0, _LARGEST),
+    "final_learning_rate": (0.0, _LARGEST),
+    "weight_decay": (0.0, _LARGEST),
+    "max_grad_norm": (1e-30, _LARGEST),
+    "adam_b1": (0.0, 0.999999),
+    "adam_b2": (0.0, 0.999999),
+    "clip_low": (0.0, 1.0),
+    "clip_high": (0.0, _LARGEST),
+    "entropy_coefficient": (0.0, _LARGEST),
+    "final_entropy_coefficient": (0.0, _LARGEST),
+    "turn_discount": (0.0, 1.0),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Settings of the trainer.
+
+    `advantage` is "reinforce" (per-turn credit, discounted by `turn_discount` for each later turn)
+    or "grpo" (relative to the group that shares a task). Each batch is learnt from `epochs` times;
+    `micro_batches` accumulate gradients within one update. The learning rate rises over
+    `warmup_steps` RL steps and then follows `schedule` down to `final_learning_rate`; the entropy
+    bonus goes linearly from `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk`
+    tokens of every row are scored at a time. `remat` recomputes activations in the backward pass.
+
+    `demonstration_steps`: in the first so many RL steps, the batch is followed by
+    `demonstration_updates` supervised updates on games of random legal moves, at
+    `demonstration_learning_rate`. 0 turns them off.
+    """
+
+    advantage: Literal["reinforce", "grpo"] = "reinforce"
+    turn_discount: float = 0.7
+    normalize_advantages: bool = True
+    learning_rate: float = 2e-3
+    final_learning_rate: float = 1e-4
+    warmup_steps: int = 10
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    adam_b1: float = 0.9
+    adam_b2: float = 0.95
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    entropy_coefficient: float = 0.03
+    final_entropy_coefficient: float = 0.0
+    epochs: int = 1
+    micro_batches: int = 1
+    remat: bool = False
+    logprob_chunk: int = 512
+    demonstration_steps: int = 0
+    demonstration_updates: int = 1
+    demonstration_learning_rate: float = 3e-3
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        for field, allowed in (("advantage", ESTIMATORS), ("schedule", SCHEDULES)):
+            if getattr(self, field) not in allowed:
+                raise ValueError(
+                    f"config.train.{field} is {getattr(self, field)!r}; choose one of "
+                    f"{', '.join(map(repr, allowed))}"
+                )
+        for field, (least, most) in _BOUNDS.items():
+            if not least <= getattr(self, field) <= most:
+                upper = "" if most == _LARGEST else f" and at most {most}"
+                raise ValueError(
+                    f"config.train.{field} is {getattr(self, field)}; it must be at least "
+                    f"{least}{upper}"
+                )

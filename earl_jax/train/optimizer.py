@@ -1,0 +1,44 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The optimiser (optax) and what changes from step to step: learning rate and entropy bonus."""
+
+import numpy as np
+import optax
+
+from earl_jax.train.config import TrainConfig
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Clipped Adam(W) for a learning rate of 1: the step multiplies by the rate of its RL step.
+
+    The rate is not part of the optimiser because it follows RL steps, and one RL step may make
+    several updates.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.scale_by_adam(b1=config.adam_b1, b2=config.adam_b2),
+        optax.add_decayed_weights(config.weight_decay),
+    )
+
+
+def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
+    """The rate of RL step `step` (from 0) of `num_steps`: up linearly, then down the schedule."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
+    falling = max(1, num_steps - config.warmup_steps)
+    first, last = config.learning_rate, config.final_learning_rate
+    schedule = {
+        "constant": optax.constant_schedule(first),
+        "linear": optax.linear_schedule(first, last, falling),
+        # Not optax's `alpha`, the ratio of the two: a rate of 0 is allowed.
+        "cosine": lambda count: last + optax.cosine_decay_schedule(first - last, falling)(count),
+    }[config.schedule]
+    return float(np.asarray(schedule(step - config.warmup_steps)))
+
+
+def entropy_coefficient(config: TrainConfig, step: int, num_steps: int) -> float:
+    """The entropy bonus of RL step `step`: linear from the first value to the last."""
+    schedule = optax.linear_schedule(
+        config.entropy_coefficient, config.final_entropy_coefficient, max(1, num_steps - 1)
+    )
+    return float(np.asarray(schedule(step)))

@@ -1,0 +1,261 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The training step: one jitted update under a mesh with data, fsdp and tensor axes."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.logprobs import TokenScores, score_tokens
+from earl_jax.models.parameters import (
+    Params,
+    init_parameters,
+    parameter_shapes,
+    parameter_shardings,
+    parameter_specs,
+)
+from earl_jax.sharding.layout import Layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.losses import LossSums, policy_gradient, supervised
+from earl_jax.train.optimizer import make_optimizer
+from earl_jax.trajectory import TrajectoryBatch
+
+Objective = Literal["policy_gradient", "supervised"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """All that training changes: fp32 parameters, optimiser state, and the number of updates.
+
+    The same record holds shapes or shardings where a function says so.
+    """
+
+    updates: Any
+    params: Params
+    optimizer: Any
+
+
+class UpdateMetrics(NamedTuple):
+    """Means over the policy's tokens of one update, read in one transfer; see `LossSums`.
+
+    Scalars on the device inside the step, floats behind `read_metrics`.
+    """
+
+    loss: Any
+    entropy: Any
+    clip_fraction: Any
+    kl: Any
+    mismatch_mean: Any
+    mismatch_max: Any
+    grad_norm: Any
+    tokens: Any
+
+
+def state_shapes(model: ModelConfig, config: TrainConfig, vocab_size: int) -> TrainState:
+    """A TrainState as shapes, for tracing and restoring."""
+    params = parameter_shapes(parameter_specs(model, vocab_size))
+    return TrainState(
+        updates=jax.ShapeDtypeStruct((), jnp.int32),
+        params=params,
+        optimizer=jax.eval_shape(make_optimizer(config).init, params),
+    )
+
+
+def state_shardings(
+    model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout
+) -> TrainState:
+    """Where a TrainState lives: moments beside their parameter, counters everywhere."""
+    shapes = state_shapes(model, config, vocab_size)
+    params = parameter_shardings(parameter_specs(model, vocab_size), layout)
+    everywhere = layout.parameters("")
+    optimizer = optax.tree_utils.tree_map_params(
+        make_optimizer(config),
+        lambda _, sharding: sharding,
+        shapes.optimizer,
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return TrainState(updates=everywhere, params=params, optimizer=optimizer)
+
+
+def init_state(
+    model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout, seed: int
+) -> TrainState:
+    """Random parameters, made where they live. The same values on every layout."""
+    return _init_program(model, config, vocab_size, layout, seed)()
+
+
+def state_of(
+    params: Params, model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout
+) -> TrainState:
+    """These parameters, which lie on this layout, before the first update."""
+    shardings = state_shardings(model, config, vocab_size, layout)
+    init = jax.jit(make_optimizer(config).init, out_shardings=shardings.optimizer)
+    updates = jnp.zeros((), jnp.int32, device=shardings.updates)
+    return TrainState(updates=updates, params=params, optimizer=init(params))
+
+
+@functools.lru_cache(maxsize=64)
+def _init_program(
+    model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout, seed: int
+) -> Any:
+    # Kept: it takes seconds to compile, and every measurement of the selector begins with it.
+    def init() -> TrainState:
+        params = init_parameters(parameter_specs(model, vocab_size), jax.random.key(seed))
+        return TrainState(
+            updates=jnp.zeros((), jnp.int32),
+            params=params,
+            optimizer=make_optimizer(config).init(params),
+        )
+
+    return jax.jit(init, out_shardings=state_shardings(model, config, vocab_size, layout))
+
+
+def score_batch(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    temperature: float,
+    params: Params,
+    batch: TrajectoryBatch,
+) -> TokenScores:
+    """Log-prob of every token of the batch given those before it, and entropy there; f32[N,T].
+
+    Place t is scored from the hidden state at t - 1; place 0 gets zeros.
+    """
+    hidden_BTD = forward_rows(
+        model, layout, params, batch.tokens, batch.segment_ids, remat=config.remat
+    )
+    scores = score_tokens(
+        layout,
+        hidden_BTD[:, :-1],
+        head_weights(params).astype(hidden_BTD.dtype),
+        batch.tokens[:, 1:],
+        temperature=temperature,
+        chunk_size=config.logprob_chunk,
+    )
+    return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores))
+
+
+def make_train_step(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    *,
+    vocab_size: int,
+    temperature: float,
+    objective: Objective,
+) -> Any:
+    """The jitted `step(state, batch, controls) -> (state, metrics f32[8])`.
+
+    `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
+    micro-batches add up as sums and are divided once by all the policy's tokens. Read the metrics
+    with `read_metrics`.
+    """
+    optimizer = make_optimizer(config)
+    shardings = state_shardings(model, config, vocab_size, layout)
+
+    def loss_sums(params: Params, batch: TrajectoryBatch, entropy_coefficient: jax.Array):
+        scores = score_batch(model, config, layout, temperature, params, batch)
+        if objective == "supervised":
+            sums = supervised(scores, batch)
+        else:
+            sums = policy_gradient(
+                scores,
+                batch,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                entropy_coefficient=entropy_coefficient,
+            )
+        return sums.loss, sums
+
+    def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
+        rate, entropy_coefficient = controls[0], controls[1]
+        grads, sums = _accumulate(
+            lambda part: jax.grad(loss_sums, has_aux=True)(state.params, part, entropy_coefficient),
+            batch,
+            config.micro_batches,
+            layout,
+        )
+        tokens = jnp.maximum(jnp.sum(batch.turn_ids > 0), 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda grad: grad / tokens, grads)
+        direction, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, d: p - rate * d, state.params, direction)
+        metrics = UpdateMetrics(
+            loss=sums.loss / tokens,
+            entropy=sums.entropy / tokens,
+            clip_fraction=sums.clipped / tokens,
+            kl=sums.kl / tokens,
+            mismatch_mean=sums.mismatch / tokens,
+            mismatch_max=sums.mismatch_max,
+            grad_norm=optax.tree.norm(grads),
+            tokens=tokens,
+        )
+        state = TrainState(updates=state.updates + 1, params=params, optimizer=optimizer_state)
+        return state, jnp.stack(metrics)
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.parameters("")))
+
+
+def _accumulate(
+    gradients: Callable[[TrajectoryBatch], tuple[Params, LossSums]],
+    batch: TrajectoryBatch,
+    micro_batches: int,
+    layout: Layout,
+) -> tuple[Params, LossSums]:
+    """Sums of gradients and losses over micro-batches, each with rows of every shard."""
+    if micro_batches == 1:
+        return gradients(batch)
+
+    def split(field_BT: jax.Array) -> jax.Array:
+        rows, length = field_BT.shape
+        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
+
+    def add(total: Any, part: TrajectoryBatch) -> tuple[Any, None]:
+        grads, sums = gradients(part)
+        total_grads, total_sums = total
+        added = LossSums(*(a + b for a, b in zip(total_sums, sums, strict=True)))
+        worst = jnp.maximum(total_sums.mismatch_max, sums.mismatch_max)
+        return (
+            jax.tree.map(jnp.add, total_grads, grads),
+            added._replace(mismatch_max=worst),
+        ), None
+
+    parts = jax.tree.map(split, batch)
+    zeros = jax.tree.map(
+        lambda shape: jnp.zeros(shape.shape, shape.dtype),
+        jax.eval_shape(gradients, jax.tree.map(lambda field: field[0], parts)),
+    )
+    total, _ = jax.lax.scan(add, zeros, parts)
+    return total
+
+
+def read_metrics(metrics: jax.Array) -> UpdateMetrics:
+    """The one read of an update: eight numbers to the host."""
+    return UpdateMetrics(*(float(number) for number in np.asarray(metrics)))
+
+
+def batch_shapes(rows: int, length: int, layout: Layout) -> TrajectoryBatch:
+    """A TrajectoryBatch as placed shapes, for tracing."""
+
+    def shape(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=layout.activations("BT"))
+
+    return TrajectoryBatch(
+        tokens=shape(jnp.int32),
+        segment_ids=shape(jnp.int32),
+        turn_ids=shape(jnp.int32),
+        logprobs=shape(jnp.float32),
+        versions=shape(jnp.int32),
+        advantages=shape(jnp.float32),
+    )

@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The records that travel between the stages.
+
+`Trajectory` is the host's view of one finished episode: text, small facts and a copy of the ids for
+people to read. `Experience` and `TrajectoryBatch` are the devices' view of many: what the engine
+wrote, and what the trainer learns from. They never pass through the host.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+
+Author = Literal["environment", "policy"]
+
+# Stop reasons that are not the policy's doing: nothing is learnt from such an episode.
+FAILURES = frozenset({"environment_error", "environment_timeout", "unencodable"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One message of an episode, as ids that were appended in this order and never rendered again.
+
+    `logprobs` and `versions` hold one value per token of a policy turn (log-prob at the sampling
+    temperature, policy version that sampled it) and are empty for the environment's turns. `text`
+    is for people: the environment's message, or the decoded reply of the policy.
+    """
+
+    author: Author
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One finished episode.
+
+    `episode` numbers the episodes of a run and seeds the sampling. `group` names the episodes that
+    share one task. `role` is the side that the policy played ("x", "o"). `turn_rewards` holds one
+    reward per policy turn that was answered (a turn whose environment failed has none), `reward` is
+    their sum. `row` is the row of the device buffers that holds
+    its tokens.
+
+    Example: prompt ids (9, 8), reply (4, 2), answer (9, 5, 8), reply (6, 2) is four turns of nine
+    tokens; the policy wrote tokens 2, 3, 7 and 8.
+    """
+
+    episode: int
+    group: int
+    role: str
+    turns: tuple[Turn, ...]
+    turn_rewards: tuple[float, ...]
+    stop_reason: str
+    row: int
+    detail: str = ""
+
+    @property
+    def reward(self) -> float:
+        """The outcome: the sum of the turns' rewards."""
+        return float(sum(self.turn_rewards))
+
+    @property
+    def num_turns(self) -> int:
+        """How often the policy spoke."""
+        return sum(turn.author == "policy" for turn in self.turns)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the episode in tokens, whoever wrote them."""
+        return sum(len(turn.token_ids) for turn in self.turns)
+
+    @property
+    def num_policy_tokens(self) -> int:
+        """How many tokens the policy sampled."""
+        return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experience:
+    """What the engine wrote down on the device, one episode a row: N rows of S places.
+
+    `tokens` i32[N,S]; `turn_ids` i32[N,S], 0 where the environment wrote (or nothing is), t where
+    the policy wrote in its t-th turn; `logprobs` f32[N,S] at the sampling temperature and
+    `versions` i32[N,S] of the policy mean something only where `turn_ids` > 0.
+    """
+
+    tokens: jax.Array
+    turn_ids: jax.Array
+    logprobs: jax.Array
+    versions: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrajectoryBatch:
+    """Episodes as the trainer reads them, one a row: N rows of T tokens, on the training layout.
+
+    `tokens` i32[N,T]; `segment_ids` i32[N,T], 0 where the row is padding; `turn_ids` i32[N,T], 0
+    where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
+    of the behaviour policy, `versions` i32[N,T] of the policy that sampled, `advantages` f32[N,T].
+    All but `tokens` and `segment_ids` mean something only where `turn_ids` > 0.
+
+    Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
+    segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.
+    """
+
+    tokens: jax.Array
+    segment_ids: jax.Array
+    turn_ids: jax.Array
+    logprobs: jax.Array
+    versions: jax.Array
+    advantages: jax.Array
+
+    def validate(self) -> None:
+        """Raises ValueError unless every field has the shape of `tokens`."""
+        for field in dataclasses.fields(self):
+            shape = getattr(self, field.name).shape
+            if shape != self.tokens.shape or len(shape) != 2:
+                raise ValueError(
+                    f"TrajectoryBatch.{field.name} has shape {shape}; every field must be "
+                    f"[rows, tokens] like tokens {self.tokens.shape}"
+                )
+
+
+def outcome_fractions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Fraction of episodes per stop reason, in alphabetical order of the reasons."""
+    reasons = sorted({t.stop_reason for t in trajectories})
+    return {
+        reason: sum(t.stop_reason == reason for t in trajectories) / len(trajectories)
+        for reason in reasons
+    }

@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Everything static, built once from the config: meshes, engines, jitted steps, the tokenizer.
+
+A World holds no step of a run and no weights. Programs are made per mesh on first use and kept.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from earl_jax.config import Config
+from earl_jax.demonstrations import HostBatch, legal_games
+from earl_jax.envs.board_game import game_corpus, make_environment
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.environment import Environment
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from earl_jax.models.hf_weights import load_parameters, open_checkpoint
+from earl_jax.models.parameters import check_tensor_axis
+from earl_jax.rollout.collect import Task
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.slots import SlotRules
+from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.memory import device_budget
+from earl_jax.sharding.layout import Layout, MeshShape, make_layout
+from earl_jax.train import step as train_step
+from earl_jax.train.step import Objective, TrainState
+
+CORPUS_GAMES = 300
+MAX_VOCAB_SIZE = 4096
+# The vocabulary is padded to a multiple of this, so that it divides over any usual tensor axis.
+VOCAB_MULTIPLE = 64
+# Evaluation episodes have numbers, and so seeds, that no training episode reaches.
+FIRST_EVAL_EPISODE = 2**30
+
+
+class World:
+    """The static parts of one run."""
+
+    def __init__(self, config: Config, tokenizer_folder: Path | None = None) -> None:
+        """Builds what needs no weights; compiles nothing.
+
+        The tokenizer is that of the checkpoint in config.model.path. Without one it is read from
+        `tokenizer_folder` if it is there, else built from the environment's own text and saved
+        there, so that a resumed run has the same one.
+
+        Raises:
+            ValueError: a setting that is impossible for these devices or this game, or a checkpoint
+                that cannot be read.
+        """
+        self.config = config
+        self.devices = jax.devices()
+        self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
+        self.checkpoint = open_checkpoint(Path(config.model.path)) if config.model.path else None
+        if self.checkpoint:
+            self.model = dataclasses.replace(
+                self.checkpoint.model, compute_dtype=config.model.compute_dtype
+            )
+            self.tokenizer = load_tokenizer(self.checkpoint.folder)
+            self.vocab_size = self.checkpoint.vocab_size
+            if len(self.tokenizer) > self.vocab_size:
+                raise ValueError(
+                    f"config.model.path is {config.model.path!r}, whose tokenizer has "
+                    f"{len(self.tokenizer)} entries, but whose model has {self.vocab_size}"
+                )
+        else:
+            self.model = config.model
+            self.tokenizer = _tokenizer(config, tokenizer_folder)
+            self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.renderer = ChatRenderer(self.tokenizer)
+        self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
+        num_devices = len(self.devices)
+        for field in ("num_slots", "episodes_per_step"):
+            number = getattr(config.rollout, field)
+            if number % num_devices:
+                raise ValueError(
+                    f"config.rollout.{field} is {number}, which does not divide over the "
+                    f"{num_devices} devices of this run; choose a multiple of {num_devices}"
+                )
+        self.rollout_candidates = rollout_candidates(
+            num_devices, config.selector.rollout_meshes, self._rollout_obstacle
+        )
+        self.train_candidates = train_candidates(
+            num_devices, config.selector.train_meshes, self._train_obstacle
+        )
+
+    def _rollout_obstacle(self, shape: MeshShape) -> str | None:
+        return check_tensor_axis(self.model, self.vocab_size, shape.tensor, shape.fsdp)
+
+    def _train_obstacle(self, shape: MeshShape) -> str | None:
+        rows = self.config.rollout.episodes_per_step // self.config.train.micro_batches
+        if rows % (shape.data * shape.fsdp):
+            return f"{rows} rows per micro-batch do not divide by {shape.data * shape.fsdp}"
+        return self._rollout_obstacle(shape)
+
+    @functools.cache  # noqa: B019 - a World lives as long as the run
+    def layout(self, shape: MeshShape) -> Layout:
+        """The layout of this shape over this run's devices."""
+        return make_layout(shape, self.devices)
+
+    @functools.cache  # noqa: B019
+    def engine(self, shape: MeshShape) -> PolicyEngine:
+        """The engine on this rollout mesh."""
+        rollout = self.config.rollout
+        return PolicyEngine(
+            EngineConfig(
+                model=self.model,
+                vocab_size=self.vocab_size,
+                num_slots=rollout.num_slots,
+                num_rows=rollout.episodes_per_step,
+                chunk_size=rollout.chunk_size,
+                rules=SlotRules(
+                    burst=rollout.burst,
+                    max_turn_tokens=rollout.max_turn_tokens,
+                    end_of_turn_id=self.renderer.end_of_turn_id,
+                ),
+                seed=self.config.seed,
+            ),
+            self.layout(shape),
+            self.tokenizer,
+        )
+
+    @functools.cache  # noqa: B019
+    def train_step(self, shape: MeshShape, objective: Objective) -> Any:
+        """The jitted update on this training mesh."""
+        return train_step.make_train_step(
+            self.model,
+            self.config.train,
+            self.layout(shape),
+            vocab_size=self.vocab_size,
+            temperature=self.config.rollout.temperature,
+            objective=objective,
+        )
+
+    def train_state_shapes(self) -> TrainState:
+        """A TrainState as shapes."""
+        return train_step.state_shapes(self.model, self.config.train, self.vocab_size)
+
+    @functools.cache  # noqa: B019
+    def train_state_shardings(self, shape: MeshShape) -> TrainState:
+        """Where a TrainState lives on this training mesh."""
+        return train_step.state_shardings(
+            self.model, self.config.train, self.vocab_size, self.layout(shape)
+        )
+
+    def init_train_state(self, shape: MeshShape) -> TrainState:
+        """Random weights on this training mesh; the same values on every mesh."""
+        return train_step.init_state(
+            self.model,
+            self.config.train,
+            self.vocab_size,
+            self.layout(shape),
+            self.config.seed,
+        )
+
+    def first_train_state(self, shape: MeshShape) -> TrainState:
+        """What the run begins with: the checkpoint's weights, or else `init_train_state`."""
+        if self.checkpoint is None:
+            return self.init_train_state(shape)
+        layout = self.layout(shape)
+        params = load_parameters(self.checkpoint, layout)
+        return train_step.state_of(params, self.model, self.config.train, self.vocab_size, layout)
+
+    def make_environment(self, task: Task) -> Environment:
+        """A fresh environment for this task."""
+        return make_environment(self.config.env, seed=task.env_seed, player=task.player)
+
+    def training_tasks(self, step: int) -> list[Task]:
+        """The episodes of RL step `step`: groups alternate sides, each group shares a seed."""
+        count, size = self.config.rollout.episodes_per_step, self.config.rollout.group_size
+        first = step * count
+        return [self._task(first + i, (first + i) // size) for i in range(count)]
+
+    def evaluation_tasks(self, games: int) -> list[Task]:
+        """The same evaluation games every time, sides alternating."""
+        return [self._task(FIRST_EVAL_EPISODE + i, FIRST_EVAL_EPISODE + i) for i in range(games)]
+
+    def _task(self, episode: int, group: int) -> Task:
+        seed = np.random.SeedSequence([self.config.seed, group]).generate_state(1)[0]
+        return Task(episode=episode, group=group, env_seed=int(seed), player=group % 2)
+
+    def demonstrations(self, step: int) -> list[HostBatch]:
+        """The supervised batches of RL step `step`: fresh games, none after the first steps."""
+        train = self.config.train
+        if step >= train.demonstration_steps:
+            return []
+        return [
+            legal_games(
+                self.config.env,
+                self.renderer,
+                rows=self.config.rollout.episodes_per_step,
+                seed=f"{self.config.seed} {step} {update}",
+            )
+            for update in range(train.demonstration_updates)
+        ]
+
+
+def _tokenizer(config: Config, folder: Path | None) -> Any:
+    if folder is not None and folder.exists():
+        return load_tokenizer(folder)
+    corpus = game_corpus(config.env, CORPUS_GAMES, seed=0)
+    tokenizer = build_tokenizer(corpus, MAX_VOCAB_SIZE)
+    if folder is not None:
+        save_tokenizer(tokenizer, folder)
+    return tokenizer

@@ -1,0 +1,145 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the folders beside it: small random models, and what `transformers` computes with them.
+
+    uv venv --python 3.11 /tmp/torchenv
+    uv pip install --python /tmp/torchenv/bin/python torch transformers==5.23.0 open-spiel jinja2
+    PYTHONPATH=. /tmp/torchenv/bin/python tests/reference/make_reference.py
+
+Each folder is a checkpoint as `save_pretrained` writes it, and `reference.npz`: `tokens` i32[2, 48]
+with their `logits` f32[2, 48, V], and `prompt` i32[8] with its greedy `continuation` i32[64]. All
+in fp32 arithmetic, from the weights as they are stored. Made with torch 2.13.0 (CPU), 2026-11.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from earl_jax.envs.board_game import game_corpus
+from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.tokenizer import build_tokenizer
+
+HERE = Path(__file__).parent
+LENGTH, PROMPT, CONTINUATION = 48, 8, 64
+# Between the likeliest token and the next, wherever greedy decoding must agree: 100 times the
+# difference that the tests allow in a logit.
+MARGIN = 1e-2
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+# Of 72 positions 40 lie past original_max_position; waves are kept, stretched and between the two.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+THETA = {"rope_type": "default", "rope_theta": 1_000_000.0}
+
+# Name -> config, type of the stored weights, largest file.
+MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
+    # As large a vocabulary as the tokenizer needs: whole runs begin with this one.
+    "qwen2_tied": (
+        Qwen2Config(**SIZES | {"vocab_size": 320}, tie_word_embeddings=True, rope_parameters=THETA),
+        torch.float32,
+        "1GB",
+    ),
+    "qwen2": (Qwen2Config(**SIZES, rms_norm_eps=1e-5), torch.float16, "1GB"),
+    "qwen3": (
+        Qwen3Config(**SIZES, head_dim=16, rope_parameters=THETA),
+        torch.bfloat16,
+        "20KB",
+    ),
+    "qwen3_tied": (
+        Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+        torch.float32,
+        "1GB",
+    ),
+    "llama": (
+        LlamaConfig(**SIZES | {"num_hidden_layers": 3}, rope_parameters=LLAMA3),
+        torch.float32,
+        "1GB",
+    ),
+    "llama_tied": (
+        LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True, rope_parameters=LLAMA3),
+        torch.bfloat16,
+        "1GB",
+    ),
+}
+
+
+def make_model(config: PreTrainedConfig, seed: int) -> torch.nn.Module:
+    """Weights large enough, biases and norms far enough from their defaults, to matter."""
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.3 * noise)
+    return model
+
+
+@torch.no_grad()
+def compute(folder: Path, vocab_size: int) -> tuple[dict[str, np.ndarray], float]:
+    """The arrays of reference.npz, and the smallest margin of the greedy choices."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (2, LENGTH))
+    logits = model(torch.from_numpy(tokens)).logits.numpy()
+    ids, margins = torch.from_numpy(tokens[:1, :PROMPT]), []
+    for _ in range(CONTINUATION):
+        best = model(ids).logits[0, -1].topk(2)
+        margins.append(float(best.values[0] - best.values[1]))
+        ids = torch.cat([ids, best.indices[None, :1]], dim=1)
+    found = {
+        "tokens": tokens.astype(np.int32),
+        "logits": logits.astype(np.float32),
+        "prompt": ids[0, :PROMPT].numpy().astype(np.int32),
+        "continuation": ids[0, PROMPT:].numpy().astype(np.int32),
+    }
+    return found, min(margins)
+
+
+def main() -> None:
+    """Writes every folder; the first seed whose greedy choices are clear and varied is taken."""
+    tokenizer = build_tokenizer(game_corpus(EnvConfig(game="tic_tac_toe"), 300, seed=0), 4096)
+    for name, (config, dtype, max_shard_size) in MODELS.items():
+        folder = HERE / name
+        for seed in range(1000):
+            shutil.rmtree(folder, ignore_errors=True)
+            model = make_model(config, seed).to(dtype)
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            arrays, margin = compute(folder, config.vocab_size)
+            varied = len(set(arrays["continuation"].tolist()))
+            if margin > MARGIN and varied >= 8:
+                break
+        np.savez_compressed(folder / "reference.npz", **arrays)
+        if config.vocab_size >= len(tokenizer):
+            tokenizer.save_pretrained(folder)
+        print(f"{name}: seed {seed}, margin {margin:.3f}, {varied} different tokens")
+
+
+if __name__ == "__main__":
+    main()

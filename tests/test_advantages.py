@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages are the arithmetic of their papers, done here by hand."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from earl_jax.train.advantages import (
+    advantage_table,
+    discounted_returns,
+    grpo,
+    reinforce,
+    turn_table,
+)
+from earl_jax.train.config import TrainConfig
+from earl_jax.trajectory import FAILURES, Trajectory, Turn
+
+
+def assert_rows(rows, expected) -> None:
+    assert [len(row) for row in rows] == [len(row) for row in expected]
+    for row, values in zip(rows, expected, strict=True):
+        np.testing.assert_allclose(row, values, rtol=1e-12, atol=1e-12)
+
+
+def make_trajectory(episode, turn_rewards, *, group=0, role="x", stop_reason="win") -> Trajectory:
+    """A prompt, then per reward one reply of two tokens and an answer of three."""
+    turns = [Turn(author="environment", text="", token_ids=(9, 8))]
+    for _ in turn_rewards:
+        turns.append(Turn(author="policy", text="", token_ids=(4, 2)))
+        turns.append(Turn(author="environment", text="", token_ids=(9, 5, 8)))
+    return Trajectory(
+        episode=episode,
+        group=group,
+        role=role,
+        turns=tuple(turns),
+        turn_rewards=tuple(turn_rewards),
+        stop_reason=stop_reason,
+        row=0,
+    )
+
+
+# Returns.
+
+
+@pytest.mark.parametrize(
+    ("rewards", "discount", "returns"),
+    [
+        ((0.0, 0.0, 1.0), 0.5, (0.25, 0.5, 1.0)),
+        # 3; -2 + 0.1 * 3; 1 + 0.1 * -1.7
+        ((1.0, -2.0, 3.0), 0.1, (0.83, -1.7, 3.0)),
+        ((1.0, 2.0, 3.0), 1.0, (6.0, 5.0, 3.0)),
+        ((1.0, 2.0, 3.0), 0.0, (1.0, 2.0, 3.0)),
+        ((-1.0,), 0.7, (-1.0,)),
+        ((), 0.7, ()),
+    ],
+)
+def test_a_return_is_its_reward_and_the_discounted_rest(rewards, discount, returns):
+    assert_rows([discounted_returns(rewards, discount)], [returns])
+
+
+def test_a_turn_table_has_zeros_behind_each_rows_end():
+    table = turn_table([np.array([1.0, 2.0]), np.array([]), np.array([3.0, 4.0, 5.0])], 4)
+    assert table.dtype == np.float32
+    np.testing.assert_array_equal(table, [[1, 2, 0, 0], [0, 0, 0, 0], [3, 4, 5, 0]])
+
+
+# GRPO.
+
+
+def test_grpo_of_rewards_1_to_6_in_groups_of_three():
+    # Mean 2 of (1, 2, 3), variance (1 + 0 + 1) / 3: deviation sqrt(2/3) = 0.8165, so -1.2247, 0,
+    # 1.2247. The same around 5 for (4, 5, 6).
+    edge = 1 / math.sqrt(2 / 3)
+    assert edge == pytest.approx(1.2247, abs=1e-4)
+    advantages = grpo([(1,), (2,), (3,), (4,), (5,), (6,)], [0, 0, 0, 1, 1, 1], normalize=True)
+    assert_rows(advantages, [[-edge], [0], [edge], [-edge], [0], [edge]])
+
+
+def test_groups_are_found_by_name_wherever_their_episodes_lie():
+    advantages = grpo([(6,), (1,), (4,), (3,), (5,), (2,)], list("baabba"), normalize=True)
+    # Group a: 1, 4, 2 has mean 7/3 and variance (16 + 25 + 1) / 9 / 3 = 14/9.
+    # Group b: 6, 3, 5 has mean 14/3 and variance (16 + 25 + 1) / 9 / 3 = 14/9.
+    unit = 1 / (3 * math.sqrt(14 / 9))
+    assert_rows(advantages, [[4 * unit], [-4 * unit], [5 * unit], [-5 * unit], [unit], [-unit]])
+
+
+def test_dr_grpo_leaves_the_deviation_out():
+    advantages = grpo([(1,), (2,), (6,), (0.5,), (0.5,)], [7, 7, 7, 3, 3], normalize=False)
+    assert_rows(advantages, [[-2], [-1], [3], [0], [0]])
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_group_of_equal_outcomes_teaches_nothing(normalize):
+    # 0.1 + 0.2 and 0.3 differ by 5.6e-17: equal, not a deviation to divide by.
+    rewards = [(0.1, 0.2), (0.3,), (0.3,), (-1.0,)]
+    advantages = grpo(rewards, [0, 0, 0, 1], normalize=normalize)
+    assert_rows(advantages, [[0, 0], [0], [0], [0]])
+
+
+def test_grpo_gives_every_turn_the_outcome_of_its_episode():
+    # Outcomes 1 and -1: mean 0, deviation 1.
+    advantages = grpo([(0.25, 0.0, 0.75), (-1.0,)], [0, 0], normalize=True)
+    assert_rows(advantages, [[1, 1, 1], [-1]])
+
+
+def test_dr_grpo_is_leave_one_out_but_for_a_factor():
+    """RLOO (arXiv 2402.14740): outcome minus the mean of the others, n / (n - 1) times Dr. GRPO."""
+    # Of 1, 2, 6: 1 - (2 + 6)/2 = -3, 2 - (1 + 6)/2 = -1.5, 6 - (1 + 2)/2 = 4.5.
+    advantages = grpo([(1,), (2,), (6,)], [0, 0, 0], normalize=False)
+    assert_rows([row * 3 / 2 for row in advantages], [[-3], [-1.5], [4.5]])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=8),
+    st.floats(0.25, 4.0),
+    st.floats(-5, 5),
+)
+def test_normalised_grpo_ignores_scale_and_offset_of_the_rewards(rewards, scale, offset):
+    advantages = grpo([(r,) for r in rewards], [0] * len(rewards), normalize=True)
+    moved = grpo([(scale * r + offset,) for r in rewards], [0] * len(rewards), normalize=True)
+    np.testing.assert_allclose(moved, advantages, atol=1e-9)
+    assert np.sum(advantages) == pytest.approx(0, abs=1e-9)
+    if len(set(rewards)) > 1:
+        assert np.std(advantages) == pytest.approx(1)
+
+
+# REINFORCE.
+
+
+def test_reinforce_compares_a_turn_with_the_same_turn_of_the_same_role():
+    # discount 0.5; returns: x: (0.25, 0.5, 1) and (-0.5, -1); o: (1) and (-0.5, -1).
+    # Baselines: x turn 1: (0.25 - 0.5)/2 = -0.125, turn 2: (0.5 - 1)/2 = -0.25, turn 3: 1 (alone);
+    # o turn 1: (1 - 0.5)/2 = 0.25, turn 2: -1 (alone).
+    advantages = reinforce(
+        [(0, 0, 1), (1,), (0, -1), (0, -1)], ["x", "o", "x", "o"], discount=0.5, normalize=False
+    )
+    assert_rows(advantages, [[0.375, 0.75, 0], [0.75], [-0.375, -0.75], [-0.75, 0]])
+
+
+def test_reinforce_divides_by_the_deviation_of_the_batch():
+    # The advantages of the test above: 0.375, 0.75, 0, 0.75, -0.375, -0.75, -0.75, 0. Mean 0; sum
+    # of squares 2 * 0.140625 + 4 * 0.5625 = 2.53125; deviation sqrt(2.53125 / 8) = 0.5625.
+    advantages = reinforce(
+        [(0, 0, 1), (1,), (0, -1), (0, -1)], ["x", "o", "x", "o"], discount=0.5, normalize=True
+    )
+    expected = [[0.375, 0.75, 0], [0.75], [-0.375, -0.75], [-0.75, 0]]
+    assert_rows(advantages, [np.array(row) / 0.5625 for row in expected])
+
+
+def test_reinforce_with_nothing_to_compare_is_zero_and_finite():
+    assert reinforce([], [], discount=0.5, normalize=True) == []
+    assert_rows(reinforce([(1, 1)], ["x"], discount=0.5, normalize=True), [[0, 0]])
+    assert_rows(reinforce([(1,), (1,)], ["x", "x"], discount=0.5, normalize=True), [[0], [0]])
+
+
+# The table of a batch.
+
+
+def test_the_table_has_a_row_per_trajectory_in_their_order():
+    trajectories = [
+        make_trajectory(11, (0, 0, 1), role="x"),
+        make_trajectory(5, (1,), role="o"),
+        make_trajectory(7, (0, -1), role="x", stop_reason="illegal"),
+        make_trajectory(2, (0, -1), role="o", stop_reason="loss"),
+    ]
+    config = TrainConfig(advantage="reinforce", turn_discount=0.5, normalize_advantages=False)
+    table = advantage_table(config, trajectories)
+    assert table.shape == (4, 8) and table.dtype == np.float32
+    expected = [[0.375, 0.75, 0], [0.75, 0, 0], [-0.375, -0.75, 0], [-0.75, 0, 0]]
+    np.testing.assert_array_equal(table[:, :3], expected)
+    assert not table[:, 3:].any()
+    normalized = advantage_table(
+        dataclasses.replace(config, normalize_advantages=True), trajectories
+    )
+    np.testing.assert_allclose(normalized[:, :3], np.array(expected) / 0.5625, rtol=1e-6)
+
+
+def test_the_table_of_groups():
+    trajectories = [
+        make_trajectory(0, (0.0, 1.0), group=4),
+        make_trajectory(1, (3.0,), group=9),
+        make_trajectory(2, (2.0,), group=4),
+        make_trajectory(3, (5.0,), group=4),
+        make_trajectory(4, (0.0, 0.0, 1.0), group=9),
+    ]
+    # Group 4: 1, 2, 5 has mean 8/3; group 9: 3, 1 has mean 2.
+    table = advantage_table(TrainConfig(advantage="grpo", normalize_advantages=False), trajectories)
+    expected = [[-5 / 3, -5 / 3, 0], [1, 0, 0], [-2 / 3, 0, 0], [7 / 3, 0, 0], [-1, -1, -1]]
+    np.testing.assert_allclose(table[:, :3], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce"])
+@pytest.mark.parametrize("failure", sorted(FAILURES))
+def test_what_the_environment_failed_counts_for_nobody(estimator, failure):
+    config = TrainConfig(advantage=estimator)
+    played = [make_trajectory(0, (0.0, 1.0)), make_trajectory(1, (-1.0,))]
+    failed = make_trajectory(2, (100.0, 100.0, 100.0), stop_reason=failure)
+    alone = advantage_table(config, played)
+    together = advantage_table(config, [played[0], failed, played[1]])
+    np.testing.assert_array_equal(together[[0, 2]], alone)
+    assert not together[1].any()
+    assert alone[0].any()
+
+
+def test_a_failure_before_the_first_turn_has_a_row_of_zeros():
+    config = TrainConfig(advantage="grpo", normalize_advantages=False)
+    failed = make_trajectory(3, (), stop_reason="environment_error")
+    silent = make_trajectory(4, (), stop_reason="token_limit")
+    table = advantage_table(config, [failed, make_trajectory(0, (1,)), silent])
+    assert table.shape == (3, 8) and not table.any()
+
+
+def test_the_table_is_wide_enough_for_every_turn():
+    for turns, width in ((1, 8), (7, 8), (8, 16), (15, 16), (16, 32)):
+        table = advantage_table(
+            TrainConfig(advantage="grpo", normalize_advantages=False),
+            [make_trajectory(0, (1.0,) * turns), make_trajectory(1, (0.0,))],
+        )
+        assert table.shape == (2, width)
+        np.testing.assert_array_equal(table[0], [turns / 2] * turns + [0] * (width - turns))

@@ -1,0 +1,281 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: bit for bit, on any mesh, and the one before the newest when that is damaged."""
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.checkpoint import Checkpoints, open_workdir
+from earl_jax.config import CheckpointConfig, make_config
+from earl_jax.models.config import ModelConfig
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import state_shapes, state_shardings
+
+MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_size=8, ffn_size=16)
+TRAIN = TrainConfig()
+VOCAB = 64
+D8 = make_layout(MeshShape(data=8))
+CUBE = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
+POSITION = {
+    "placement": {"rollout_mesh": "data=8", "places": 16},
+    "history": [{"context_tokens_mean": 12.345678901234567}],
+    "throughput": {},
+}
+
+
+def made(seed):
+    """A state in which every leaf has values of its own: parameters, moments, counters."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf, where: jax.device_put(
+            (100 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), where
+        ),
+        state_shapes(MODEL, TRAIN, VOCAB),
+        state_shardings(MODEL, TRAIN, VOCAB, D8),
+    )
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    yield opened
+    opened.close()
+
+
+def restored(checkpoints, step, layout=D8):
+    return checkpoints.state(
+        step,
+        state_shapes(MODEL, TRAIN, VOCAB),
+        state_shardings(MODEL, TRAIN, VOCAB, layout),
+    )
+
+
+def assert_bitwise_equal(expected, got):
+    assert jax.tree.structure(expected) == jax.tree.structure(got)
+    for old, new in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        assert (old.dtype, old.shape) == (new.dtype, new.shape)
+        assert np.array(old).tobytes() == np.array(new).tobytes()
+
+
+@pytest.mark.parametrize("layout", [D8, CUBE], ids=str)
+def test_a_state_comes_back_bit_for_bit_on_any_mesh(checkpoints, layout):
+    checkpoints.save(3, made(3), POSITION)
+    checkpoints.wait()
+    assert checkpoints.steps() == [3]
+    assert checkpoints.position(3) == POSITION
+    back = restored(checkpoints, 3, layout)
+    assert_bitwise_equal(made(3), back)
+    shardings = state_shardings(MODEL, TRAIN, VOCAB, layout)
+    for leaf, where in zip(jax.tree.leaves(back), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+
+
+def test_what_is_saved_is_the_state_at_the_call_whatever_becomes_of_its_buffers(checkpoints):
+    state = made(0)
+    overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 7, s), donate_argnums=0)
+    overwrite.lower(state).compile()
+    checkpoints.save(1, state, POSITION)
+    jax.block_until_ready(overwrite(state))
+    checkpoints.wait()
+    assert_bitwise_equal(made(0), restored(checkpoints, 1))
+
+
+def test_the_newest_are_kept_and_found_by_the_next_process(checkpoints, tmp_path):
+    for step in (10, 20, 30):
+        checkpoints.save(step, made(step), POSITION | {"step": step})
+    checkpoints.wait()
+    again = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    assert checkpoints.steps() == again.steps() == [30, 20]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["20", "30"]
+    assert again.position(20)["step"] == 20
+    assert_bitwise_equal(made(20), restored(again, 20))
+    again.close()
+
+
+def data_files(folder):
+    """The files of a checkpoint that hold arrays, largest first."""
+    return sorted((folder / "state").rglob("d/*"), key=lambda p: -p.stat().st_size)
+
+
+def truncate(folder):
+    for path in data_files(folder):
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def delete_data(folder):
+    assert data_files(folder)
+    for path in data_files(folder):
+        path.unlink()
+
+
+def flip_a_bit(folder):
+    path = data_files(folder)[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def empty_the_position(folder):
+    for path in (folder / "position").iterdir():
+        if path.is_file():
+            path.write_bytes(b"")
+
+
+def lose_the_state(folder):
+    shutil.rmtree(folder / "state")
+
+
+def lose_the_position(folder):
+    shutil.rmtree(folder / "position")
+
+
+def lose_everything(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.fixture(scope="module")
+def next_process():
+    """Another process, as when a run is started again.
+
+    And because, when one array cannot be read, tensorstore's reads of the others outlive orbax's
+    event loop: they complain later, to whatever test runs then.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("JAX_NUM_CPU_DEVICES", "8")
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+            yield lambda function, *arguments: pool.submit(function, *arguments).result()
+
+
+def failure(read):
+    """What a read raises, in words; None if nothing."""
+    try:
+        read()
+    except Exception as error:  # noqa: BLE001 - damage shows itself in any way
+        return str(error)
+    return None
+
+
+def set_newest_aside(folder):
+    """Resumes over a damaged step 20; returns what it raised."""
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
+    assert checkpoints.steps() == [20, 10]
+    words = failure(lambda: (checkpoints.position(20)["step"], restored(checkpoints, 20)))
+    checkpoints.discard(20)
+    assert checkpoints.steps() == [10]
+    assert (folder.parent / "damaged_20").is_dir()
+    assert checkpoints.position(10)["step"] == 10
+    assert_bitwise_equal(made(10), restored(checkpoints, 10))
+    # The run takes step 20 again, and saves it again; which may be damaged again.
+    checkpoints.save(20, made(21), POSITION)
+    checkpoints.wait()
+    assert checkpoints.steps() == [20, 10]
+    assert_bitwise_equal(made(21), restored(checkpoints, 20))
+    checkpoints.discard(20)
+    assert checkpoints.steps() == [10]
+    checkpoints.close()
+    return words
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        delete_data,
+        flip_a_bit,
+        empty_the_position,
+        lose_the_state,
+        lose_the_position,
+        lose_everything,
+    ],
+)
+def test_a_damaged_newest_raises_is_set_aside_and_the_one_before_is_used(
+    checkpoints, next_process, tmp_path, damage
+):
+    folder = tmp_path / "checkpoints"
+    for step in (10, 20):
+        checkpoints.save(step, made(step), POSITION | {"step": step})
+    checkpoints.wait()
+    damage(folder / "20")
+    words = next_process(set_newest_aside, folder)
+    assert words and words.splitlines()[0], "the note for the user shows the first line"
+
+
+def read_as_a_wider_model(folder):
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
+    wider = dataclasses.replace(MODEL, width=32)
+    shapes, shardings = state_shapes(wider, TRAIN, VOCAB), state_shardings(wider, TRAIN, VOCAB, D8)
+    return failure(lambda: checkpoints.state(1, shapes, shardings))
+
+
+def test_a_state_of_another_model_raises(checkpoints, next_process, tmp_path):
+    checkpoints.save(1, made(1), POSITION)
+    checkpoints.wait()
+    assert "shape" in next_process(read_as_a_wider_model, tmp_path / "checkpoints")
+
+
+# The workdir.
+
+CONFIG = make_config({"rollout": {"context_buckets": (16, 40)}}).as_dict()
+
+
+def test_a_new_workdir_gets_the_complete_config(tmp_path):
+    workdir = tmp_path / "runs" / "one"
+    open_workdir(workdir, CONFIG)
+    saved = json.loads((workdir / "config.json").read_text())
+    assert make_config(saved).as_dict() == CONFIG
+    assert [p.name for p in workdir.iterdir()] == ["config.json"]
+
+
+def test_the_same_config_opens_it_again(tmp_path):
+    open_workdir(tmp_path, CONFIG)
+    before = (tmp_path / "config.json").read_bytes()
+    open_workdir(tmp_path, CONFIG)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_another_config_is_an_error_that_lists_what_differs(tmp_path):
+    open_workdir(tmp_path, CONFIG)
+    other = make_config(
+        {"seed": 1, "rollout": {"context_buckets": (16, 40)}, "train": {"epochs": 3}}
+    ).as_dict()
+    with pytest.raises(ValueError) as error:
+        open_workdir(tmp_path, other)
+    message = str(error.value)
+    assert f"--workdir={tmp_path}" in message
+    assert "config.seed is 0 there, 1 here; config.train.epochs is 1 there, 3 here." in message
+    assert "context_buckets" not in message
+
+
+def test_a_config_with_a_key_less_or_more_is_said_in_words(tmp_path):
+    open_workdir(tmp_path, {"seed": 0, "old": 1})
+    with pytest.raises(ValueError) as error:
+        open_workdir(tmp_path, {"seed": 0, "new": 2})
+    assert "config.new is absent there, 2 here; config.old is 1 there, absent here" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("damage", ["", '{"seed": 0', "\x00\x01", "[1]"])
+def test_a_damaged_config_is_an_error_that_names_the_file(tmp_path, damage):
+    (tmp_path / "config.json").write_text(damage)
+    with pytest.raises(ValueError, match="config"):
+        open_workdir(tmp_path, CONFIG)
+    assert (tmp_path / "config.json").read_text() == damage
+
+
+def test_a_folder_that_cannot_be_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    for workdir in (tmp_path / "file", tmp_path / "file" / "runs" / "one"):
+        with pytest.raises(ValueError, match=f"--workdir={workdir} cannot be used: .*may write"):
+            open_workdir(workdir, CONFIG)

@@ -1,0 +1,486 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of real environments on a real engine: every task once, every token once."""
+
+import collections
+import dataclasses
+import functools
+import heapq
+import math
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.envs.board_game import game_corpus, make_environment
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.environment import EnvConfig, Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
+from earl_jax.rollout.collect import Collector, Policy, Seat, Task
+from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.slots import SlotRules
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+NUM_LANES = 8
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
+CONFIG = RolloutConfig(
+    num_slots=16,
+    episodes_per_step=48,
+    chunk_size=8,
+    burst=4,
+    max_turn_tokens=4,
+    unfinished_reward=-0.5,
+    context_buckets=(16, 24, 32),
+)
+ROOM = CONFIG.context_buckets[-1]
+TICTACTOE = EnvConfig()
+
+
+@functools.cache
+def tokenizer():
+    return build_tokenizer(game_corpus(TICTACTOE, 60, seed=0), 320)
+
+
+@functools.cache
+def renderer() -> ChatRenderer:
+    return ChatRenderer(tokenizer())
+
+
+@functools.cache
+def engine(num_slots: int = CONFIG.num_slots) -> PolicyEngine:
+    rules = SlotRules(
+        burst=CONFIG.burst,
+        max_turn_tokens=CONFIG.max_turn_tokens,
+        end_of_turn_id=renderer().end_of_turn_id,
+    )
+    return PolicyEngine(
+        EngineConfig(
+            model=MODEL,
+            vocab_size=320,
+            num_slots=num_slots,
+            num_rows=CONFIG.episodes_per_step,
+            chunk_size=CONFIG.chunk_size,
+            rules=rules,
+            seed=3,
+        ),
+        make_layout(MeshShape(data=8)),
+    )
+
+
+@functools.cache
+def weights(seed: int = 0, *, ends_turns: bool = True):
+    """A policy that says one random digit and ends its turn, or never ends it.
+
+    Random weights, but for two features of the embedding that drown the rest: the first is 10
+    everywhere, the second tells digits (10) from the assistant's mark (-10). The head reads them.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(spec):
+        noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
+        return np.broadcast_to(noise, spec.shape).astype(np.float32)
+
+    specs = unstacked_specs(parameter_specs(MODEL, 320), MODEL.num_layers)
+    values = jax.tree.map(draw, specs, is_leaf=is_spec)
+    digits = [tokenizer().convert_tokens_to_ids(str(digit)) for digit in range(9)]
+    speaks, ends = tokenizer().convert_tokens_to_ids(ASSISTANT), renderer().end_of_turn_id
+    embed, head = values["embed"].copy(), values["head"] / 2
+    embed[:, 0], embed[:, 1] = 10, 0
+    embed[digits, 1], embed[speaks, 1] = 10, -10
+    head[0], head[1] = -8, 0
+    head[0, digits] = 0
+    if ends_turns:
+        head[0, ends], head[1, ends], head[1, digits] = 0, 6, -6
+    return engine().load_params(jax.tree.map(jnp.asarray, {**values, "embed": embed, "head": head}))
+
+
+def tasks(number: int, first: int = 0) -> list[Task]:
+    return [
+        Task(episode=first + i, group=first + i, env_seed=100 + first + i, player=i % 2)
+        for i in range(number)
+    ]
+
+
+def tictactoe(task: Task):
+    return make_environment(TICTACTOE, seed=task.env_seed, player=task.player)
+
+
+@dataclasses.dataclass
+class Rooms:
+    """Grows the room, as `placement.make_room` does where the mesh stays; remembers what for."""
+
+    wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def __call__(self, seat: Seat, tokens: int) -> Seat:
+        self.wanted.append((seat.places, tokens))
+        places = CONFIG.places_for(tokens)
+        return dataclasses.replace(seat, state=seat.engine.grow(seat.state, places), places=places)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+def collect(
+    pool,
+    todo,
+    make=tictactoe,
+    *,
+    params=None,
+    version=0,
+    places=ROOM,
+    num_slots=CONFIG.num_slots,
+    make_room=None,
+):
+    collector = Collector(
+        dataclasses.replace(CONFIG, num_slots=num_slots),
+        renderer(),
+        pool,
+        make,
+        make_room or Rooms(),
+        num_lanes=NUM_LANES,
+    )
+    seat = Seat(
+        engine=engine(num_slots),
+        policy=Policy(params=params or weights(), version=version),
+        state=engine(num_slots).empty_state(places),
+        places=places,
+    )
+    return collector.collect(seat, todo, temperature=1.0)
+
+
+def check_rows(rollout, num_tasks: int) -> None:
+    """Row i holds the turns of task i end to end, marked by author; nothing is anywhere else."""
+    written = {
+        field.name: np.asarray(getattr(rollout.experience, field.name))
+        for field in dataclasses.fields(rollout.experience)
+    }
+    for trajectory in rollout.trajectories:
+        expected = {name: [] for name in written}
+        spoken = 0
+        for turn in trajectory.turns:
+            policy = turn.author == "policy"
+            spoken += policy
+            zeros = [0] * len(turn.token_ids)
+            expected["tokens"] += turn.token_ids
+            expected["turn_ids"] += [spoken * policy] * len(zeros)
+            expected["logprobs"] += turn.logprobs if policy else zeros
+            expected["versions"] += turn.versions if policy else zeros
+        for name, numbers in expected.items():
+            row = written[name][trajectory.row]
+            np.testing.assert_array_equal(row[: len(numbers)], np.float32(numbers), name)
+            assert not row[len(numbers) :].any(), name
+    assert not any(rows[num_tasks:].any() for rows in written.values())
+
+
+def check_turns(trajectory) -> None:
+    """Ids were rendered once, from the messages; the policy's turns are whole."""
+    assert [turn.author for turn in trajectory.turns] == [
+        ("environment", "policy")[i % 2] for i in range(len(trajectory.turns))
+    ]
+    for index, turn in enumerate(trajectory.turns):
+        if turn.author == "policy":
+            assert turn.token_ids[-1] == renderer().end_of_turn_id
+            assert renderer().end_of_turn_id not in turn.token_ids[:-1]
+            assert turn.text == renderer().decode_reply(turn.token_ids)
+            assert len(turn.logprobs) == len(turn.versions) == len(turn.token_ids)
+            assert max(turn.logprobs) <= 1e-6
+        else:
+            render = renderer().answer if index else renderer().first
+            assert turn.token_ids == render(turn.text)
+
+
+@pytest.fixture(scope="module")
+def games(pool):
+    """Forty games of Tic-Tac-Toe by a policy of random moves, on sixteen slots."""
+    return collect(pool, tasks(40))
+
+
+def test_every_task_gets_one_trajectory_in_order(games):
+    assert [t.episode for t in games.trajectories] == list(range(40))
+    assert [t.group for t in games.trajectories] == list(range(40))
+    assert [t.row for t in games.trajectories] == list(range(40))
+    assert [t.role for t in games.trajectories] == ["x", "o"] * 20
+    reasons = {t.stop_reason for t in games.trajectories}
+    assert reasons <= {"win", "loss", "draw", "illegal"}
+    assert {"win", "loss", "illegal"} <= reasons
+    assert {t.num_turns for t in games.trajectories} >= {1, 2, 3, 4}
+    for t in games.trajectories:
+        assert len(t.turn_rewards) == t.num_turns
+        assert t.reward == {"win": 1.0, "draw": 0.0}.get(t.stop_reason, -1.0)
+
+
+def test_a_trajectory_is_the_game_that_its_replies_play(games):
+    """The engine's replies, given to a fresh environment, get the same answers."""
+    for task, trajectory in zip(tasks(40), games.trajectories, strict=True):
+        check_turns(trajectory)
+        environment = tictactoe(task)
+        texts = [environment.start().text]
+        for turn in trajectory.turns[1::2]:
+            result = environment.step(turn.text)
+            texts += [] if result.done else [result.text]
+        assert result.done and result.stop_reason == trajectory.stop_reason
+        assert texts == [turn.text for turn in trajectory.turns[::2]]
+
+
+def test_rows_hold_the_turns_end_to_end_marked_by_author(games):
+    check_rows(games, 40)
+
+
+def test_every_token_is_prefilled_or_sampled_once(games):
+    turns = [turn for t in games.trajectories for turn in t.turns]
+    tokens = collections.Counter()
+    for turn in turns:
+        tokens[turn.author] += len(turn.token_ids)
+    assert games.stats.prefill_tokens == tokens["environment"]
+    assert games.stats.rollout_tokens == tokens["policy"]
+    assert games.stats.context_tokens_max == max(t.num_tokens for t in games.trajectories)
+    assert 0 < games.stats.tokens_in_flight_max <= 16 * games.stats.context_tokens_max
+
+
+def rounds_of(trajectory) -> int:
+    """Rounds that an episode needs: chunks of each message, behind the token sampled last."""
+    return sum(
+        math.ceil((len(turn.token_ids) + (index > 0)) / CONFIG.chunk_size)
+        for index, turn in enumerate(trajectory.turns)
+        if turn.author == "environment"
+    )
+
+
+def test_a_free_slot_is_filled_in_the_next_round(games):
+    """Rounds are exactly those of list scheduling, lane by lane, and fewer than in waves."""
+    slots_per_lane, rows_per_lane = 16 // NUM_LANES, 48 // NUM_LANES
+    needed = [rounds_of(t) for t in games.trajectories]
+    lanes = [needed[first : first + rows_per_lane] for first in range(0, 48, rows_per_lane)]
+    ends = []
+    for lane in lanes:
+        free_at = [0] * slots_per_lane
+        for rounds in lane:
+            heapq.heappush(free_at, heapq.heappop(free_at) + rounds)
+        ends.append(max(free_at))
+    waves = sum(
+        max(max(lane[first : first + slots_per_lane], default=0) for lane in lanes)
+        for first in range(0, rows_per_lane, slots_per_lane)
+    )
+    assert games.stats.rounds == max(ends) < waves
+
+
+def test_an_episode_is_the_same_on_another_number_of_slots(pool, games):
+    other = collect(pool, tasks(40), num_slots=8)
+    check_rows(other, 40)
+    assert other.stats.rounds > games.stats.rounds
+    assert_same_episodes(games.trajectories, other.trajectories)
+
+
+def test_an_episode_is_the_same_among_other_episodes(pool, games):
+    other = collect(pool, [*tasks(5, first=500), *tasks(30)[10:]])
+    ours = [dataclasses.replace(t, row=0) for t in games.trajectories[10:30]]
+    theirs = [dataclasses.replace(t, row=0) for t in other.trajectories[5:]]
+    assert_same_episodes(ours, theirs)
+
+
+def assert_same_episodes(ours, theirs) -> None:
+    """Equal in everything; log-probs to 1e-5."""
+
+    def without_logprobs(trajectory):
+        turns = tuple(dataclasses.replace(turn, logprobs=()) for turn in trajectory.turns)
+        return dataclasses.replace(trajectory, turns=turns)
+
+    for one, other in zip(ours, theirs, strict=True):
+        assert without_logprobs(one) == without_logprobs(other)
+        for turn, same in zip(one.turns, other.turns, strict=True):
+            np.testing.assert_allclose(turn.logprobs, same.logprobs, atol=1e-5)
+
+
+def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
+    """From the first bucket over the second to the third, live episodes and all."""
+    rooms = Rooms()
+    first, second, third = CONFIG.context_buckets
+    grown = collect(pool, tasks(40), places=first, make_room=rooms)
+    assert [places for places, _ in rooms.wanted] == [first, second]
+    assert all(tokens > places for places, tokens in rooms.wanted)
+    assert grown.seat.places == third
+    assert max(t.num_tokens for t in grown.trajectories) > second
+    check_rows(grown, 40)
+    assert_same_episodes(games.trajectories, grown.trajectories)
+
+
+@pytest.mark.parametrize(("tokens", "grows"), [(12, False), (13, True), (15, True)])
+def test_room_is_kept_for_a_whole_burst(pool, tokens, grows):
+    """Sixteen places hold a prompt of twelve tokens and a turn of four, and not one more."""
+    places, *_ = CONFIG.context_buckets
+    frame = len(renderer().first(""))
+    text = "".join(chr(ord("A") + i) for i in range(tokens - frame))
+    assert len(renderer().first(text)) == tokens and places == 12 + CONFIG.burst
+
+    class Asking(Talker):
+        def start(self):
+            return Start(text=text, role="x")
+
+    rooms = Rooms()
+    rollout = collect(
+        pool,
+        tasks(8),
+        lambda task: Asking(0),
+        params=weights(ends_turns=False),
+        places=places,
+        make_room=rooms,
+    )
+    assert rooms.wanted == [(places, tokens + CONFIG.burst)] * grows
+    assert {t.num_tokens for t in rollout.trajectories} == {tokens + CONFIG.max_turn_tokens}
+    check_rows(rollout, 8)
+
+
+def test_a_policy_update_shows_in_the_versions(pool, games):
+    before = collect(pool, tasks(16), version=3)
+    after = collect(pool, tasks(16), params=weights(1), version=4)
+    for rollout, version in ((before, 3), (after, 4)):
+        check_rows(rollout, 16)
+        sampled = np.asarray(rollout.experience.turn_ids) > 0
+        assert set(np.asarray(rollout.experience.versions)[sampled].tolist()) == {version}
+    replies = [
+        [turn.token_ids for t in rollout.trajectories for turn in t.turns[1:2]]
+        for rollout in (games, before, after)
+    ]
+    assert replies[0][:16] == replies[1] != replies[2]
+
+
+def test_a_turn_without_end_is_cut_and_ends_its_episode(pool):
+    rollout = collect(pool, tasks(16), params=weights(ends_turns=False))
+    check_rows(rollout, 16)
+    for trajectory in rollout.trajectories:
+        assert trajectory.stop_reason == "turn_too_long"
+        assert trajectory.turn_rewards == (CONFIG.unfinished_reward,)
+        assert [turn.author for turn in trajectory.turns] == ["environment", "policy"]
+        reply = trajectory.turns[1].token_ids
+        assert len(reply) == CONFIG.max_turn_tokens
+        assert renderer().end_of_turn_id not in reply
+        assert str(CONFIG.max_turn_tokens) in trajectory.detail
+
+
+class Talker:
+    """An honest environment: three replies, a quarter of a point for each."""
+
+    def __init__(self, seed: int):
+        self.seed, self.replies = seed, 0
+
+    def start(self):
+        return Start(text=f"{self.seed}.", role="x")
+
+    def step(self, reply: str):
+        self.replies += 1
+        if self.replies == 3:
+            return StepResult(text="", reward=0.25, done=True, stop_reason="win", detail=reply)
+        return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
+
+
+class Faulty(Talker):
+    """Goes wrong at its start, or at its second step."""
+
+    def __init__(self, seed: int, when: str, fault):
+        super().__init__(seed)
+        self.when, self.fault = when, fault
+        if when == "making":
+            fault()
+
+    def start(self):
+        return self.fault() if self.when == "start" else super().start()
+
+    def step(self, reply: str):
+        honest = super().step(reply)
+        return self.fault() if self.when == "step" and self.replies == 2 else honest
+
+
+def test_environments_that_misbehave_end_their_own_episode_only():
+    released = threading.Event()
+
+    def crash():
+        raise OSError("the game server is gone")
+
+    def says(text):
+        return lambda: StepResult(text=text, reward=0.25, done=False)
+
+    faults = {
+        0: ("making", crash, "environment_error"),
+        3: ("start", crash, "environment_error"),
+        4: ("start", released.wait, "environment_timeout"),
+        5: ("start", lambda: "hello", "environment_error"),
+        6: ("start", lambda: Start(text="\ud800", role="x"), "unencodable"),
+        9: ("step", crash, "environment_error"),
+        11: ("step", released.wait, "environment_timeout"),
+        14: ("step", lambda: ("7", 0.0), "environment_error"),
+        17: ("step", says("\ud800"), "unencodable"),
+        20: ("step", lambda: StepResult(text="", reward=math.nan, done=False), "environment_error"),
+        23: ("step", lambda: exec("raise SystemExit"), "environment_error"),
+    }
+
+    def make(task: Task):
+        if task.episode not in faults:
+            return Talker(task.env_seed)
+        when, fault, _ = faults[task.episode]
+        return Faulty(task.env_seed, when, fault)
+
+    pool = EnvironmentPool(2, timeout_s=0.5)
+    try:
+        healthy = collect(pool, tasks(30), lambda task: Talker(task.env_seed))
+        rollout = collect(pool, tasks(30), make)
+    finally:
+        released.set()
+        pool.close()
+    assert {t.stop_reason for t in healthy.trajectories} == {"win"}
+    check_rows(rollout, 30)
+    for trajectory, sound in zip(rollout.trajectories, healthy.trajectories, strict=True):
+        if trajectory.episode not in faults:
+            assert trajectory.turn_rewards == (0.25,) * 3
+            assert_same_episodes([sound], [trajectory])
+            continue
+        when, _, reason = faults[trajectory.episode]
+        assert trajectory.stop_reason == reason
+        assert trajectory.detail
+        # What was said before the fault is kept, and is what would have been said anyway.
+        assert len(trajectory.turns) == (4 if when == "step" else 0)
+        for turn, same in zip(trajectory.turns, sound.turns, strict=False):
+            assert turn.token_ids == same.token_ids
+    turns = [turn for t in rollout.trajectories for turn in t.turns]
+    prefilled = sum(len(turn.token_ids) for turn in turns if turn.author == "environment")
+    assert rollout.stats.prefill_tokens == prefilled
+
+
+def test_all_environments_may_fail_at_once(pool):
+    def make(task: Task):
+        raise RuntimeError("no games today")
+
+    rollout = collect(pool, tasks(20), make)
+    assert [t.stop_reason for t in rollout.trajectories] == ["environment_error"] * 20
+    assert rollout.stats.rounds == 0
+    check_rows(rollout, 0)
+
+
+def test_lanes_must_divide_slots_and_rows(pool):
+    with pytest.raises(ValueError, match="config.rollout.num_slots is 12.*multiple of 8"):
+        Collector(
+            dataclasses.replace(CONFIG, num_slots=12),
+            renderer(),
+            pool,
+            tictactoe,
+            Rooms(),
+            num_lanes=NUM_LANES,
+        ).collect(
+            Seat(
+                engine=engine(),
+                policy=Policy(params=weights(), version=0),
+                state=engine().empty_state(ROOM),
+                places=ROOM,
+            ),
+            tasks(1),
+            temperature=1.0,
+        )

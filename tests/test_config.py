@@ -1,0 +1,378 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The strict config: every mistake is an error at the start, in words that say what to change."""
+
+import copy
+import dataclasses
+import json
+import re
+
+import pytest
+from ml_collections import ConfigDict
+
+from earl_jax.config import Config, load_config_file, make_config
+
+SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
+
+
+def with_overrides(*overrides, given=()):
+    return make_config(dict(given), overrides)
+
+
+def value_at(config, path):
+    for name in path.split("."):
+        config = getattr(config, name)
+    return config
+
+
+# What is accepted.
+
+
+def test_nothing_given_is_the_default():
+    assert make_config({}) == Config()
+    assert make_config(ConfigDict()) == Config()
+
+
+def test_the_sections_of_the_contract_are_there():
+    assert {"rollout", "selector", "dispatch", "train", "checkpoint", "env"} <= set(SECTIONS)
+    assert {"num_steps", "seed"} <= {f.name for f in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_builds_from_all_of_its_own_fields(section):
+    everything = dataclasses.asdict(getattr(Config(), section))
+    assert everything
+    assert make_config(ConfigDict({section: everything})) == Config()
+
+
+def test_a_file_s_values_arrive_and_the_rest_keeps_its_default():
+    config = make_config(ConfigDict({"num_steps": 7, "model": {"width": 32}}))
+    assert config == dataclasses.replace(
+        Config(), num_steps=7, model=dataclasses.replace(Config().model, width=32)
+    )
+
+
+@pytest.mark.parametrize(
+    "override, path, value",
+    [
+        ("num_steps=12", "num_steps", 12),
+        ("seed=2147483647", "seed", 2**31 - 1),
+        ("train.learning_rate=1e-3", "train.learning_rate", 1e-3),
+        ("train.learning_rate=1", "train.learning_rate", 1.0),
+        ("log.tensorboard=true", "log.tensorboard", True),
+        ("dispatch.forbid_host_bytes=False", "dispatch.forbid_host_bytes", False),
+        ("env.game=connect_four", "env.game", "connect_four"),
+        ("env.game=connect_four(rows=5,columns=5)", "env.game", "connect_four(rows=5,columns=5)"),
+        ("env.game='tic_tac_toe'", "env.game", "tic_tac_toe"),
+        ("model.compute_dtype=bfloat16", "model.compute_dtype", "bfloat16"),
+        ("rollout.context_buckets=(16,40)", "rollout.context_buckets", (16, 40)),
+        ("rollout.context_buckets=[16, 40]", "rollout.context_buckets", (16, 40)),
+        ("rollout.context_buckets=16,40", "rollout.context_buckets", (16, 40)),
+        ("selector.rollout_meshes=('data=8',)", "selector.rollout_meshes", ("data=8",)),
+        ("selector.train_meshes=()", "selector.train_meshes", ()),
+    ],
+)
+def test_overrides(override, path, value):
+    got = value_at(with_overrides(override), path)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_an_override_changes_its_key_alone_and_the_last_one_counts():
+    given = {"train": {"epochs": 2, "micro_batches": 4}, "num_steps": 5}
+    config = make_config(given, ["train.epochs=3", "train.epochs=4"])
+    assert (config.train.epochs, config.train.micro_batches, config.num_steps) == (4, 4, 5)
+
+
+def test_what_was_given_is_not_changed():
+    given = {"train": {"epochs": 2}}
+    before = copy.deepcopy(given)
+    make_config(given, ["train.epochs=3"])
+    assert given == before
+
+
+def test_an_int_is_a_float_where_one_is_wanted_and_a_bool_is_no_number():
+    rate = make_config({"train": {"learning_rate": 1}}).train.learning_rate
+    assert (rate, type(rate)) == (1.0, float)
+    for path in ("train.epochs", "train.learning_rate", "num_steps"):
+        with pytest.raises(ValueError, match=f"config.{path} is True, a bool; .* type (int|float)"):
+            with_overrides(f"{path}=true")
+
+
+def test_as_dict_is_json_and_builds_the_same_config_again():
+    config = with_overrides(
+        "rollout.context_buckets=(16,40)",
+        "selector.train_meshes=('data=4,fsdp=2', 'data=8')",
+        "env.opponent=mcts",
+        "env.mcts_simulations=7",
+        "train.learning_rate=0.1",
+        "log.tensorboard=true",
+    )
+    saved = json.loads(json.dumps(config.as_dict(), allow_nan=False))
+    assert set(saved) == {f.name for f in dataclasses.fields(Config)}
+    assert make_config(saved) == config
+    assert make_config(ConfigDict(saved)) == config
+
+
+# Unknown keys.
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (
+            {"rollout": {"num_slot": 4}},
+            "config.rollout.num_slot is not a field of RolloutConfig; did you mean 'num_slots'?",
+        ),
+        ({"rollot": {}}, "config.rollot is not a field of Config; did you mean 'rollout'?"),
+        ({"num_step": 3}, "config.num_step is not a field of Config; did you mean 'num_steps'?"),
+        (
+            {"learning_rate": 0.1},
+            "config.learning_rate is not a field of Config; there is config.train.learning_rate",
+        ),
+        (
+            {"train": {"num_slots": 8}},
+            "config.train.num_slots is not a field of TrainConfig; "
+            "there is config.rollout.num_slots",
+        ),
+        (
+            {"dispatch": {"xyz": 1}},
+            "config.dispatch.xyz is not a field of DispatchConfig; "
+            "its fields are forbid_host_bytes",
+        ),
+    ],
+)
+def test_an_unknown_key_is_an_error_with_its_path_and_the_nearest_name(given, message):
+    for form in (given, ConfigDict(given)):
+        with pytest.raises(ValueError) as error:
+            make_config(form)
+        assert str(error.value) == message
+
+
+def test_an_unknown_key_in_an_override_reads_the_same():
+    with pytest.raises(ValueError) as error:
+        with_overrides("rollout.num_slot=4")
+    assert str(error.value) == (
+        "config.rollout.num_slot is not a field of RolloutConfig; did you mean 'num_slots'?"
+    )
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_refuses_a_key_that_it_does_not_have(section):
+    with pytest.raises(ValueError, match=f"^config.{section}.qqq is not a field of \\w+Config; "):
+        make_config({section: {"qqq": 1}})
+
+
+# Wrong types.
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("num_steps=3.0", "config.num_steps is 3.0, a float; it must be of type int"),
+        ("num_steps=many", "config.num_steps is 'many', a str; it must be of type int"),
+        ("train.learning_rate=fast", "config.train.learning_rate is 'fast'"),
+        ("train.learning_rate=None", "config.train.learning_rate is None, a NoneType"),
+        ("log.tensorboard=1", "config.log.tensorboard is 1, a int; it must be of type bool"),
+        ("env.game=3", "config.env.game is 3, a int; it must be of type str"),
+        ("rollout.context_buckets=32", "config.rollout.context_buckets is 32; give a list"),
+        ("rollout.context_buckets=(32,'a')", "config.rollout.context_buckets is 'a'"),
+        ("rollout.context_buckets=(32,4.5)", "config.rollout.context_buckets is 4.5"),
+        (
+            "selector.rollout_meshes=data=8",
+            "config.selector.rollout_meshes is 'data=8'; give a list",
+        ),
+        ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
+        ("train.schedule=step", "choose one of 'constant', 'linear', 'cosine'"),
+        ("train.advantage=3", "config.train.advantage is 3; choose one of 'reinforce', 'grpo'"),
+        ("model.compute_dtype=float16", "choose one of 'float32', 'bfloat16'"),
+        ("train=3", "config.train is 3; it is a section: set its fields, config.train.NAME"),
+        ("num_steps.x=3", "config.num_steps is {'x': 3}"),
+        ("train.epochs", "--config.train.epochs: write it as --config.train.epochs=VALUE"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_an_error(override, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        with_overrides(override)
+
+
+def test_a_section_given_as_a_value_is_an_error():
+    with pytest.raises(ValueError, match="config.rollout is 64; it is a section"):
+        make_config({"rollout": 64})
+    with pytest.raises(ValueError, match="config.num_steps.x: num_steps is a value, not a section"):
+        make_config({"num_steps": 3}, ["num_steps.x=4"])
+
+
+# Rules.
+
+RULES = [
+    ("num_steps=0", "config.num_steps is 0; it must be at least 1"),
+    ("seed=-1", "config.seed is -1"),
+    ("seed=2147483648", "[0, 2**31)"),
+    ("devices.platform=tpux", "config.devices.platform is 'tpux'; choose 'auto', 'cpu'"),
+    ("devices.num_cpu_devices=0", "config.devices.num_cpu_devices is 0"),
+    ("env.game=tictactoe", "config.env.game is 'tictactoe'.*did you mean 'tic_tac_toe'"),
+    ("env.opponent=mtcs", "config.env.opponent is 'mtcs'.*did you mean 'mcts'"),
+    ("env.mcts_simulations=0", "config.env.mcts_simulations is 0"),
+    ("env.timeout_s=0", "config.env.timeout_s is 0.0"),
+    ("env.illegal_reward=1e999", "config.env.illegal_reward is inf"),
+    ("env.num_workers=0", "config.env.num_workers is 0"),
+    ("model.num_layers=0", "config.model.num_layers is 0"),
+    ("model.width=0", "config.model.width is 0"),
+    ("model.num_heads=3", "config.model.num_heads is 3.*config.model.num_kv_heads (2)"),
+    ("model.head_size=15", "config.model.head_size is 15"),
+    ("rollout.num_slots=0", "config.rollout.num_slots is 0"),
+    ("rollout.burst=0", "config.rollout.burst is 0"),
+    ("rollout.chunk_size=0", "config.rollout.chunk_size is 0"),
+    ("rollout.max_turn_tokens=0", "config.rollout.max_turn_tokens is 0"),
+    ("rollout.episodes_per_step=127", "config.rollout.episodes_per_step is 127"),
+    ("rollout.group_size=3", "multiple of twice config.rollout.group_size (3)"),
+    ("rollout.temperature=0", "config.rollout.temperature is 0.0"),
+    ("rollout.context_buckets=()", "config.rollout.context_buckets is ()"),
+    ("rollout.context_buckets=(32,16)", "config.rollout.context_buckets is (32, 16)"),
+    ("rollout.context_buckets=(16,16)", "config.rollout.context_buckets is (16, 16)"),
+    ("rollout.context_buckets=(1,16)", "config.rollout.context_buckets is (1, 16)"),
+    ("selector.rollout_meshes=('data=4,model=2',)", "config.selector.rollout_meshes.*'model=2'"),
+    ("selector.train_meshes=('data=four',)", "config.selector.train_meshes.*'data=four'"),
+    ("selector.rollout_meshes=('fsdp=8',)", "config.selector.rollout_meshes has 'fsdp=8'"),
+    ("selector.budget_bytes_per_device=-1", "config.selector.budget_bytes_per_device is -1"),
+    ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
+    ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
+    ("selector.measure_rounds=0", "config.selector.measure_rounds is 0"),
+    ("train.epochs=0", "config.train.epochs is 0"),
+    ("train.micro_batches=0", "config.train.micro_batches is 0"),
+    ("train.micro_batches=3", "config.train.micro_batches is 3.*config.rollout.episodes_per_step"),
+    ("train.logprob_chunk=0", "config.train.logprob_chunk is 0"),
+    ("train.warmup_steps=-1", "config.train.warmup_steps is -1"),
+    ("train.learning_rate=-1", "config.train.learning_rate is -1.0"),
+    ("train.max_grad_norm=-1", "config.train.max_grad_norm is -1.0"),
+    ("train.clip_low=-0.1", "config.train.clip_low is -0.1"),
+    ("train.entropy_coefficient=-1", "config.train.entropy_coefficient is -1.0"),
+    ("train.turn_discount=1.01", "config.train.turn_discount is 1.01"),
+    ("train.demonstration_steps=-1", "config.train.demonstration_steps is -1"),
+    ("train.advantage=grpo", "config.train.advantage is 'grpo'.*config.rollout.group_size"),
+    ("checkpoint.every_steps=0", "config.checkpoint.every_steps is 0"),
+    ("checkpoint.keep=1", "config.checkpoint.keep is 1"),
+    ("eval.games=3", "config.eval.games is 3"),
+    ("eval.final_games=0", "config.eval.final_games is 0"),
+    ("eval.every_steps=0", "config.eval.every_steps is 0"),
+    ("eval.temperature=-1", "config.eval.temperature -1.0"),
+    ("log.trajectories_every_steps=0", "config.log.trajectories_every_steps"),
+    ("log.report_every_steps=0", "config.log.report_every_steps"),
+]
+
+
+@pytest.mark.parametrize("override, words", RULES)
+def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
+    with pytest.raises(ValueError) as error:
+        with_overrides(override)
+    pattern = ".*".join(re.escape(part) for part in words.split(".*"))
+    assert re.search(pattern, str(error.value)), str(error.value)
+
+
+# Keys without effect.
+
+
+@pytest.mark.parametrize(
+    "idle, path, reason",
+    [
+        (
+            ["train.turn_discount=0.5", "train.advantage=grpo", "rollout.group_size=2"],
+            "train.turn_discount",
+            "config.train.advantage is 'grpo'",
+        ),
+        (
+            ["train.final_learning_rate=0.5", "train.schedule=constant"],
+            "train.final_learning_rate",
+            "config.train.schedule is 'constant'",
+        ),
+        (
+            ["train.demonstration_updates=3"],
+            "train.demonstration_updates",
+            "config.train.demonstration_steps is 0",
+        ),
+        (
+            ["train.demonstration_learning_rate=0.5"],
+            "train.demonstration_learning_rate",
+            "config.train.demonstration_steps is 0",
+        ),
+        (
+            ["devices.num_cpu_devices=4", "devices.platform=gpu"],
+            "devices.num_cpu_devices",
+            "config.devices.platform is 'gpu'",
+        ),
+        (
+            ["devices.num_cpu_devices=4", "devices.platform=tpu"],
+            "devices.num_cpu_devices",
+            "config.devices.platform is 'tpu'",
+        ),
+        (["env.mcts_simulations=7"], "env.mcts_simulations", "config.env.opponent='random'"),
+    ],
+)
+def test_a_key_without_effect_is_an_error_that_says_why(idle, path, reason):
+    with pytest.raises(ValueError) as error:
+        with_overrides(*idle)
+    message = str(error.value)
+    assert f"config.{path}" in message and "no effect" in message and reason in message
+    # Each is fine without the other.
+    make_config({}, idle[1:])
+
+
+def test_the_same_keys_are_fine_where_they_do_something():
+    config = with_overrides(
+        "train.turn_discount=0.5",
+        "train.final_learning_rate=0.0",
+        "train.demonstration_steps=2",
+        "train.demonstration_updates=3",
+        "devices.num_cpu_devices=4",
+        "env.opponent=mcts",
+        "env.mcts_simulations=7",
+    )
+    assert (config.train.demonstration_updates, config.devices.num_cpu_devices) == (3, 4)
+
+
+# Files.
+
+GOOD_FILE = """
+from ml_collections import ConfigDict
+def get_config():
+    return ConfigDict({"num_steps": 3})
+"""
+
+
+def test_a_config_file_is_loaded(tmp_path):
+    path = tmp_path / "tiny.py"
+    path.write_text(GOOD_FILE)
+    assert make_config(load_config_file(path)).num_steps == 3
+    assert make_config(load_config_file(str(path))).num_steps == 3
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("def get_config():\n    return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise RuntimeError('no luck')", "RuntimeError: no luck"),
+        ("def get_config(:", "SyntaxError"),
+        ("import no_such_module_of_mine", "ModuleNotFoundError: No module named"),
+        ("x = 1", "has no attribute 'get_config'"),
+        ("def get_config():\n    return {'num_steps': 3}", "must return an ml_collections.Config"),
+        ("def get_config(needed): pass", "TypeError"),
+    ],
+)
+def test_a_config_file_that_is_none_is_an_error_that_names_it(tmp_path, source, words):
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    with pytest.raises(ValueError) as error:
+        load_config_file(path)
+    assert str(error.value).startswith(f"--config={path}: ")
+    assert words in str(error.value)
+
+
+def test_a_missing_config_file_names_the_nearest(tmp_path):
+    (tmp_path / "tictactoe_tiny_cpu.py").write_text(GOOD_FILE)
+    with pytest.raises(ValueError, match="no such file; did you mean tictactoe_tiny_cpu.py?"):
+        load_config_file(tmp_path / "tictactoe_tiny.py")
+    with pytest.raises(ValueError, match="no such file$"):
+        load_config_file(tmp_path / "nowhere" / "zzz.py")
+    with pytest.raises(ValueError, match="no such file"):
+        load_config_file(tmp_path)

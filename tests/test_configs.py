@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every file in configs/ is a run: valid, and its programs trace on every mesh it may choose."""
+
+import importlib.util
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from earl_jax.config import load_config_file, make_config
+from earl_jax.main import DEFAULT_CONFIG
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.slots import ORDER_COLUMNS
+from earl_jax.sharding.layout import MeshShape, make_abstract_layout
+from earl_jax.train import step as train_step
+from earl_jax.train.step import UpdateMetrics, batch_shapes, make_train_step
+from earl_jax.world import World
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "configs").glob("*.py"))
+PLATFORMS = {"auto": "cpu", "cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+@pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
+def world(request):
+    """The config's World. Its device count must be that of these tests until a config has more."""
+    config = make_config(load_config_file(request.param))
+    assert config.devices.num_cpu_devices == len(jax.devices()) == 8
+    return World(config)
+
+
+def placed(shapes, shardings):
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), shapes, shardings
+    )
+
+
+def lowered(traced, world):
+    return traced.lower(lowering_platforms=(PLATFORMS[world.config.devices.platform],)).as_text()
+
+
+def mesh_words(shape: MeshShape) -> str:
+    """How the lowered program names its mesh."""
+    return f'["data"={shape.data}, "fsdp"={shape.fsdp}, "tensor"={shape.tensor}]'
+
+
+def test_there_are_configs_and_one_is_the_default():
+    assert ROOT / DEFAULT_CONFIG in FILES
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_docstring_has_the_command_that_runs_it(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert f"python -m earl_jax.main --config=configs/{path.name}" in module.__doc__
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_name_says_what_and_where(path):
+    config = make_config(load_config_file(path))
+    game = config.env.game.split("(")[0].replace("_", "")
+    assert path.stem.replace("_", "").startswith(game)
+    if config.devices.platform != "auto":
+        assert path.stem.endswith(config.devices.platform)
+
+
+def test_the_meshes_to_choose_from_are_more_than_one(world):
+    assert len(world.rollout_candidates) > 1
+    assert len(world.train_candidates) > 1
+
+
+def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
+    config, rows = world.config, world.config.rollout.episodes_per_step
+    for shape in world.train_candidates:
+        layout = make_abstract_layout(shape)
+        state = placed(
+            world.train_state_shapes(),
+            train_step.state_shardings(config.model, config.train, world.vocab_size, layout),
+        )
+        step = make_train_step(
+            config.model,
+            config.train,
+            layout,
+            vocab_size=world.vocab_size,
+            temperature=config.rollout.temperature,
+            objective="policy_gradient",
+        )
+        batch = batch_shapes(rows, config.rollout.context_buckets[-1], layout)
+        traced = step.trace(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
+        new_state, metrics = traced.out_info
+        assert metrics.shape == (len(UpdateMetrics._fields),)
+        for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(new_state), strict=True):
+            assert (old.shape, old.dtype) == (new.shape, new.dtype)
+        assert mesh_words(shape) in lowered(traced, world)
+
+
+def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
+    rollout = world.config.rollout
+    for shape in world.rollout_candidates:
+        engine = PolicyEngine(world.engine(shape).config, make_abstract_layout(shape))
+        rows = engine.layout.activations("B")
+        width = ORDER_COLUMNS + rollout.chunk_size
+        for places in {rollout.context_buckets[0], rollout.context_buckets[-1]}:
+            # `PolicyEngine.lower_play` cannot lower for devices that are not there.
+            traced = engine._play.trace(
+                placed(engine.parameter_shapes, engine.parameter_shardings),
+                placed(engine.state_shapes(places), engine.state_shardings),
+                jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
+                jax.ShapeDtypeStruct((2,), jnp.uint32),
+            )
+            state, report = traced.out_info
+            assert report.shape == (rollout.num_slots, 2 * rollout.burst + 2)
+            assert state.experience.tokens.shape == (rollout.episodes_per_step, places)
+            assert mesh_words(shape) in lowered(traced, world)

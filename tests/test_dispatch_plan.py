@@ -1,0 +1,219 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Transfer plans move the lower bound of bytes and deliver every element once."""
+
+import itertools
+import math
+import time
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from earl_jax.dispatch.plan import plan_dispatch
+from earl_jax.sharding.transfer_plan import plan_transfer, plan_transfers, shard_ranges
+from earl_jax.trajectory import TrajectoryBatch
+
+P = PartitionSpec
+
+
+def slices(index):
+    return tuple(slice(start, stop) for start, stop in index)
+
+
+def mask(shape, index):
+    """Which elements a box covers."""
+    covered = np.zeros(shape, bool)
+    covered[slices(index)] = True
+    return covered
+
+
+def check_plan(plan, source, target):
+    """Counts elements with masks: the bound is met, each arrives once, from who holds it."""
+    nowhere = np.zeros(plan.shape, bool)
+    held = {device: mask(plan.shape, index) for device, index in source.items()}
+    arrived = {device: np.zeros(plan.shape, int) for device in target}
+    for piece in plan.pieces:
+        assert held[piece.source_device][slices(piece.index)].all()
+        arrived[piece.target_device][slices(piece.index)] += 1
+        assert piece.num_bytes == mask(plan.shape, piece.index).sum() * plan.itemsize
+    received, kept = {}, {}
+    for device, index in target.items():
+        wanted = mask(plan.shape, index)
+        np.testing.assert_array_equal(arrived[device], wanted)
+        own = held.get(device, nowhere)
+        received[device] = int((wanted & ~own).sum()) * plan.itemsize
+        kept[device] = int((wanted & own).sum()) * plan.itemsize
+    assert plan.received_bytes == {d: n for d, n in received.items() if n}
+    assert {d: n for d, n in plan.kept_bytes.items() if n} == {d: n for d, n in kept.items() if n}
+    assert plan.moved_bytes == sum(received.values()) == sum(plan.sent_bytes.values())
+    assert plan.in_place_bytes == sum(kept.values())
+
+
+@st.composite
+def placements(draw):
+    """A shape, a source that holds each cell of a random grid, and random boxes as the target."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=0, max_size=3)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(1, size), max_size=2))}) for size in shape]
+    cells = list(itertools.product(*(list(itertools.pairwise(points)) for points in cuts)))
+    num_holders = len(cells) + draw(st.integers(0, 6))
+    owners = draw(st.permutations([cells[n % len(cells)] for n in range(num_holders)]))
+    ids = draw(st.permutations(range(num_holders + 4)))
+    source = dict(zip(ids, owners, strict=False))
+    box = st.tuples(
+        *(
+            st.tuples(st.integers(0, size), st.integers(0, size)).map(lambda e: (min(e), max(e)))
+            for size in shape
+        )
+    )
+    targets = draw(st.lists(st.sampled_from(sorted(ids)), unique=True, max_size=6))
+    return shape, draw(st.sampled_from((1, 2, 4))), source, {d: draw(box) for d in targets}
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(placements())
+def test_any_plan_moves_the_lower_bound_and_delivers_each_element_once(placement):
+    shape, itemsize, source, target = placement
+    check_plan(plan_transfer(shape, itemsize, source, target), source, target)
+
+
+SPECS = [
+    P(),
+    P("x"),
+    P(None, "x"),
+    P("x", "y"),
+    P(("y", "x")),
+    P("y", None, "x"),
+    P(None, ("x", "y")),
+]
+
+
+@pytest.mark.parametrize("mesh_shape", [(4, 2), (2, 4), (8, 1)])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_ranges_of_an_abstract_mesh_are_those_of_the_real_one(spec, mesh_shape):
+    shape = (8, 16, 8)
+    devices = jax.devices()
+    real = NamedSharding(Mesh(np.array(devices).reshape(mesh_shape), ("x", "y")), spec)
+    abstract = NamedSharding(AbstractMesh(mesh_shape, ("x", "y")), spec)
+    place = {device.id: n for n, device in enumerate(devices)}
+    ranges = {place[n]: index for n, index in shard_ranges(real, shape).items()}
+    assert ranges == shard_ranges(abstract, shape)
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SPECS, 2)))
+def test_plans_between_named_shardings_meet_the_bound(before, after):
+    shape = (8, 16, 8)
+    source = shard_ranges(NamedSharding(AbstractMesh((4, 2), ("x", "y")), before), shape)
+    target = shard_ranges(NamedSharding(AbstractMesh((2, 4), ("x", "y")), after), shape)
+    shifted = {device + 3: index for device, index in target.items()}
+    check_plan(plan_transfer(shape, 2, source, target), source, target)
+    check_plan(plan_transfer(shape, 2, source, shifted), source, shifted)
+
+
+def test_holders_share_the_load_across_arrays():
+    everything = ((0, 4),)
+    source = {device: everything for device in range(4)}
+    target = {device: everything for device in range(4, 8)}
+    assert plan_transfer((4,), 4, source, target).sent_bytes == dict.fromkeys(range(4), 16)
+    one = {4: everything}
+    plans = plan_transfers([((4,), 4, source, one)] * 4)
+    assert [list(plan.sent_bytes) for plan in plans] == [[0], [1], [2], [3]]
+
+
+def test_routes():
+    rows, columns = (
+        {0: ((0, 2), (0, 4)), 1: ((2, 4), (0, 4))},
+        {0: ((0, 4), (0, 2)), 1: ((0, 4), (2, 4))},
+    )
+    swapped = dict(reversed(list(columns.items())))
+    assert plan_transfer((4, 4), 4, rows, dict(rows)).route == "in place"
+    assert plan_transfer((4, 4), 4, rows, columns).route == "compiled"
+    assert plan_transfer((4, 4), 4, rows, swapped).route == "pieces"
+    assert plan_transfer((4, 4), 4, rows, {0: columns[0]}).route == "pieces"
+
+
+def test_errors_name_the_fault():
+    with pytest.raises(ValueError, match="not the cells of a grid"):
+        plan_transfer((4,), 4, {0: ((0, 2),)}, {})
+    with pytest.raises(ValueError, match="not the cells of a grid"):
+        plan_transfer((4,), 4, {0: ((0, 3),), 1: ((2, 4),)}, {})
+    with pytest.raises(ValueError, match="not the cells of a grid"):
+        plan_transfer((4,), 4, {}, {})
+    with pytest.raises(ValueError, match="target device 5 wants"):
+        plan_transfer((4,), 4, {0: ((0, 4),)}, {5: ((0, 5),)})
+    leaf = {"w": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=NamedSharding(MESH_2, P()))}
+    with pytest.raises(ValueError, match=r"w of shape \(6,\) does not divide"):
+        plan_dispatch(leaf, {"w": NamedSharding(AbstractMesh((4,), ("x",)), P("x"))})
+    with pytest.raises(ValueError, match="same structure"):
+        plan_dispatch(leaf, NamedSharding(MESH_2, P()))
+
+
+MESH_2 = AbstractMesh((2,), ("x",))
+
+
+def test_a_plan_prints_who_sends_what_to_whom():
+    source = {0: ((0, 2), (0, 4)), 1: ((2, 4), (0, 4))}
+    target = {1: ((0, 4), (0, 2)), 2: ((0, 4), (2, 4))}
+    assert str(plan_transfer((4, 4), 4, source, target)) == (
+        "shape (4, 4), 4 B an element, pieces: 48 B between devices, 16 B in place\n"
+        "from  to       index  bytes\n"
+        "   0   1  [0:2, 0:2]   16 B\n"
+        "   0   2  [0:2, 2:4]   16 B\n"
+        "   1   2  [2:4, 2:4]   16 B\n"
+        "device  sends  receives  keeps\n"
+        "     0   32 B       0 B    0 B\n"
+        "     1   16 B      16 B   16 B\n"
+        "     2    0 B      32 B    0 B"
+    )
+
+
+def test_a_dispatch_plan_prints_leaves_links_and_shares():
+    rows, everywhere = NamedSharding(MESH_2, P("x")), NamedSharding(MESH_2, P())
+    tree = {
+        "advantages": jax.ShapeDtypeStruct((4, 256), jnp.float32, sharding=rows),
+        "tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32, sharding=rows),
+    }
+    plan = plan_dispatch(tree, {"advantages": everywhere, "tokens": rows})
+    assert (plan.moved_bytes, plan.in_place_bytes) == (4096, 4128)
+    assert str(plan) == (
+        "      leaf     shape     route     moved  in place\n"
+        "advantages  (4, 256)  compiled  4.00 KiB  4.00 KiB\n"
+        "    tokens    (2, 4)  in place       0 B      32 B\n"
+        "     total                      4.00 KiB  4.03 KiB\n"
+        "\n"
+        "from  to     bytes\n"
+        "   0   1  2.00 KiB\n"
+        "   1   0  2.00 KiB\n"
+        "\n"
+        "device     sends  receives     keeps\n"
+        "     0  2.00 KiB  2.00 KiB  2.02 KiB\n"
+        "     1  2.00 KiB  2.00 KiB  2.02 KiB"
+    )
+
+
+def test_256_devices_are_planned_in_seconds_of_cpu():
+    mesh = AbstractMesh((16, 16), ("x", "y"))
+    rows, columns = NamedSharding(mesh, P(("x", "y"))), NamedSharding(mesh, P(None, ("x", "y")))
+    # The worst case: each of 256 devices needs a piece from each, 65,536 pieces in one array.
+    shape = (1024, 2048)
+    source, target = shard_ranges(rows, shape), shard_ranges(columns, shape)
+    start = time.process_time()
+    plan = plan_transfer(shape, 4, source, target)
+    assert plan.moved_bytes == 1024 * 2048 * 4 * 255 // 256
+    assert time.process_time() - start < 2.0
+    assert str(plan).count("\n") == 1 + 64 + 1 + 1 + 256
+
+    # A batch of six arrays, each row on 16 devices, from 256 devices to the halves of each row.
+    leaf = jax.ShapeDtypeStruct((1024, 4096), jnp.int32, sharding=rows)
+    fields = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
+    batch = TrajectoryBatch(**dict.fromkeys(fields, leaf))
+    goal = TrajectoryBatch(**dict.fromkeys(fields, NamedSharding(mesh, P("x", "y"))))
+    start = time.process_time()
+    whole = plan_dispatch(batch, goal)
+    assert time.process_time() - start < 2.0
+    assert [name for name, _ in whole.leaves] == list(fields)
+    assert whole.moved_bytes + whole.in_place_bytes == 6 * math.prod(leaf.shape) * 4

@@ -1,0 +1,246 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine plays the same episodes on every mesh, and across a change of mesh or of room."""
+
+import collections
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_slots import (
+    CHUNK,
+    END,
+    MODEL,
+    PLACES,
+    RULES,
+    VOCAB,
+    assert_same,
+    check_logprobs,
+    check_rows,
+    converse,
+    make_scripts,
+    params,
+)
+
+from earl_jax.models.parameters import check_tensor_axis
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.selector.candidates import rollout_candidates
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.reshard import reshard
+from earl_jax.telemetry.host_bytes import HostByteCounter
+
+NUM_SLOTS, NUM_ROWS = 16, 32
+CONFIG = EngineConfig(
+    model=MODEL,
+    vocab_size=VOCAB,
+    num_slots=NUM_SLOTS,
+    num_rows=NUM_ROWS,
+    chunk_size=CHUNK,
+    rules=RULES,
+    seed=7,
+)
+# Every mesh of eight devices that the selector can return for this model.
+CANDIDATES = rollout_candidates(
+    8, [], lambda shape: check_tensor_axis(MODEL, VOCAB, shape.tensor, shape.fsdp)
+)
+COLLECTIVE = re.compile(
+    r"= .*\b(?:all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|"
+    r"collective-broadcast|send|recv)(?:-start)?\("
+)
+
+
+@functools.cache
+def engine_on(shape: MeshShape) -> PolicyEngine:
+    return PolicyEngine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+
+
+@functools.cache
+def weights_on(shape: MeshShape):
+    return engine_on(shape).load_params(params())
+
+
+@functools.cache
+def scripts():
+    """One episode a slot, in a row of the slot's lane: lanes are 2 slots and 4 rows."""
+    return {
+        slot: dataclasses.replace(script, row=slot // 2 * 4 + slot % 2 + 1)
+        for slot, script in make_scripts(NUM_SLOTS, turns=2).items()
+    }
+
+
+@functools.cache
+def converse_on(shape: MeshShape):
+    """The conversation on this mesh, from its start to its end."""
+    play = functools.partial(engine_on(shape).play, weights_on(shape))
+    return converse(play, engine_on(shape).empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
+
+
+UNSHARDED = MeshShape()
+
+
+def test_the_selector_may_return_four_meshes():
+    """What the tests below cover."""
+    assert [str(shape) for shape in CANDIDATES] == [
+        "data=8",
+        "data=4,tensor=2",
+        "data=2,tensor=4",
+        "data=1,tensor=8",
+    ]
+
+
+def collectives(shape: MeshShape) -> list[str]:
+    text = engine_on(shape).lower_play(PLACES).compile().as_text()
+    return [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
+
+
+def replica_groups(line: str) -> set[tuple[int, ...]]:
+    """Groups of device numbers, in any of the three ways in which XLA writes them.
+
+    {{0,1},{2,3}}, or [2,2]<=[4] with an optional T(1,0), or mesh['a'=2,'b'=2] {'b'}.
+    """
+    if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", line):
+        groups = re.findall(r"\{([\d, ]+)\}", listed[1])
+        return {tuple(int(number) for number in group.split(",")) for group in groups}
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(axis.split("=") for axis in named[1].split(","))
+        within = named[2].split(",")
+        order = [i for i, axis in enumerate(sizes) if axis not in within]
+        order += [list(sizes).index(axis) for axis in within]
+        grid = np.arange(8).reshape([int(size) for size in sizes.values()]).transpose(order)
+        groups = grid.reshape(-1, np.prod([int(sizes[axis]) for axis in within]))
+        return {tuple(group) for group in groups.tolist()}
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    assert iota, line
+    shape, source = ([int(n) for n in text.split(",")] for text in iota.groups()[:2])
+    grid = np.arange(8).reshape(source)
+    if iota[3]:
+        grid = grid.transpose([int(n) for n in iota[3].split(",")])
+    return {tuple(group) for group in grid.reshape(shape).tolist()}
+
+
+def test_without_a_tensor_axis_a_round_has_no_collective():
+    assert collectives(MeshShape(data=8)) == []
+
+
+@pytest.mark.parametrize("shape", [shape for shape in CANDIDATES if shape.tensor > 1], ids=str)
+def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
+    """Shards decode unequally long, so that waiting for another one would be waiting for ever.
+
+    Per forward pass: one all-reduce behind the embedding and two a layer, and one all-gather of the
+    logits. A round has two: of the chunk, and of the loop over tokens.
+    """
+    lines = collectives(shape)
+    kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line.split(" = ")[1]) for line in lines]
+    counts = collections.Counter(kind[1] if kind else "other" for kind in kinds)
+    assert counts == {"all-reduce": 2 * (1 + 2 * MODEL.num_layers), "all-gather": 2}
+    shards = {tuple(range(first, first + shape.tensor)) for first in range(0, 8, shape.tensor)}
+    for line in lines:
+        assert replica_groups(line) == shards, line
+
+
+@pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES], ids=str)
+def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
+    state, heard = converse_on(shape)
+    assert_same(heard, converse_on(UNSHARDED)[1])
+    check_logprobs(heard)
+    check_rows(state.experience, heard, scripts())
+    ours = {script.row for script in scripts().values()}
+    strangers = sorted(set(range(NUM_ROWS)) - ours)
+    for field in jax.tree.leaves(state.experience):
+        assert not np.asarray(field)[strangers].any()
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert placed == engine_on(shape).state_shardings
+
+
+def test_the_conversation_is_worth_comparing():
+    """Turns of every length, ended and cut, prompts in one chunk and in several."""
+    _, heard = converse_on(UNSHARDED)
+    turns = [turn for h in heard.values() for turn in h.turns()]
+    assert {len(turn) for turn in turns} >= {1, 2, 3, RULES.max_turn_tokens}
+    assert {turn[-1] == END for turn in turns} == {True, False}
+    messages = [len(message) for script in scripts().values() for message in script.messages]
+    assert min(messages) < CHUNK < max(messages)
+
+
+def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
+    """As `placement.make_room` does it, in the middle of turns and of prompts, over every mesh."""
+    first, *others = CANDIDATES
+    seat = {"engine": engine_on(first), "weights": weights_on(first), "round": 0}
+    moves = {2: others[0], 4: others[1], 5: others[2], 6: first}
+    visited = []
+
+    def play(state, orders):
+        seat["round"] += 1
+        if seat["round"] in moves:
+            shape = moves[seat["round"]]
+            visited.append(int(state.active.sum()))
+            engine = engine_on(shape)
+            weights, state = reshard(
+                (seat["weights"], state), (engine.parameter_shardings, engine.state_shardings)
+            )
+            seat.update(engine=engine, weights=weights)
+            state = engine.grow(state, PLACES)
+        return seat["engine"].play(seat["weights"], state, orders)
+
+    state, heard = converse(play, engine_on(first).empty_state(16), scripts(), num_slots=NUM_SLOTS)
+    assert len(visited) == 4 and sum(count > 0 for count in visited) >= 2
+    assert_same(heard, converse_on(UNSHARDED)[1])
+    check_rows(state.experience, heard, scripts())
+
+
+def test_growing_keeps_every_number_and_adds_zeros():
+    engine = engine_on(CANDIDATES[0])
+    state, _ = converse_on(CANDIDATES[0])
+    grown = engine.grow(state, PLACES + 16)
+    assert jax.tree.map(lambda leaf: leaf.sharding, grown) == engine.state_shardings
+    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(grown), strict=True):
+        widths = [(0, new - old) for old, new in zip(old.shape, new.shape, strict=True)]
+        assert sum(width for _, width in widths) in (0, 16)
+        np.testing.assert_array_equal(np.pad(np.asarray(old), widths), new)
+
+
+def test_load_params_places_every_weight_and_changes_none():
+    for shape in CANDIDATES:
+        weights = weights_on(shape)
+        assert jax.tree.map(lambda leaf: leaf.sharding, weights) == (
+            engine_on(shape).parameter_shardings
+        )
+        for ours, theirs in zip(jax.tree.leaves(params()), jax.tree.leaves(weights), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
+    engine, weights = engine_on(CANDIDATES[0]), weights_on(CANDIDATES[0])
+    state = engine.empty_state(PLACES)
+    orders = np.zeros((NUM_SLOTS, 6 + CHUNK), np.int32)
+    with HostByteCounter() as counter:
+        after, report = engine.play(weights, state, orders)
+    # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.
+    assert counter.num_bytes == NUM_SLOTS * (2 * RULES.burst + 2) * 4
+    assert not report.count.any() and not report.active.any()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.caches, state.experience)))
+    assert not np.asarray(after.experience.tokens).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"num_slots": 12}, "num_slots"), ({"num_rows": 20}, "episodes_per_step")],
+)
+def test_slots_and_rows_must_divide_over_the_data_axis(changes, field):
+    layout = make_layout(MeshShape(data=8))
+    with pytest.raises(ValueError, match=f"config.rollout.{field} is .*data=8.* multiple of 8"):
+        PolicyEngine(dataclasses.replace(CONFIG, **changes), layout)
+
+
+def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
+    model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    engine = PolicyEngine(dataclasses.replace(CONFIG, model=model), make_layout(MeshShape(data=8)))
+    types = {leaf.dtype for leaf in jax.tree.leaves(engine.parameter_shapes)}
+    shapes = engine.state_shapes(PLACES)
+    types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.caches)}
+    assert types == {jnp.dtype(jnp.bfloat16)}
+    assert shapes.experience.logprobs.dtype == jnp.float32

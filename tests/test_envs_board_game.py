@@ -1,0 +1,253 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The game environment against hand-played games, an own referee and OpenSpiel itself."""
+
+import random
+import re
+
+import pyspiel
+import pytest
+
+from earl_jax.envs.board_game import (
+    MOVE_AGAIN,
+    BoardGame,
+    Demonstration,
+    demonstrate,
+    game_corpus,
+    make_environment,
+)
+from earl_jax.envs.environment import EnvConfig, check_start, check_step
+from earl_jax.envs.games import load_game
+
+LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
+
+
+def play(environment: BoardGame, replies: list[str]) -> tuple[list[str], float, str]:
+    """Messages, last reward and stop reason ("" while the game is on)."""
+    texts = [environment.start().text]
+    result = None
+    for reply in replies:
+        result = environment.step(reply)
+        texts.append(result.text)
+    assert result is not None
+    return texts, result.reward, result.stop_reason
+
+
+# The boards at the end, by hand ("." is empty), in the order of the cases:
+#   o x x   o x o   x o x   x o .   x x o   x x o
+#   o o x   x x o   o o o   . o x   x o x   o o x
+#   x o x   x o x   . x x   . o x   x o o   x x o
+# Where the opponent moved last the policy is not told that move: it has nothing left to answer.
+@pytest.mark.parametrize(
+    ("player", "seed", "opening", "replies", "answers", "reward", "reason"),
+    [
+        (0, 0, "", "68512", "0437", 1.0, "win"),
+        (0, 3, "", "36814", "0752", 0.0, "draw"),
+        (0, 19, "", "0872", "531", -1.0, "loss"),
+        (1, 0, " x plays 0.", "741", "85", 1.0, "win"),
+        (1, 3, " x plays 0.", "4728", "651", -1.0, "loss"),
+        (1, 8, " x plays 0.", "4382", "561", 0.0, "draw"),
+    ],
+)
+def test_hand_played_tic_tac_toe(player, seed, opening, replies, answers, reward, reason):
+    environment = make_environment(EnvConfig(), seed=seed, player=player)
+    texts, got_reward, got_reason = play(environment, list(replies))
+    side = "xo"[player]
+    assert texts[0] == f"tic_tac_toe. you play {side}. moves are 0 to 8.{opening}"
+    assert texts[1:] == [*answers, ""]
+    assert (got_reward, got_reason) == (reward, reason)
+
+
+def referee(player: int, episode: Demonstration) -> set[str]:
+    """What an own referee allows as outcome, from the messages alone."""
+    board = ["."] * 9
+    own, other = "xo"[player], "ox"[player]
+    for number, (author, text) in enumerate(episode.turns):
+        moves = re.findall(r"plays (\d)", text) if number == 0 else [text]
+        for move in moves:
+            assert board[int(move)] == ".", "a field was taken twice"
+            board[int(move)] = own if author == "policy" else other
+
+    def has(mark: str) -> bool:
+        return any(all(board[i] == mark for i in line) for line in LINES)
+
+    assert not has(other), "the opponent had won and the game went on"
+    if has(own):
+        return {"win"}
+    allowed = set()
+    free = [i for i in range(9) if board[i] == "."]
+    for last in free:
+        board[last] = other
+        if has(other):
+            allowed.add("loss")
+        elif len(free) == 1:
+            allowed.add("draw")
+        board[last] = "."
+    return allowed if free else {"draw"}
+
+
+def test_own_referee_agrees_with_400_random_games():
+    rng = random.Random(1)
+    seen = set()
+    for seed in range(400):
+        player = seed % 2
+        episode = demonstrate(make_environment(EnvConfig(), seed=seed, player=player), rng)
+        assert episode.stop_reason in referee(player, episode)
+        assert episode.reward == {"win": 1.0, "draw": 0.0, "loss": -1.0}[episode.stop_reason]
+        seen.add((player, episode.stop_reason))
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize(
+    "reply", ["9", "³", "٤", " 4", "4 ", "4\n", "+4", "04", "-1", "", "four", "4<|end|>", "x" * 999]
+)
+def test_only_the_exact_text_of_a_legal_move_is_legal(reply):
+    environment = make_environment(EnvConfig(illegal_reward=-0.5), seed=0, player=0)
+    environment.start()
+    result = check_step(environment.step(reply))
+    assert (result.reward, result.done, result.stop_reason) == (-0.5, True, "illegal")
+    assert result.text == ""
+    assert repr(reply)[:20] in result.detail and len(result.detail) < 120
+
+
+def test_a_taken_field_is_illegal():
+    environment = make_environment(EnvConfig(), seed=0, player=1)
+    assert environment.start().text.endswith("x plays 0.")
+    assert environment.legal_replies() == list("12345678")
+    assert environment.step("0").stop_reason == "illegal"
+    assert environment.legal_replies() == []
+
+
+@pytest.mark.parametrize("opponent", ["random", "mcts"])
+def test_same_seed_and_replies_give_the_same_episode(opponent):
+    config = EnvConfig(game="connect_four", opponent=opponent)
+
+    def episode(seed: int) -> Demonstration:
+        return demonstrate(make_environment(config, seed=seed, player=1), random.Random(7))
+
+    assert [episode(seed) for seed in range(8)] == [episode(seed) for seed in range(8)]
+    assert len({episode(seed).turns for seed in range(8)}) > 4
+
+
+def test_opponent_does_not_mirror_a_policy_with_the_same_seed():
+    # Both drawing from Random(seed), the answer would be the move of the same rank in 8 of 9 games.
+    # Independent, it is so in 1 of 9; the standard deviation over 2000 games is 0.7 %.
+    same_rank = 0
+    for seed in range(2000):
+        environment = make_environment(EnvConfig(), seed=seed, player=0)
+        environment.start()
+        legal = environment.legal_replies()
+        reply = random.Random(seed).choice(legal)
+        answer = environment.step(reply).text
+        same_rank += legal.index(reply) == [m for m in legal if m != reply].index(answer)
+    assert abs(same_rank / 2000 - 1 / 9) < 0.03
+
+
+def test_random_play_wins_as_often_as_it_must():
+    # Random against random: the first wins 58.5 %, the second 28.8 % (counting all 255,168 games by
+    # their probability); the standard deviation of 2000 games is 1.1 %.
+    rng = random.Random(0)
+    for player, expected in ((0, 0.585), (1, 0.288)):
+        wins = sum(
+            demonstrate(make_environment(EnvConfig(), seed=s, player=player), rng).reward > 0
+            for s in range(2000)
+        )
+        assert abs(wins / 2000 - expected) < 0.035
+
+
+def test_mcts_is_a_stronger_opponent_than_random():
+    def wins(config: EnvConfig) -> int:
+        return sum(
+            demonstrate(make_environment(config, seed=s, player=s % 2), random.Random(s)).reward > 0
+            for s in range(60)
+        )
+
+    assert wins(EnvConfig(opponent="mcts")) < 6 < 15 < wins(EnvConfig())
+
+
+@pytest.mark.parametrize("player", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "breakthrough",
+        "checkers",
+        "chess",
+        "clobber",
+        "connect_four",
+        "connect_four(columns=5,rows=5)",
+        "dots_and_boxes",
+        "go(board_size=5)",
+        "hex(board_size=5)",
+        "mancala",
+        "misere(game=tic_tac_toe())",
+        "nim",
+        "othello",
+        "ultimate_tic_tac_toe",
+    ],
+)
+def test_transcript_replays_on_openspiel(name, player):
+    """Every told move is legal for that side in a state of OpenSpiel; the return agrees."""
+    episode = demonstrate(
+        make_environment(EnvConfig(game=name), seed=5, player=player), random.Random(5)
+    )
+    state = pyspiel.load_game(name).new_initial_state()
+    assert episode.start.role == "xo"[player]
+    assert episode.start.text.startswith(f"{name}. you play ")
+    for number, (author, text) in enumerate(episode.turns):
+        if number == 0:
+            moves = re.findall(r"\d+", text.partition(" plays ")[2])
+        else:
+            moves = [] if text == MOVE_AGAIN else text.split(" ")
+        for move in moves:
+            assert (state.current_player() == player) == (author == "policy")
+            assert int(move) in state.legal_actions()
+            state.apply_action(int(move))
+    if state.is_terminal():
+        assert state.returns()[player] == episode.reward
+    else:
+        assert state.current_player() == 1 - player, "only the opponent's last moves are untold"
+
+
+def test_a_second_move_in_a_row_is_asked_for():
+    texts = {
+        text
+        for seed in range(5)
+        for _, text in demonstrate(
+            make_environment(EnvConfig(game="mancala"), seed=seed, player=1), random.Random(seed)
+        ).turns
+    }
+    assert MOVE_AGAIN in texts and any(re.fullmatch(r"\d+ \d+", text) for text in texts)
+
+
+def test_board_is_shown_in_every_message():
+    environment = make_environment(EnvConfig(show_board=True), seed=0, player=1)
+    start = check_start(environment.start())
+    assert start.text == ("tic_tac_toe. you play o. moves are 0 to 8. x plays 0.\nx..\n...\n...")
+    assert environment.step("7").text == "8\nx..\n...\n.ox"
+
+
+def test_calls_out_of_order_are_errors():
+    environment = make_environment(EnvConfig(), seed=0, player=0)
+    with pytest.raises(RuntimeError, match="before start"):
+        environment.step("4")
+    environment.start()
+    with pytest.raises(RuntimeError, match="twice"):
+        environment.start()
+    environment.step("bad")
+    with pytest.raises(RuntimeError, match="after the end"):
+        environment.step("4")
+    with pytest.raises(ValueError, match="player is 2"):
+        make_environment(EnvConfig(), seed=0, player=2)
+
+
+def test_game_is_loaded_once():
+    assert load_game("tic_tac_toe") is load_game("tic_tac_toe")
+
+
+def test_corpus_is_the_same_for_the_same_seed_and_has_both_sides():
+    corpus = game_corpus(EnvConfig(), 20, seed=3)
+    assert corpus == game_corpus(EnvConfig(), 20, seed=3)
+    assert corpus != game_corpus(EnvConfig(), 20, seed=4)
+    assert corpus[:9] == list("012345678")
+    assert sum("you play x." in text for text in corpus) == 10
+    assert sum("you play o." in text for text in corpus) == 10

@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Token in, token out: incremental rendering equals the template, and nothing hides in a reply."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from earl_jax.envs.board_game import demonstrate, game_corpus, make_environment
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.tokenizer import SPECIAL_TOKENS, build_tokenizer
+
+TOKENIZER = build_tokenizer(game_corpus(EnvConfig(), 200, seed=0), 512)
+CHAT = ChatRenderer(TOKENIZER)
+PAD, USER, ASSISTANT, END = range(4)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+
+def test_frame_by_hand():
+    (five,) = ids_of("5")
+    assert CHAT.first("5") == CHAT.answer("5") == (USER, five, END, ASSISTANT)
+    assert CHAT.first("") == (USER, END, ASSISTANT)
+    assert (CHAT.end_of_turn_id, CHAT.pad_id) == (END, PAD)
+
+
+@pytest.mark.parametrize("show_board", [False, True])
+def test_incremental_ids_equal_the_template_of_the_whole_conversation(show_board):
+    for seed in range(20):
+        environment = make_environment(EnvConfig(show_board=show_board), seed=seed, player=seed % 2)
+        turns = demonstrate(environment, random.Random(seed)).turns
+        ids: tuple[int, ...] = ()
+        for number, (author, text) in enumerate(turns):
+            if author == "policy":
+                ids += (*ids_of(text), CHAT.end_of_turn_id)
+            else:
+                ids += CHAT.answer(text) if number else CHAT.first(text)
+        roles = {"environment": "user", "policy": "assistant"}
+        messages = [{"role": roles[author], "content": text} for author, text in turns]
+        whole = TOKENIZER.apply_chat_template(messages, return_dict=True)["input_ids"]
+        assert list(ids) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text())
+def test_any_message_round_trips_inside_its_frame(text):
+    ids = CHAT.answer(text)
+    assert ids[0] == USER and ids[-2:] == (END, ASSISTANT)
+    assert not set(ids[1:-2]) & {PAD, USER, ASSISTANT, END}
+    assert CHAT.decode_reply(ids[1:-2]) == text
+
+
+@pytest.mark.parametrize("token", SPECIAL_TOKENS)
+def test_an_environment_cannot_write_control_tokens(token):
+    text = f"5{token}{token}6"
+    ids = CHAT.answer(text)
+    assert ids.count(END) == 1 and ids.count(USER) == 1 and ids.count(ASSISTANT) == 1
+    assert PAD not in ids
+    assert CHAT.decode_reply(ids[1:-2]) == text
+
+
+@pytest.mark.parametrize("text", ["\ud800", "4\udfff", None, 4, b"4"])
+def test_what_is_no_text_is_refused(text):
+    for render in (CHAT.first, CHAT.answer):
+        with pytest.raises(ValueError, match="a message"):
+            render(text)
+
+
+def test_reply_loses_its_end_of_turn_and_nothing_else():
+    (four,) = ids_of("4")
+    assert CHAT.decode_reply((four, END)) == "4"
+    assert CHAT.decode_reply(np.array([four, END], np.int32)) == "4"
+    assert CHAT.decode_reply((four,)) == "4"
+    assert CHAT.decode_reply((END,)) == CHAT.decode_reply(()) == ""
+    assert CHAT.decode_reply((four, END, END)) == "4<|end|>"
+    assert CHAT.decode_reply((USER, four, ASSISTANT, PAD, END)) == "<|user|>4<|assistant|><|pad|>"
+
+
+def test_ids_outside_the_vocabulary_do_not_vanish():
+    (four,) = ids_of("4")
+    beyond = len(TOKENIZER)
+    assert TOKENIZER.decode([four, beyond]) == "4", "the trap that decode_reply avoids"
+    assert CHAT.decode_reply((four, beyond, END)) == "4\ufffd"
+    assert CHAT.decode_reply((beyond, four, beyond + 9, -1)) == "\ufffd4\ufffd\ufffd"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-2, len(TOKENIZER) + 5), max_size=12))
+def test_no_ids_break_decoding_and_only_plain_moves_are_moves(ids):
+    reply = CHAT.decode_reply(ids)
+    reply.encode()
+    move = "".join(TOKENIZER.convert_ids_to_tokens([i for i in ids if 0 <= i < len(TOKENIZER)]))
+    if reply in set("012345678"):
+        body = ids[:-1] if ids[-1] == END else ids
+        assert move.removesuffix("<|end|>") == reply and len(body) == 1
+
+
+def test_invalid_utf8_becomes_the_replacement_character():
+    # The first byte of the two of "é" alone, and the second alone.
+    first, second = ids_of("é")
+    assert CHAT.decode_reply((first, second)) == "é"
+    assert CHAT.decode_reply((first, END)) == "\ufffd"
+    assert CHAT.decode_reply((second, END)) == "\ufffd"
+
+
+def test_another_template_gives_another_frame():
+    """A Hugging Face style template: a system message, line breaks after roles and turns."""
+    tokenizer = build_tokenizer([], 260)
+    tokenizer.chat_template = (
+        "<|user|>system: be short<|end|>\n"
+        "{% for m in messages %}<|user|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>assistant\n{% endif %}"
+    )
+    chat = ChatRenderer(tokenizer)
+    ids = (*chat.first("0"), *tokenizer("4")["input_ids"], END, *chat.answer("5"))
+    messages = [
+        {"role": "user", "content": "0"},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "5"},
+    ]
+    # The policy began after "<|assistant|>assistant\n", this template writes "<|user|>assistant\n".
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids) == whole.replace("<|user|>assistant", "<|assistant|>assistant")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "needs a chat template"),
+        ("{% for m in messages %}{{ m['content'] }}\n{% endfor %}", "does not end a policy turn"),
+        (
+            "{% for m in messages %}{{ m['content'] }}"
+            "{{ m['content'] if m['role'] == 'user' }}<|end|>{% endfor %}",
+            "must contain a message once",
+        ),
+    ],
+)
+def test_unusable_templates_are_refused(template, message):
+    tokenizer = build_tokenizer([], 260)
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=message):
+        ChatRenderer(tokenizer)

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment's contract: what a config may say, what a step may return, what is imported."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from earl_jax.envs.environment import EnvConfig, Start, StepResult, check_start, check_step
+from earl_jax.envs.games import load_game, playable_games
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EnvConfig(),
+        EnvConfig(game="connect_four(rows=5,columns=5)", show_board=True),
+        EnvConfig(opponent="mcts", mcts_simulations=7),
+    ],
+)
+def test_good_configs_pass(config):
+    config.validate()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"game": "tictactoe"}, r"config\.env\.game is 'tictactoe'.*did you mean 'tic_tac_toe'"),
+        ({"game": ""}, r"config\.env\.game is ''.*playable are amazons"),
+        ({"game": "zzz"}, "playable are amazons"),
+        ({"game": "kuhn_poker"}, "imperfect information"),
+        ({"game": "backgammon"}, "explicit stochastic"),
+        ({"game": "matrix_rps"}, "simultaneous"),
+        ({"game": "2048"}, r"1 player\(s\)"),
+        ({"game": "connect_four(foo=1)"}, "Available parameters are: columns"),
+        ({"game": "connect_four(rows=0,columns=0)"}, "no player can move"),
+        ({"game": "connect_four(rows=-1)"}, "OpenSpiel refuses"),
+        ({"game": "chess(chess960=true)"}, "no player can move"),
+        ({"opponent": "mtcs"}, r"config\.env\.opponent is 'mtcs'.*did you mean 'mcts'"),
+        ({"opponent": "mcts", "mcts_simulations": 0}, "at least 1"),
+        ({"mcts_simulations": 60}, "no effect with config.env.opponent='random'"),
+        ({"illegal_reward": float("nan")}, r"config\.env\.illegal_reward is nan"),
+        ({"timeout_s": 0.0}, r"config\.env\.timeout_s is 0\.0"),
+        ({"timeout_s": float("inf")}, r"config\.env\.timeout_s is inf"),
+        ({"num_workers": 0}, r"config\.env\.num_workers is 0"),
+    ],
+)
+def test_bad_configs_are_refused_with_the_field(change, message):
+    with pytest.raises(ValueError, match=message):
+        EnvConfig(**change).validate()
+
+
+def test_playable_games_load():
+    names = playable_games()
+    assert {"tic_tac_toe", "connect_four", "chess", "go", "hex", "othello"} <= set(names)
+    assert not {"kuhn_poker", "backgammon", "goofspiel", "phantom_ttt"} & set(names)
+    for name in names:
+        load_game(name)
+
+
+def test_well_formed_results_pass():
+    start = Start(text="go", role="x")
+    assert check_start(start) is start
+    for result in (
+        StepResult(text="5", reward=0.0, done=False),
+        StepResult(text="", reward=np.float32(1), done=True, stop_reason="win"),
+        StepResult(text="", reward=-1, done=True, stop_reason="illegal", detail="x"),
+    ):
+        assert check_step(result) is result
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("result", "error", "message"),
+    [
+        (None, TypeError, "step.. must return a StepResult; got None"),
+        (("5", 0.0, False), TypeError, "got a tuple"),
+        (Unprintable(), TypeError, "got a Unprintable"),
+        (StepResult(text=b"5", reward=0.0, done=False), TypeError, "text must be a str"),
+        (StepResult(text="5", reward="1", done=False), TypeError, "reward must be a number"),
+        (StepResult(text="5", reward=True, done=False), TypeError, "reward must be a number"),
+        (StepResult(text="5", reward=float("nan"), done=False), ValueError, "finite"),
+        (StepResult(text="5", reward=0.0, done=1), TypeError, "done must be a bool"),
+        (StepResult(text="", reward=0.0, done=True), ValueError, "exactly if done"),
+        (StepResult(text="5", reward=0.0, done=False, stop_reason="win"), ValueError, "exactly if"),
+        (StepResult(text="5", reward=0.0, done=True, stop_reason="win"), ValueError, "empty when"),
+    ],
+)
+def test_garbage_steps_are_named(result, error, message):
+    with pytest.raises(error, match=message):
+        check_step(result)
+
+
+@pytest.mark.parametrize(
+    "result", [None, "text", Start(text="", role="x"), Start(text=1, role="x")]
+)
+def test_garbage_starts_are_named(result):
+    with pytest.raises((TypeError, ValueError), match="Start"):
+        check_start(result)
+
+
+def test_envs_import_neither_jax_nor_the_rest_of_ours_and_say_nothing():
+    code = """
+import importlib, pkgutil, sys
+import earl_jax.envs
+for module in pkgutil.iter_modules(earl_jax.envs.__path__):
+    importlib.import_module('earl_jax.envs.' + module.name)
+assert 'earl_jax.envs.chat' in sys.modules
+bad = [m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'torch')
+       or m.startswith('earl_jax.') and not m.startswith('earl_jax.envs')]
+assert not bad, bad
+import logging
+logging.getLogger('transformers').warning('another warning')
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    # Not "PyTorch was not found", but every other warning of transformers.
+    assert done.stderr.strip() == "[transformers] another warning"

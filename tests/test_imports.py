@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The import arrows of the house: stages share records, not each other."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import earl_jax
+
+PACKAGE = Path(earl_jax.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+# What each part may import of ours, beside itself. Top-level modules that are no record and no part
+# of a stage (loop, world, main, ...) may import everything.
+ARROWS = {
+    "trajectory": set(),
+    "sharding": set(),
+    "envs": set(),
+    "models": {"sharding"},
+    "telemetry": {"trajectory"},
+    "selector": {"sharding", "telemetry"},
+    "dispatch": {"sharding", "trajectory"},
+    "rollout": {"models", "envs", "sharding", "trajectory", "telemetry"},
+    "train": {"models", "sharding", "trajectory"},
+    "weights": {"sharding"},
+}
+STAGES = ARROWS.keys() - {"trajectory", "weights"}
+JETSTREAM_GATE = "earl_jax/rollout/_jetstream.py"
+ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+def imported_names(source: str, path: str) -> set[str]:
+    """Full dotted names of all that is imported, inside functions too; `from a import b` is a.b."""
+    package = path.removesuffix(".py").split("/")[:-1]
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            here = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*here, *([node.module] if node.module else [])])
+            names |= {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func
+            called = getattr(function, "attr", getattr(function, "id", ""))
+            if called in ("import_module", "__import__"):
+                names.add(str(node.args[0].value))
+    return names
+
+
+def offences(source: str, path: str) -> list[str]:
+    """What this module, at `path` from the repository's root, imports and must not."""
+    names = imported_names(source, path)
+    parts = [part.removesuffix(".py") for part in path.split("/")[1:]]
+    part = parts[0]
+    found = []
+    for name in sorted(names):
+        words = name.split(".")
+        if words[0] in ("torch", "tensorflow") or words[:2] == ["jax", "_src"]:
+            found.append(f"{path} imports {name}")
+        if words[0] == "jetstream" and path != JETSTREAM_GATE:
+            found.append(f"{path} imports {name}; only {JETSTREAM_GATE} may")
+        if part == "envs" and words[0] in ARRAY_LIBRARIES:
+            found.append(f"{path} imports {name}; environments run without JAX")
+        if words[0] == "earl_jax" and part in ARROWS and len(words) > 1:
+            if words[1] not in ARROWS[part] | {part}:
+                found.append(
+                    f"{path} imports {name}; {part} may import {ARROWS[part] or 'nothing'}"
+                )
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: str(m.relative_to(PACKAGE)))
+def test_arrows(module):
+    path = str(Path("earl_jax") / module.relative_to(PACKAGE))
+    assert offences(module.read_text(), path) == []
+
+
+def test_every_folder_is_a_stage_with_arrows():
+    folders = {module.parent.name for module in MODULES if module.parent != PACKAGE}
+    assert folders == STAGES
+
+
+def test_the_jetstream_gate_is_used():
+    gate = (PACKAGE.parent / JETSTREAM_GATE).read_text()
+    assert any(name.startswith("jetstream.") for name in imported_names(gate, JETSTREAM_GATE))
+
+
+@pytest.mark.parametrize(
+    "path, source, expected",
+    [
+        ("earl_jax/trajectory.py", "from earl_jax.weights import publish", "earl_jax.weights"),
+        ("earl_jax/sharding/layout.py", "import earl_jax.models.config", "earl_jax.models"),
+        ("earl_jax/sharding/layout.py", "from ..train import step", "earl_jax.train.step"),
+        ("earl_jax/train/step.py", "from earl_jax import rollout", "earl_jax.rollout"),
+        ("earl_jax/train/step.py", "from .. import dispatch", "earl_jax.dispatch"),
+        ("earl_jax/selector/choose.py", "from earl_jax.world import World", "earl_jax.world"),
+        ("earl_jax/dispatch/plan.py", "from earl_jax.telemetry import load", "earl_jax.telemetry"),
+        ("earl_jax/envs/chat.py", "def f():\n    import jax.numpy as jnp", "jax.numpy"),
+        ("earl_jax/envs/chat.py", "from earl_jax.trajectory import Turn", "earl_jax.trajectory"),
+        ("earl_jax/rollout/engine.py", "from jetstream.engine import engine_api", "jetstream"),
+        ("earl_jax/loop.py", "import importlib\nimportlib.import_module('jetstream')", "jetstream"),
+        ("earl_jax/world.py", "from jax import _src", "jax._src"),
+        ("earl_jax/world.py", "from jax._src import mesh", "jax._src.mesh"),
+        ("earl_jax/models/hf.py", "if True:\n    import torch.nn", "torch.nn"),
+        (
+            "earl_jax/main.py",
+            "try:\n    import tensorflow as tf\nexcept ImportError: pass",
+            "tensorf",
+        ),
+    ],
+)
+def test_the_checker_catches(path, source, expected):
+    assert len(offences(source, path)) == 1
+    assert expected in offences(source, path)[0]
+
+
+@pytest.mark.parametrize(
+    "path, source",
+    [
+        ("earl_jax/loop.py", "from earl_jax.train.step import TrainState\nimport jax"),
+        ("earl_jax/train/step.py", "from earl_jax.train.config import TrainConfig"),
+        ("earl_jax/train/step.py", "from . import losses\nfrom ..models import decoder"),
+        ("earl_jax/rollout/_jetstream.py", "from jetstream.core import orchestrator"),
+        ("earl_jax/envs/games.py", "import pyspiel\nnote = 'import jax'"),
+    ],
+)
+def test_the_checker_lets_pass(path, source):
+    assert offences(source, path) == []
+
+
+def test_environments_run_in_a_python_without_jax():
+    program = """
+        import sys
+        for name in ("jax", "jaxlib", "flax", "torch", "tensorflow"):
+            sys.modules[name] = None  # an import of it raises
+        import pkgutil, importlib, earl_jax.envs as envs
+        for module in pkgutil.iter_modules(envs.__path__):
+            importlib.import_module(f"earl_jax.envs.{module.name}")
+        from earl_jax.envs.board_game import make_environment
+        from earl_jax.envs.environment import EnvConfig
+        environment = make_environment(EnvConfig(), seed=1, player=0)
+        print(environment.start().role, environment.step("4").done)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        cwd=PACKAGE.parent,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["x", "False"]

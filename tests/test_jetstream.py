@@ -1,0 +1,363 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The engine is a JetStream engine: behind its gate, by its interface, under its own Driver."""
+
+import functools
+import importlib.metadata
+import json
+import queue
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_collect import MODEL, tokenizer
+
+from earl_jax.models.decoder import forward_rows
+from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
+from earl_jax.rollout import _jetstream
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.sampling import sample, token_uniforms
+from earl_jax.rollout.slots import SlotRules
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+TESTS = Path(__file__).parent
+VOCAB, SEED, NUM_SLOTS, MAX_PREFILL, ROOM = 320, 11, 8, 64, 128
+
+
+def run_python(code: str, timeout_s: float = 200) -> dict:
+    """What the code prints last, as JSON; run in a process of its own, which a Driver may kill."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=TESTS,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@functools.cache
+def stacked_params():
+    """Random weights whose distributions are wide, with some mass on the end of turn."""
+    rng = np.random.default_rng(0)
+
+    def draw(spec):
+        noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
+        return np.broadcast_to(noise, spec.shape).astype(np.float32)
+
+    values = jax.tree.map(draw, parameter_specs(MODEL, VOCAB), is_leaf=is_spec)
+    embed, head = values["embed"].copy(), values["head"].copy()
+    embed[:, 0], head[0] = 2, 0
+    head[0, tokenizer().eos_token_id] = 1.6
+    return {**values, "embed": embed, "head": head}
+
+
+def make_engine() -> PolicyEngine:
+    rules = SlotRules(burst=4, max_turn_tokens=4, end_of_turn_id=tokenizer().eos_token_id)
+    config = EngineConfig(
+        model=MODEL,
+        vocab_size=VOCAB,
+        num_slots=NUM_SLOTS,
+        num_rows=NUM_SLOTS,
+        chunk_size=4,
+        rules=rules,
+        seed=SEED,
+        max_prefill_length=MAX_PREFILL,
+    )
+    return PolicyEngine(config, make_layout(MeshShape(data=8)), tokenizer())
+
+
+def load_params(engine: PolicyEngine):
+    values = unstack_layers(stacked_params(), MODEL.num_layers)
+    return engine.load_params(jax.tree.map(jnp.asarray, values))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine()
+
+
+@pytest.fixture(scope="module")
+def params(engine):
+    return load_params(engine)
+
+
+def prompt(number: int, length: int) -> np.ndarray:
+    return np.random.default_rng(number).integers(4, VOCAB, length).astype(np.int32)
+
+
+def padded(ids: np.ndarray) -> np.ndarray:
+    """As JetStream pads: to the next power of two, at least 16."""
+    return np.pad(ids, (0, max(16, 1 << (len(ids) - 1).bit_length()) - len(ids)))
+
+
+def continuations(prompts: list[np.ndarray], seeds: list[int], steps: int) -> np.ndarray:
+    """What the policy says behind each prompt: a full forward pass for each token, no cache."""
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+
+    @jax.jit
+    def step(tokens_BT, lengths_B, seeds_B):
+        segments_BT = (jnp.arange(ROOM)[None, :] < lengths_B[:, None]).astype(jnp.int32)
+        hidden = forward_rows(MODEL, layout, stacked_params(), tokens_BT, segments_BT)
+        last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
+        uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
+        return sample(uniforms, last @ stacked_params()["head"], jnp.ones(len(prompts)))[0]
+
+    rows = np.stack([np.pad(ids, (0, ROOM - len(ids))) for ids in prompts])
+    start = np.array([len(ids) for ids in prompts])
+    for count in range(steps):
+        lengths = start + count
+        rows[np.arange(len(rows)), lengths] = step(rows, lengths, np.array(seeds))
+    return np.stack([row[first : first + steps] for row, first in zip(rows, start, strict=True)])
+
+
+# The gate.
+
+
+def test_the_gate_lets_in_no_tensorflow_and_leaves_logging_alone():
+    """Its stand-ins are gone after the import, and what was really there is back."""
+    found = run_python(
+        """
+import json, logging, sys, types
+sys.modules["tiktoken"] = mine = types.ModuleType("tiktoken")
+root = logging.getLogger()
+root.setLevel(logging.ERROR)
+before = list(root.handlers)
+from earl_jax.rollout import _jetstream, engine
+print(json.dumps({
+    "modules": [n for n in sys.modules if n.split(".")[0] in ("tensorflow", "seqio", "tiktoken")],
+    "mine": sys.modules["tiktoken"] is mine,
+    "level": root.level,
+    "handlers": root.handlers == before,
+    "gate": "jetstream.core.orchestrator" in sys.modules,
+}))
+"""
+    )
+    assert found == {
+        "modules": ["tiktoken"],
+        "mine": True,
+        "level": 40,
+        "handlers": True,
+        "gate": True,
+    }
+
+
+def test_the_gate_refuses_another_version_and_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.3.0")
+    with pytest.raises(ImportError, match=r"google-jetstream 0\.3\.0 .* 0\.2\.2; run `uv sync`"):
+        _jetstream._import_jetstream()
+
+    def absent(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+    with pytest.raises(ImportError, match=r"google-jetstream 0\.2\.2 is not installed"):
+        _jetstream._import_jetstream()
+
+
+# The interface.
+
+
+def test_the_engine_implements_the_whole_interface(engine):
+    api = sys.modules["jetstream.engine.engine_api"]
+    assert isinstance(engine, api.Engine)
+    assert not getattr(type(engine), "__abstractmethods__", ())
+    abstract = api.Engine.__abstractmethods__
+    assert {"prefill", "insert", "generate", "load_params", "init_decode_state"} <= abstract
+    assert engine.max_concurrent_decodes == NUM_SLOTS
+    assert engine.max_prefill_length == MAX_PREFILL
+    assert engine.samples_per_slot == 1
+    assert engine.mesh is engine.layout.mesh
+    assert engine.colocated_cpus is None
+    served = engine.build_tokenizer(engine.get_tokenizer())
+    assert served.stop_tokens == {tokenizer().eos_token_id, tokenizer().pad_token_id}
+
+
+def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
+    """The first token is the one behind the prompt; slots, and their order, are free."""
+    prompts = [prompt(i, length) for i, length in enumerate([1, 5, 16, 33, 40, 64])]
+    slots = [3, 0, 7, 6, 1, 4]
+    state, seeds = engine.init_decode_state(), []
+    for ids, slot in zip(prompts, slots, strict=True):
+        prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=len(ids))
+        seeds.append(int(prefix.seed[0]))
+        state = engine.insert(prefix, state, slot)
+    assert len(set(seeds)) == len(prompts)
+    said = []
+    for step in range(1, 9):
+        state, result = engine.generate(params, state)
+        result.copy_to_host_async()
+        result = result.convert_to_numpy()
+        data = [result.get_result_at_slot(slot) for slot in slots]
+        assert all(slot.valid.tolist() == [[1]] for slot in data)
+        # JetStream's length counts what was generated, not the prompt.
+        assert all(slot.lengths.tolist() == [step] for slot in data)
+        said.append([slot.tokens.item() for slot in data])
+    np.testing.assert_array_equal(np.array(said).T, continuations(prompts, seeds, 8))
+
+
+def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
+    first, second = prompt(20, 11), prompt(21, 6)
+    whole = np.concatenate([first, second])
+    one = engine.prefill(params=params, padded_tokens=padded(whole), true_length=17)
+    prefix = engine.prefill(params=params, padded_tokens=padded(first), true_length=11)
+    two = engine.prefill(
+        params=params, existing_prefix=prefix, padded_tokens=padded(second), true_length=6
+    )
+    assert two.cached.tolist() == one.cached.tolist() == [17]
+    for ours, theirs in zip(jax.tree.leaves(two.caches), jax.tree.leaves(one.caches), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert not np.asarray(ours)[:, :, 17:].any()
+    expected = continuations([whole, whole], [int(one.seed[0]), int(prefix.seed[0])], 1)
+    assert [one.pending.item(), two.pending.item()] == expected[:, 0].tolist()
+
+
+def test_one_prefix_may_fill_many_slots(engine, params):
+    """A group wants the same prompt: `insert` takes nothing away from the prefix."""
+    ids = prompt(30, 9)
+    prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=9)
+    state = engine.init_decode_state()
+    for slot in (2, 5):
+        state = engine.insert(prefix, state, slot)
+    for _ in range(3):
+        state, result = engine.generate(params, state)
+        tokens = [result.get_result_at_slot(slot).tokens.item() for slot in (2, 5)]
+        assert tokens[0] == tokens[1]
+    assert prefix.cached.tolist() == [9]
+
+
+def test_tokens_beyond_the_room_are_not_valid(engine, params):
+    ids = prompt(40, 64)
+    state = engine.init_decode_state()
+    prefix = engine.prefill(params=params, padded_tokens=ids, true_length=64)
+    state, valid = engine.insert(prefix, state, 0), []
+    for _ in range(ROOM - 64 + 4):
+        state, result = engine.generate(params, state)
+        valid.append(result.get_result_at_slot(0).valid.item())
+    # 64 places are left, and one more token is sampled from the full cache.
+    assert valid == [1] * 65 + [0] * 3
+
+
+@pytest.mark.parametrize(("length", "places"), [(0, 16), (65, 128), (65, 64), (17, 16), (5, 128)])
+def test_prompts_of_impossible_length_are_refused(engine, params, length, places):
+    with pytest.raises(ValueError, match=f"prompt of {length} tokens in {places} places.* 1 to 64"):
+        engine.prefill(params=params, padded_tokens=np.ones(places, np.int32), true_length=length)
+
+
+def test_a_prefix_and_its_continuation_must_fit_together(engine, params):
+    prefix = engine.prefill(params=params, padded_tokens=prompt(50, 64), true_length=60)
+    with pytest.raises(ValueError, match="prompt of 5 tokens.* behind 60.* 1 to 64"):
+        engine.prefill(
+            params=params, existing_prefix=prefix, padded_tokens=prompt(51, 16), true_length=5
+        )
+
+
+def test_text_is_encoded_as_jetstream_asks(engine):
+    """With the keywords of its Driver; no beginning-of-text token whatever it asks for."""
+    served = engine.build_tokenizer(engine.get_tokenizer())
+    text = "tic_tac_toe. you play x."
+    ids = tokenizer().encode(text, add_special_tokens=False)
+    for is_bos in (True, False):
+        places, length = served.encode(
+            text, is_bos=is_bos, max_prefill_length=MAX_PREFILL, jax_padding=False
+        )
+        assert length == len(ids) and len(places) == 16
+        assert places[:length].tolist() == ids
+        assert (places[length:] == tokenizer().pad_token_id).all()
+    assert served.decode(ids) == text
+
+
+# The Driver.
+
+
+class Channel:
+    """JetStream asks two things of a return channel."""
+
+    def __init__(self):
+        self._results = queue.SimpleQueue()
+
+    def add_result(self, samples):
+        self._results.put(samples)
+
+    def close(self):
+        self._results.put(None)
+
+    def until_closed(self, timeout_s: float = 150) -> list:
+        return [sample for [sample] in iter(lambda: self._results.get(timeout=timeout_s), None)]
+
+    def so_far(self) -> list:
+        return [self._results.get()[0] for _ in range(self._results.qsize())]
+
+
+# Lengths of the prompts and limits of the requests, in the order of submission. The first is still
+# in flight when the Driver is stopped: 0.2.2 asserts that some slot is busy at a moment when
+# another thread may just have freed the last one.
+REQUESTS = [(3, 9999), (1, 12), (16, 1), (40, 12), (64, 2), (33, 12)] + [(9, 24)] * 8
+TEXT = "tic_tac_toe. you play x."
+
+
+def drive() -> None:
+    """Serves REQUESTS and a text, and prints what came of them. Run in a process of its own."""
+    engine = make_engine()
+    params = load_params(engine)
+    orchestrator = _jetstream.orchestrator
+    driver = orchestrator.Driver(
+        prefill_engines=[engine],
+        generate_engines=[engine],
+        prefill_params=[params],
+        generate_params=[params],
+        interleaved_mode=True,
+    )
+    channels = []
+
+    def submit(content, max_tokens: int, *, as_ids: bool) -> None:
+        channels.append(Channel())
+        driver.place_request_on_prefill_queue(
+            orchestrator.ActiveRequest(
+                max_tokens=max_tokens,
+                return_channel=channels[-1],
+                prefill_content=content,
+                history_path="x" if as_ids else None,
+                is_client_side_tokenization=as_ids,
+            )
+        )
+
+    for number, (length, max_tokens) in enumerate(REQUESTS):
+        submit(prompt(number, length), max_tokens, as_ids=True)
+    submit(TEXT, 6, as_ids=False)
+    results = [channel.until_closed() for channel in channels[1:]]
+    driver.stop()
+    first = channels[0].so_far()
+    alive = [t.name for t in driver._all_threads if t.is_alive()]
+    ids = [[i for s in samples for i in s.token_ids] for samples in [first, *results]]
+    text = "".join(piece for s in results[-1] for piece in s.text)
+    print("\n" + json.dumps({"ids": ids, "text": text, "alive": alive}))
+
+
+def test_jetstreams_own_driver_serves_many_requests_at_once():
+    """Fifteen requests on eight slots, tokens as a full forward pass per token samples them."""
+    found = run_python("import conftest, test_jetstream; test_jetstream.drive()")
+    prompts = [prompt(number, length) for number, (length, _) in enumerate(REQUESTS)]
+    prompts.append(np.array(tokenizer().encode(TEXT, add_special_tokens=False), np.int32))
+    # The engine counts its prefills, and there is one prefill thread: request i has seed i + 1.
+    said = continuations(prompts, list(range(1, len(prompts) + 1)), 40)
+    stops = {tokenizer().eos_token_id, tokenizer().pad_token_id}
+    limits = [limit for _, limit in REQUESTS] + [6]
+    expected = []
+    for row, limit in zip(said.tolist(), limits, strict=True):
+        end = next((i for i, token in enumerate(row) if token in stops), len(row))
+        expected.append(row[: min(end, limit)])
+    assert found["ids"][1:] == expected[1:]
+    unfinished = found["ids"][0][: said.shape[1]]
+    assert len(unfinished) > 12 and unfinished == expected[0][: len(unfinished)]
+    assert found["text"] == tokenizer().decode(expected[-1])
+    assert found["alive"] == []
+    # Some were stopped by the end of turn, some by their limit.
+    lengths = [len(ids) for ids in expected]
+    assert 2 <= sum(a < b for a, b in zip(lengths[1:], limits[1:], strict=True)) <= 12

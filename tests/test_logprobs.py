@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs and entropy: exact, whatever the chunk, the temperature and the compute type."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.models.logprobs import score_logits, score_tokens
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+ROWS, LENGTH, WIDTH, VOCAB = 8, 23, 32, 64
+ONE_DEVICE = MeshShape()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """LLVM's expensive passes off: compiling is most of what these tests do."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def make_inputs(dtype=jnp.float32):
+    """Hidden states and a head that give logits of deviation about 3."""
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(ROWS, LENGTH, WIDTH)), dtype)
+    head = jnp.asarray(0.5 * rng.normal(size=(WIDTH, VOCAB)), dtype)
+    return hidden, head, jnp.asarray(rng.integers(0, VOCAB, (ROWS, LENGTH)), jnp.int32)
+
+
+def scores_by_hand(hidden, head, targets, temperature):
+    """float64 numpy, from the definitions."""
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / temperature
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    probs = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    picked = np.take_along_axis(probs, np.asarray(targets)[..., None], axis=-1)[..., 0]
+    return np.log(picked), -np.sum(probs * np.log(probs), axis=-1)
+
+
+@functools.cache
+def jitted(chunk_size: int, temperature: float, shape: MeshShape = ONE_DEVICE):
+    return jax.jit(
+        functools.partial(
+            score_tokens, make_layout(shape), temperature=temperature, chunk_size=chunk_size
+        )
+    )
+
+
+def test_scores_of_three_logits_by_hand():
+    # Logits log(1), log(2), log(5): probabilities 1/8, 2/8, 5/8.
+    logits = jnp.log(jnp.array([1.0, 2.0, 5.0]))
+    scores = score_logits(jnp.tile(logits, (3, 1)), jnp.array([0, 1, 2]), 1.0)
+    np.testing.assert_allclose(scores.logprobs, np.log([1 / 8, 2 / 8, 5 / 8]), rtol=1e-5)
+    entropy = -(1 / 8 * math.log(1 / 8) + 2 / 8 * math.log(2 / 8) + 5 / 8 * math.log(5 / 8))
+    np.testing.assert_allclose(scores.entropy, [entropy] * 3, rtol=1e-5)
+    # Temperature 0.5 squares the odds: 1, 4, 25 of 30.
+    scores = score_logits(logits, jnp.array(2), 0.5)
+    assert scores.logprobs == pytest.approx(math.log(25 / 30), abs=1e-6)
+
+
+def test_a_flat_distribution_has_the_logarithm_of_its_size():
+    scores = score_logits(jnp.full((VOCAB,), 3.5), jnp.array(7), 0.7)
+    assert scores.entropy == pytest.approx(math.log(VOCAB), abs=1e-5)
+    assert scores.logprobs == pytest.approx(-math.log(VOCAB), abs=1e-5)
+
+
+def test_a_certain_distribution_has_no_entropy_and_stays_finite():
+    logits = jnp.array([1e4, 0.0, -1e4])
+    scores = score_logits(jnp.tile(logits, (2, 1)), jnp.array([0, 1]), 1.0)
+    np.testing.assert_array_equal(scores.entropy, [0, 0])
+    np.testing.assert_array_equal(scores.logprobs, [0, -1e4])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+# 23 tokens: one chunk, 2 and 4 that do not divide, 23, and a chunk larger than the row.
+@pytest.mark.parametrize("chunk_size", [23, 12, 7, 1, 512])
+def test_scores_equal_numpy_for_every_chunk_and_temperature(chunk_size, temperature):
+    inputs = make_inputs()
+    scores = jitted(chunk_size, temperature)(*inputs)
+    logprobs, entropy = scores_by_hand(*inputs, temperature)
+    assert scores.logprobs.shape == scores.entropy.shape == (ROWS, LENGTH)
+    np.testing.assert_allclose(scores.logprobs, logprobs, atol=2e-5)
+    np.testing.assert_allclose(scores.entropy, entropy, atol=2e-5)
+
+
+def test_gradients_do_not_depend_on_the_chunk():
+    """And equal (1{v = target} - p_v) / temperature, carried to hidden states and head by hand."""
+    hidden, head, targets = make_inputs()
+    rng = np.random.default_rng(1)
+    weights = jnp.asarray(rng.normal(size=(2, ROWS, LENGTH)), jnp.float32)
+
+    def loss(hidden, head, chunk_size, entropy_weight):
+        scores = jitted(chunk_size, 0.7)(hidden, head, targets)
+        return jnp.sum(weights[0] * scores.logprobs + entropy_weight * weights[1] * scores.entropy)
+
+    grads = {size: jax.grad(loss, argnums=(0, 1))(hidden, head, size, 1.0) for size in (LENGTH, 7)}
+    for one, other in zip(grads[LENGTH], grads[7], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4, rtol=2e-5)
+
+    grad_hidden, grad_head = jax.grad(loss, argnums=(0, 1))(hidden, head, 7, 0.0)
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64) / 0.7
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs /= probs.sum(-1, keepdims=True)
+    pull = np.asarray(weights[0])[..., None] * (np.eye(VOCAB)[np.asarray(targets)] - probs) / 0.7
+    np.testing.assert_allclose(grad_hidden, pull @ np.asarray(head, np.float64).T, atol=1e-3)
+    by_hand = np.einsum("btd,btv->dv", np.asarray(hidden, np.float64), pull)
+    np.testing.assert_allclose(grad_head, by_hand, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk_size", [23, 7])
+def test_bf16_inputs_are_accumulated_in_fp32(chunk_size):
+    inputs = make_inputs(jnp.bfloat16)
+    scores = jitted(chunk_size, 1.0)(*inputs)
+    assert scores.logprobs.dtype == scores.entropy.dtype == jnp.float32
+    logprobs, entropy = scores_by_hand(*inputs, 1.0)
+    np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-4)
+    np.testing.assert_allclose(scores.entropy, entropy, atol=1e-4)
+    # The bound means something: logits rounded to bf16 miss it by far.
+    hidden, head, targets = inputs
+    rounded = score_logits(jnp.einsum("btd,dv->btv", hidden, head), targets, 1.0)
+    assert np.abs(rounded.logprobs - logprobs).max() > 1e-2
+
+
+def test_a_split_vocabulary_and_split_rows_give_the_same_scores():
+    inputs = make_inputs()
+    alone = jitted(7, 0.7)(*inputs)
+    shape = MeshShape(data=2, fsdp=2, tensor=2)
+    layout = make_layout(shape)
+    placed = jax.device_put(
+        inputs,
+        (layout.activations("BT."), layout.parameters("DV"), layout.activations("BT")),
+    )
+    split = jitted(7, 0.7, shape)(*placed)
+    np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-5)
+    np.testing.assert_allclose(split.entropy, alone.entropy, atol=1e-5)

@@ -1,0 +1,590 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The decoder: each piece is its formula, and decoding with a cache is the full forward."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.models.attention import BLOCK_SIZE, Places, _attend, attention, rotate
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import (
+    forward_chunk,
+    forward_rows,
+    head_weights,
+    positions_in_segments,
+    rms_norm,
+)
+from earl_jax.models.kv_cache import LayerCache, cache_bytes, empty_cache, write
+from earl_jax.models.parameters import (
+    check_tensor_axis,
+    init_parameters,
+    num_parameters,
+    parameter_shapes,
+    parameter_shardings,
+    parameter_specs,
+    unstack_layers,
+    unstacked_specs,
+)
+from earl_jax.selector.candidates import train_candidates
+from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import init_state
+
+VOCAB = 64
+ROWS, LENGTH = 5, 24
+MODEL = ModelConfig(
+    num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=48, init_scale=4.0
+)
+
+
+# The same for what is jitted here, and more: 0.8 s instead of 5 for a training step.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    """LLVM's expensive passes off: compiling is most of what these tests do."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def init_jitted(specs, key):
+    return jax.jit(lambda key: init_parameters(specs, key), compiler_options=QUICK)(key)
+
+
+@functools.cache
+def make_params(seed: int = 0, model: ModelConfig = MODEL):
+    """Norm scales away from one, so that leaving one out shows."""
+    specs = parameter_specs(model, VOCAB)
+    params = init_jitted(specs, jax.random.key(seed))
+    key = jax.random.key(seed + 1)
+    for name in ("attention_norm", "ffn_norm"):
+        noise = jax.random.normal(jax.random.fold_in(key, len(name)), specs["layers"][name].shape)
+        params["layers"][name] = 1.0 + 0.3 * noise
+    params["final_norm"] = 1.0 + 0.3 * jax.random.normal(key, (model.width,))
+    return params
+
+
+def make_logits(model: ModelConfig):
+    """Logits of whole rows on one device, [B, T, V]."""
+    layout = make_layout(MeshShape())
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def logits(params, tokens_BT, segment_ids_BT):
+        hidden_BTD = forward_rows(model, layout, params, tokens_BT, segment_ids_BT)
+        head_DV = head_weights(params).astype(hidden_BTD.dtype)
+        return jnp.einsum("BTD,DV->BTV", hidden_BTD, head_DV, preferred_element_type=jnp.float32)
+
+    return logits
+
+
+@pytest.fixture(scope="module")
+def full_logits():
+    return make_logits(MODEL)
+
+
+def make_tokens(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+
+
+# The pieces.
+
+
+def test_rms_norm_is_its_arithmetic():
+    # Mean square of (3, 4): 12.5; 3 / sqrt(12.5) = 0.8485, 4 / sqrt(12.5) = 1.1314.
+    out = rms_norm(jnp.array([[[3.0, 4.0]]]), jnp.array([1.0, 10.0]), 0.0)
+    np.testing.assert_allclose(out, [[[3 / math.sqrt(12.5), 40 / math.sqrt(12.5)]]], rtol=1e-6)
+    # eps under the root: 1e-3 / sqrt(1e-6 + 3e-6) = 0.5.
+    out = rms_norm(jnp.full((1, 4), 1e-3), jnp.ones(4), 3e-6)
+    np.testing.assert_allclose(out, np.full((1, 4), 0.5), rtol=1e-5)
+    # In fp32 inside: the squares of bf16 values near 1e-25 are 0 in bf16 arithmetic's reach.
+    tiny = rms_norm(jnp.array([[3e4, 4e4]], jnp.bfloat16), jnp.ones(2, jnp.bfloat16), 1e-6)
+    assert tiny.dtype == jnp.bfloat16
+    np.testing.assert_allclose(tiny.astype(np.float32), [[0.8485, 1.1314]], rtol=4e-3)
+
+
+def rotate_by_hand(x_TH: np.ndarray, positions: list[int], theta: float) -> np.ndarray:
+    """Pairs (i, i + H/2) turned by position * theta^(-2i/H), as complex numbers."""
+    half = x_TH.shape[-1] // 2
+    out = np.zeros_like(x_TH, np.float64)
+    for row, position in enumerate(positions):
+        for i in range(half):
+            turned = complex(x_TH[row, i], x_TH[row, i + half]) * np.exp(
+                1j * position * theta ** (-2 * i / (2 * half))
+            )
+            out[row, i], out[row, i + half] = turned.real, turned.imag
+    return out
+
+
+@pytest.mark.parametrize("axes_between", [(3,), (2, 3)])
+def test_rotary_is_a_turn_of_pairs(axes_between):
+    rng = np.random.default_rng(0)
+    positions = np.array([[0, 1, 7], [100, 3, 0]])
+    x = rng.normal(size=(2, 3, *axes_between, 8)).astype(np.float32)
+    out = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), 100.0))
+    for row in range(2):
+        for place in np.ndindex(*axes_between):
+            index = (row, slice(None), *place)
+            expected = rotate_by_hand(x[index], positions[row].tolist(), 100.0)
+            np.testing.assert_allclose(out[index], expected, atol=3e-5)
+
+
+def test_rotary_at_position_one_of_a_unit_vector():
+    # One pair only: (1, 0) turned by 1 radian is (cos 1, sin 1), whatever theta is.
+    out = rotate(jnp.array([[[[1.0, 0.0]]]]), jnp.array([[1]]), 10_000.0)
+    np.testing.assert_allclose(out[0, 0, 0], [0.5403023, 0.8414710], atol=1e-6)
+
+
+def test_rotary_scores_depend_on_the_distance_only():
+    rng = np.random.default_rng(1)
+    query, key = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def score(query_at: int, key_at: int) -> float:
+        turned = [
+            np.asarray(rotate(jnp.asarray(x), jnp.array([[at]]), 100.0))
+            for x, at in ((query, query_at), (key, key_at))
+        ]
+        return float(np.vdot(*turned))
+
+    assert score(5, 2) == pytest.approx(score(3, 0), abs=1e-5)
+    assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
+    assert abs(score(5, 2) - score(5, 3)) > 0.1
+
+
+def attention_by_hand(query, key, value, may_look) -> np.ndarray:
+    """Softmax attention one query at a time in float64; query head (k, g) reads key head k."""
+    rows, length, kv_heads, groups, size = query.shape
+    out = np.zeros(query.shape, np.float64)
+    for b, t, k, g in np.ndindex(rows, length, kv_heads, groups):
+        seen = [s for s in range(key.shape[2]) if may_look(b, t, s)]
+        if not seen:
+            continue
+        scores = np.array([query[b, t, k, g] @ key[b, k, s] for s in seen]) / math.sqrt(size)
+        weights = np.exp(scores - scores.max())
+        out[b, t, k, g] = (weights / weights.sum()) @ value[b, k, seen]
+    return out
+
+
+def row_places(segments: np.ndarray) -> Places:
+    order = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+    return Places(jnp.asarray(order), jnp.asarray(segments))
+
+
+def test_attention_in_blocks_equals_attention_at_once_in_both_directions():
+    """300 tokens are three blocks, the last one cut; segments end inside blocks."""
+    rng = np.random.default_rng(5)
+    segments = np.concatenate([np.full(90, 1), np.full(150, 2), np.full(50, 3), np.zeros(10)])
+    segments = np.stack([segments, np.ones(300)]).astype(np.int32)
+    query = jnp.asarray(rng.normal(size=(2, 300, 2, 2, 8)), jnp.float32)
+    key, value = jnp.asarray(rng.normal(size=(2, 2, 2, 300, 8)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=query.shape), jnp.float32)
+    places = row_places(segments)
+
+    def total(attend, query, key, value):
+        out = attend(query, key, value, places, places)
+        return jnp.sum(jnp.where((segments > 0)[:, :, None, None, None], out * weight, 0.0))
+
+    assert query.shape[1] > 2 * BLOCK_SIZE
+    both = [
+        jax.jit(jax.value_and_grad(functools.partial(total, attend), argnums=(0, 1, 2)))(
+            query, key, value
+        )
+        for attend in (attention, _attend)
+    ]
+    (blocked, blocked_grads), (whole, whole_grads) = both
+    assert float(blocked) == pytest.approx(float(whole), rel=1e-5)
+    for left, right in zip(blocked_grads, whole_grads, strict=True):
+        np.testing.assert_allclose(left, right, atol=2e-5)
+
+
+def test_memory_of_attention_grows_with_the_length_not_its_square():
+    """XLA's own figure for forward and backward: twice the tokens, twice the bytes."""
+
+    def temporaries(attend, length: int) -> int:
+        shape = jax.ShapeDtypeStruct((1, length, 2, 1, 16), jnp.float32)
+        side = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)
+        places = Places(*[jax.ShapeDtypeStruct((1, length), jnp.int32)] * 2)
+
+        def loss(query, key, value, places):
+            return jnp.sum(attend(query, key, value, places, places) ** 2)
+
+        grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        compiled = grad.lower(shape, side, side, places).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(attention, 8192) < 2.3 * temporaries(attention, 4096)
+    assert temporaries(_attend, 4096) > 3.5 * temporaries(_attend, 2048)
+    assert temporaries(attention, 4096) < temporaries(_attend, 4096) / 8
+
+
+def test_attention_is_softmax_attention_with_groups_causality_and_segments():
+    rng = np.random.default_rng(2)
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    query = rng.normal(size=(2, 8, 2, 3, 4)).astype(np.float32) * 2
+    key, value = rng.normal(size=(2, 2, 2, 8, 4)).astype(np.float32) * 2
+
+    def may_look(b: int, t: int, s: int) -> bool:
+        return s <= t and segments[b, t] == segments[b, s] > 0
+
+    places = row_places(segments)
+    out = np.asarray(attention(*map(jnp.asarray, (query, key, value)), places, places))
+    expected = attention_by_hand(query, key, value, may_look)
+    np.testing.assert_allclose(out[segments > 0], expected[segments > 0], atol=1e-5)
+    # The first token of a segment sees itself alone: the value of its head, in every group.
+    np.testing.assert_allclose(out[0, 3, 1], np.tile(value[0, 1, 3], (3, 1)), atol=1e-6)
+    # Padding: the mean of the values, as told.
+    mean = value[0, :, :, :].mean(axis=1)
+    np.testing.assert_allclose(out[0, 7], np.repeat(mean[:, None], 3, axis=1), atol=1e-5)
+
+
+def test_positions_count_within_segments():
+    segments = jnp.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3], [0, 0, 1, 1, 0, 0]])
+    positions = positions_in_segments(segments)
+    np.testing.assert_array_equal(
+        positions, [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 0, 1, 0, 1]]
+    )
+
+
+def test_a_cache_write_lands_where_it_should_and_nowhere_else():
+    side = -jnp.arange(3 * 1 * 6 * 1, dtype=jnp.float32).reshape(3, 1, 6, 1)
+    new = jnp.array([[11.0, 12, 13], [21, 22, 23], [31, 32, 33]]).reshape(3, 3, 1, 1)
+    # Row 0: two entries at 1 and 2. Row 1: none. Row 2: three at 3, 4, 5.
+    out = write(side, new, jnp.array([1, 4, 3]), jnp.array([2, 0, 3]))
+    np.testing.assert_array_equal(
+        out[:, 0, :, 0],
+        [[0, 11, 12, -3, -4, -5], [-6, -7, -8, -9, -10, -11], [-12, -13, -14, 31, 32, 33]],
+    )
+
+
+def test_a_cache_write_keeps_heads_and_sizes_apart():
+    rng = np.random.default_rng(3)
+    side = rng.normal(size=(2, 3, 5, 4)).astype(np.float32)
+    new = rng.normal(size=(2, 2, 3, 4)).astype(np.float32)
+    out = write(jnp.asarray(side), jnp.asarray(new), jnp.array([2, 0]), jnp.array([2, 1]))
+    expected = side.copy()
+    for k in range(3):
+        expected[0, k, 2], expected[0, k, 3] = new[0, 0, k], new[0, 1, k]
+        expected[1, k, 0] = new[1, 0, k]
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
+    model = dataclasses.replace(MODEL, compute_dtype=dtype)
+    caches = empty_cache(model, 3, 10)
+    # 2 layers x (key, value) x 3 rows x 2 heads x 10 places x 8 numbers.
+    numbers = 2 * 2 * 3 * 2 * 10 * 8
+    assert cache_bytes(model, 3, 10) == numbers * jnp.dtype(dtype).itemsize
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == cache_bytes(model, 3, 10)
+    assert caches[0].key.shape == (3, 2, 10, 8)
+
+
+# The whole model.
+
+
+def logits_by_hand(params, tokens: np.ndarray) -> np.ndarray:
+    """The decoder of one unpacked row in float64 numpy, from the papers' formulas."""
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + MODEL.norm_eps) * scale
+
+    positions = list(range(len(tokens)))
+    x = params["embed"][tokens]
+    for index in range(MODEL.num_layers):
+        layer = {name: leaf[index] for name, leaf in params["layers"].items()}
+        normed = norm(x, layer["attention_norm"])
+        query = np.einsum("td,dkgh->tkgh", normed, layer["query"])
+        key = np.einsum("td,dkh->kth", normed, layer["key"])
+        value = np.einsum("td,dkh->kth", normed, layer["value"])
+        for k in range(MODEL.num_kv_heads):
+            key[k] = rotate_by_hand(key[k], positions, MODEL.rope_theta)
+            for g in range(MODEL.num_query_groups):
+                query[:, k, g] = rotate_by_hand(query[:, k, g], positions, MODEL.rope_theta)
+        mixed = attention_by_hand(query[None], key[None], value[None], lambda _, t, s: s <= t)[0]
+        x = x + np.einsum("tkgh,kghd->td", mixed, layer["out"])
+        normed = norm(x, layer["ffn_norm"])
+        gate = normed @ layer["gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (normed @ layer["up"])) @ layer["down"]
+    return norm(x, params["final_norm"]) @ params["head"]
+
+
+def test_the_forward_pass_is_the_formulas(full_logits):
+    tokens = make_tokens()
+    logits = full_logits(make_params(), tokens, np.ones_like(tokens))
+    np.testing.assert_allclose(logits[0], logits_by_hand(make_params(), tokens[0]), atol=2e-5)
+
+
+def test_packed_rows_equal_the_episodes_alone(full_logits):
+    tokens = make_tokens(4)
+    alone = full_logits(make_params(), tokens, np.ones_like(tokens))
+    packed = tokens.copy()
+    segments = np.zeros_like(tokens)
+    # Row 0: 9 tokens of episode 0, then 11 of episode 1, then 4 places of padding.
+    packed[0, 9:20] = tokens[1, :11]
+    segments[0, :9], segments[0, 9:20] = 1, 2
+    # Row 1: three episodes without any padding.
+    packed[1] = np.concatenate([tokens[2, :5], tokens[3, :1], tokens[4, :18]])
+    segments[1] = [1] * 5 + [2] + [3] * 18
+    logits = full_logits(make_params(), packed, segments)
+    for row, place, episode, count in (
+        (0, 0, 0, 9),
+        (0, 9, 1, 11),
+        (1, 0, 2, 5),
+        (1, 5, 3, 1),
+        (1, 6, 4, 18),
+    ):
+        got = logits[row, place : place + count]
+        np.testing.assert_allclose(got, alone[episode, :count], atol=1e-5)
+    assert np.isfinite(logits).all()
+
+
+def test_no_token_sees_a_later_one_nor_padding(full_logits):
+    tokens = make_tokens(5)
+    changed = tokens.copy()
+    changed[:, 10:] = (changed[:, 10:] + 1) % VOCAB
+    segments = np.ones_like(tokens)
+    before = full_logits(make_params(), tokens, segments)
+    after = full_logits(make_params(), changed, segments)
+    np.testing.assert_array_equal(before[:, :10], after[:, :10])
+    assert (np.abs(before[:, 10:] - after[:, 10:]).max(axis=-1) > 1e-3).all()
+    segments[:, 10:] = 0
+    padded = full_logits(make_params(), changed, segments)
+    np.testing.assert_allclose(padded[:, :10], before[:, :10], atol=1e-5)
+
+
+@functools.cache
+def jitted_chunk(model: ModelConfig):
+    return jax.jit(functools.partial(forward_chunk, model), compiler_options=QUICK)
+
+
+def decode(model, params, tokens, lengths, counts_of, full, tolerance):
+    """Decodes rows of `lengths` tokens in chunks and compares each step with the full forward."""
+    width = counts_of.width
+    caches = empty_cache(model, ROWS, LENGTH + 3)
+    # Garbage in the caches must not be seen, whoever had the slot before.
+    caches = jax.tree.map(lambda leaf: leaf + 7.0, caches)
+    cached = np.zeros(ROWS, np.int32)
+    num_idle = 0
+    while (cached < lengths).any():
+        counts = np.minimum(counts_of(), lengths - cached).astype(np.int32)
+        chunk = np.full((ROWS, width), VOCAB - 1, np.int32)
+        for row in range(ROWS):
+            chunk[row, : counts[row]] = tokens[row, cached[row] : cached[row] + counts[row]]
+        logits, new = jitted_chunk(model)(params, caches, chunk, cached, counts)
+        idle = counts == 0
+        num_idle += idle.sum()
+        for old_layer, new_layer in zip(caches, new, strict=True):
+            for side in ("key", "value"):
+                old_side, new_side = (
+                    np.asarray(getattr(layer, side), np.float32) for layer in (old_layer, new_layer)
+                )
+                np.testing.assert_array_equal(new_side[idle], old_side[idle])
+                behind = np.arange(LENGTH + 3)[None, :] >= (cached + counts)[:, None]
+                assert (new_side.swapaxes(1, 2)[behind] == 7.0).all()
+        caches, cached = new, cached + counts
+        expected = full[np.arange(ROWS), cached - 1]
+        np.testing.assert_allclose(logits[~idle], expected[~idle], atol=tolerance)
+    assert num_idle > 0
+
+
+class Counts:
+    """How many tokens each row gets next: at most `width`, sometimes none."""
+
+    def __init__(self, width: int, seed: int):
+        self.width, self._rng = width, np.random.default_rng(seed)
+
+    def __call__(self) -> np.ndarray:
+        return self._rng.integers(0, self.width + 1, ROWS)
+
+
+LENGTHS = np.array([LENGTH, 1, 13, 7, 20])
+
+
+@pytest.mark.parametrize(("width", "seed"), [(1, 0), (5, 1), (5, 2), (5, 3)])
+def test_cached_decoding_equals_the_full_forward(full_logits, width, seed):
+    tokens = make_tokens(seed)
+    full = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
+    params = unstack_layers(make_params(), MODEL.num_layers)
+    decode(MODEL, params, tokens, LENGTHS, Counts(width, seed), full, 1e-5)
+
+
+def test_bf16_is_near_fp32_and_decodes_like_it(full_logits):
+    model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
+    tokens = make_tokens()
+    exact = np.asarray(full_logits(make_params(), tokens, np.ones_like(tokens)))
+    rough = make_logits(model)(make_params(), tokens, np.ones_like(tokens))
+    assert rough.dtype == jnp.float32
+    assert np.isfinite(rough).all()
+    # 8 bits of mantissa: about 1 % of logits of deviation 1.
+    assert 1e-4 < np.abs(rough - exact).mean() < 2e-2
+    assert np.abs(rough - exact).max() < 0.15
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make_params())
+    params = unstack_layers(params, MODEL.num_layers)
+    decode(model, params, tokens, LENGTHS, Counts(5, 4), np.asarray(rough), 0.15)
+
+
+def test_tied_embeddings_have_no_head_and_use_the_embedding():
+    model = dataclasses.replace(MODEL, tie_embeddings=True)
+    specs = parameter_specs(model, VOCAB)
+    assert "head" not in specs and "head" in parameter_specs(MODEL, VOCAB)
+    assert num_parameters(parameter_specs(MODEL, VOCAB)) - num_parameters(specs) == 32 * VOCAB
+    tied = make_params(0, model)
+    np.testing.assert_array_equal(head_weights(tied), tied["embed"].T)
+    # An untied model whose head is the embedding transposed is the same model.
+    untied = {**tied, "head": tied["embed"].T}
+    tokens = make_tokens()[:, :7]
+    chunk = functools.partial(
+        jitted_chunk(model),
+        caches=empty_cache(model, ROWS, 8),
+        tokens_BT=tokens,
+        cached_B=np.zeros(ROWS, np.int32),
+        counts_B=np.full(ROWS, 7, np.int32),
+    )
+    logits, _ = chunk(unstack_layers(tied, 2))
+    same, _ = chunk(unstack_layers(untied, 2))
+    np.testing.assert_allclose(logits, same, atol=1e-6)
+    np.testing.assert_allclose(logits[0], logits_by_hand(untied, tokens[0])[-1], atol=2e-5)
+
+
+# One description of the parameters.
+
+
+def test_the_description_counts_and_shapes():
+    specs = parameter_specs(MODEL, VOCAB)
+    # Per layer: 2 norms of 32; query 32 x 32, key and value 32 x 16, out 32 x 32; 3 x 32 x 48.
+    layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    assert num_parameters(specs) == 2 * layer + 2 * 32 * VOCAB + 32
+    shapes = parameter_shapes(specs)
+    params = init_jitted(specs, jax.random.key(0))
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), params
+    )
+    unstacked = parameter_shapes(unstacked_specs(specs, 2))
+    assert jax.tree.map(lambda leaf: leaf.shape, unstacked) == jax.tree.map(
+        lambda leaf: leaf.shape, unstack_layers(params, 2)
+    )
+
+
+def test_the_description_places_what_its_letters_say():
+    layout = make_abstract_layout(MeshShape(data=2, fsdp=2, tensor=2))
+    shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
+    specs = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
+    assert specs["query"] == (None, "fsdp", "tensor", None, None)
+    assert specs["out"] == (None, "tensor", None, None, "fsdp")
+    assert specs["down"] == (None, "tensor", "fsdp")
+    assert specs["attention_norm"] == (None, "fsdp")
+    assert tuple(shardings["embed"].spec) == ("tensor", "fsdp")
+    assert tuple(shardings["head"].spec) == ("fsdp", "tensor")
+    engine = parameter_shardings(unstacked_specs(parameter_specs(MODEL, VOCAB), 2), layout)
+    assert tuple(engine["layers"][1]["query"].spec) == ("fsdp", "tensor", None, None)
+
+
+def test_initial_deviations_are_as_told():
+    model = dataclasses.replace(MODEL, width=64, ffn_size=96, init_scale=0.5)
+    params = init_jitted(parameter_specs(model, 256), jax.random.key(3))
+    residual = 0.5 / math.sqrt(2 * 2)
+    deviations = {name: np.std(leaf) for name, leaf in params["layers"].items()}
+    for name, expected in {
+        "query": 1 / 8,
+        "key": 1 / 8,
+        "value": 1 / 8,
+        "out": residual / math.sqrt(4 * 8),
+        "gate": 1 / 8,
+        "up": 1 / 8,
+        "down": residual / math.sqrt(96),
+    }.items():
+        # At least 4096 numbers each: the deviation is known to about 1.1 %.
+        assert deviations[name] == pytest.approx(expected, rel=0.05), name
+    assert np.std(params["embed"]) == pytest.approx(1 / 8, rel=0.05)
+    assert np.std(params["head"]) == pytest.approx(1 / 8, rel=0.05)
+    for scale in (params["final_norm"], params["layers"]["ffn_norm"]):
+        assert (scale == 1).all()
+    # No two parameters, and no two layers, share their numbers.
+    firsts = [np.ravel(params["layers"][n])[:4] / deviations[n] for n in ("key", "value", "gate")]
+    firsts.append(np.ravel(params["layers"]["key"][1])[:4] / deviations["key"])
+    for index, one in enumerate(firsts):
+        assert all(np.abs(one - other).max() > 0.1 for other in firsts[:index])
+
+
+def test_a_parameter_keeps_its_values_when_others_come_and_go():
+    tied = dataclasses.replace(MODEL, tie_embeddings=True)
+    with_head, without = (
+        init_jitted(parameter_specs(model, VOCAB), jax.random.key(0)) for model in (MODEL, tied)
+    )
+    del with_head["head"]
+    jax.tree.map(np.testing.assert_array_equal, with_head, without)
+
+
+EVERY_LAYOUT_MODEL = ModelConfig(
+    num_layers=2, width=32, num_heads=8, num_kv_heads=8, head_size=4, ffn_size=32
+)
+
+
+def every_layout() -> list[MeshShape]:
+    def check(shape: MeshShape) -> str | None:
+        return check_tensor_axis(EVERY_LAYOUT_MODEL, VOCAB, shape.tensor, shape.fsdp)
+
+    shapes = train_candidates(8, (), check)
+    # 8 = data x fsdp x tensor: three factors of two over three axes, C(5, 2) ways.
+    assert len(shapes) == 10
+    return shapes
+
+
+def test_initial_values_are_the_same_on_every_layout():
+    specs = parameter_specs(EVERY_LAYOUT_MODEL, VOCAB)
+    # One of each kind of cut: over both axes, over one, over none.
+    few = {
+        "embed": specs["embed"],
+        "layers": {name: specs["layers"][name] for name in ("out", "ffn_norm")},
+    }
+    alone = init_jitted(few, jax.random.key(5))
+    for shape in every_layout():
+        shardings = parameter_shardings(few, make_layout(shape))
+        init = jax.jit(
+            lambda key: init_parameters(few, key), out_shardings=shardings, compiler_options=QUICK
+        )
+        jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(5)), alone)
+
+
+def test_a_new_state_is_the_description_placed():
+    specs = parameter_specs(EVERY_LAYOUT_MODEL, VOCAB)
+    layout = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
+    state = init_state(EVERY_LAYOUT_MODEL, TrainConfig(), VOCAB, layout, seed=5)
+    alone = jax.jit(lambda key: init_parameters(specs, key))(jax.random.key(5))
+    jax.tree.map(np.testing.assert_array_equal, state.params, alone)
+    shardings = parameter_shardings(specs, layout)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == shardings
+    adam = state.optimizer[1]
+    for moment in (adam.mu, adam.nu):
+        assert jax.tree.map(lambda leaf: leaf.sharding, moment) == shardings
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(moment))
+    assert (int(state.updates), int(adam.count)) == (0, 0)
+
+
+def test_a_model_that_cannot_be_cut_says_why():
+    model = dataclasses.replace(MODEL, num_kv_heads=2, ffn_size=50, width=32)
+    assert check_tensor_axis(MODEL, VOCAB, tensor=2, fsdp=4) is None
+    assert "num_kv_heads = 2 does not divide by 4" in str(check_tensor_axis(MODEL, VOCAB, 4, 1))
+    assert "vocabulary = 63" in str(check_tensor_axis(MODEL, 63, 2, 1))
+    wide = dataclasses.replace(model, num_heads=4, num_kv_heads=4)
+    assert "ffn_size = 50 does not divide by 4" in str(check_tensor_axis(wide, VOCAB, 4, 1))
+    assert "width = 32 does not divide by 3" in str(check_tensor_axis(MODEL, VOCAB, 1, 3))
+
+
+def test_a_layer_cache_is_a_pytree_of_two_arrays():
+    cache = LayerCache(key=jnp.zeros(2), value=jnp.ones(2))
+    doubled = jax.tree.map(lambda leaf: leaf + 1, cache)
+    assert isinstance(doubled, LayerCache)
+    assert (doubled.key == 1).all() and (doubled.value == 2).all()

@@ -1,0 +1,358 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measured, chosen, moved: a tiny model on eight devices, with two meshes for each stage."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.calibrate import Calibration, open_table
+from earl_jax.config import make_config
+from earl_jax.placement import Placement
+from earl_jax.rollout.slots import pack_orders
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.throughput import Measurement, ThroughputTable
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.host_bytes import HostByteCounter
+from earl_jax.telemetry.load import Load
+from earl_jax.world import World
+
+D8 = MeshShape(data=8)
+D4T2 = MeshShape(data=4, tensor=2)
+CUBE = MeshShape(data=2, fsdp=2, tensor=2)
+SHORT, LONG = 16, 32
+
+GIVEN = {
+    "model": {
+        "num_layers": 1,
+        "width": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "ffn_size": 16,
+    },
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "burst": 2,
+        "max_turn_tokens": 4,
+        "context_buckets": (SHORT, LONG),
+    },
+    # A hysteresis that no gain beats: a mesh is left only when it does not fit.
+    "selector": {
+        "rollout_meshes": (str(D8), str(D4T2)),
+        "train_meshes": (str(D8), str(CUBE)),
+        "measure_rounds": 1,
+        "hysteresis": 1e6,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A world, its calibration with all rollout entries measured, and what was said meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        world = World(make_config(GIVEN))
+        table, damage = open_table(world)
+        assert (dict(table.measurements), damage) == ({}, None)
+        said = []
+        calibration = Calibration(world, table, said.append)
+        for places in (SHORT, LONG):
+            calibration.rollout_options(places, 0)
+        yield types.SimpleNamespace(world=world, calibration=calibration, said=tuple(said))
+
+
+@pytest.fixture
+def place(tiny, monkeypatch):
+    """`place(budget)` is a Placement on data=8 for both stages, at SHORT places."""
+
+    def make(budget_bytes, train_mesh=D8):
+        monkeypatch.setattr(tiny.world, "budget_bytes", budget_bytes)
+        placement = Placement(tiny.world, tiny.calibration)
+        placement.restore({"rollout_mesh": str(D8), "train_mesh": str(train_mesh), "places": SHORT})
+        return placement
+
+    return make
+
+
+def measured(tiny, mesh, places):
+    return tiny.calibration.table.measurements[f"rollout {mesh} {places}"]
+
+
+def trainer_bytes(mesh):
+    """By hand: fp32 parameters and two moments of each; the number of updates, Adam's count."""
+    vocab, width, heads, head_size, ffn, parts = 320, 16, 2, 8, 16, mesh.fsdp * mesh.tensor
+    # The norms' weights (two of the layer, the last) are cut over fsdp alone.
+    norms = 3 * width // mesh.fsdp
+    matrices = 2 * vocab * width + 4 * width * heads * head_size + 3 * width * ffn
+    return 3 * 4 * (norms + matrices // parts) + 4 + 4
+
+
+def biting_budget(tiny):
+    """Holds data=8 at SHORT places, one byte too small for it at LONG, where the other fits."""
+    budget = trainer_bytes(D8) + measured(tiny, D8, LONG).program_bytes - 1
+    assert measured(tiny, D8, SHORT).program_bytes + trainer_bytes(D8) <= budget
+    assert measured(tiny, D4T2, LONG).program_bytes + trainer_bytes(D8) <= budget
+    return budget
+
+
+def on_host(tree):
+    return jax.tree.map(np.array, tree)
+
+
+def kib(num_bytes):
+    return f"{num_bytes / 1024:.2f} KiB"
+
+
+# Measuring.
+
+
+def test_each_candidate_is_measured_once_at_each_room_and_said(tiny):
+    assert tiny.world.vocab_size == 320
+    entries = [(mesh, places) for places in (SHORT, LONG) for mesh in (D8, D4T2)]
+    for (mesh, places), words in zip(entries, tiny.said, strict=True):
+        assert f"rollout on {mesh} " in words and f" {places} tokens" in words
+    for mesh in (D8, D4T2):
+        for places in (SHORT, LONG):
+            entry = measured(tiny, mesh, places)
+            assert entry.tokens_per_s > 0 and entry.switch_s > 0
+
+
+def test_the_bytes_of_a_longer_room_hold_its_cache_and_its_rows(tiny):
+    # Per device of data=8: 1 slot, keys and values of 2 heads of 8 f32 a place; 2 rows of
+    # experience, 4 numbers a place.
+    added = (LONG - SHORT) * (2 * 2 * 8 * 4 + 2 * 4 * 4)
+    longer, shorter = measured(tiny, D8, LONG), measured(tiny, D8, SHORT)
+    assert added <= longer.program_bytes - shorter.program_bytes <= 4 * added
+    # Weights are there whole on data=8, and in halves but for 3 norms of 16 on tensor=2.
+    weights = (trainer_bytes(D8) - 8) // 3
+    assert shorter.program_bytes >= weights
+    assert measured(tiny, D4T2, SHORT).program_bytes < shorter.program_bytes
+
+
+def test_the_next_run_measures_nothing_and_decides_alike(tiny, place):
+    world = World(make_config(GIVEN))
+    table, damage = open_table(world)
+    assert damage is None
+    assert table.measurements == tiny.calibration.table.measurements
+    said = []
+    second = Placement(world, Calibration(world, table, said.append))
+    second.train_mesh = D8
+    first = place(None)
+    first.rollout_mesh = None
+    assert [second.choose_rollout(tokens, None) for tokens in (10, 20)] == [
+        first.choose_rollout(tokens, None) for tokens in (10, 20)
+    ]
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["model.width=32", "rollout.burst=3", "rollout.num_slots=16", "rollout.max_turn_tokens=1"],
+)
+def test_what_was_measured_for_other_programs_is_not_taken(tiny, override):
+    table, _ = open_table(World(make_config(GIVEN, [override])))
+    assert dict(table.measurements) == {}
+
+
+def test_training_is_measured_where_no_entry_is_and_chosen_from_all(tiny, monkeypatch):
+    # One entry is given, hopelessly slow; the other is measured.
+    entry = f"train {CUBE} {SHORT}"
+    given = Measurement(tokens_per_s=1e-6, program_bytes=1, switch_s=0.5)
+    said = []
+    table = ThroughputTable(path=None, measurements={entry: given})
+    calibration = Calibration(tiny.world, table, said.append)
+    placement = Placement(tiny.world, calibration)
+    decision = placement.choose_training(SHORT, None)
+    assert len(said) == 1 and f"train on {D8} " in said[0]
+    assert (decision.stage, decision.mesh, decision.switched) == ("train", D8, False)
+    assert placement.in_training == D8
+    found = calibration.table.measurements[f"train {D8} {SHORT}"]
+    # The state (donated) and the batch are arguments, gradients are temporaries.
+    state, batch = trainer_bytes(D8), 2 * SHORT * 6 * 4
+    gradients = (state - 8) // 3
+    assert found.program_bytes >= state + batch + gradients
+    assert decision.bytes_per_device == found.program_bytes
+    monkeypatch.setattr(tiny.world, "budget_bytes", found.program_bytes - 1)
+    smaller = Placement(tiny.world, calibration)
+    smaller.train_mesh = D8
+    decision = smaller.choose_training(SHORT, None)
+    assert (decision.mesh, decision.switched) == (CUBE, True)
+    assert f"needs {kib(found.program_bytes)} of a budget" in decision.reason
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize("train_mesh", [D8, CUBE])
+def test_rollout_options_count_what_the_trainer_leaves_on_the_device(tiny, place, train_mesh):
+    decision = place(None, train_mesh).choose_rollout(10, None)
+    program = measured(tiny, decision.mesh, SHORT).program_bytes
+    assert decision.bytes_per_device == program + trainer_bytes(train_mesh)
+
+
+def test_a_longer_room_that_breaks_the_budget_is_a_switch_with_its_numbers(tiny, place):
+    budget = biting_budget(tiny)
+    placement = place(budget)
+    load = Load(
+        context_tokens_max=14,
+        context_tokens_mean=12.0,
+        tokens_in_flight_max=90,
+        rollout_tokens=64,
+    )
+    stays = placement.choose_rollout(SHORT, load)
+    assert (stays.mesh, stays.switched, placement.places) == (D8, False, SHORT)
+    leaves = placement.choose_rollout(SHORT + 1, load)
+    assert (leaves.mesh, leaves.switched, placement.places) == (D4T2, True, LONG)
+    assert placement.in_rollout == D4T2
+    assert leaves.reason.startswith(
+        f"leaves {D8}, which needs {kib(budget + 1)} of a budget of {kib(budget)} per device, "
+        f"for {D4T2}: contexts up to 14 tokens, 90 in flight, room for {LONG} tokens an episode"
+    )
+    log = placement.take_log()
+    assert log.decisions == [stays, leaves]
+    assert log.bytes_per_device == max(stays.bytes_per_device, leaves.bytes_per_device) <= budget
+    assert placement.take_log().decisions == []
+
+
+def test_one_byte_more_of_budget_and_it_stays(tiny, place):
+    decision = place(biting_budget(tiny) + 1).choose_rollout(LONG, None)
+    assert (decision.mesh, decision.switched) == (D8, False)
+
+
+def test_a_budget_too_small_changes_nothing_and_the_one_it_names_is_enough(tiny, place):
+    placement = place(1000)
+    before = placement.as_dict()
+    with pytest.raises(BudgetTooSmall) as error:
+        placement.choose_rollout(LONG, None)
+    smallest = measured(tiny, D4T2, LONG).program_bytes + trainer_bytes(D8)
+    assert f"the smallest budget that would do is {smallest} (mesh {D4T2})" in str(error.value)
+    assert placement.as_dict() == before
+    assert place(smallest).choose_rollout(LONG, None).mesh == D4T2
+
+
+def test_a_placement_comes_back_from_a_checkpoint_and_chooses_alike(tiny, place):
+    placement = place(biting_budget(tiny))
+    placement.choose_rollout(LONG, None)
+    saved = json.loads(json.dumps(placement.as_dict()))
+    assert saved == {"rollout_mesh": str(D4T2), "train_mesh": str(D8), "places": LONG}
+    again = Placement(tiny.world, tiny.calibration)
+    again.restore(saved)
+    assert again.as_dict() == saved
+    assert again.choose_rollout(10, None) == placement.choose_rollout(10, None)
+
+
+# Moving.
+
+
+def live_orders(engine, **changes):
+    """Every slot starts an episode with two tokens of its own, and speaks."""
+    slots = engine.config.num_slots
+    chunk = np.zeros((slots, engine.config.chunk_size), np.int32)
+    chunk[:, :2] = np.arange(2 * slots).reshape(slots, 2)
+    orders = {
+        "chunk": chunk,
+        "count": np.full(slots, 2),
+        "restart": np.ones(slots, np.int32),
+        "speak": np.ones(slots, np.int32),
+        "seed": 1000 + np.arange(slots),
+        "row": np.arange(slots),
+        "temperature": np.ones(slots, np.float32),
+        "version": 3,
+    }
+    return pack_orders(**{**orders, **changes})
+
+
+def live_seat(tiny, placement):
+    """A seat on data=8 in the middle of every slot's first turn."""
+    params = tiny.world.init_train_state(D8).params
+    seat, _ = placement.open_seat(params, version=3)
+    state, report = seat.engine.play(seat.policy.params, seat.state, live_orders(seat.engine))
+    assert report.count.sum() > 0 and report.active.any()
+    return dataclasses.replace(seat, state=state)
+
+
+def go_on(seat):
+    """Two more tokens of the turns that are not over."""
+    nothing = np.zeros(seat.engine.config.num_slots, np.int32)
+    orders = live_orders(seat.engine, count=nothing, restart=nothing, speak=nothing)
+    return seat.engine.play(seat.policy.params, seat.state, orders)
+
+
+def test_live_episodes_move_to_a_mesh_that_holds_them_and_go_on_as_if_they_had_not(tiny, place):
+    placement = place(biting_budget(tiny))
+    seat = live_seat(tiny, placement)
+    weights, before = on_host(seat.policy.params), on_host(seat.state)
+    with HostByteCounter() as counter:
+        moved = placement.make_room(seat, SHORT + 1, None)
+    assert counter.num_bytes == 0
+    assert moved.engine is tiny.world.engine(D4T2) and moved.places == LONG
+    assert moved.policy.version == 3
+    assert placement.take_log().switch_s > 0
+
+    for tree, shardings in (
+        (moved.policy.params, moved.engine.parameter_shardings),
+        (moved.state, moved.engine.state_shardings),
+    ):
+        for leaf, where in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
+            assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    jax.tree.map(np.testing.assert_array_equal, weights, on_host(moved.policy.params))
+    after = on_host(moved.state)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        axis = {4: 2, 2: 1}.get(old.ndim)  # caches BKSH, experience NS
+        if axis is not None:
+            assert (old.shape[axis], new.shape[axis]) == (SHORT, LONG)
+            new, rest = np.split(new, [SHORT], axis=axis)
+            assert not rest.any()
+        np.testing.assert_array_equal(old, new)
+
+    # The same episodes with the same room on the mesh that they were on.
+    stayed = place(None).make_room(live_seat(tiny, place(None)), SHORT + 1, None)
+    assert stayed.engine is tiny.world.engine(D8)
+    (_, expected), (_, report) = go_on(stayed), go_on(moved)
+    np.testing.assert_array_equal(expected.tokens, report.tokens)
+    np.testing.assert_array_equal(expected.count, report.count)
+    np.testing.assert_allclose(expected.logprobs, report.logprobs, atol=1e-5)
+    assert report.count.sum() > 0
+
+
+def test_a_larger_room_on_the_same_mesh_moves_nothing(tiny, place):
+    placement = place(None)
+    seat = live_seat(tiny, placement)
+    params, cached = seat.policy.params, np.array(seat.state.cached)
+    grown = placement.make_room(seat, SHORT + 1, None)
+    assert grown.engine is seat.engine and grown.policy.params is params
+    assert grown.state.experience.tokens.shape == (16, LONG)
+    np.testing.assert_array_equal(np.array(grown.state.cached), cached)
+    assert placement.take_log().switch_s == 0.0
+
+
+def test_the_trainer_moves_bit_for_bit_and_not_through_the_host(tiny, place):
+    placement = place(None)
+    state = tiny.world.init_train_state(D8)
+    # Moments that are not zero, so that a mix-up would show.
+    state = dataclasses.replace(
+        state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
+    )
+    state = jax.device_put(state, tiny.world.train_state_shardings(D8))
+    assert placement.move_state(state) is state, "it is there already"
+    assert placement.take_log().switch_s == 0.0
+    before = on_host(state)
+    placement.train_mesh = CUBE
+    with HostByteCounter() as counter:
+        moved = placement.move_state(state)
+    assert counter.num_bytes == 0
+    assert placement.take_log().switch_s > 0
+    shardings = tiny.world.train_state_shardings(CUBE)
+    for old, new, where in zip(
+        jax.tree.leaves(before), jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True
+    ):
+        assert new.sharding.is_equivalent_to(where, new.ndim)
+        assert old.tobytes() == np.array(new).tobytes()
+    on_one = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(moved))
+    assert on_one == trainer_bytes(CUBE)

@@ -1,0 +1,439 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs, as a user starts them: processes, signals, files, exit codes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from earl_jax.telemetry.metrics import read_metrics
+
+ROOT = Path(__file__).parent.parent
+# Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
+TINY = {
+    "num_steps": 10,
+    "model.width": 32,
+    "model.ffn_size": 64,
+    "rollout.num_slots": 16,
+    "rollout.episodes_per_step": 32,
+    "selector.measure_rounds": 1,
+    "train.demonstration_steps": 6,
+    "train.demonstration_updates": 2,
+    "checkpoint.every_steps": 2,
+    "eval.every_steps": 4,
+    "eval.games": 32,
+    "eval.final_games": 32,
+    "log.trajectories_every_steps": 3,
+    "log.report_every_steps": 5,
+}
+# Training on data=8 takes 1.98 MiB per device with 24 tokens of room and 3.06 MiB with 40; fsdp=8
+# takes 2.56 MiB (XLA's figures, jax 0.10.2).
+BUDGET = 2_900_000
+# The parts of a line of metrics that are times.
+TIMES = {"time_s", "stage_s", "switch_s", "rollout_tokens_per_s", "train_tokens_per_s"}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One user cache folder for all runs of this file: programs and measurements are shared."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def command(module: str, *arguments: str, **overrides) -> list[str]:
+    flags = [f"--config.{key}={value}" for key, value in overrides.items()]
+    return [sys.executable, "-m", f"earl_jax.{module}", *arguments, *flags]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))}
+    return kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+
+
+def run(cache: Path, *line: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        line, cwd=ROOT, env=environment(cache), capture_output=True, text=True, timeout=280
+    )
+
+
+def tiny(workdir: Path, **overrides) -> list[str]:
+    return command("main", f"--workdir={workdir}", **(TINY | overrides))
+
+
+def timeless(line: dict) -> dict:
+    """A line of metrics without what may differ between two runs of the same thing."""
+    return {key: value for key, value in line.items() if key not in TIMES}
+
+
+def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
+    """Every array of the checkpoint, read by orbax in this process."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored["state"])]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(cache, tmp_path_factory):
+    """A run from start to end, whose contexts outgrow the budget on its first mesh."""
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    done = run(cache, *tiny(workdir, **{"selector.budget_bytes_per_device": BUDGET}))
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+@pytest.mark.slow
+def test_a_run_writes_what_the_contract_says(uninterrupted):
+    files = {path.name for path in uninterrupted.iterdir()}
+    assert {"config.json", "metrics.jsonl", "trajectories", "checkpoints", "report.html"} <= files
+    lines = read_metrics(uninterrupted / "metrics.jsonl")
+    steps = [line for line in lines if "eval" not in line]
+    assert [line["step"] for line in steps] == list(range(1, 11))
+    contract = """step time_s reward_mean reward_std episodes turns_mean context_tokens_mean
+        context_tokens_max tokens_in_flight_max rollout_tokens rollout_tokens_per_s prefill_tokens
+        train_tokens train_tokens_per_s stage_s rollout_mesh train_mesh switched switch_s decision
+        dispatch_bytes dispatch_host_bytes publish_bytes publish_host_bytes logprob_mismatch_max
+        logprob_mismatch_mean version_lag_max loss kl entropy clip_fraction grad_norm
+        peak_bytes_per_device budget_bytes_per_device"""
+    for line in steps:
+        assert set(contract.split()) <= set(line)
+        assert {"select", "publish", "rollout", "dispatch", "train"} <= set(line["stage_s"])
+        assert line["logprob_mismatch_max"] <= 1e-4
+        assert line["dispatch_host_bytes"] == line["publish_host_bytes"] == 0
+        assert line["peak_bytes_per_device"] <= line["budget_bytes_per_device"] == BUDGET
+        assert line["version_lag_max"] == 0
+    evaluations = [line for line in lines if "eval" in line]
+    assert [line["step"] for line in evaluations] == [0, 4, 8, 10]
+    assert {"name", "games", "win", "draw", "loss", "illegal"} <= set(evaluations[-1]["eval"])
+
+
+@pytest.mark.slow
+def test_nothing_is_prefilled_twice(uninterrupted):
+    """`prefill_tokens` equals the environment's tokens, counted in the episodes written down."""
+    episodes = [
+        json.loads(line)
+        for line in (uninterrupted / "trajectories" / "step_000010.jsonl").read_text().splitlines()
+    ]
+    said = sum(len(episode["token_ids"]) for episode in episodes)
+    sampled = sum(lp is not None for episode in episodes for lp in episode["logprobs"])
+    line = next(
+        row
+        for row in read_metrics(uninterrupted / "metrics.jsonl")
+        if row["step"] == 10 and "eval" not in row
+    )
+    assert line["prefill_tokens"] == said - sampled
+    assert line["rollout_tokens"] == sampled
+
+
+@pytest.mark.slow
+def test_the_mesh_changes_because_contexts_grow(uninterrupted):
+    steps = [row for row in read_metrics(uninterrupted / "metrics.jsonl") if "eval" not in row]
+    # Rollout may move too, where a busy machine measured one of its meshes far too slow.
+    switch = next(row for row in steps if "train" in row["switched"])
+    before = next(row for row in steps if row["step"] == switch["step"] - 1)
+    assert switch["context_tokens_max"] > before["context_tokens_max"]
+    assert before["train_mesh"] != switch["train_mesh"]
+    assert re.search(r"leaves data=8, which needs .* of a budget of", switch["decision"])
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
+    """SIGKILL at four moments; the run that was killed ends bit for bit like the one that was not.
+
+    Parameters, optimiser state, meshes, metrics (but for times) and episodes.
+    """
+    workdir = tmp_path / "killed"
+    line = tiny(workdir, **{"selector.budget_bytes_per_device": BUDGET})
+    rng = np.random.default_rng(0)
+    metrics = workdir / "metrics.jsonl"
+    for wanted in (1, 3, 6, 9):
+        process = subprocess.Popen(
+            line, cwd=ROOT, env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            text = metrics.read_text() if metrics.exists() else ""
+            if f'{{"step": {wanted}, "time_s"' in text:
+                break
+            time.sleep(0.01)
+        time.sleep(float(rng.uniform(0, 0.5)))
+        process.kill()
+        process.communicate()
+    done = run(cache, *line)
+    assert done.returncode == 0, done.stderr
+    assert "resuming" in done.stdout
+    whole = [timeless(row) for row in read_metrics(uninterrupted / "metrics.jsonl")]
+    assert [timeless(row) for row in read_metrics(metrics)] == whole
+    expected = final_parameters(uninterrupted, 10)
+    for left, right in zip(final_parameters(workdir, 10), expected, strict=True):
+        np.testing.assert_array_equal(left, right)
+    for path in (uninterrupted / "trajectories").iterdir():
+        assert (workdir / "trajectories" / path.name).read_text() == path.read_text()
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_same_command_goes_on(cache, tmp_path):
+    workdir = tmp_path / "terminated"
+    line = tiny(workdir, **{"checkpoint.every_steps": 1000, "num_steps": 8})
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and '{"step": 2, "time_s"' in metrics.read_text():
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert b"stopped by SIGTERM after step" in output
+    reached = max(row["step"] for row in read_metrics(metrics))
+    assert reached < 8
+    done = run(cache, *line)
+    assert done.returncode == 0, done.stderr
+    assert f"after step {reached} of 8" in done.stdout
+    steps = [row["step"] for row in read_metrics(metrics) if "eval" not in row]
+    assert steps == list(range(1, 9))
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
+    uninterrupted, cache, tmp_path
+):
+    workdir = tmp_path / "damaged"
+    shutil.copytree(uninterrupted, workdir)
+    newest = workdir / "checkpoints" / "10"
+    for path in newest.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    done = run(cache, *tiny(workdir, **{"selector.budget_bytes_per_device": BUDGET}))
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint of step 10 is damaged" in done.stdout
+    assert "after step 8 of 10" in done.stdout
+    for left, right in zip(
+        final_parameters(workdir, 10), final_parameters(uninterrupted, 10), strict=True
+    ):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.slow
+def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache):
+    before = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
+    done = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["step"] == 10
+    outcomes = {k: v for k, v in answer["eval"].items() if k in ("win", "draw", "loss", "illegal")}
+    assert answer["eval"]["games"] == 64
+    assert 0.9 < sum(outcomes.values()) + answer["eval"].get("turn_too_long", 0.0) <= 1.0001
+    again = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))
+    assert json.loads(again.stdout) == answer
+    after = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
+    assert after == before
+
+
+BAD_INPUT = [
+    (["--config.rollout.num_slot=8"], "did you mean 'num_slots'"),
+    (["--config=configs/tictactoe_tiny_cpuu.py"], "did you mean tictactoe_tiny_cpu.py"),
+    (["--config.selector.train_meshes=('data=3',)"], "this run has 8. Possible here: 'data=8'"),
+    (["--config.selector.rollout_meshes=('data=1,tensor=8',)"], "does not divide by 8"),
+    (["--config.selector.budget_bytes_per_device=1000"], "smallest budget that would do is"),
+    (["--config.env.game=tic_tac_to"], "tic_tac_toe"),
+    (["--config.rollout.num_slots=12"], "choose a multiple of 8"),
+    (["--workdir=/dev/null/below"], "--workdir=/dev/null/below cannot be used"),
+    (["--config.train.turn_discount=0.5", "--config.train.advantage=grpo"], "no effect"),
+    (["--config.model.num_heads=3"], "config.model.num_heads is 3"),
+    (["--config.devices.platform=tpu"], "config.devices.platform is 'tpu'"),
+    (["--confg=x"], "unrecognized arguments"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "words"), BAD_INPUT, ids=[flags[0] for flags, _ in BAD_INPUT])
+def test_a_mistake_gets_one_clear_message_and_status_2(cache, tmp_path, flags, words):
+    overrides = TINY | {"num_steps": 1}
+    if "grpo" in "".join(flags):
+        overrides["rollout.group_size"] = 4
+    line = command("main", f"--workdir={tmp_path / 'w'}", **overrides)
+    done = run(cache, *line, *flags)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_workdir_of_another_config_is_refused(uninterrupted, cache):
+    done = run(cache, *tiny(uninterrupted, **{"train.learning_rate": 0.5}))
+    assert done.returncode == 2
+    assert "config.train.learning_rate is 0.002 there, 0.5 here" in done.stderr
+
+
+@pytest.mark.slow
+def test_evaluate_without_a_run_says_so(cache, tmp_path):
+    done = run(cache, *command("evaluate", f"--workdir={tmp_path}"))
+    assert done.returncode == 2
+    assert "holds no run" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["main", "evaluate"])
+def test_help_names_an_example(cache, module):
+    done = run(cache, *command(module, "--help"))
+    assert done.returncode == 0
+    assert f"python -m earl_jax.{module} --workdir=" in done.stdout or "example" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_default_config_learns_and_its_mesh_changes(cache, tmp_path):
+    """The default run, shortened to 60 of its 400 steps. Random weights begin with 0 % wins."""
+    done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", num_steps=60))
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "w" / "metrics.jsonl")
+    steps = [row for row in rows if "eval" not in row]
+    final = rows[-1]["eval"]
+    assert final["games"] == 512
+    assert final["win"] >= 0.3
+    assert final["illegal"] <= 0.3
+    rewards = [row["reward_mean"] for row in steps]
+    assert rewards[0] < -1.9
+    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 1.0
+    switched = [row for row in steps if row["switched"]]
+    assert switched
+    assert "contexts up to" in switched[0]["decision"]
+    assert max(row["logprob_mismatch_max"] for row in steps) <= 1e-4
+
+
+@pytest.mark.slow
+def test_connect_four_runs_from_its_config(cache, tmp_path):
+    flags = {
+        "num_steps": 2,
+        "selector.train_meshes": "('data=8',)",
+        "selector.rollout_meshes": "('data=8',)",
+        "selector.measure_rounds": 1,
+        "train.demonstration_steps": 1,
+        "eval.games": 16,
+        "eval.final_games": 16,
+    }
+    config = "--config=configs/connect_four_tiny_cpu.py"
+    done = run(cache, *command("main", config, f"--workdir={tmp_path / 'w'}", **flags))
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "w" / "metrics.jsonl")
+    assert rows[-1]["eval"]["name"] == "connect_four"
+    assert [row["step"] for row in rows if "eval" not in row] == [1, 2]
+
+
+@pytest.mark.slow
+def test_grpo_with_groups_and_micro_batches_runs(cache, tmp_path):
+    flags = TINY | {
+        "num_steps": 3,
+        "train.advantage": "grpo",
+        "rollout.group_size": 4,
+        "train.micro_batches": 2,
+        "train.demonstration_steps": 2,
+    }
+    done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", **flags))
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "w" / "trajectories" / "step_000003.jsonl").read_text().splitlines()
+    episodes = [json.loads(line) for line in lines]
+    groups = {episode["group"] for episode in episodes}
+    assert len(groups) == len(episodes) / 4
+    for group in groups:
+        firsts = {e["messages"][0]["content"] for e in episodes if e["group"] == group}
+        assert len(firsts) == 1  # one task: the same side, and the same first move of the opponent
+
+
+BUSY_COLLECTIVES = """
+from earl_jax.main import start_jax
+start_jax("cpu", 8)
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("x",))
+rows, everywhere = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
+arrays = [jax.device_put(np.ones((64, 8 * (i + 1)), np.float32), rows) for i in range(20)]
+gather = jax.jit(lambda arrays: [array * 2 for array in arrays], out_shardings=everywhere)
+for _ in range(600):
+    gathered = gather(arrays)
+jax.block_until_ready(gathered)
+print("through")
+"""
+
+
+@pytest.mark.slow
+def test_collectives_do_not_starve_each_other_on_a_busy_machine(cache, tmp_path):
+    """Without `start_jax`'s threads this hangs in seconds, and XLA ends the process (exit -6)."""
+    script = tmp_path / "busy.py"
+    script.write_text(BUSY_COLLECTIVES)
+    spin = [sys.executable, "-c", "while True: pass"]
+    spinning = [subprocess.Popen(spin) for _ in range(2)]
+    try:
+        done = run(cache, sys.executable, str(script))
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "through" in done.stdout
+
+
+ONE_MESH = """
+from ml_collections import ConfigDict
+
+def get_config():
+    config = ConfigDict()
+    config.num_steps = 2
+    config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
+    config.selector = dict(
+        measure_rounds=1,
+        rollout_meshes=("data=4,tensor=2",),
+        train_meshes=("data=2,fsdp=2,tensor=2",),
+    )
+    config.eval = dict(games=32, final_games=32)
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path):
+    from earl_jax.models.hf_weights import load_parameters, open_checkpoint
+    from earl_jax.sharding.layout import MeshShape, make_layout
+
+    (tmp_path / "one_mesh.py").write_text(ONE_MESH)
+    workdir, source = tmp_path / "run", ROOT / "tests/reference/qwen2_tied"
+    line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")
+    line += [f"--config.model.path={source}", "--config.checkpoint.export=True"]
+    done = run(cache, *line)
+    assert done.returncode == 0, done.stderr
+    steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+    assert len(steps) == 2
+    assert all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
+    out = workdir / "export" / "step_000002"
+    assert open_checkpoint(out).model == open_checkpoint(source).model
+    before, after = (
+        load_parameters(open_checkpoint(folder), make_layout(MeshShape()))
+        for folder in (source, out)
+    )
+    # Two steps at a small rate: near to what came in, and not the same.
+    moved = np.abs(np.asarray(before["embed"]) - np.asarray(after["embed"]))
+    assert 0 < moved.max() < 0.1
+    # Every number of the trainer's is in the export: the checkpoint beside it holds the same.
+    saved = [leaf.tobytes() for leaf in final_parameters(workdir, 2)]
+    assert np.asarray(after["embed"]).tobytes() in saved
+    assert np.asarray(after["layers"]["query_bias"]).tobytes() in saved
+    # Wrong weights are said before anything is measured.
+    broken = Path(shutil.copytree(source, tmp_path / "broken"))
+    (broken / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-9])
+    line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={tmp_path / 'no'}")
+    failed = run(cache, *line, f"--config.model.path={broken}")
+    assert failed.returncode == 2 and "model.safetensors" in failed.stderr
+    assert "measured" not in failed.stdout

@@ -1,0 +1,311 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Any layout to any layout: bit for bit, and no byte through the host."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src import array as jax_array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from earl_jax.sharding.reshard import reshard
+from earl_jax.sharding.transfer_plan import choose_route, shard_ranges
+
+P = PartitionSpec
+XYZ = ("x", "y", "z")
+
+# name: (mesh shape, device ids in mesh order, mesh axes that split the array's axes)
+LAYOUTS = {
+    "8x1x1": ((8, 1, 1), range(8), XYZ),
+    "4x1x2": ((4, 1, 2), range(8), ("x", "z", "y")),
+    "2x2x2": ((2, 2, 2), range(8), XYZ),
+    "1x8x1": ((1, 8, 1), range(8), XYZ),
+    "joint": ((2, 2, 2), range(8), (("x", "z"), "y")),
+    "transposed": ((2, 4, 1), (0, 4, 1, 5, 2, 6, 3, 7), XYZ),
+    "reversed rows": ((8, 1, 1), range(7, -1, -1), XYZ),
+    "first half": ((2, 2, 1), range(4), XYZ),
+    "second half": ((2, 2, 1), range(4, 8), XYZ),
+    "second half, columns": ((1, 4, 1), range(4, 8), XYZ),
+    "last six": ((3, 2, 1), range(2, 8), XYZ),
+    "replicated": ((8, 1, 1), range(8), ()),
+    "partly replicated": ((2, 2, 2), range(8), (None, "y")),
+    "replicated on six": ((6, 1, 1), range(2, 8), ()),
+}
+
+PAIRS = [
+    ("8x1x1", "8x1x1"),
+    ("8x1x1", "4x1x2"),
+    ("4x1x2", "2x2x2"),
+    ("2x2x2", "1x8x1"),
+    ("1x8x1", "partly replicated"),
+    ("partly replicated", "joint"),
+    ("replicated", "8x1x1"),
+    ("joint", "replicated"),
+    ("8x1x1", "transposed"),
+    ("transposed", "2x2x2"),
+    ("8x1x1", "reversed rows"),
+    ("8x1x1", "first half"),
+    ("first half", "8x1x1"),
+    ("first half", "second half"),
+    ("first half", "second half, columns"),
+    ("2x2x2", "last six"),
+    ("last six", "1x8x1"),
+    ("last six", "first half"),
+    ("replicated on six", "first half"),
+    ("second half", "replicated on six"),
+    ("replicated", "second half"),
+    ("partly replicated", "last six"),
+]
+
+SHAPES = {
+    "logprobs": ((24, 8, 8), np.float32),
+    "cache": ((24, 16), jnp.bfloat16),
+    "tokens": ((24,), np.int32),
+    "mask": ((24, 8), np.bool_),
+    "codes": ((24, 8, 8), np.int8),
+}
+
+
+def make_shardings(name: str, axis_type: AxisType = AxisType.Auto) -> dict[str, NamedSharding]:
+    mesh_shape, ids, splits = LAYOUTS[name]
+    devices = np.array([jax.devices()[n] for n in ids]).reshape(mesh_shape)
+    mesh = Mesh(devices, XYZ, axis_types=(axis_type,) * 3)
+    return {
+        leaf: NamedSharding(mesh, P(*splits[: len(shape)])) for leaf, (shape, _) in SHAPES.items()
+    }
+
+
+def make_values() -> dict[str, np.ndarray]:
+    """Random bits: any float32; of bfloat16 -inf, -0.0, subnormals and only the usual NaN."""
+    rng = np.random.default_rng(0)
+    values = {}
+    for leaf, (shape, dtype) in SHAPES.items():
+        if dtype == np.bool_:
+            values[leaf] = rng.integers(0, 2, shape).astype(bool)
+        else:
+            num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            values[leaf] = np.frombuffer(rng.bytes(num_bytes), dtype).reshape(shape)
+    bits = values["cache"].view(np.uint16).copy()
+    bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
+    bits[0, :4] = 0x7FC0, 0xFF80, 0x8000, 0x0001
+    return {**values, "cache": bits.view(jnp.bfloat16)}
+
+
+@contextlib.contextmanager
+def count_host_bytes() -> Iterator[list[int]]:
+    """Collects the bytes of each device-to-host read, below everything that Python can call."""
+    reads: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_to_np_array_did_copy", "_single_device_array_to_np_array_did_copy"):
+            original = getattr(jax_array.ArrayImpl, name, None)
+            if original is not None:
+
+                def counted(array, original=original):
+                    value, did_copy = original(array)
+                    reads.append(value.nbytes)
+                    return value, did_copy
+
+                patch.setattr(jax_array.ArrayImpl, name, counted)
+        yield reads
+
+
+@contextlib.contextmanager
+def no_host() -> Iterator[None]:
+    """Fails on a counted read, and on whatever the transfer guards of the platform notice."""
+    with (
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+        count_host_bytes() as reads,
+    ):
+        yield
+    assert reads == []
+
+
+def assert_same_bits(tree, values) -> None:
+    for leaf, value in values.items():
+        assert np.asarray(tree[leaf]).tobytes() == value.tobytes(), leaf
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_every_layout_reaches_every_other_bit_for_bit_without_the_host(source, target):
+    values = make_values()
+    tree = jax.device_put(values, make_shardings(source))
+    shardings = make_shardings(target)
+    with no_host():
+        moved = jax.block_until_ready(reshard(tree, shardings))
+    for leaf in SHAPES:
+        assert moved[leaf].sharding == shardings[leaf]
+        for shard in moved[leaf].addressable_shards:
+            expected = values[leaf][shard.index]
+            assert np.asarray(shard.data).tobytes() == expected.tobytes(), (leaf, shard.device)
+    assert_same_bits(moved, values)
+
+
+def test_the_pairs_take_every_route():
+    shape = SHAPES["logprobs"][0]
+    routes = {
+        choose_route(*(shard_ranges(make_shardings(name)["logprobs"], shape) for name in pair))
+        for pair in PAIRS
+    }
+    assert routes == {"in place", "compiled", "pieces"}
+
+
+def test_the_counter_sees_device_put_read_the_whole_array():
+    values = make_values()
+    source, target = (make_shardings(name)["logprobs"] for name in ("8x1x1", "4x1x2"))
+    array = jax.device_put(values["logprobs"], source)
+    with count_host_bytes() as reads:
+        jax.block_until_ready(jax.device_put(array, target))
+    assert sum(reads) == values["logprobs"].nbytes
+    fresh = jax.device_put(values["logprobs"], source)
+    with pytest.raises(AssertionError), no_host():
+        with (
+            jax.transfer_guard_device_to_host("allow"),
+            jax.transfer_guard_host_to_device("allow"),
+        ):
+            jax.device_put(fresh, target)
+
+
+@pytest.mark.parametrize("target", ["4x1x2", "last six", "reversed rows"])
+def test_explicit_axes_and_an_ambient_mesh_make_no_difference(target):
+    values = make_values()
+    source = make_shardings("8x1x1", AxisType.Explicit)
+    shardings = make_shardings(target, AxisType.Explicit)
+    tree = jax.device_put(values, source)
+    with no_host(), jax.set_mesh(source["tokens"].mesh):
+        moved = reshard(tree, shardings)
+    assert jax.tree.map(lambda array: array.sharding, moved) == shardings
+    assert_same_bits(moved, values)
+
+
+def test_a_repeated_reshard_traces_and_compiles_nothing():
+    events = []
+
+    def listen(event: str, duration_s: float, **_: object) -> None:
+        if "/compile/" in event:
+            events.append((event, duration_s))
+
+    def round_trip(tree):
+        for name in ("4x1x2", "last six", "8x1x1"):
+            tree = reshard(tree, {leaf: make_shardings(name)[leaf] for leaf in tree})
+        return tree
+
+    values = {"mask": make_values()["mask"], "tokens": np.arange(24, dtype=np.int16)}
+    tree = jax.device_put(values, {leaf: make_shardings("8x1x1")[leaf] for leaf in values})
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        tree = round_trip(tree)
+        assert events  # the listener works
+        events.clear()
+        tree = round_trip(tree)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert events == []
+    assert_same_bits(tree, values)
+
+
+def test_what_is_there_already_is_not_copied():
+    x = jax.device_put(np.arange(24), make_shardings("8x1x1")["tokens"])
+    assert reshard(x, make_shardings("8x1x1")["tokens"]) is x
+    flat = Mesh(np.array(jax.devices()[::-1]), ("row",))
+    same_places = NamedSharding(Mesh(flat.devices[::-1], ("row",)), P("row"))
+    moved = reshard(x, same_places)
+    assert moved.sharding == same_places
+    pointers = [
+        {s.device.id: s.data.unsafe_buffer_pointer() for s in array.addressable_shards}
+        for array in (x, moved)
+    ]
+    assert pointers[0] == pointers[1]
+
+
+@pytest.mark.parametrize("target", ["4x1x2", "first half"])
+def test_scalars_empty_arrays_and_keys_move_too(target):
+    source, goal = make_shardings("8x1x1")["mask"], make_shardings(target)["mask"]
+    tree = {
+        "step": jax.device_put(np.int32(7), NamedSharding(source.mesh, P())),
+        "empty": jax.device_put(np.zeros((0, 8), np.float32), source),
+        "keys": jax.device_put(
+            jax.random.split(jax.random.key(3), 8), NamedSharding(source.mesh, P("x"))
+        ),
+        "new": jnp.arange(8),
+    }
+    shardings = {
+        "step": NamedSharding(goal.mesh, P()),
+        "empty": goal,
+        "keys": NamedSharding(goal.mesh, P("x")),
+        "new": NamedSharding(goal.mesh, P("x")),
+    }
+    with no_host():
+        moved = reshard(tree, shardings)
+    assert jax.tree.map(lambda array: array.sharding, moved) == shardings
+    assert int(moved["step"]) == 7
+    assert all(
+        shard.data.shape == goal.shard_shape((0, 8)) for shard in moved["empty"].addressable_shards
+    )
+    keys = jax.random.split(jax.random.key(3), 8)
+    np.testing.assert_array_equal(jax.random.key_data(moved["keys"]), jax.random.key_data(keys))
+    np.testing.assert_array_equal(moved["new"], np.arange(8))
+
+
+def test_errors_name_what_to_change():
+    x = jax.device_put(np.zeros((6, 4), np.float32), jax.devices()[0])
+    mesh = make_shardings("4x1x2")["mask"].mesh
+    with pytest.raises(
+        ValueError,
+        match=r"\['w'\] of shape \(6, 4\) does not divide: axis 0 has 6 elements.*"
+        r"over 8 devices \(mesh axes \('x', 'z'\) of mesh \{'x': 4, 'y': 1, 'z': 2\}\); "
+        r"pad axis 0 to a multiple of 8 or write None",
+    ):
+        reshard({"w": x}, {"w": NamedSharding(mesh, P(("x", "z")))})
+    with pytest.raises(ValueError, match="has 3 entries for an array of shape"):
+        reshard(x, NamedSharding(mesh, P("x", None, "z")))
+    with pytest.raises(ValueError, match="leaves an axis open"):
+        reshard(x, NamedSharding(mesh, P(P.UNCONSTRAINED)))
+    with pytest.raises(ValueError, match="same structure"):
+        reshard({"w": x}, NamedSharding(mesh, P()))
+    with pytest.raises(ValueError, match=r"\['w'\] is a ndarray; reshard moves jax.Arrays"):
+        reshard({"w": np.zeros(8)}, {"w": NamedSharding(mesh, P())})
+    with pytest.raises(ValueError, match="a mesh of real devices"):
+        reshard(x, NamedSharding(AbstractMesh((2,), ("x",)), P()))
+
+
+TWO_PROCESSES = """
+import sys, jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from earl_jax.sharding.reshard import reshard
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 1)
+jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
+target = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
+try:
+    reshard(jax.numpy.zeros(4), target)
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_arrays_of_several_processes_are_refused():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, address, str(n)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    for process in processes:
+        output, _ = process.communicate(timeout=120)
+        assert "the array is to go on devices of other processes" in output
+        assert "pass the process's own part" in output

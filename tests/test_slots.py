@@ -1,0 +1,463 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One round of the engine on one device: what is sampled, written down, appended and left alone.
+
+`converse` is the smallest host that can drive it: scripted environments, no Collector.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
+from earl_jax.models.kv_cache import empty_cache
+from earl_jax.models.logprobs import score_logits
+from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
+from earl_jax.rollout import slots
+from earl_jax.rollout.slots import NO_ROW, SlotRules, pack_orders, unpack_report
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+# Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
+VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
+RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_id=END)
+NUM_SLOTS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """An episode: its seed, its row, and what its environment says whatever the policy answers."""
+
+    seed: int
+    row: int
+    messages: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass
+class Heard:
+    """What the host saw of an episode, in order; `turn_ids` as in Experience."""
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    turn_ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    versions: list[int] = dataclasses.field(default_factory=list)
+    queue: list[int] = dataclasses.field(default_factory=list)
+    turn: int = 0
+    fresh: bool = True
+    over: bool = False
+
+    def note(self, ids, turn=0, logprobs=(), version=0):
+        self.ids += ids
+        self.turn_ids += [turn] * len(ids)
+        self.logprobs += logprobs or [0.0] * len(ids)
+        self.versions += [version] * len(ids)
+
+    def answer(self, message):
+        """The environment speaks; the token sampled last goes in before its message."""
+        self.queue = [*self.ids[-1:], *message]
+        self.note(list(message))
+
+    def turns(self) -> list[list[int]]:
+        """The policy's turns."""
+        return [
+            [token for token, t in zip(self.ids, self.turn_ids, strict=True) if t == turn]
+            for turn in range(1, self.turn + 1)
+        ]
+
+
+def converse(
+    play: Callable[[Any, np.ndarray], tuple[Any, slots.Report]],
+    state: Any,
+    scripts: Mapping[int, Script],
+    *,
+    num_slots: int = NUM_SLOTS,
+    chunk_size: int = CHUNK,
+    temperature: Mapping[int, float] | None = None,
+    version: Callable[[int], int] = lambda round_index: 0,
+    delays: Mapping[int, int] | None = None,
+) -> tuple[Any, dict[int, Heard]]:
+    """Plays the script of each slot to its end. `delays`: rounds to wait before a slot begins."""
+    heard = {slot: Heard() for slot in scripts}
+    for slot, h in heard.items():
+        h.answer(scripts[slot].messages[0])
+    for round_index in range(300):
+        waiting = {slot for slot, delay in (delays or {}).items() if delay > round_index}
+        columns = {
+            "count": np.zeros(num_slots, np.int32),
+            "restart": np.zeros(num_slots, np.int32),
+            "speak": np.zeros(num_slots, np.int32),
+            "seed": np.zeros(num_slots, np.int32),
+            "row": np.full(num_slots, NO_ROW, np.int32),
+            "temperature": np.ones(num_slots, np.float32),
+            "chunk": np.zeros((num_slots, chunk_size), np.int32),
+        }
+        for slot in heard.keys() - waiting:
+            columns["temperature"][slot] = temperature[slot] if temperature else 1.0
+            give_chunk(columns, slot, heard[slot], scripts[slot])
+        state, report = play(state, pack_orders(**columns, version=version(round_index)))
+        for slot, h in heard.items():
+            if report.count[slot]:
+                take_down(report, slot, h, scripts[slot], version(round_index))
+        if all(h.over for h in heard.values()):
+            return state, heard
+    raise AssertionError("episodes did not end within 300 rounds")
+
+
+def give_chunk(columns: dict[str, np.ndarray], slot: int, h: Heard, script: Script) -> None:
+    chunk_size = columns["chunk"].shape[1]
+    part, h.queue = h.queue[:chunk_size], h.queue[chunk_size:]
+    if not part:
+        return
+    columns["chunk"][slot, : len(part)] = part
+    columns["count"][slot] = len(part)
+    columns["seed"][slot], columns["row"][slot] = script.seed, script.row
+    columns["restart"][slot], columns["speak"][slot] = h.fresh, not h.queue
+    h.turn += not h.queue
+    h.fresh = False
+
+
+def take_down(report: slots.Report, slot: int, h: Heard, script: Script, version: int) -> None:
+    count = int(report.count[slot])
+    tokens, logprobs = report.tokens[slot, :count], report.logprobs[slot, :count]
+    h.note(tokens.tolist(), h.turn, logprobs.tolist(), version)
+    if report.active[slot]:
+        return
+    h.over = h.turn == len(script.messages)
+    if not h.over:
+        h.answer(script.messages[h.turn])
+
+
+@functools.cache
+def stacked_params() -> Any:
+    """Random weights, with a head that makes distributions of about two bits."""
+    rng = np.random.default_rng(1)
+
+    def draw(spec: ParameterSpec) -> jax.Array:
+        noise = rng.normal(size=spec.shape) * (spec.deviation or 0.1) + (not spec.deviation)
+        return jnp.asarray(noise, jnp.float32)
+
+    values = jax.tree.map(draw, parameter_specs(MODEL, VOCAB), is_leaf=is_spec)
+    return {**values, "head": 2 * values["head"]}
+
+
+@functools.cache
+def params() -> Any:
+    """The same as the engine wants them: a list of layers."""
+    values = jax.tree.map(np.asarray, stacked_params())
+    return jax.tree.map(jnp.asarray, unstack_layers(values, MODEL.num_layers))
+
+
+def make_scripts(number: int, *, first: int = 0, turns: int = 3) -> dict[int, Script]:
+    """Slot i plays episode i in row i: prompts and answers of different lengths."""
+    scripts = {}
+    for i in range(first, first + number):
+        rng = np.random.default_rng(i)
+        messages = tuple(
+            tuple(rng.integers(1, VOCAB, int(rng.integers(1, 9))).tolist()) for _ in range(turns)
+        )
+        scripts[i - first] = Script(seed=1000 + i, row=i - first, messages=messages)
+    return scripts
+
+
+# Compiling dominates this file: least effort, which takes 1.6 s instead of 2.5 s a program.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
+@functools.cache
+def jitted_play(rules: SlotRules = RULES) -> Any:
+    return jax.jit(
+        functools.partial(slots.play, MODEL, rules), static_argnums=4, compiler_options=QUICK
+    )
+
+
+def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
+    def play(state, orders):
+        key = jax.random.key(7)
+        state, packed = jitted_play(rules)(weights or params(), state, orders, key, 0)
+        return state, unpack_report(np.asarray(packed))
+
+    return play
+
+
+def empty(places: int = PLACES):
+    return slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places)
+
+
+@functools.cache
+def _full_forward():
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+
+    def logits(weights, tokens_BT, segments_BT):
+        hidden = forward_rows(MODEL, layout, weights, tokens_BT, segments_BT)
+        return jnp.einsum("BTD,DV->BTV", hidden, head_weights(weights))
+
+    return jax.jit(logits, compiler_options=QUICK)
+
+
+def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray:
+    """Logits of whole finished episodes by the trainer's forward pass, one row each."""
+    tokens, segments = (np.zeros((rows, PLACES), np.int32) for _ in range(2))
+    for row, ids in enumerate(episodes):
+        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
+    return np.asarray(_full_forward()(stacked_params(), tokens, segments))
+
+
+_score = jax.jit(score_logits, compiler_options=QUICK)
+
+
+def check_logprobs(heard: Mapping[int, Heard], temperature: Mapping[int, float] | None = None):
+    """Every log-prob that the engine gave is the trainer's, to 1e-5; greedy ones at 1."""
+    logits_BTV = full_forward([h.ids for h in heard.values()], len(heard))
+    for row, (slot, h) in enumerate(heard.items()):
+        value = (temperature[slot] if temperature else 1.0) or 1.0
+        targets = np.zeros(PLACES, np.int32)
+        targets[: len(h.ids) - 1] = h.ids[1:]
+        scores = np.asarray(_score(logits_BTV[row], targets, np.float32(value)).logprobs)
+        places = np.flatnonzero(h.turn_ids)
+        assert len(places) >= h.turn
+        np.testing.assert_allclose(
+            np.array(h.logprobs)[places], scores[places - 1], atol=1e-5, rtol=0
+        )
+
+
+def check_rows(experience: Any, heard: Mapping[int, Heard], scripts: Mapping[int, Script]):
+    """The rows hold exactly what the host saw, bit for bit, and zeros behind it."""
+    for slot, h in heard.items():
+        row, length = scripts[slot].row, len(h.ids)
+        for field in ("turn_ids", "logprobs", "versions"):
+            written = np.asarray(getattr(experience, field))[row]
+            np.testing.assert_array_equal(written[:length], np.float32(getattr(h, field)), field)
+            assert not written[length:].any(), field
+        tokens = np.asarray(experience.tokens)[row]
+        np.testing.assert_array_equal(tokens[:length], h.ids)
+        assert not tokens[length:].any()
+
+
+def assert_same(heard: Mapping[int, Heard], other: Mapping[int, Heard], atol: float = 1e-5):
+    """Same tokens by the same authors; log-probs within `atol`. Compared in the order given."""
+    for h, o in zip(heard.values(), other.values(), strict=True):
+        assert (h.ids, h.turn_ids) == (o.ids, o.turn_ids)
+        np.testing.assert_allclose(h.logprobs, o.logprobs, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def played():
+    """Eight episodes of three turns."""
+    scripts = make_scripts(NUM_SLOTS)
+    state, heard = converse(play_on_one_device(), empty(), scripts)
+    return scripts, state, heard
+
+
+def test_logprobs_are_those_of_a_full_forward_over_the_finished_row(played):
+    _, _, heard = played
+    check_logprobs(heard)
+
+
+def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
+    """Cached decode against no cache at all: place by place, from the trainer's logits."""
+    scripts, _, heard = played
+    logits_BTV = full_forward([h.ids for h in heard.values()])
+    places = np.arange(PLACES - 1)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def sample_everywhere(logits_TV, seed):
+        seeds = jnp.full(len(places), seed)
+        uniforms = slots.token_uniforms(jax.random.key(7), seeds, jnp.asarray(places + 1))
+        return slots.sample(uniforms, logits_TV[:-1], jnp.ones(len(places)))[0]
+
+    for row, (slot, h) in enumerate(heard.items()):
+        tokens = np.asarray(sample_everywhere(logits_BTV[row], scripts[slot].seed))
+        policy = np.flatnonzero(h.turn_ids)
+        assert tokens[policy - 1].tolist() == [h.ids[place] for place in policy]
+
+
+def test_the_rows_hold_what_the_host_saw_and_nothing_else(played):
+    scripts, state, heard = played
+    check_rows(state.experience, heard, scripts)
+
+
+def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
+    _, state, heard = played
+    lengths = np.array([len(h.ids) - 1 for h in heard.values()], np.int32)
+    np.testing.assert_array_equal(state.cached, lengths)
+    tokens = np.zeros((NUM_SLOTS, PLACES), np.int32)
+    for row, h in enumerate(heard.values()):
+        tokens[row, : len(h.ids)] = h.ids
+    _, caches = jax.jit(functools.partial(forward_chunk, MODEL), compiler_options=QUICK)(
+        params(), empty_cache(MODEL, NUM_SLOTS, PLACES), tokens, np.zeros_like(lengths), lengths
+    )
+    for layer, reference in zip(state.caches, caches, strict=True):
+        for side in ("key", "value"):
+            for slot, length in enumerate(lengths):
+                np.testing.assert_allclose(
+                    getattr(layer, side)[slot, :, :length],
+                    getattr(reference, side)[slot, :, :length],
+                    atol=1e-5,
+                )
+                # The pending token, and whatever would follow, is not in the cache.
+                assert not np.asarray(getattr(layer, side))[slot, :, length:].any()
+
+
+def test_appending_in_pieces_gives_the_logits_of_one_prefill():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (NUM_SLOTS, PLACES)).astype(np.int32)
+    lengths = rng.integers(10, PLACES, NUM_SLOTS)
+    logits_BTV = full_forward([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
+    append = jax.jit(functools.partial(forward_chunk, MODEL), compiler_options=QUICK)
+    caches, cached = empty_cache(MODEL, NUM_SLOTS, PLACES), np.zeros(NUM_SLOTS, np.int32)
+    while (cached < lengths).any():
+        counts = np.minimum(rng.integers(0, 8, NUM_SLOTS), lengths - cached).astype(np.int32)
+        chunk = np.zeros((NUM_SLOTS, 7), np.int32)
+        for row, (start, count) in enumerate(zip(cached, counts, strict=True)):
+            chunk[row, :count] = tokens[row, start : start + count]
+        logits_BV, caches = append(params(), caches, chunk, cached, counts)
+        cached = cached + counts
+        for row in np.flatnonzero(counts):
+            np.testing.assert_allclose(logits_BV[row], logits_BTV[row, cached[row] - 1], atol=2e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 9])
+def test_chunk_size_changes_nothing(played, chunk_size):
+    scripts, _, heard = played
+    _, other = converse(play_on_one_device(), empty(), scripts, chunk_size=chunk_size)
+    assert_same(heard, other)
+
+
+@pytest.mark.parametrize("burst", [1, 8])
+def test_burst_length_changes_nothing(played, burst):
+    scripts, _, heard = played
+    state, other = converse(play_on_one_device(RULES._replace(burst=burst)), empty(), scripts)
+    assert_same(heard, other)
+    check_rows(state.experience, other, scripts)
+
+
+def test_turns_end_at_the_end_token_or_at_the_limit(played):
+    _, _, heard = played
+    turns = [turn for h in heard.values() for turn in h.turns()]
+    whole = [turn for turn in turns if turn[-1] == END]
+    cut = [turn for turn in turns if turn[-1] != END]
+    assert whole and cut
+    assert all(END not in turn[:-1] for turn in turns)
+    assert all(len(turn) <= RULES.max_turn_tokens for turn in whole)
+    assert all(len(turn) == RULES.max_turn_tokens for turn in cut)
+    # The limit cuts and changes nothing before.
+    _, other = converse(
+        play_on_one_device(RULES._replace(max_turn_tokens=2)), empty(), make_scripts(8, turns=1)
+    )
+    for h, o in zip(heard.values(), other.values(), strict=True):
+        assert o.turns()[0] == h.turns()[0][:2]
+
+
+def test_nothing_is_written_after_the_end_of_a_turn(played):
+    """Slots that have ended are left alone, bit for bit, while others go on for many rounds."""
+    scripts, before, heard = played
+    busy = {7: dataclasses.replace(make_scripts(1, first=40)[0], row=7)}
+    after, _ = converse(play_on_one_device(), before, busy)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if old is not before.version:
+            np.testing.assert_array_equal(np.asarray(old)[:7], np.asarray(new)[:7])
+    assert not np.asarray(after.active).any()
+
+
+def test_an_episode_is_the_same_whatever_shares_the_batch(played):
+    scripts, _, heard = played
+    rng = np.random.default_rng(5)
+    # The episodes 0, 2, 4, 6 in other slots and rows, begun at other times, beside strangers.
+    chosen, places, rows = [0, 2, 4, 6], rng.permutation(8), rng.permutation(8)
+    strangers = make_scripts(4, first=80)
+    crowd = {int(places[i]): scripts[slot] for i, slot in enumerate(chosen)}
+    crowd |= {int(places[4 + i]): strangers[i] for i in range(4)}
+    crowd = {
+        slot: dataclasses.replace(script, row=int(rows[slot])) for slot, script in crowd.items()
+    }
+    delays = {slot: int(rng.integers(0, 5)) for slot in crowd}
+    state, other = converse(play_on_one_device(), empty(), crowd, delays=delays)
+    check_rows(state.experience, other, crowd)
+    ours = {slot: heard[slot] for slot in chosen}
+    assert_same(ours, {slot: other[int(places[i])] for i, slot in enumerate(chosen)})
+    # And alone.
+    for slot in chosen:
+        _, alone = converse(play_on_one_device(), empty(), {0: scripts[slot]})
+        assert_same({0: heard[slot]}, alone)
+
+
+def test_noise_belongs_to_the_episode():
+    """One prompt in eight slots: as many different replies as different seeds."""
+    seeds = [1, 1, 2, 3, 4, 4, 5, 6]
+    scripts = {
+        slot: Script(seed=seed, row=slot, messages=((3, 4, 5), (6, 7)))
+        for slot, seed in enumerate(seeds)
+    }
+    _, heard = converse(play_on_one_device(), empty(), scripts)
+    replies = {slot: tuple(h.ids) for slot, h in heard.items()}
+    assert replies[0] == replies[1] and replies[4] == replies[5]
+    assert len(set(replies.values())) == len(set(seeds))
+
+
+def test_temperatures_differ_slot_by_slot():
+    scripts = make_scripts(NUM_SLOTS)
+    temperature = dict(enumerate([0.0, 1.0, 0.7, 0.0, 2.0, 0.5, 0.0, 1.0]))
+    _, heard = converse(play_on_one_device(), empty(), scripts, temperature=temperature)
+    check_logprobs(heard, temperature)
+    logits_BTV = full_forward([h.ids for h in heard.values()])
+    for slot in (0, 3, 6):
+        places = np.flatnonzero(heard[slot].turn_ids)
+        best = logits_BTV[slot, places - 1].argmax(-1)
+        assert best.tolist() == [heard[slot].ids[place] for place in places]
+
+
+def test_every_token_carries_the_version_of_its_round():
+    scripts = make_scripts(NUM_SLOTS)
+    state, heard = converse(
+        play_on_one_device(), empty(), scripts, version=lambda round_index: 10 + round_index
+    )
+    check_rows(state.experience, heard, scripts)
+    assert len({v for h in heard.values() for v in h.versions}) > 5
+
+
+def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
+    scripts, _, heard = played
+    play = play_on_one_device(RULES._replace(burst=1))
+    state = empty()
+    # One round of another episode, whose turn goes on when slot 0 is given away.
+    talker = Script(seed=2, row=1, messages=((5,),))
+    orders = pack_orders(
+        chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
+        count=np.eye(1, NUM_SLOTS, dtype=np.int32)[0],
+        restart=np.ones(NUM_SLOTS, np.int32),
+        speak=np.ones(NUM_SLOTS, np.int32),
+        seed=np.full(NUM_SLOTS, talker.seed, np.int32),
+        row=np.full(NUM_SLOTS, talker.row, np.int32),
+        temperature=np.ones(NUM_SLOTS, np.float32),
+        version=0,
+    )
+    state, report = play(state, orders)
+    assert report.count.tolist() == [1] + [0] * 7 and report.active[0]
+    abandoned = np.asarray(state.experience.tokens)[1]
+    state, other = converse(play, state, {0: scripts[0]})
+    assert_same({0: heard[0]}, other)
+    np.testing.assert_array_equal(np.asarray(state.experience.tokens)[1], abandoned)
+
+
+def test_growing_in_the_middle_of_episodes_changes_nothing(played):
+    scripts, _, heard = played
+    play, sizes = play_on_one_device(), iter([24, PLACES])
+    rounds = 0
+
+    def growing(state, orders):
+        nonlocal rounds
+        if rounds == 2:
+            state = slots.grow(state, next(sizes))
+        rounds += 1
+        return play(state, orders)
+
+    state, other = converse(growing, empty(next(sizes)), scripts)
+    assert_same(heard, other)
+    check_rows(state.experience, other, scripts)

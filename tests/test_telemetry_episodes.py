@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+
+import pytest
+
+from earl_jax.telemetry.episodes import (
+    read_trajectories,
+    truncate_trajectories_after,
+    write_trajectories,
+)
+from earl_jax.trajectory import Trajectory, Turn
+
+
+def _turn(author, text, token_ids, logprobs=(), versions=()):
+    return Turn(author=author, text=text, token_ids=token_ids, logprobs=logprobs, versions=versions)
+
+
+def _trajectory(*turns, rewards=(0.0, 1.0)):
+    return Trajectory(
+        episode=7,
+        group=3,
+        role="x",
+        turns=turns,
+        turn_rewards=rewards,
+        stop_reason="win",
+        row=0,
+        detail="row of three",
+    )
+
+
+EPISODE = _trajectory(
+    _turn("environment", "your move\u2028", (9, 8)),
+    _turn("policy", "b2", (4, 2), (-0.5, -0.25), (1, 1)),
+    _turn("environment", "I play a1", (9,)),
+    _turn("policy", "c3", (6,), (-2.0,), (2,)),
+)
+
+
+def test_an_episode_reads_as_written(tmp_path):
+    path = write_trajectories(tmp_path / "trajectories", 12, [EPISODE, EPISODE])
+    assert path == tmp_path / "trajectories" / "step_000012.jsonl"
+    first, second = read_trajectories(path)
+    assert first == second == {
+        "episode": 7,
+        "group": 3,
+        "role": "x",
+        "reward": 1.0,
+        "stop_reason": "win",
+        "detail": "row of three",
+        "num_turns": 2,
+        "num_tokens": 6,
+        "turn_rewards": [0.0, 1.0],
+        "messages": [
+            {"role": "user", "content": "your move\u2028"},
+            {"role": "assistant", "content": "b2"},
+            {"role": "user", "content": "I play a1"},
+            {"role": "assistant", "content": "c3"},
+        ],
+        "token_ids": [9, 8, 4, 2, 9, 6],
+        "wrote": ["e", "e", "p", "p", "e", "p"],
+        "logprobs": [None, None, -0.5, -0.25, None, -2.0],
+        "versions": [None, None, 1, 1, None, 2],
+    }  # fmt: skip
+
+
+def test_what_is_not_finite_is_valid_json_and_texts_are_left_alone(tmp_path):
+    episode = _trajectory(
+        _turn("environment", "nan", (1,)),
+        _turn("policy", "inf", (2, 3), (-math.inf, math.nan), (0, 0)),
+        rewards=(math.nan,),
+    )
+    path = write_trajectories(tmp_path, 1, [episode])
+    raw = json.loads(path.read_text())
+    assert raw["logprobs"] == [None, "-inf", "nan"] and raw["reward"] == "nan"
+    (read,) = read_trajectories(path)
+    assert read["logprobs"][1] == -math.inf and math.isnan(read["logprobs"][2])
+    assert math.isnan(read["reward"]) and math.isnan(read["turn_rewards"][0])
+    assert [m["content"] for m in read["messages"]] == ["nan", "inf"]
+
+
+def test_half_a_character_does_not_stop_the_run(tmp_path):
+    path = write_trajectories(tmp_path, 1, [_trajectory(_turn("environment", "\ud83d", (1,)))])
+    assert read_trajectories(path)[0]["messages"][0]["content"] == "?"
+
+
+def test_a_policy_turn_needs_a_logprob_per_token(tmp_path):
+    with pytest.raises(ValueError, match="2 tokens but 1 logprobs"):
+        write_trajectories(
+            tmp_path, 1, [_trajectory(_turn("policy", "b2", (4, 2), (-0.5,), (1, 1)))]
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_truncate_removes_later_steps_and_what_a_kill_left(tmp_path):
+    for name in ("step_000001.jsonl", "step_000002.jsonl", "step_1000000.jsonl"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "step_000001.jsonl.tmp").write_bytes(b"")
+    (tmp_path / "notes.txt").write_bytes(b"")
+    truncate_trajectories_after(tmp_path, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step_000001.jsonl"]
+    truncate_trajectories_after(tmp_path / "absent", 1)
+
+
+def test_damage_is_an_error_with_its_line(tmp_path):
+    path = write_trajectories(tmp_path, 1, [EPISODE])
+    path.write_bytes(path.read_bytes() + b'{"episode": 8')
+    with pytest.raises(ValueError, match=r"step_000001\.jsonl, line 2"):
+        read_trajectories(path)

@@ -1,0 +1,169 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+import struct
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, to_plain, truncate_after
+
+STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
+EVAL_1 = (
+    b'{"step": 1,  "eval": {"win": 0.25}}\n'  # two blanks: bytes that we would not write ourselves
+)
+STEP_2 = b'{"step": 2, "reward_mean": 0.75}\n'
+
+
+def test_lines_come_back_as_they_were_written(tmp_path):
+    path = tmp_path / "run" / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1, "stage_s": {"train": 0.5}, "switched": ["rollout"], "decision": "↯"})
+        log.write({"step": 1, "eval": {"name": "random", "win": 0.25}})
+    assert read_metrics(path) == [
+        {"step": 1, "stage_s": {"train": 0.5}, "switched": ["rollout"], "decision": "↯"},
+        {"step": 1, "eval": {"name": "random", "win": 0.25}},
+    ]
+
+
+def test_a_line_is_in_the_file_before_close(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1, "reward_mean": 0.5})
+        assert path.read_bytes() == STEP_1
+
+
+def test_numbers_of_numpy_and_jax_become_plain_and_none_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write(
+            {
+                "step": np.int32(3),
+                "loss": jnp.float32(0.5),
+                "kl": jnp.bfloat16(1.5),
+                "ok": np.bool_(True),
+                "mean": np.float64(0.25),
+                "quantiles": np.array([1, 2]),
+                "missing": None,
+                "stage_s": {"train": jnp.float32(2.0), "rollout": None},
+            }
+        )
+    assert path.read_text() == (
+        '{"step": 3, "loss": 0.5, "kl": 1.5, "ok": true, "mean": 0.25, "quantiles": [1, 2], '
+        '"stage_s": {"train": 2.0}}\n'
+    )
+
+
+def test_what_is_not_finite_is_valid_json_and_comes_back_as_a_float(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path) as log:
+        log.write({"step": 1, "a": float("nan"), "b": {"c": np.float32("inf")}, "d": -math.inf})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    strict = json.loads(path.read_text(), parse_constant=refuse)
+    assert strict == {"step": 1, "a": "nan", "b": {"c": "inf"}, "d": "-inf"}
+    (row,) = read_metrics(path)
+    assert math.isnan(row["a"]) and row["b"]["c"] == math.inf and row["d"] == -math.inf
+
+
+def test_a_value_without_json_form_is_named():
+    with pytest.raises(TypeError, match=r"metrics\.stage_s\.train is a object"):
+        to_plain({"stage_s": {"train": object()}})
+
+
+def test_a_line_needs_a_step(tmp_path):
+    with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(ValueError, match="'step'"):
+        log.write({"loss": 1.0})
+
+
+@pytest.mark.parametrize("length", range(len(STEP_2)))
+def test_a_last_line_cut_anywhere_is_ignored(tmp_path, length):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(STEP_1 + STEP_2[:length])
+    assert read_metrics(path) == [{"step": 1, "reward_mean": 0.5}]
+
+
+def test_opening_a_log_with_a_cut_last_line_does_not_glue_lines_together(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(STEP_1 + STEP_2[:9])
+    with MetricsLog(path) as log:
+        log.write({"step": 2, "reward_mean": 0.75})
+    assert path.read_bytes() == STEP_1 + STEP_2
+
+
+@pytest.mark.parametrize("damage", [b'{"step": 2, "rew\n', b"\n", b"[1]\n", b"\xff\n"])
+def test_damage_elsewhere_is_an_error_with_its_line(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(STEP_1 + damage + STEP_2)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        read_metrics(path)
+
+
+def test_truncate_keeps_the_bytes_of_earlier_steps(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(STEP_1 + EVAL_1 + STEP_2 + b'{"step": 3, "rew')
+    truncate_after(path, 1)
+    assert path.read_bytes() == STEP_1 + EVAL_1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_truncate_drops_a_cut_line_even_of_no_later_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(STEP_1 + STEP_2[:-1])
+    truncate_after(path, 10)
+    assert path.read_bytes() == STEP_1
+
+
+def test_truncate_of_a_run_without_a_line_yet_does_nothing(tmp_path):
+    truncate_after(tmp_path / "metrics.jsonl", 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kill_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(STEP_1 + STEP_2)
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", die)
+    with pytest.raises(KeyboardInterrupt):
+        truncate_after(path, 1)
+    assert path.read_bytes() == STEP_1 + STEP_2
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def _tensorboard_scalars(folder):
+    """(tag, step, value) of all events: each is a length, its checksum, the event, a checksum."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    found = []
+    for file in sorted(folder.iterdir()):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + length])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            at += 16 + length
+    return found
+
+
+def test_tensorboard_gets_every_number_under_its_path(tmp_path):
+    pytest.importorskip("tensorboardX")
+    with MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb") as log:
+        log.write({"step": 4, "reward_mean": 0.5, "stage_s": {"train": 2.0}, "decision": "stay"})
+        log.write({"step": 4, "eval": {"name": "random", "win": 0.25}})
+        log.write({"step": 5, "loss": math.nan})
+    *finite, (tag, step, value) = _tensorboard_scalars(tmp_path / "tb")
+    assert finite == [("reward_mean", 4, 0.5), ("stage_s/train", 4, 2.0), ("eval/win", 4, 0.25)]
+    assert (tag, step) == ("loss", 5) and math.isnan(value)
+
+
+def test_missing_tensorboard_names_the_extra_and_the_field(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match=r"log\.tensorboard.*earl_jax\[tensorboard\]"):
+        MetricsLog(tmp_path / "metrics.jsonl", tmp_path / "tb")

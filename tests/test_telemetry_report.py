@@ -1,0 +1,299 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+import html.parser
+import json
+import math
+import re
+import time
+
+import pytest
+
+from earl_jax.telemetry.charts import Series, line_chart, linear_ticks, stacked_chart, tick_text
+from earl_jax.telemetry.report import write_report
+from earl_jax.telemetry.timeline import Segment, mesh_segments, mesh_switches, mesh_timeline
+
+EPISODE = {
+    "episode": 41,
+    "group": 5,
+    "role": "x",
+    "reward": -1.0,
+    "stop_reason": "illegal",
+    "detail": "square <b>1</b> is taken",
+    "num_turns": 1,
+    "num_tokens": 5,
+    "turn_rewards": [-1.0],
+    "messages": [
+        {"role": "user", "content": "your move"},
+        {"role": "assistant", "content": "<script>alert('x')</script> & \"b2\""},
+    ],
+    "token_ids": [11, 12, 13, 14, 15],
+    "wrote": ["e", "e", "p", "p", "e"],
+}
+
+
+def _step(step, **more):
+    return {
+        "step": step,
+        "time_s": 2.0 * step,
+        "reward_mean": step / 10,
+        "context_tokens_mean": 100.0 + step,
+        "context_tokens_max": 200 + step,
+        "rollout_tokens_per_s": 1000.0,
+        "stage_s": {"rollout": 1.5, "train": 0.5},
+        "rollout_mesh": "data=8",
+        "train_mesh": "fsdp=8",
+        "logprob_mismatch_max": 1e-3,
+        "peak_bytes_per_device": 2**30 * step,
+        "budget_bytes_per_device": 2**34,
+        "grad_norm": 1.0,
+        **more,
+    }
+
+
+def _page(tmp_path, metrics, episodes=(), **more):
+    path = tmp_path / "report.html"
+    options = {"title": "a run", "config": {"num_steps": 3}, **more}
+    write_report(path, metrics=metrics, episodes=episodes, **options)
+    assert list(tmp_path.iterdir()) == [path]
+    return path.read_text(encoding="utf-8")
+
+
+class _Parser(html.parser.HTMLParser):
+    """Checks that tags close in order; collects the tags with their attributes."""
+
+    VOID = {"meta", "link", "img", "br", "input", "hr"}
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.open = [], []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def with_class(self, name):
+        return [a for _, a in self.tags if name in (a.get("class") or "").split()]
+
+
+def test_a_hostile_episode_is_text(tmp_path):
+    hostile = "</pre><script>evil()</script>"
+    page = _page(
+        tmp_path,
+        [_step(1, decision=hostile, switched=["rollout"], rollout_mesh=hostile)],
+        [EPISODE],
+        title=hostile,
+        notes=[hostile],
+        config={"name": hostile},
+    )
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt; &amp; &#34;b2&#34;" in page
+    assert "square &lt;b&gt;1&lt;/b&gt; is taken" in page
+    assert "evil()</script>" not in page
+    assert [tag for tag, _ in _Parser(page).tags].count("script") == 1  # our own tooltips
+
+
+def test_hostile_keys_do_not_leave_a_chart(tmp_path):
+    hostile = "'\"><script>evil()</script>"
+    rows = [
+        _step(1, stage_s={hostile: 1.0}),
+        {"step": 1, "eval": {"name": hostile, "win": 0.5}},
+        {"step": 1, "eval": {"name": "task", hostile: 0.5}},
+    ]
+    page = _page(tmp_path, rows)
+    assert [tag for tag, _ in _Parser(page).tags].count("script") == 1
+
+
+def test_the_page_loads_nothing(tmp_path):
+    rows = [_step(1), {"step": 1, "eval": {"win": 0.5}}, _step(2)]
+    page = _page(tmp_path, rows, [EPISODE])
+    assert not re.search(r"https?://|@import|url\(", page)
+    for _, attributes in _Parser(page).tags:
+        assert not {"src", "href", "srcset", "action"} & attributes.keys()
+
+
+def test_tokens_are_grouped_by_author(tmp_path):
+    page = _page(tmp_path, [], [EPISODE])
+    spans = re.findall(r'<span class="([ep])">([\d ]+)</span>', page)
+    assert spans == [("e", "11 12"), ("p", "13 14"), ("e", "15")]
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        [],
+        [{"step": 1}],
+        [{"step": 0, "eval": {"win": 0.0}}],
+        [{"step": 0, "eval": {}}],
+        [_step(1)],
+        [_step(1, reward_mean=math.nan, grad_norm=math.inf, logprob_mismatch_max=0.0)],
+        [_step(1, stage_s={"train": math.nan})],
+        [{"step": 1, "reward_mean": 0.5}, {"step": 2, "loss": 0.1}],
+    ],
+)
+def test_any_beginning_of_a_run_is_a_page(tmp_path, metrics):
+    page = _page(tmp_path, metrics)
+    _Parser(page)
+    assert not re.search(r'(?:d|x|y|cx|cy|x1|y1)="[^"]*(?:nan|inf)', page)
+
+
+def test_only_what_the_run_has_is_charted(tmp_path):
+    page = _page(tmp_path, [{"step": 1, "reward_mean": 0.5}, {"step": 2, "reward_mean": 1.5}])
+    charts = [json.loads(a["data-chart"]) for tag, a in _Parser(page).tags if "data-chart" in a]
+    assert [c["series"] for c in charts] == [
+        [{"name": "reward", "color": 0, "xs": [1, 2], "ys": [0.5, 1.5]}]
+    ]
+    assert "Meshes" not in page and "Sample episodes" not in page
+
+
+def test_headlines(tmp_path):
+    rows = [
+        _step(1, time_s=50.0),
+        {"step": 1, "eval": {"win": 0.75, "illegal": 0.25}},
+        _step(2, time_s=10.0),  # a resumed run: its clock starts again
+        {"step": 2, "eval": {"win": 0.5, "illegal": 0.125}},
+    ]
+    page = _page(tmp_path, rows)
+    figures = re.findall(r"<b>([^<]*)</b><span>([^<]*)</span><small>([^<]*)</small>", page)
+    assert figures == [
+        ("2", "steps", "of 3"),
+        ("1 min 00 s", "training time", ""),
+        ("50.0%", "last evaluation", "win, step 2; illegal 12.5%"),
+        ("75.0%", "best evaluation", "win, step 1"),
+        ("+0.150", "reward", "mean of the last 2 steps"),
+        ("1k", "rollout tokens/s", "mean of the last 2 steps"),
+        ("202", "longest context", "tokens"),
+        ("0", "mesh switches", ""),
+    ]
+
+
+MESHES = [
+    {"step": 1, "rollout_mesh": "data=8", "train_mesh": "fsdp=8"},
+    {"step": 2, "rollout_mesh": "data=8", "train_mesh": "fsdp=8"},
+    {
+        "step": 3,
+        "rollout_mesh": "data=4,tensor=2",
+        "train_mesh": "fsdp=8",
+        "switched": ["rollout"],
+        "decision": "contexts grew",
+        "switch_s": 1.5,
+    },
+    {
+        "step": 4,
+        "rollout_mesh": "data=8",
+        "train_mesh": "fsdp=4",
+        "switched": ["rollout", "train"],
+        "decision": {"rollout": "contexts shrank", "train": "it is faster"},
+        "switch_s": {"rollout": 0.5, "train": 0.25},
+    },
+]
+
+
+def test_segments_are_the_run_lengths_of_the_meshes():
+    assert mesh_segments(MESHES, "rollout_mesh") == [
+        Segment("data=8", 1, 2),
+        Segment("data=4,tensor=2", 3, 3),
+        Segment("data=8", 4, 4),
+    ]
+    assert mesh_segments(MESHES, "train_mesh") == [Segment("fsdp=8", 1, 3), Segment("fsdp=4", 4, 4)]
+    assert mesh_segments([{"step": 1}], "train_mesh") == []
+
+
+def test_the_timeline_shares_its_width_by_steps(tmp_path):
+    timeline = mesh_timeline(MESHES)
+    places = {k: [(s["left"], s["width"]) for s in v] for k, v in timeline["rows"].items()}
+    assert places == {
+        "rollout": [(0, 50), (50, 25), (75, 25)],
+        "train": [(0, 75), (75, 25)],
+    }
+    assert [(m["step"], m["left"]) for m in timeline["markers"]] == [(3, 50), (4, 75)]
+    first, _, third = timeline["rows"]["rollout"]
+    assert first["color"] == third["color"]
+    assert len(_Parser(_page(tmp_path, MESHES)).with_class("segment")) == 5
+
+
+def test_switches_say_from_what_to_what_and_why():
+    rows = [tuple(s.values()) for s in mesh_switches(MESHES)]
+    assert rows == [
+        (3, "rollout", "data=8", "data=4,tensor=2", "contexts grew", "1.50 s"),
+        (4, "rollout", "data=4,tensor=2", "data=8", "contexts shrank", "0.50 s"),
+        (4, "train", "fsdp=8", "fsdp=4", "it is faster", "0.25 s"),
+    ]
+
+
+def test_a_page_of_400_steps_takes_milliseconds(tmp_path):
+    rows = [_step(step) for step in range(1, 401)]
+    _page(tmp_path / "first", rows[:1])
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        _page(tmp_path / "second", rows, [EPISODE] * 12)
+        best = min(best, time.perf_counter() - start)
+    # 20 ms on a quiet core (2026); CI machines are slower and shared.
+    assert best < 0.25
+    assert (tmp_path / "second" / "report.html").stat().st_size < 300_000
+
+
+def _paths(svg):
+    return re.findall(r' d="([^"]*)"', svg)
+
+
+def test_a_curve_goes_from_corner_to_corner():
+    svg = line_chart(
+        [Series(name="a", xs=[0, 10], ys=[0.0, 1.0])], label="fraction", y_range=(0.0, 1.0)
+    )
+    # 400 x 220 less the margins: x from 52 to 390, y from 198 up to 24.
+    assert _paths(svg) == ["M52,198h0L390,24"]
+
+
+def test_a_log_axis_has_a_decade_per_tick_and_zero_on_the_floor():
+    svg = line_chart([Series(name="a", xs=[0, 1, 2], ys=[0.0, 1e-3, 1e-2])], label="nats", log=True)
+    # Decades 1e-3 to 1e-1: two of 87 units each.
+    assert _paths(svg) == ["M52,198h0L221,198L390,111"]
+    for text in ("0.001", "0.01", "0.1"):
+        assert f">{text}</text>" in svg
+
+
+def test_nan_breaks_a_curve():
+    ys = [0.0, math.nan, 1.0]
+    svg = line_chart([Series(name="a", xs=[0, 1, 2], ys=ys)], label="x", y_range=(0.0, 1.0))
+    assert _paths(svg) == ["M52,198h0M390,24h0"]
+
+
+def test_a_spike_survives_thinning():
+    ys = [0.0] * 5000
+    ys[1234] = 7.0
+    svg = line_chart([Series(name="a", xs=range(5000), ys=ys)], label="x")
+    (data,) = re.findall(r'data-chart="([^"]*)"', svg)
+    (series,) = json.loads(html.unescape(data))["series"]
+    assert len(series["xs"]) <= 200
+    assert (1234, 7.0) in zip(series["xs"], series["ys"], strict=True)
+
+
+def test_areas_are_stacked():
+    series = [
+        Series(name="rollout", xs=[1, 2], ys=[1.0, 1.0]),
+        Series(name="train", xs=[1, 2], ys=[1.0, 0.0]),
+    ]
+    svg = stacked_chart(series, label="s")
+    # The highest stack, 2 s, is 1 / 1.05 of 174 units: 165.7; the bins are 169 units wide.
+    assert _paths(svg) == [
+        "M52,115.1L221,115.1L221,115.1L390,115.1L390,198L221,198L221,198L52,198Z",
+        "M52,32.3L221,32.3L221,115.1L390,115.1L390,115.1L221,115.1L221,115.1L52,115.1Z",
+    ]
+
+
+def test_ticks():
+    assert linear_ticks(0.0, 1.0) == [0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert linear_ticks(-0.93, 0.88) == [-0.5, 0, 0.5]
+    assert linear_ticks(1, 300) == [100, 200, 300]
+    assert [tick_text(v) for v in (0.0, 0.25, 1500, 12000, 1.5e6, 1e-5)] == [
+        "0", "0.25", "1500", "12k", "1.5M", "1e-5",
+    ]  # fmt: skip

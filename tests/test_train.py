@@ -1,0 +1,547 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""An update is the arithmetic it says, and the same on every layout and in any number of parts."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.parameters import check_tensor_axis, init_parameters, parameter_specs
+from earl_jax.selector.candidates import train_candidates
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.optimizer import entropy_coefficient, learning_rate, make_optimizer
+from earl_jax.train.step import (
+    TrainState,
+    UpdateMetrics,
+    batch_shapes,
+    make_train_step,
+    read_metrics,
+    score_batch,
+    state_shapes,
+    state_shardings,
+)
+from earl_jax.trajectory import TrajectoryBatch
+
+VOCAB, ROWS, LENGTH, TEMPERATURE = 64, 16, 24, 0.8
+# Eight key/value heads, so that every mesh of eight devices is allowed.
+MODEL = ModelConfig(
+    num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=32, init_scale=4.0
+)
+# 23 tokens are scored in chunks of 10: two and a part. No gradient is clipped.
+CONFIG = TrainConfig(logprob_chunk=10, max_grad_norm=1e9, clip_low=0.2, clip_high=0.3)
+RATE, ENTROPY_COEFFICIENT = 1e-3, 0.05
+CONTROLS = np.array([RATE, ENTROPY_COEFFICIENT], np.float32)
+ONE_DEVICE = MeshShape()
+ALL_AXES = MeshShape(data=2, fsdp=2, tensor=2)
+
+
+# Without LLVM's expensive passes.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+def every_layout() -> list[MeshShape]:
+    """What the selector can return for this model on eight devices."""
+
+    def check(shape: MeshShape) -> str | None:
+        return check_tensor_axis(MODEL, VOCAB, shape.tensor, shape.fsdp)
+
+    return train_candidates(8, (), check)
+
+
+@functools.cache
+def make_params() -> Any:
+    """On the host."""
+    specs = parameter_specs(MODEL, VOCAB)
+    init = jax.jit(lambda key: init_parameters(specs, key), compiler_options=QUICK)
+    params = init(jax.random.key(0))
+    return jax.tree.map(np.array, params)
+
+
+@functools.cache
+def own_scores():
+    """`score_batch` on one device, jitted: batch -> (logprobs, entropy) on the host."""
+    score = jax.jit(
+        functools.partial(score_batch, MODEL, CONFIG, make_layout(ONE_DEVICE), TEMPERATURE),
+        compiler_options=QUICK,
+    )
+    return lambda batch: [np.asarray(part) for part in score(make_params(), batch)]
+
+
+@functools.cache
+def make_batch() -> TrajectoryBatch:
+    """On the host: prompt of 3, then replies and answers; even rows short, odd rows long.
+
+    The behaviour policy is this one but for noise that takes some ratios over the clip.
+    """
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    turn_ids, segment_ids = np.zeros_like(tokens), np.zeros_like(tokens)
+    advantages = np.zeros(tokens.shape, np.float32)
+    for row in range(ROWS):
+        end = 3
+        for turn in range(1, 2 + (row % 2) * 3):
+            reply = int(rng.integers(1, 4))
+            turn_ids[row, end : end + reply] = turn
+            advantages[row, end : end + reply] = rng.normal()
+            end += reply + 2
+        assert end <= LENGTH
+        segment_ids[row, :end] = 1
+    batch = TrajectoryBatch(
+        tokens=tokens,
+        segment_ids=segment_ids,
+        turn_ids=turn_ids,
+        logprobs=np.zeros(tokens.shape, np.float32),
+        versions=np.zeros_like(tokens),
+        advantages=advantages,
+    )
+    noise = rng.normal(size=tokens.shape).astype(np.float32) * 0.3
+    return dataclasses.replace(batch, logprobs=own_scores()(batch)[0] + noise)
+
+
+class Update(NamedTuple):
+    """On the host: what one update left. `grads` are read from Adam's first moment."""
+
+    params: Any
+    grads: Any
+    metrics: UpdateMetrics
+
+
+@functools.cache
+def compiled_step(shape: MeshShape, config: TrainConfig, objective):
+    """The step as lowered by the product; compiled in 0.8 s instead of 5 (2 cores, jax 0.10.2)."""
+    layout = make_layout(shape)
+    step = make_train_step(
+        MODEL,
+        config,
+        layout,
+        vocab_size=VOCAB,
+        temperature=TEMPERATURE,
+        objective=objective,
+    )
+    state = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        state_shapes(MODEL, config, VOCAB),
+        state_shardings(MODEL, config, VOCAB, layout),
+    )
+    controls = jax.ShapeDtypeStruct((2,), jnp.float32)
+    lowered = step.lower(state, batch_shapes(ROWS, LENGTH, layout), controls)
+    return lowered.compile(compiler_options=QUICK)
+
+
+def first_state(shape: MeshShape, config: TrainConfig = CONFIG) -> TrainState:
+    """`make_params` and an empty optimiser, placed."""
+    zeros = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), state_shapes(MODEL, config, VOCAB)
+    )
+    state = dataclasses.replace(zeros, params=make_params())
+    # Copies, because a state is donated and the host's arrays are needed again.
+    state = jax.tree.map(np.array, state)
+    return jax.device_put(state, state_shardings(MODEL, config, VOCAB, make_layout(shape)))
+
+
+def update(
+    batch: TrajectoryBatch,
+    shape: MeshShape = ONE_DEVICE,
+    config: TrainConfig = CONFIG,
+    objective="policy_gradient",
+) -> Update:
+    state = first_state(shape, config)
+    placed = jax.device_put(batch, make_layout(shape).activations("BT"))
+    new, metrics = compiled_step(shape, config, objective)(state, placed, CONTROLS)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the state is donated"
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(placed))
+    expected = state_shardings(MODEL, config, VOCAB, make_layout(shape))
+    assert jax.tree.all(
+        jax.tree.map(
+            lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim),
+            new,
+            expected,
+        )
+    )
+    assert int(new.updates) == 1
+    # After the first update, Adam's first moment is (1 - b1) times the gradient.
+    grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), new.optimizer[1].mu)
+    return Update(jax.tree.map(np.asarray, new.params), grads, read_metrics(metrics))
+
+
+def reference_loss(params, batch: TrajectoryBatch):
+    """The objective written out once more: all logits at once, one number per token, one mean."""
+    layout = make_layout(ONE_DEVICE)
+    hidden = forward_rows(MODEL, layout, params, batch.tokens, batch.segment_ids)
+    logits = jnp.einsum("btd,dv->btv", hidden[:, :-1], head_weights(params)) / TEMPERATURE
+    logs = jax.nn.log_softmax(logits)
+    targets = jax.nn.one_hot(batch.tokens[:, 1:], VOCAB)
+    new = jnp.sum(logs * targets, axis=-1)
+    entropy = -jnp.sum(jnp.exp(logs) * logs, axis=-1)
+    spoken = (batch.turn_ids[:, 1:] > 0).astype(jnp.float32)
+    log_ratio = (new - batch.logprobs[:, 1:]) * spoken
+    ratio, advantages = jnp.exp(log_ratio), batch.advantages[:, 1:]
+    # PPO's clip as cases: no more gain above 1.3 where good, nor below 0.8 where bad.
+    cut = ((advantages > 0) & (ratio > 1.3)) | ((advantages < 0) & (ratio < 0.8))
+    gain = jnp.where(cut, jnp.where(advantages > 0, 1.3, 0.8), ratio) * advantages
+    count = spoken.sum()
+
+    def mean(values):
+        return jnp.sum(values * spoken) / count
+
+    loss = -mean(gain + ENTROPY_COEFFICIENT * entropy)
+    return loss, {
+        "loss": loss,
+        "entropy": mean(entropy),
+        "clip_fraction": mean(cut),
+        "kl": mean(ratio - 1 - log_ratio),
+        "mismatch_mean": mean(jnp.abs(log_ratio)),
+        "mismatch_max": jnp.abs(log_ratio).max(),
+        "tokens": count,
+    }
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Gradients of `reference_loss` and its numbers, unsharded."""
+    grad = jax.jit(jax.grad(reference_loss, has_aux=True), compiler_options=QUICK)
+    grads, numbers = grad(make_params(), make_batch())
+    grads = jax.tree.map(np.asarray, grads)
+    numbers = {name: float(number) for name, number in numbers.items()}
+    squares = [np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(grads)]
+    return grads, numbers | {"grad_norm": math.sqrt(sum(squares))}
+
+
+def assert_same_gradients(grads, expected, tolerance=2e-6) -> None:
+    def check(path, grad, other):
+        np.testing.assert_allclose(
+            grad, other, rtol=1e-4, atol=tolerance, err_msg=jax.tree_util.keystr(path)
+        )
+        assert np.abs(other).max() > 100 * tolerance, "the comparison must mean something"
+
+    jax.tree_util.tree_map_with_path(check, grads, expected)
+
+
+def assert_same_metrics(metrics: UpdateMetrics, expected: dict[str, float]) -> None:
+    assert metrics._asdict() == pytest.approx(expected, rel=2e-5, abs=1e-6)
+
+
+def assert_adams_first_update(params, grads, rate=RATE) -> None:
+    """Both moments are corrected to the gradient itself: p - rate * g / (|g| + 1e-8)."""
+
+    def check(old, new, grad):
+        expected = old - rate * grad / (np.abs(grad) + 1e-8)
+        # Gradients near 0 have no reliable sign; they move by less than the rate.
+        sure = np.abs(grad) > 1e-4
+        np.testing.assert_allclose(new[sure], expected[sure], atol=2e-7)
+        assert np.abs(new - old).max() <= rate * 1.001
+        assert sure.any()
+
+    jax.tree.map(check, make_params(), params, grads)
+
+
+# Sharded equals unsharded.
+
+
+def test_the_selector_can_return_every_mesh_of_eight():
+    # Three factors of two over three axes: C(5, 2) = 10 ways.
+    assert len(every_layout()) == 10
+    assert {shape.num_devices for shape in every_layout()} == {8}
+
+
+def test_the_reference_batch_is_a_hard_one(reference):
+    """Some tokens are cut off, few rows are full, rows differ in the tokens that count."""
+    _, numbers = reference
+    assert 0.05 < numbers["clip_fraction"] < 0.9
+    counts = (make_batch().turn_ids > 0).sum(axis=1)
+    assert counts[::2].sum() * 2 < counts[1::2].sum()
+    assert make_batch().segment_ids.min(axis=1).sum() < ROWS
+
+
+@pytest.mark.parametrize("shape", [ONE_DEVICE, *every_layout()], ids=str)
+def test_an_update_is_the_same_on_every_layout(shape, reference):
+    grads, numbers = reference
+    got = update(make_batch(), shape)
+    assert_same_metrics(got.metrics, numbers)
+    assert_same_gradients(got.grads, grads)
+    assert_adams_first_update(got.params, grads)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "shape"), [(4, ONE_DEVICE), (2, ALL_AXES), (4, ALL_AXES)], ids=str
+)
+def test_micro_batches_add_up_to_one_batch(micro_batches, shape, reference):
+    config = dataclasses.replace(CONFIG, micro_batches=micro_batches)
+    grads, numbers = reference
+    got = update(make_batch(), shape, config)
+    assert_same_metrics(got.metrics, numbers)
+    assert_same_gradients(got.grads, grads)
+    assert_adams_first_update(got.params, grads)
+
+
+def test_micro_batches_are_not_averaged_one_by_one():
+    """Two micro-batches of unequal token counts: sum over sum, not the mean of the means."""
+    batch = make_batch()
+    logprobs, _ = own_scores()(batch)
+    losses, counts = [], []
+    for part in range(2):  # rows 0, 2, ... and rows 1, 3, ...: the short and the long
+        spoken = batch.turn_ids[part::2] > 0
+        losses.append(-float(logprobs[part::2][spoken].sum()))
+        counts.append(int(spoken.sum()))
+    mean_of_means = (losses[0] / counts[0] + losses[1] / counts[1]) / 2
+    right = sum(losses) / sum(counts)
+    assert abs(mean_of_means - right) > 0.03
+    config = dataclasses.replace(CONFIG, micro_batches=2)
+    got = update(batch, config=config, objective="supervised").metrics
+    assert got.loss == pytest.approx(right, rel=1e-5)
+    assert got.tokens == sum(counts)
+
+
+def test_remat_changes_nothing(reference):
+    grads, numbers = reference
+    got = update(make_batch(), config=dataclasses.replace(CONFIG, remat=True))
+    assert_same_metrics(got.metrics, numbers)
+    assert_same_gradients(got.grads, grads)
+
+
+# What counts and what does not.
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shape", [ONE_DEVICE, ALL_AXES], ids=str)
+def test_padding_and_the_environments_facts_never_count(shape, seed):
+    """Garbage of any size, NaN included, wherever it is told to mean nothing."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch()
+    silent, padding = batch.turn_ids == 0, batch.segment_ids == 0
+    wild = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 3.0], np.float32)
+
+    def spoil(field, where, garbage):
+        return np.where(where, rng.choice(garbage, field.shape), field).astype(field.dtype)
+
+    dirty = dataclasses.replace(
+        batch,
+        tokens=spoil(batch.tokens, padding, np.arange(VOCAB)),
+        logprobs=spoil(batch.logprobs, silent, wild),
+        advantages=spoil(batch.advantages, silent, wild),
+        versions=spoil(batch.versions, np.ones_like(silent), np.arange(99)),
+    )
+    got, expected = update(dirty, shape), update(batch, shape)
+    assert got.metrics == expected.metrics
+    jax.tree.map(np.testing.assert_array_equal, got.params, expected.params)
+
+
+def test_the_environments_tokens_are_context():
+    """Told apart from the test above: a changed prompt changes what is learnt."""
+    batch = make_batch()
+    tokens = batch.tokens.copy()
+    tokens[:, 1] = (tokens[:, 1] + 1) % VOCAB
+    got = update(dataclasses.replace(batch, tokens=tokens)).metrics
+    assert abs(got.loss - update(batch).metrics.loss) > 1e-4
+
+
+def test_the_models_own_logprobs_have_no_mismatch():
+    batch = make_batch()
+    own, entropy = own_scores()(batch)
+    metrics = update(dataclasses.replace(batch, logprobs=own)).metrics
+    assert metrics.mismatch_max < 2e-6 and metrics.mismatch_mean < 2e-6
+    assert metrics.clip_fraction == 0
+    assert metrics.kl == pytest.approx(0, abs=1e-6)
+    # Ratio 1 everywhere: the loss is minus the mean advantage and the bonus.
+    spoken = batch.turn_ids > 0
+    expected = -np.mean(batch.advantages[spoken] + ENTROPY_COEFFICIENT * entropy[spoken])
+    assert metrics.loss == pytest.approx(expected, abs=1e-5)
+    assert metrics.entropy == pytest.approx(entropy[spoken].mean(), rel=1e-5)
+
+
+def test_a_shift_of_the_engines_logprobs_is_the_mismatch():
+    batch = make_batch()
+    own, _ = own_scores()(batch)
+    metrics = update(dataclasses.replace(batch, logprobs=own - 0.125)).metrics
+    assert metrics.mismatch_mean == pytest.approx(0.125, abs=2e-6)
+    assert metrics.mismatch_max == pytest.approx(0.125, abs=2e-6)
+    # k3 of ratio e^0.125: 1.133148 - 1 - 0.125.
+    assert metrics.kl == pytest.approx(0.008148, abs=1e-5)
+    one = own.copy()
+    row, place = np.argwhere(batch.turn_ids > 0)[5]
+    one[row, place] += 0.5
+    metrics = update(dataclasses.replace(batch, logprobs=one)).metrics
+    assert metrics.mismatch_max == pytest.approx(0.5, abs=2e-6)
+    assert metrics.mismatch_mean == pytest.approx(0.5 / metrics.tokens, abs=2e-6)
+
+
+def test_scores_stand_at_their_own_token():
+    """Place t holds the log-prob of token t given those before it; place 0 holds none."""
+    batch = make_batch()
+    logprobs, entropy = own_scores()(batch)
+    assert logprobs.shape == entropy.shape == (ROWS, LENGTH)
+    assert not logprobs[:, 0].any() and not entropy[:, 0].any()
+    changed = batch.tokens.copy()
+    changed[:, 5] = (changed[:, 5] + 1) % VOCAB
+    other, other_entropy = own_scores()(dataclasses.replace(batch, tokens=changed))
+    np.testing.assert_array_equal(other[:, :5], logprobs[:, :5])
+    np.testing.assert_array_equal(other_entropy[:, :6], entropy[:, :6])
+    assert (np.abs(other[:, 5:7] - logprobs[:, 5:7]) > 0).all()
+
+
+def test_a_batch_without_a_word_of_the_policy_changes_nothing():
+    batch = dataclasses.replace(make_batch(), turn_ids=np.zeros((ROWS, LENGTH), np.int32))
+    got = update(batch)
+    assert (got.metrics.loss, got.metrics.grad_norm, got.metrics.tokens) == (0, 0, 1)
+    jax.tree.map(np.testing.assert_array_equal, got.params, make_params())
+
+
+# Supervised updates.
+
+
+def test_supervised_updates_learn_the_demonstrators_tokens():
+    config = dataclasses.replace(CONFIG, micro_batches=2)
+    batch = make_batch()
+    spoken = batch.turn_ids > 0
+    logprobs, entropy = own_scores()(batch)
+    got = update(batch, config=config, objective="supervised")
+    assert got.metrics.loss == pytest.approx(-logprobs[spoken].mean(), rel=1e-5)
+    assert got.metrics.entropy == pytest.approx(entropy[spoken].mean(), rel=1e-5)
+    assert got.metrics[2:6] == (0, 0, 0, 0)
+    # Neither advantages nor anybody's log-probs play a part.
+    bare = dataclasses.replace(
+        batch,
+        advantages=np.full_like(batch.advantages, np.nan),
+        logprobs=np.full_like(batch.logprobs, np.nan),
+    )
+    same = update(bare, config=config, objective="supervised")
+    jax.tree.map(np.testing.assert_array_equal, got.params, same.params)
+    # Twenty such updates make those tokens likely.
+    step = compiled_step(ONE_DEVICE, config, "supervised")
+    state, losses = first_state(ONE_DEVICE, config), []
+    for _ in range(20):
+        state, metrics = step(state, batch, np.array([1e-2, 0.0], np.float32))
+        losses.append(read_metrics(metrics).loss)
+    assert losses[-1] < 0.5 * losses[0]
+    assert int(state.updates) == 20
+
+
+# The optimiser and its schedules.
+
+
+def test_large_gradients_are_clipped_by_their_global_norm(reference):
+    grads, numbers = reference
+    norm = numbers["grad_norm"]
+    config = dataclasses.replace(CONFIG, max_grad_norm=norm / 4)
+    got = update(make_batch(), config=config)
+    quarter = jax.tree.map(lambda grad: grad / 4, grads)
+    assert_same_gradients(got.grads, quarter, tolerance=1e-6)
+    assert got.metrics.grad_norm == pytest.approx(norm, rel=1e-5), "logged before the clip"
+
+
+def test_adam_by_hand():
+    """Two updates of one parameter p = 2 with b1 = 0.9, b2 = 0.95 and a decay of 0.01."""
+    config = TrainConfig(adam_b1=0.9, adam_b2=0.95, weight_decay=0.01, max_grad_norm=1.0)
+    optimizer = make_optimizer(config)
+    params = {"p": jnp.array([2.0])}
+    state = optimizer.init(params)
+    # g = 0.5: m / (1 - b1) = 0.5, v / (1 - b2) = 0.25, so 0.5 / 0.5 = 1, plus 0.01 * 2.
+    direction, state = optimizer.update({"p": jnp.array([0.5])}, state, params)
+    assert direction["p"][0] == pytest.approx(1.02, abs=1e-6)
+    # g = -0.2: m = 0.9 * 0.05 - 0.02 = 0.025, over 1 - 0.81 = 0.19: 0.131579.
+    # v = 0.95 * 0.0125 + 0.05 * 0.04 = 0.013875, over 1 - 0.9025 = 0.0975: 0.142308.
+    direction, state = optimizer.update({"p": jnp.array([-0.2])}, state, params)
+    assert direction["p"][0] == pytest.approx(0.131579 / math.sqrt(0.142308) + 0.02, abs=1e-5)
+
+
+def test_the_clip_by_hand():
+    optimizer = make_optimizer(TrainConfig(max_grad_norm=1.0, adam_b1=0.5))
+    params = {"p": jnp.zeros(1), "q": jnp.zeros(1)}
+    # Gradients 3 and 4 have norm 5: they become 0.6 and 0.8, and the moments half of that.
+    grads = {"p": jnp.array([3.0]), "q": jnp.array([4.0])}
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    assert state[1].mu["p"][0] == pytest.approx(0.3)
+    assert state[1].mu["q"][0] == pytest.approx(0.4)
+    # Norm 0.5 stays.
+    grads = {"p": jnp.array([0.3]), "q": jnp.array([-0.4])}
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    assert state[1].mu["p"][0] == pytest.approx(0.15)
+    assert state[1].mu["q"][0] == pytest.approx(-0.2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "rate"),
+    [
+        # Warm-up of 4 steps to 1: 1/5, 2/5, 3/5, 4/5, then 1 at step 4; 20 steps leave 16 to fall.
+        ("linear", 0, 0.2),
+        ("linear", 3, 0.8),
+        ("linear", 4, 1.0),
+        ("linear", 8, 0.8),  # a quarter of the way from 1 to 0.2
+        ("linear", 12, 0.6),
+        ("linear", 19, 0.25),  # 15/16 of the way
+        ("linear", 20, 0.2),
+        ("linear", 99, 0.2),
+        ("cosine", 0, 0.2),
+        ("cosine", 4, 1.0),
+        ("cosine", 12, 0.6),  # halfway
+        ("cosine", 8, 0.6 + 0.4 * math.sqrt(0.5)),  # cos(pi / 4)
+        ("cosine", 20, 0.2),
+        ("constant", 1, 0.4),
+        ("constant", 4, 1.0),
+        ("constant", 19, 1.0),
+    ],
+)
+def test_the_learning_rate_by_hand(schedule, step, rate):
+    config = TrainConfig(
+        schedule=schedule, warmup_steps=4, learning_rate=1.0, final_learning_rate=0.2
+    )
+    assert learning_rate(config, step, 20) == pytest.approx(rate, abs=1e-6)
+
+
+def test_the_learning_rate_without_warmup_and_with_nothing_but_it():
+    config = TrainConfig(warmup_steps=0, learning_rate=1.0, final_learning_rate=0.0)
+    assert [learning_rate(config, step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    config = TrainConfig(warmup_steps=10, learning_rate=1.1, final_learning_rate=0.0)
+    assert learning_rate(config, 4, 5) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_learning_rate_of_zero_is_zero(schedule):
+    """A run that only measures."""
+    config = TrainConfig(schedule=schedule, learning_rate=0.0, final_learning_rate=0.0)
+    assert [learning_rate(config, step, 20) for step in (0, 10, 19)] == [0, 0, 0]
+
+
+def test_the_entropy_coefficient_by_hand():
+    config = TrainConfig(entropy_coefficient=0.5, final_entropy_coefficient=0.1)
+    # Five steps are four equal falls of 0.1.
+    values = [entropy_coefficient(config, step, 5) for step in range(5)]
+    assert values == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1], abs=1e-6)
+    assert entropy_coefficient(config, 0, 1) == pytest.approx(0.5)
+
+
+def test_the_rate_and_the_bonus_are_arguments_of_one_program():
+    """The same compiled step: a rate of 0 moves nothing, a bonus of 0 is left out of the loss."""
+    step = compiled_step(ONE_DEVICE, CONFIG, "policy_gradient")
+    placed = jax.device_put(make_batch(), make_layout(ONE_DEVICE).activations("BT"))
+    state, metrics = step(first_state(ONE_DEVICE), placed, np.array([0.0, 0.0], np.float32))
+    jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
+    usual = update(make_batch()).metrics
+    bonus = ENTROPY_COEFFICIENT * usual.entropy
+    assert read_metrics(metrics).loss == pytest.approx(usual.loss + bonus, abs=1e-6)
+
+
+def test_traced_shapes_are_those_of_a_batch():
+    layout = make_layout(ALL_AXES)
+    shapes = batch_shapes(ROWS, LENGTH, layout)
+    placed = jax.device_put(make_batch(), layout.activations("BT"))
+
+    def describe(leaf):
+        return leaf.shape, leaf.dtype, leaf.sharding
+
+    assert jax.tree.map(describe, shapes) == jax.tree.map(describe, placed)
+    shapes.validate()
+    with pytest.raises(ValueError, match=r"TrajectoryBatch.advantages has shape \(16, 23\)"):
+        dataclasses.replace(placed, advantages=placed.advantages[:, 1:]).validate()
