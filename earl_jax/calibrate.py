@@ -3,7 +3,8 @@
 """Measures what the selector chooses from: bytes and speed of each candidate, each program once.
 
 Bytes are XLA's own memory analysis of the program that will run; speed is that program, run: the
-best of some rounds, because what disturbs a round only ever makes it slower.
+best of some rounds, because what disturbs a round only ever makes it slower. A run whose meshes go
+by the order of their list asks for bytes only.
 """
 
 import dataclasses
@@ -49,6 +50,7 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
             field: getattr(config.train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
         },
+        "order": config.selector.order,
         "measure_rounds": config.selector.measure_rounds,
         "devices": [f"{d.platform} {d.device_kind}" for d in world.devices],
         "host": [platform.machine(), os.cpu_count()],
@@ -94,10 +96,10 @@ class Calibration:
                 self._say(f"measurements cannot be kept for later runs: {error}")
                 table = dataclasses.replace(self.table, path=None)
                 self.table = table.with_measurement(entry, found)
+            speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
             self._say(
-                f"measured {stage} on {mesh} with room for {places} tokens an episode: "
-                f"{found.tokens_per_s:,.0f} tokens/s, {found.program_bytes / 2**20:.2f} MiB per "
-                "device"
+                f"measured {stage} on {mesh} with room for {places} tokens an episode: {speed}"
+                f"{found.program_bytes / 2**20:.2f} MiB per device"
             )
         measured = self.table.measurements[entry]
         return Option(
@@ -111,6 +113,8 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
     """Rounds with every slot busy: a whole chunk appended, a whole burst sampled."""
     engine, config = world.engine(mesh), world.config
     compiled = engine.lower_play(places).compile()
+    if config.selector.order == "listed":
+        return _bytes_only(compiled)
     params = world.init_train_state(world.train_candidates[0]).params
 
     def move() -> Any:
@@ -152,6 +156,8 @@ def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
     state = world.init_train_state(mesh)
     controls = np.zeros(2, np.float32)
     compiled = step.lower(state, shapes, controls).compile()
+    if world.config.selector.order == "listed":
+        return _bytes_only(compiled)
     elsewhere = world.init_train_state(world.train_candidates[0])
     shardings = world.train_state_shardings(mesh)
     reshard(elsewhere, shardings)
@@ -178,6 +184,10 @@ def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
         program_bytes=program_bytes(compiled),
         switch_s=switch_s,
     )
+
+
+def _bytes_only(compiled: Any) -> Measurement:
+    return Measurement(tokens_per_s=None, program_bytes=program_bytes(compiled), switch_s=0.0)
 
 
 def _seconds(move: Callable[[], Any]) -> float:

@@ -186,6 +186,14 @@ def _check_effects(config: Config) -> None:
             (config.model.rope_scaling.factor == 1, f"model.rope_scaling.{field}", no_scaling)
             for field in ("low_freq_factor", "high_freq_factor", "original_max_position")
         ),
+        *(
+            (
+                config.selector.order == "listed",
+                f"selector.{field}",
+                "config.selector.order is 'listed'",
+            )
+            for field in ("hysteresis", "horizon_steps", "measure_rounds")
+        ),
         (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
         (
             train.schedule == "constant",

@@ -82,8 +82,9 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         rollout = play(world, placement, seat, world.training_tasks(step), load)
     with timer("select"):
         load = measure_load(rollout)
+        history = position.history.add(load)
         length = world.config.rollout.places_for(load.context_tokens_max)
-        placement.choose_training(length, load)
+        placement.choose_training(history.recent())
         state = placement.move_state(state)
     layout = world.layout(placement.in_training)
     with timer("dispatch"), only_on_devices(world) as dispatch_reads:
@@ -111,7 +112,6 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         publish_host_bytes=publish_reads.num_bytes,
         stage_s=timer.seconds,
     )
-    history = position.history.add(load)
     return Position(step=step + 1, state=state, history=history), record
 
 

@@ -107,8 +107,14 @@ class Placement:
 
     # Training.
 
-    def choose_training(self, length: int, load: Load | None) -> Decision:
-        """The training mesh for rows of `length` tokens."""
+    def choose_training(self, load: Load | None) -> Decision:
+        """The training mesh for rows as long as the longest of recent steps.
+
+        By recent steps and not by the batch at hand: where the longest episode comes and goes, the
+        mesh must not.
+        """
+        rollout = self._world.config.rollout
+        length = rollout.places_for(load.context_tokens_max if load else 1)
         options = self.calibration.train_options(length)
         decision = choose(
             "train",
@@ -116,7 +122,7 @@ class Placement:
             current=self.train_mesh,
             places=length,
             load=load,
-            step_tokens=self._world.config.rollout.episodes_per_step * length,
+            step_tokens=rollout.episodes_per_step * length,
             switch_s=max(self.calibration.switch_s("train", o.mesh, length) for o in options),
             settings=self._settings,
         )

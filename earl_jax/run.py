@@ -212,7 +212,7 @@ class _Keeper:
             check_weights(self.world.checkpoint)
         self.placement.calibration.measure_all()
         self.placement.check_budget()
-        self.placement.choose_training(config.rollout.context_buckets[0], None)
+        self.placement.choose_training(None)
         state = self.world.first_train_state(self.placement.in_training)
         position = Position(step=0, state=state, history=LoadHistory())
         self._evaluate(position, config.eval.games)

@@ -306,6 +306,11 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "devices.num_cpu_devices",
             "config.devices.platform is 'tpu'",
         ),
+        (
+            ["selector.measure_rounds=3", "selector.order=listed"],
+            "selector.measure_rounds",
+            "config.selector.order is 'listed'",
+        ),
         (["env.mcts_simulations=7"], "env.mcts_simulations", "config.env.opponent='random'"),
     ],
 )

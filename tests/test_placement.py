@@ -18,7 +18,7 @@ from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
 
 D8 = MeshShape(data=8)
@@ -50,6 +50,7 @@ GIVEN = {
         "hysteresis": 1e6,
     },
 }
+LISTED = {k: v for k, v in GIVEN["selector"].items() if k.endswith("_meshes")}
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_training_is_measured_where_no_entry_is_and_chosen_from_all(tiny, monkey
     table = ThroughputTable(path=None, measurements={entry: given})
     calibration = Calibration(tiny.world, table, said.append)
     placement = Placement(tiny.world, calibration)
-    decision = placement.choose_training(SHORT, None)
+    decision = placement.choose_training(None)
     assert len(said) == 1 and f"train on {D8} " in said[0]
     assert (decision.stage, decision.mesh, decision.switched) == ("train", D8, False)
     assert placement.in_training == D8
@@ -181,9 +182,48 @@ def test_training_is_measured_where_no_entry_is_and_chosen_from_all(tiny, monkey
     monkeypatch.setattr(tiny.world, "budget_bytes", found.program_bytes - 1)
     smaller = Placement(tiny.world, calibration)
     smaller.train_mesh = D8
-    decision = smaller.choose_training(SHORT, None)
+    decision = smaller.choose_training(None)
     assert (decision.mesh, decision.switched) == (CUBE, True)
     assert f"needs {kib(found.program_bytes)} of a budget" in decision.reason
+
+
+def test_a_run_by_the_order_of_its_list_measures_bytes_only(tiny):
+    world = World(make_config({**GIVEN, "selector": {**LISTED, "order": "listed"}}))
+    calibration = Calibration(world, ThroughputTable(path=None, measurements={}), lambda text: None)
+    option = calibration.rollout_options(SHORT, 0)[0]
+    assert (option.mesh, option.tokens_per_s) == (D8, None)
+    assert option.bytes_per_device == measured(tiny, D8, SHORT).program_bytes
+    assert calibration.switch_s("rollout", D8, SHORT) == 0.0
+
+
+def test_training_goes_by_the_longest_of_recent_steps(tiny, place):
+    """The longest episode comes and goes; the mesh that has room for it does not."""
+    entries = {
+        f"train {mesh} {places}": Measurement(
+            tokens_per_s=1.0, program_bytes=num_bytes, switch_s=0.0
+        )
+        for mesh, places, num_bytes in [
+            (D8, SHORT, 10),
+            (D8, LONG, 30),
+            (CUBE, SHORT, 15),
+            (CUBE, LONG, 20),
+        ]
+    }
+    table = ThroughputTable(path=None, measurements=entries)
+    placement = Placement(tiny.world, Calibration(tiny.world, table, lambda text: None))
+    placement._settings = dataclasses.replace(placement._settings, budget_bytes=25)
+    history, meshes = LoadHistory(), []
+    for longest in (SHORT, LONG, SHORT, LONG, SHORT):
+        history = history.add(
+            Load(
+                context_tokens_max=longest,
+                context_tokens_mean=1.0,
+                tokens_in_flight_max=1,
+                rollout_tokens=1,
+            )
+        )
+        meshes.append(placement.choose_training(history.recent()).mesh)
+    assert meshes == [D8, CUBE, CUBE, CUBE, CUBE]
 
 
 # Choosing.

@@ -162,6 +162,18 @@ def test_ties_go_to_the_first():
     assert decide(options[::-1]).mesh == D4T2
 
 
+def test_without_speeds_the_first_of_the_list_that_fits_stays_while_it_fits():
+    options = [option(D8, 200, None), option(D4T2, 150, None), option(D2T4, 100, None)]
+    start = decide(options, budget=200)
+    assert (start.mesh, start.predicted_s) == (D8, None)
+    assert "first of the list that fits" in start.reason and "measured" not in start.reason
+    left = decide(options, current=D8, budget=199)
+    assert (left.mesh, left.switched) == (D4T2, True)
+    # It would fit again on the first, and stays where it is.
+    assert decide(options, current=D4T2, budget=200).mesh == D4T2
+    assert decide(options, current=D2T4, budget=149).mesh == D2T4
+
+
 def test_a_mesh_that_does_not_fit_is_left_whatever_it_costs():
     options = [option(D8, 101, 1000.0), option(D4T2, 100, 1.0)]
     decision = decide(options, current=D8, budget=100, hysteresis=9.0, switch_s=1e9)
@@ -417,6 +429,12 @@ def test_a_write_that_dies_leaves_the_old_table_whole(cache, monkeypatch):
         context.setattr("os.replace", die)
         kept.with_measurement("rollout data=8 32", MEASURED)
     assert load_table(FACTS) == (kept, None)
+
+
+def test_from_dict_keeps_an_entry_of_bytes_only():
+    entry = Measurement(tokens_per_s=None, program_bytes=7, switch_s=0.0)
+    table = ThroughputTable(path=None, measurements={"train data=8 16": entry})
+    assert ThroughputTable.from_dict(None, table.as_dict()) == table
 
 
 @pytest.mark.parametrize(

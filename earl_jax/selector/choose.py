@@ -19,12 +19,12 @@ class Option:
 
     `bytes_per_device` is all that the stage takes of a device: its program's arguments (weights,
     KV cache, buffers), temporaries and results, and what other stages leave there meanwhile.
-    `tokens_per_s` was measured.
+    `tokens_per_s` was measured; None where the run goes by the order of its list of meshes.
     """
 
     mesh: MeshShape
     bytes_per_device: int
-    tokens_per_s: float
+    tokens_per_s: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was chosen, and why. `predicted_s` is for the tokens of one step."""
+    """What was chosen, and why. `predicted_s` is for a step's tokens, None if not measured."""
 
     stage: str
     mesh: MeshShape
@@ -46,7 +46,7 @@ class Decision:
     switched: bool
     reason: str
     bytes_per_device: int
-    predicted_s: float
+    predicted_s: float | None
 
 
 def choose(
@@ -64,8 +64,9 @@ def choose(
 
     Of the options within the budget the fastest; but the current mesh stays unless it does not fit
     or the fastest beats it by more than the hysteresis and earns `switch_s` back within the
-    horizon. Ties go to the option that comes first. Pure: the same arguments give the same
-    decision.
+    horizon. Ties go to the option that comes first. Where speeds were not measured, the first
+    option that fits, and the current mesh stays as long as it fits. Pure: the same arguments give
+    the same decision.
 
     Args:
         stage: "rollout" or "train", for the words.
@@ -89,10 +90,7 @@ def choose(
             f"would do is {least.bytes_per_device} (mesh {least.mesh}). Raise the budget, use more "
             "devices, or lower config.rollout.num_slots or the model's size"
         )
-    top = max(option.tokens_per_s for option in fitting)
-    # Speeds within the hysteresis of each other are equal, and the first of equals is preferred:
-    # a little noise in a measurement must not decide where a run starts.
-    best = next(o for o in fitting if o.tokens_per_s * (1.0 + settings.hysteresis) >= top)
+    best = _best(fitting, settings)
     here = next((option for option in options if option.mesh == current), None)
 
     def decide(option: Option, reason: str) -> Decision:
@@ -103,20 +101,23 @@ def choose(
             switched=current is not None and option.mesh != current,
             reason=reason,
             bytes_per_device=option.bytes_per_device,
-            predicted_s=step_tokens / option.tokens_per_s,
+            predicted_s=step_tokens / option.tokens_per_s if option.tokens_per_s else None,
         )
 
     why = f"{_context_words(places, load)}, {_option_words(best, settings)}"
     if here is None:
-        return decide(best, f"starts on {best.mesh}: fastest that fits; {why}")
+        merit = "fastest" if best.tokens_per_s else "first of the list"
+        return decide(best, f"starts on {best.mesh}: {merit} that fits; {why}")
     if not _fits(here, settings):
         return decide(
             best,
             f"leaves {here.mesh}, which needs {_size(here.bytes_per_device)} of a budget of "
             f"{_size(settings.budget_bytes or 0)} per device, for {best.mesh}: {why}",
         )
-    gain = best.tokens_per_s / here.tokens_per_s - 1.0
-    saved_s = step_tokens / here.tokens_per_s - step_tokens / best.tokens_per_s
+    gain = saved_s = 0.0
+    if best.tokens_per_s and here.tokens_per_s:
+        gain = best.tokens_per_s / here.tokens_per_s - 1.0
+        saved_s = step_tokens / here.tokens_per_s - step_tokens / best.tokens_per_s
     if gain <= settings.hysteresis or saved_s * settings.horizon_steps <= switch_s:
         return decide(
             here,
@@ -128,6 +129,16 @@ def choose(
         f"leaves {here.mesh} for {best.mesh}, {gain:.0%} faster, the switch of {switch_s:.2f} s "
         f"earned back in {switch_s / saved_s:.0f} steps: {why}",
     )
+
+
+def _best(fitting: Sequence[Option], settings: Settings) -> Option:
+    """The first option that no other beats by more than the hysteresis.
+
+    Speeds within it of each other are equal: a little noise in a measurement must not decide where
+    a run starts. Where none was measured, the first.
+    """
+    top = max(option.tokens_per_s or 0.0 for option in fitting)
+    return next(o for o in fitting if (o.tokens_per_s or 0.0) * (1.0 + settings.hysteresis) >= top)
 
 
 def _fits(option: Option, settings: Settings) -> bool:
@@ -146,10 +157,8 @@ def _context_words(places: int, load: Load | None) -> str:
 
 def _option_words(option: Option, settings: Settings) -> str:
     of = "" if settings.budget_bytes is None else f" of {_size(settings.budget_bytes)}"
-    return (
-        f"{_size(option.bytes_per_device)}{of} per device, {option.tokens_per_s:,.0f} tokens/s "
-        "measured"
-    )
+    speed = f", {option.tokens_per_s:,.0f} tokens/s measured" if option.tokens_per_s else ""
+    return f"{_size(option.bytes_per_device)}{of} per device{speed}"
 
 
 def _size(num_bytes: int) -> str:

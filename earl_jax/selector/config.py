@@ -3,6 +3,7 @@
 """Settings of the parallelism selector."""
 
 import dataclasses
+from typing import Literal
 
 from earl_jax.sharding.layout import MeshShape
 
@@ -17,11 +18,16 @@ class SelectorConfig:
     devices and the model allow. A mesh that fits is left only for one that is faster by more than
     the fraction `hysteresis`, and that earns the cost of the switch back within `horizon_steps`.
     Speeds are the best of `measure_rounds` rounds.
+
+    `order` "measured" goes by these speeds. "listed" measures none: a stage is on the first mesh of
+    its list that fits, until that does not fit any more. Such a run does the same on every machine,
+    and two of them can be compared bit for bit.
     """
 
     budget_bytes_per_device: int = 0
     rollout_meshes: tuple[str, ...] = ()
     train_meshes: tuple[str, ...] = ()
+    order: Literal["measured", "listed"] = "measured"
     hysteresis: float = 0.15
     horizon_steps: int = 20
     measure_rounds: int = 5

@@ -17,9 +17,12 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One candidate at one room per episode; bytes as in `memory.program_bytes`."""
+    """One candidate at one room per episode; bytes as in `memory.program_bytes`.
 
-    tokens_per_s: float
+    `tokens_per_s` is None where only the bytes were asked for; `switch_s` is 0 then.
+    """
+
+    tokens_per_s: float | None
     program_bytes: int
     switch_s: float
 
@@ -59,7 +62,8 @@ class ThroughputTable:
         try:
             measurements = {entry: Measurement(**values) for entry, values in entries.items()}
             for entry, m in measurements.items():
-                if not (m.tokens_per_s > 0 and m.program_bytes >= 0 and m.switch_s >= 0):
+                speed = 1.0 if m.tokens_per_s is None else m.tokens_per_s
+                if not (speed > 0 and m.program_bytes >= 0 and m.switch_s >= 0):
                     raise TypeError(f"{entry}: {m}")
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not a throughput table: {error}") from None
