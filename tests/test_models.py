@@ -162,15 +162,16 @@ def test_rotary_scores_depend_on_the_distance_only():
     assert abs(score(5, 2) - score(5, 3)) > 0.1
 
 
-def attention_by_hand(query, key, value, may_look) -> np.ndarray:
+def attention_by_hand(query, key, value, may_look, *, scale, softcap=math.inf) -> np.ndarray:
     """Softmax attention one query at a time in float64; query head (k, g) reads key head k."""
-    rows, length, kv_heads, groups, size = query.shape
+    rows, length, kv_heads, groups, _ = query.shape
     out = np.zeros(query.shape, np.float64)
     for b, t, k, g in np.ndindex(rows, length, kv_heads, groups):
         seen = [s for s in range(key.shape[2]) if may_look(b, t, s)]
         if not seen:
             continue
-        scores = np.array([query[b, t, k, g] @ key[b, k, s] for s in seen]) / math.sqrt(size)
+        scores = np.array([query[b, t, k, g] @ key[b, k, s] for s in seen]) * scale
+        scores = scores if softcap == math.inf else softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         out[b, t, k, g] = (weights / weights.sum()) @ value[b, k, seen]
     return out
@@ -181,7 +182,12 @@ def row_places(segments: np.ndarray) -> Places:
     return Places(jnp.asarray(order), jnp.asarray(segments))
 
 
-def test_attention_in_blocks_equals_attention_at_once_in_both_directions():
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"window": 100, "softcap": 2.0}, {"window": jnp.int32(40)}],
+    ids=["plain", "window-softcap", "window-on-device"],
+)
+def test_attention_in_blocks_equals_attention_at_once_in_both_directions(settings):
     """300 tokens are three blocks, the last one cut; segments end inside blocks."""
     rng = np.random.default_rng(5)
     segments = np.concatenate([np.full(90, 1), np.full(150, 2), np.full(50, 3), np.zeros(10)])
@@ -192,7 +198,7 @@ def test_attention_in_blocks_equals_attention_at_once_in_both_directions():
     places = row_places(segments)
 
     def total(attend, query, key, value):
-        out = attend(query, key, value, places, places)
+        out = attend(query, key, value, places, places, scale=8**-0.5, **settings)
         return jnp.sum(jnp.where((segments > 0)[:, :, None, None, None], out * weight, 0.0))
 
     assert query.shape[1] > 2 * BLOCK_SIZE
@@ -217,7 +223,7 @@ def test_memory_of_attention_grows_with_the_length_not_its_square():
         places = Places(*[jax.ShapeDtypeStruct((1, length), jnp.int32)] * 2)
 
         def loss(query, key, value, places):
-            return jnp.sum(attend(query, key, value, places, places) ** 2)
+            return jnp.sum(attend(query, key, value, places, places, scale=0.25) ** 2)
 
         grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
         compiled = grad.lower(shape, side, side, places).compile()
@@ -228,19 +234,29 @@ def test_memory_of_attention_grows_with_the_length_not_its_square():
     assert temporaries(attention, 4096) < temporaries(_attend, 4096) / 8
 
 
-def test_attention_is_softmax_attention_with_groups_causality_and_segments():
+@pytest.mark.parametrize("window", [None, 3, 1])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_attention_is_softmax_attention_with_groups_causality_segments_windows(window, softcap):
     rng = np.random.default_rng(2)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
     query = rng.normal(size=(2, 8, 2, 3, 4)).astype(np.float32) * 2
     key, value = rng.normal(size=(2, 2, 2, 8, 4)).astype(np.float32) * 2
 
     def may_look(b: int, t: int, s: int) -> bool:
-        return s <= t and segments[b, t] == segments[b, s] > 0
+        near = window is None or s > t - window
+        return s <= t and near and segments[b, t] == segments[b, s] > 0
 
     places = row_places(segments)
-    out = np.asarray(attention(*map(jnp.asarray, (query, key, value)), places, places))
-    expected = attention_by_hand(query, key, value, may_look)
+    arrays = map(jnp.asarray, (query, key, value))
+    attend = functools.partial(attention, *arrays, places, places, scale=0.4, softcap=softcap)
+    out = np.asarray(attend(window=window))
+    by_hand = functools.partial(attention_by_hand, query, key, value, may_look, scale=0.4)
+    expected = by_hand(softcap=softcap or math.inf)
     np.testing.assert_allclose(out[segments > 0], expected[segments > 0], atol=1e-5)
+    if window is not None:
+        np.testing.assert_array_equal(out, attend(window=jnp.int32(window)))
+    if softcap:
+        assert np.max(np.abs(expected - by_hand())[1]) > 0.1 or window == 1
     # The first token of a segment sees itself alone: the value of its head, in every group.
     np.testing.assert_allclose(out[0, 3, 1], np.tile(value[0, 1, 3], (3, 1)), atol=1e-6)
     # Padding: the mean of the values, as told.
@@ -312,7 +328,13 @@ def logits_by_hand(params, tokens: np.ndarray) -> np.ndarray:
             key[k] = rotate_by_hand(key[k], positions, MODEL.rope_theta)
             for g in range(MODEL.num_query_groups):
                 query[:, k, g] = rotate_by_hand(query[:, k, g], positions, MODEL.rope_theta)
-        mixed = attention_by_hand(query[None], key[None], value[None], lambda _, t, s: s <= t)[0]
+        mixed = attention_by_hand(
+            query[None],
+            key[None],
+            value[None],
+            lambda _, t, s: s <= t,
+            scale=MODEL.head_size**-0.5,
+        )[0]
         x = x + np.einsum("tkgh,kghd->td", mixed, layer["out"])
         normed = norm(x, layer["ffn_norm"])
         gate = normed @ layer["gate"]

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one door to attention: arithmetic only, placement is the caller's."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from earl_jax.models.config import RopeScaling
 
 # Queries that are attended for at a time: the scores of one block exist, never those of a row.
 BLOCK_SIZE = 128
+
+Window = int | jax.Array | None
 
 
 class Places(NamedTuple):
@@ -27,6 +30,10 @@ def attention(
     value_BKSH: jax.Array,
     query_places: Places,
     key_places: Places,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: Window = None,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries over S keys, softmax in fp32.
 
@@ -35,12 +42,25 @@ def attention(
     blocks of BLOCK_SIZE, whose scores are recomputed in the backward pass: memory is O(T) in both
     directions.
 
+    Args:
+        query_BTKGH: queries.
+        key_BKSH: keys, laid out as the cache has them.
+        value_BKSH: values, as the keys.
+        query_places: where the T queries stand.
+        key_places: where the S keys stand.
+        scale: scores are multiplied by it.
+        softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
+        window: a query of order i looks at keys of order > i - window only; None: at all before it.
+            It may be an i32 scalar on the device, where layers of a scan differ.
+
     Returns:
         out_BTKGH in the type of the query.
     """
     rows, length = query_BTKGH.shape[:2]
+
+    attend = functools.partial(_attend, scale=scale, softcap=softcap, window=window)
     if length <= BLOCK_SIZE:
-        return _attend(query_BTKGH, key_BKSH, value_BKSH, query_places, key_places)
+        return attend(query_BTKGH, key_BKSH, value_BKSH, query_places, key_places)
     blocks = -(-length // BLOCK_SIZE)
 
     def split(array: jax.Array) -> jax.Array:
@@ -50,7 +70,7 @@ def attention(
 
     @jax.checkpoint
     def attend_block(block: tuple[jax.Array, Places]) -> jax.Array:
-        return _attend(block[0], key_BKSH, value_BKSH, block[1], key_places)
+        return attend(block[0], key_BKSH, value_BKSH, block[1], key_places)
 
     parts = jax.lax.map(attend_block, jax.tree.map(split, (query_BTKGH, query_places)))
     out_BTKGH = parts.swapaxes(0, 1).reshape(rows, -1, *query_BTKGH.shape[2:])
@@ -63,21 +83,33 @@ def _attend(
     value_BKSH: jax.Array,
     query_places: Places,
     key_places: Places,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: Window = None,
 ) -> jax.Array:
-    """All scores at once."""
+    """`attention` with all scores at once."""
+    behind_BTS = query_places.order[:, :, None] - key_places.order[:, None, :]
     mask_BTS = (
         (query_places.segment[:, :, None] == key_places.segment[:, None, :])
         & (query_places.segment[:, :, None] > 0)
-        & (query_places.order[:, :, None] >= key_places.order[:, None, :])
+        & (behind_BTS >= 0)
     )
+    if window is not None:
+        mask_BTS &= behind_BTS < window
     scores_BKGTS = jnp.einsum(
         "BTKGH,BKSH->BKGTS", query_BTKGH, key_BKSH, preferred_element_type=jnp.float32
     )
-    scores_BKGTS = scores_BKGTS * (query_BTKGH.shape[-1] ** -0.5)
+    scores_BKGTS = cap(scores_BKGTS * scale, softcap)
     # A finite floor, because -inf everywhere in a row of padding would make NaN.
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS, -1e30)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(value_BKSH.dtype)
     return jnp.einsum("BKGTS,BKSH->BTKGH", weights_BKGTS, value_BKSH)
+
+
+def cap(x: jax.Array, softcap: float) -> jax.Array:
+    """Squeezes x into (-softcap, softcap): softcap * tanh(x / softcap). 0 leaves it as it is."""
+    return x if softcap == 0.0 else softcap * jnp.tanh(x / softcap)
 
 
 def rotate(

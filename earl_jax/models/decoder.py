@@ -37,6 +37,14 @@ def _block(
     config: ModelConfig, layer: Any, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend
 ) -> jax.Array:
     """One layer; `attend(query, key, value)` is what training and decoding differ in."""
+    x_BTD = x_BTD + _attention_half(config, layer, x_BTD, positions_BT, attend)
+    return x_BTD + _feed_forward_half(config, layer, x_BTD)
+
+
+def _attention_half(
+    config: ModelConfig, layer: Any, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend
+) -> jax.Array:
+    """What attention adds to the residual stream."""
     normed_BTD = rms_norm(x_BTD, layer["attention_norm"], config.norm_eps)
     query_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
     key_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["key"])
@@ -51,11 +59,15 @@ def _block(
     query_BTKGH = rotate(query_BTKGH, positions_BT, config.rope_theta, config.rope_scaling)
     key_BTKH = rotate(key_BTKH, positions_BT, config.rope_theta, config.rope_scaling)
     mixed_BTKGH = attend(query_BTKGH, key_BTKH, value_BTKH)
-    x_BTD = x_BTD + jnp.einsum("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    return jnp.einsum("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+
+
+def _feed_forward_half(config: ModelConfig, layer: Any, x_BTD: jax.Array) -> jax.Array:
+    """What the feed-forward network adds to the residual stream."""
     normed_BTD = rms_norm(x_BTD, layer["ffn_norm"], config.norm_eps)
     gate_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["gate"])
     up_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["up"])
-    return x_BTD + jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, layer["down"])
+    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, layer["down"])
 
 
 def head_weights(params: Params) -> jax.Array:
@@ -89,7 +101,8 @@ def forward_rows(
         query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
         key_BKSH = layout.constrain(key_BTKH.transpose(0, 2, 1, 3), "BKSH")
         value_BKSH = layout.constrain(value_BTKH.transpose(0, 2, 1, 3), "BKSH")
-        return attention(query_BTKGH, key_BKSH, value_BKSH, places, places)
+        scale = config.head_size**-0.5
+        return attention(query_BTKGH, key_BKSH, value_BKSH, places, places, scale=scale)
 
     def block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         x_BTD = _block(config, layer, x_BTD, positions_BT, attend)
@@ -141,7 +154,10 @@ def forward_chunk(
                 value=write(cache.value, value_BTKH, cached_B, counts_B),
             )
             new_caches.append(cache)
-            return attention(query_BTKGH, cache.key, cache.value, query_places, key_places)
+            scale = config.head_size**-0.5
+            return attention(
+                query_BTKGH, cache.key, cache.value, query_places, key_places, scale=scale
+            )
 
         x_BTD = _block(config, layer, x_BTD, positions_BT, attend)
     last_B = jnp.maximum(counts_B - 1, 0)
