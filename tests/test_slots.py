@@ -27,7 +27,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
 VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
-RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_id=END)
+RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_ids=(END,))
 NUM_SLOTS = 8
 
 

@@ -59,13 +59,13 @@ class Conversation:
             self._sample = self._note(said, self._opening)
         return Heard(ids)
 
-    def reply(self, ids: Sequence[int]) -> str:
-        """The policy said this; returns its text without the end of turn."""
+    def reply(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """The policy said this. Returns its text without the end of turn, and if there is one."""
         text = self._renderer.decode_reply(ids)
         if self._forks:
             self._said.append((None, text))
             self._sample += self._renderer.decode(ids)
-        return text
+        return text, self._renderer.ends_turn(ids)
 
     def answer(self, said: Said) -> Heard:
         """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`."""
