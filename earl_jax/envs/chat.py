@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to token ids and sampled ids to text; nothing is ever encoded twice."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -11,12 +12,32 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.envs.chat_template import PROBE, ChatTemplate, Kind, Place, Said, messages_of
+from earl_jax.envs.chat_template import PROBE, ChatTemplate, Frame, Kind, Place, Said, messages_of
 
 _logger = logging.getLogger(__name__)
 
 _REPLACEMENT = "\ufffd"
 _ONE_USER = Place(kinds=(Kind("user"),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How an episode began: the place of its messages, and their texts as the template shows them.
+
+    No texts: they are not known, which few templates mind.
+    """
+
+    place: Place = _ONE_USER
+    texts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Messages as the template writes them: as text, as ids; `shown` are their own texts in it."""
+
+    text: str
+    ids: tuple[int, ...]
+    shown: tuple[str, ...]
 
 
 class ChatRenderer:
@@ -51,55 +72,60 @@ class ChatRenderer:
         # Short games answer with few distinct texts: a hit costs 0.3 us, an encoding 17 us.
         self._encode_once = functools.lru_cache(maxsize=4096)(self._encode)
         self._shown = functools.lru_cache(maxsize=4096)(self._template.shown)
-        self._frame_ids = functools.lru_cache(maxsize=256)(self._encode_frame)
+        self._frame_ids = functools.lru_cache(maxsize=256)(self._frame_ids_at)
         self._checked = functools.lru_cache(maxsize=256)(self._check_opening)
         self._broken: set[str] = set()
-        written, decoded = self.written(PROBE, _ONE_USER), self.decode(self.first(PROBE))
-        if decoded != written:
-            raise ValueError(f"the tokenizer makes {decoded!r} of {written!r}; it must keep text")
+        probe = self.render_opening(self.opening(PROBE))
+        if (decoded := self.decode(probe.ids)) != probe.text:
+            raise ValueError(
+                f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is"
+            )
 
-    def opening(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Place:
-        """The place of messages that begin an episode in which the policy has these tools."""
-        if isinstance(said, str) and not tools:
-            return _ONE_USER
-        return Place.of(messages_of(said), json.dumps(list(tools), ensure_ascii=False))
+    def opening(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Opening:
+        """An episode that begins with these messages, in which the policy has these tools.
+
+        Raises ValueError for what is no text, and for what the chat template refuses or has no
+        place for.
+        """
+        place = _ONE_USER
+        if tools or not isinstance(said, str):
+            place = Place.of(messages_of(said), json.dumps(list(tools), ensure_ascii=False))
+        self._checked(place)
+        return Opening(place, self._shown_at(place, said))
 
     def first(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of the opening messages, up to where the policy's reply begins.
 
-        Raises ValueError for what is no text or cannot be encoded (a lone surrogate), and for what
-        the chat template refuses or has no place for.
+        Raises ValueError as `opening`, and for what cannot be encoded (a lone surrogate).
         """
-        place = self.opening(said, tools)
-        self._checked(place)
-        return self._render(said, place)
+        return self.render_opening(self.opening(said, tools)).ids
 
-    def answer(self, said: Said, opening: Place = _ONE_USER) -> tuple[int, ...]:
+    def answer(self, said: Said, opening: Opening = Opening()) -> tuple[int, ...]:  # noqa: B008
         """Ids to append after a policy turn that ended with one of `end_of_turn_ids`.
 
         `opening` is how the episode began. Raises as `first`.
         """
-        return self._render(said, Place.of(messages_of(said), opening=opening))
+        return self.render_answer(said, opening).ids
 
-    def shown(self, said: Said, place: Place) -> list[str]:
-        """The texts of messages as the template shows them at their place; raises as `first`."""
-        texts = [message.text for message in messages_of(said)]
-        for text in texts:
-            if not isinstance(text, str):
-                raise ValueError(f"a message must be a str; got a {type(text).__name__}")
-        verbatim = self._template.frame(place).verbatim
-        return [t if verbatim[i] else self._shown(place, i, t) for i, t in enumerate(texts)]
+    def render_opening(self, opening: Opening) -> Rendered:
+        """What `first` is the ids of."""
+        frame = self._template.frame(opening.place)
+        texts = frame.filled(opening.texts)
+        return self._join(frame, self._frame_ids(opening.place), texts, opening.texts)
 
-    def written(self, said: Said, place: Place) -> str:
-        """The template's text of messages at their place; raises as `first`."""
-        before, *pieces = self._template.frame(place).texts
-        shown = self.shown(said, place)
-        return before + "".join(map("".join, zip(shown, pieces, strict=True)))
+    def render_answer(self, said: Said, opening: Opening) -> Rendered:
+        """What `answer` is the ids of."""
+        place = Place.of(messages_of(said), opening=opening.place)
+        frame, shown = self._template.frame(place), self._shown_at(place, said)
+        if not opening.texts and min(frame.slots, default=0) < 0:
+            raise ValueError(
+                "the chat template says again how the conversation began; tell `answer` its opening"
+            )
+        texts = frame.filled(shown, opening.texts)
+        return self._join(frame, self._frame_ids(place), texts, shown)
 
-    def whole(
-        self, conversation: Sequence[tuple[Kind | None, str]], tools: str
-    ) -> tuple[str, tuple[int, ...]]:
-        """The template's own text and ids of a conversation that the policy is to continue.
+    def render_whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Rendered:
+        """The template's own rendering of a conversation that the policy is to continue.
 
         Each entry is an environment's message and its text as `shown`, or None and the text of a
         turn of the policy. What the template writes of the policy's turns is encoded like the
@@ -107,13 +133,10 @@ class ChatRenderer:
 
         Raises ValueError where the template refuses it.
         """
-        before, *pieces = self._template.pieces(conversation, tools)
-        texts = [text for kind, text in conversation if kind is not None]
-        written, ids = before, self._encode_control(before)
-        for text, piece in zip(texts, pieces, strict=True):
-            written += text + piece
-            ids += self._encode_once(text) + self._encode_control(piece)
-        return written, ids
+        frame = self._template.whole(conversation, tools)
+        shown = tuple(text for kind, text in conversation if kind is not None)
+        ids = tuple(map(self._encode_control, frame.pieces))
+        return self._join(frame, ids, frame.filled(shown), shown)
 
     def reply(self, text: str) -> tuple[int, ...]:
         """Ids that a policy would sample to say `text`, end of turn included."""
@@ -138,14 +161,32 @@ class ChatRenderer:
             for known, run in itertools.groupby(map(int, ids), key=self._known_ids.__contains__)
         )
 
-    def _render(self, said: Said, place: Place) -> tuple[int, ...]:
-        ids, *frame = self._frame_ids(place)
-        for text, behind in zip(self.shown(said, place), frame, strict=True):
-            ids += self._encode_once(text) + behind
-        return ids
+    def _shown_at(self, place: Place, said: Said) -> tuple[str, ...]:
+        """The texts of messages as the template shows them."""
+        texts = [message.text for message in messages_of(said)]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a message must be a str; got a {type(text).__name__}")
+        return tuple(
+            text if self._template.is_verbatim(place, i) else self._shown(place, i, text)
+            for i, text in enumerate(texts)
+        )
 
-    def _encode_frame(self, place: Place) -> tuple[tuple[int, ...], ...]:
-        return tuple(self._encode_control(text) for text in self._template.frame(place).texts)
+    def _frame_ids_at(self, place: Place) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(self._encode_control, self._template.frame(place).pieces))
+
+    def _join(
+        self,
+        frame: Frame,
+        frame_ids: Sequence[tuple[int, ...]],
+        texts: Sequence[str],
+        shown: tuple[str, ...],
+    ) -> Rendered:
+        text, ids = frame.pieces[0], frame_ids[0]
+        for inner, piece, piece_ids in zip(texts, frame.pieces[1:], frame_ids[1:], strict=True):
+            text += inner + piece
+            ids += self._encode_once(inner) + piece_ids
+        return Rendered(text=text, ids=ids, shown=shown)
 
     def _check_opening(self, opening: Place) -> None:
         """Says what the template rewrites; see `ChatTemplate.broken_prefix`, also for errors."""

@@ -9,8 +9,8 @@ text can act on it.
 
 import dataclasses
 import functools
-import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,13 +78,18 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What the template writes around messages: `texts` holds one piece more than there are.
+    """What the template writes around texts: `pieces` are one more than `slots`, which they part.
 
-    `verbatim` says of each message whether its text stands there unchanged.
+    A slot is the index of the message whose text stands there. Some templates say again how the
+    conversation was opened: -1 is the last of the opening's messages, -2 the one before.
     """
 
-    texts: tuple[str, ...]
-    verbatim: tuple[bool, ...]
+    pieces: tuple[str, ...]
+    slots: tuple[int, ...]
+
+    def filled(self, texts: Sequence[str], opening: Sequence[str] = ()) -> list[str]:
+        """The text of each slot."""
+        return [texts[slot] if slot >= 0 else opening[slot] for slot in self.slots]
 
 
 class ChatTemplate:
@@ -97,16 +102,18 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer needs a chat template")
         self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self._control = tuple(str(token) for token in added if token.special)
         self.end = self._find_end()
         self.frame = functools.lru_cache(maxsize=256)(self._take_apart)
+        self.is_verbatim = functools.lru_cache(maxsize=256)(self._is_verbatim)
 
     def shown(self, place: Place, index: int, text: str) -> str:
         """The text of message `index` as the template shows it there.
 
         Raises ValueError where the text changes what is around it.
         """
-        frame = self.frame(place)
-        shown = text if frame.verbatim[index] else self._cut(frame.texts, place, index, text)
+        shown = text if self.is_verbatim(place, index) else self._cut(place, index, text)
         if shown is None:
             raise ValueError(
                 f"the chat template writes something else around the text {text!r:.80} than around "
@@ -114,11 +121,11 @@ class ChatTemplate:
             )
         return shown
 
-    def pieces(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> list[str]:
+    def whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Frame:
         """What the template writes around the environment's messages of a whole conversation.
 
         Each entry is an environment's message, or None and the text of a turn of the policy, which
-        the template sees. Behind the last the policy is to speak.
+        the template sees. Behind the last the policy is to speak. Slots count the messages.
 
         Raises ValueError where the template refuses it.
         """
@@ -162,8 +169,7 @@ class ChatTemplate:
         user, reply = {"role": "user", "content": "earl"}, {"role": "assistant", "content": _REPLY}
         written = self._write([user, reply, user], "[]")
         _, found, behind = written.partition(_REPLY)
-        added = self._tokenizer.added_tokens_decoder.values()
-        ends = [str(token) for token in added if token.special and behind.startswith(str(token))]
+        ends = [token for token in self._control if behind.startswith(token)]
         if not found or not ends:
             raise ValueError(
                 "the chat template does not end a policy turn with a control token of the "
@@ -172,17 +178,31 @@ class ChatTemplate:
         return max(ends, key=len)
 
     def _take_apart(self, place: Place) -> Frame:
+        # These are written between what the template writes itself, and encoded with it.
+        for text in (place.tools, *(k.call_id for k in (*place.kinds, *(place.opening or ())))):
+            for token in (*self._control, "earl-message", "earl-opening", _REPLY):
+                if token in text:
+                    raise ValueError(
+                        f"descriptions of tools and ids of calls must not contain {token!r}, which "
+                        f"means something of its own; got {text!r:.200}"
+                    )
+        opened = _stand_ins(place.opening or (), "earl-opening")
         stand_ins = _stand_ins(place.kinds, "earl-message")
-        texts = tuple(_split(self._around(stand_ins, place), stand_ins))
-        probed = (self._cut(texts, place, i, PROBE) for i in range(len(place.kinds)))
-        return Frame(texts, tuple(shown == PROBE for shown in probed))
+        written = self._around(stand_ins, place)
+        frame = _split(written, stand_ins, opened)
+        said = [slot for slot in frame.slots if slot >= 0]
+        if said != list(range(len(stand_ins))) or _REPLY in written:
+            raise ValueError(f"the chat template must contain a message once: {written!r}")
+        return frame
 
-    def _cut(self, around: Sequence[str], place: Place, index: int, text: str) -> str | None:
+    def _is_verbatim(self, place: Place, index: int) -> bool:
+        self.frame(place)  # that it can be taken apart at all is looked at first
+        return self._cut(place, index, PROBE) == PROBE
+
+    def _cut(self, place: Place, index: int, text: str) -> str | None:
         """What the template makes of the text; None if it changes what is around it."""
         texts = _stand_ins(place.kinds, "earl-message")
-        head = around[0] + "".join(map("".join, zip(texts[:index], around[1:], strict=False)))
-        behind = zip(texts[index + 1 :], around[index + 2 :], strict=True)
-        tail = "".join(itertools.chain([around[index + 1]], *behind))
+        head, _, tail = self._around(texts, place).partition(texts[index])
         texts[index] = text
         written = self._around(texts, place)
         fits = written.startswith(head) and written[len(head) :].endswith(tail)
@@ -226,12 +246,8 @@ def _fill(kinds: Sequence[Kind], name: str) -> list[dict[str, str]]:
     return [k.filled(text) for k, text in zip(kinds, _stand_ins(kinds, name), strict=True)]
 
 
-def _split(written: str, stand_ins: Sequence[str]) -> list[str]:
-    """The text around stand-ins, which must each be in it once, in their order."""
-    pieces, rest = [], written
-    for stand_in in stand_ins:
-        piece, found, rest = rest.partition(stand_in)
-        if not found or written.count(stand_in) != 1:
-            raise ValueError(f"the chat template must contain a message once: {written!r}")
-        pieces.append(piece)
-    return [*pieces, rest]
+def _split(written: str, stand_ins: Sequence[str], opened: Sequence[str] = ()) -> Frame:
+    """The text around stand-ins; slots are their numbers, less than 0 for those of the opening."""
+    number = {name: i - len(opened) for i, name in enumerate([*opened, *stand_ins])}
+    parts = re.split(f"({'|'.join(map(re.escape, number))})", written)
+    return Frame(tuple(parts[::2]), tuple(number[name] for name in parts[1::2]))

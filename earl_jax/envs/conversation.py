@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
 from earl_jax.envs.chat_template import Kind, Place, Said, messages_of
 
 History = Literal["append", "fork"]
@@ -47,17 +47,16 @@ class Conversation:
     def __init__(self, renderer: ChatRenderer, history: History = "append"):
         self._renderer = renderer
         self._forks = history == "fork"
-        self._opening = Place(kinds=())
+        self._opening = Opening()
         self._said: list[tuple[Kind | None, str]] = []
         self._sample = ""
 
     def open(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
         """The environment begins. Raises as `ChatRenderer.first`."""
         self._opening = self._renderer.opening(said, tools)
-        ids = self._renderer.first(said, tools)
-        if self._forks:
-            self._sample = self._note(said, self._opening)
-        return Heard(ids)
+        rendered = self._renderer.render_opening(self._opening)
+        self._note(said, rendered)
+        return Heard(rendered.ids)
 
     def reply(self, ids: Sequence[int]) -> tuple[str, bool]:
         """The policy said this. Returns its text without the end of turn, and if there is one."""
@@ -69,15 +68,17 @@ class Conversation:
 
     def answer(self, said: Said) -> Heard:
         """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`."""
-        ids = self._renderer.answer(said, self._opening)
+        rendered = self._renderer.render_answer(said, self._opening)
+        self._note(said, rendered)
         if not self._forks:
-            return Heard(ids)
-        place = Place.of(messages_of(said), opening=self._opening)
-        appended = self._sample + self._note(said, place)
-        self._sample, anew = self._renderer.whole(self._said, self._opening.tools)
-        return Heard(ids) if self._sample == appended else Heard(anew, forks=True)
+            return Heard(rendered.ids)
+        anew = self._renderer.render_whole(self._said, self._opening.place.tools)
+        forks = anew.text != self._sample
+        self._sample = anew.text
+        return Heard(anew.ids, forks=True) if forks else Heard(rendered.ids)
 
-    def _note(self, said: Said, place: Place) -> str:
-        """Keeps what was said; returns what the template writes of it."""
-        self._said += zip(place.kinds, self._renderer.shown(said, place), strict=True)
-        return self._renderer.written(said, place)
+    def _note(self, said: Said, rendered: Rendered) -> None:
+        if self._forks:
+            kinds = Place.of(messages_of(said)).kinds
+            self._said += zip(kinds, rendered.shown, strict=True)
+            self._sample += rendered.text
