@@ -103,7 +103,10 @@ def check_start(result: object) -> Start:
     for tool in result.tools:
         if not isinstance(tool, Mapping):
             raise TypeError(f"Start.tools must hold mappings; got {_brief(tool)}")
-        json.dumps(tool)
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Start.tools must hold what JSON can say: {error}") from error
     return result
 
 
