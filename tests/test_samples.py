@@ -63,7 +63,7 @@ class Quiz:
         return StepResult(text=f"{self.seed}", reward=0.0, done=False)
 
 
-def collect(history: str, places: int = ROOM, num_slots: int = CONFIG.num_slots) -> Rollout:
+def collect(history: str, todo=None, places: int = ROOM) -> Rollout:
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
         CONFIG,
@@ -74,12 +74,12 @@ def collect(history: str, places: int = ROOM, num_slots: int = CONFIG.num_slots)
         num_lanes=NUM_LANES,
     )
     seat = Seat(
-        engine=engine(num_slots),
+        engine=engine(),
         policy=Policy(params=weights(), version=2),
-        state=engine(num_slots).empty_state(places),
+        state=engine().empty_state(places),
         places=places,
     )
-    rollout = collector.collect(seat, tasks(NUM_TASKS), temperature=1.0)
+    rollout = collector.collect(seat, todo or tasks(NUM_TASKS), temperature=1.0)
     pool.close()
     return rollout
 
@@ -89,8 +89,8 @@ def forked() -> Rollout:
     return collect("fork")
 
 
-def replies(trajectory: Trajectory) -> list[Turn]:
-    return [turn for turn in trajectory.turns if turn.author == "policy"]
+def most_forked(rollout: Rollout) -> Trajectory:
+    return max(rollout.trajectories, key=lambda trajectory: len(trajectory.sample_starts))
 
 
 def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
@@ -136,12 +136,13 @@ def test_forks_are_read_anew_and_counted(forked):
     flat = collect("append")
     assert not any(turn.forks for t in flat.trajectories for turn in t.turns)
     assert flat.stats.prefill_tokens < heard
-    samples = [
-        end - start
-        for t in forked.trajectories
-        for start, end in zip(t.sample_starts, (*t.sample_starts[1:], t.num_tokens), strict=True)
-    ]
-    assert forked.stats.tokens_in_flight_max <= CONFIG.num_slots * max(samples)
+    alone = collect("fork", tasks(1, first=most_forked(forked).episode))
+    (trajectory,) = alone.trajectories
+    ids = [turn.token_ids for turn in trajectory.turns]
+    assert ids == [turn.token_ids for turn in most_forked(forked).turns]
+    ends = (*trajectory.sample_starts[1:], trajectory.num_tokens)
+    samples = [end - start for start, end in zip(trajectory.sample_starts, ends, strict=True)]
+    assert alone.stats.tokens_in_flight_max == max(samples) < sum(samples) / 2
 
 
 def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
