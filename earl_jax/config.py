@@ -20,6 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import RolloutConfig
@@ -127,6 +128,7 @@ class Config:
     seed: int = 0
     devices: DevicesConfig = DevicesConfig()
     env: EnvConfig = EnvConfig()
+    chat: ChatConfig = ChatConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
     selector: SelectorConfig = SelectorConfig()
@@ -193,6 +195,11 @@ def _check_effects(config: Config) -> None:
                 "config.selector.order is 'listed'",
             )
             for field in ("hysteresis", "horizon_steps", "measure_rounds")
+        ),
+        (
+            config.model.path == "",
+            "chat.history",
+            "without config.model.path the chat template is ours, which only appends",
         ),
         (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
         (

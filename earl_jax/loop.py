@@ -151,7 +151,7 @@ def play(
     """Plays the tasks from this seat, which may move while they run."""
     collector = Collector(
         world.config.rollout,
-        world.renderer,
+        world.new_conversation,
         world.pool,
         world.make_environment,
         lambda seat, tokens: placement.make_room(seat, tokens, load),
@@ -180,7 +180,21 @@ def row_facts(world: World, rollout: Rollout, length: int) -> dict[str, Any]:
         "length": length,
         "lengths": np.array([trajectory.num_tokens for trajectory in trajectories]),
         "advantages": advantage_table(world.config.train, trajectories),
+        "sample_starts": sample_starts(trajectories, length),
     }
+
+
+def sample_starts(trajectories: Sequence[Trajectory], length: int) -> np.ndarray:
+    """i32[N,M]: where each episode's samples begin; `length` behind its last.
+
+    M is a power of two, so that few programs are compiled for it.
+    """
+    rows = [trajectory.sample_starts for trajectory in trajectories]
+    width = 1 << (max(map(len, rows)) - 1).bit_length()
+    table = np.full((len(rows), width), length, np.int32)
+    for row, starts in zip(table, rows, strict=True):
+        row[: len(starts)] = starts
+    return table
 
 
 def learn(

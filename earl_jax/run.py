@@ -55,6 +55,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     world = World(config, workdir / "tokenizer")
     tensorboard = workdir / "tensorboard" if config.log.tensorboard else None
     with Progress(config.num_steps) as progress, _stop_on_sigterm() as stop:
+        for note in world.notes:
+            progress.note(note)
         checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
         resumed = _resume(world, checkpoints, progress, workdir)
         position, placement = resumed or (None, _new_placement(world, progress))

@@ -25,7 +25,10 @@ class Turn:
 
     `logprobs` and `versions` hold one value per token of a policy turn (log-prob at the sampling
     temperature, policy version that sampled it) and are empty for the environment's turns. `text`
-    is for people: the environment's message, or the decoded reply of the policy.
+    is for people: the environment's message, or the decoded reply of the policy. `messages` are
+    (role, text) of what the environment said where that is not one message of a user. A turn of the
+    environment that `forks` begins a new sample: its ids are a prompt that tells the whole
+    conversation anew, and nothing before them is seen by what follows.
     """
 
     author: Author
@@ -33,6 +36,8 @@ class Turn:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
+    messages: tuple[tuple[str, str], ...] = ()
+    forks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,16 @@ class Trajectory:
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
+    def sample_starts(self) -> tuple[int, ...]:
+        """Where each sample begins among the episode's tokens: 0, and at every fork."""
+        starts, length = [0], 0
+        for turn in self.turns:
+            if turn.forks:
+                starts.append(length)
+            length += len(turn.token_ids)
+        return tuple(starts)
+
+    @property
     def num_policy_tokens(self) -> int:
         """How many tokens the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
@@ -100,7 +115,8 @@ class Experience:
 class TrajectoryBatch:
     """Episodes as the trainer reads them, one a row: N rows of T tokens, on the training layout.
 
-    `tokens` i32[N,T]; `segment_ids` i32[N,T], 0 where the row is padding; `turn_ids` i32[N,T], 0
+    `tokens` i32[N,T]; `segment_ids` i32[N,T], 0 where the row is padding and s in an episode's s-th
+    sample (there is one, unless it forks), which sees nothing of the others; `turn_ids` i32[N,T], 0
     where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
     of the behaviour policy, `versions` i32[N,T] of the policy that sampled, `advantages` f32[N,T].
     All but `tokens` and `segment_ids` mean something only where `turn_ids` > 0.

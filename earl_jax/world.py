@@ -17,9 +17,11 @@ from earl_jax.config import Config
 from earl_jax.demonstrations import HostBatch, legal_games
 from earl_jax.envs.board_game import game_corpus, make_environment
 from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from earl_jax.models.generation import read_generation_settings
 from earl_jax.models.hf_weights import load_parameters, open_checkpoint
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.collect import Task
@@ -54,6 +56,8 @@ class World:
                 that cannot be read.
         """
         self.config = config
+        # What a user should know at the start of a run.
+        self.notes: list[str] = []
         self.devices = jax.devices()
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
         self.checkpoint = open_checkpoint(Path(config.model.path)) if config.model.path else None
@@ -62,6 +66,9 @@ class World:
                 self.checkpoint.model, compute_dtype=config.model.compute_dtype
             )
             self.tokenizer = load_tokenizer(self.checkpoint.folder)
+            generation = read_generation_settings(self.checkpoint.folder)
+            end_ids = generation.end_ids_of(self.tokenizer)
+            self.notes += generation.unused(end_ids)
             self.vocab_size = self.checkpoint.vocab_size
             if len(self.tokenizer) > self.vocab_size:
                 raise ValueError(
@@ -69,10 +76,11 @@ class World:
                     f"{len(self.tokenizer)} entries, but whose model has {self.vocab_size}"
                 )
         else:
+            end_ids: tuple[int, ...] = ()
             self.model = config.model
             self.tokenizer = _tokenizer(config, tokenizer_folder)
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self.renderer = ChatRenderer(self.tokenizer)
+        self.renderer = ChatRenderer(self.tokenizer, end_ids)
         self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
         num_devices = len(self.devices)
         for field in ("num_slots", "episodes_per_step"):
@@ -117,7 +125,7 @@ class World:
                 rules=SlotRules(
                     burst=rollout.burst,
                     max_turn_tokens=rollout.max_turn_tokens,
-                    end_of_turn_id=self.renderer.end_of_turn_id,
+                    end_of_turn_ids=self.renderer.end_of_turn_ids,
                 ),
                 seed=self.config.seed,
             ),
@@ -165,6 +173,10 @@ class World:
         layout = self.layout(shape)
         params = load_parameters(self.checkpoint, layout)
         return train_step.state_of(params, self.model, self.config.train, self.vocab_size, layout)
+
+    def new_conversation(self) -> Conversation:
+        """For one episode."""
+        return Conversation(self.renderer, self.config.chat.history)
 
     def make_environment(self, task: Task) -> Environment:
         """A fresh environment for this task."""

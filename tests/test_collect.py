@@ -16,6 +16,7 @@ import pytest
 
 from earl_jax.envs.board_game import game_corpus, make_environment
 from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
@@ -57,7 +58,7 @@ def engine(num_slots: int = CONFIG.num_slots) -> PolicyEngine:
     rules = SlotRules(
         burst=CONFIG.burst,
         max_turn_tokens=CONFIG.max_turn_tokens,
-        end_of_turn_id=renderer().end_of_turn_id,
+        end_of_turn_ids=renderer().end_of_turn_ids,
     )
     return PolicyEngine(
         EngineConfig(
@@ -143,7 +144,7 @@ def collect(
 ):
     collector = Collector(
         dataclasses.replace(CONFIG, num_slots=num_slots),
-        renderer(),
+        lambda: Conversation(renderer()),
         pool,
         make,
         make_room or Rooms(),
@@ -469,7 +470,7 @@ def test_lanes_must_divide_slots_and_rows(pool):
     with pytest.raises(ValueError, match="config.rollout.num_slots is 12.*multiple of 8"):
         Collector(
             dataclasses.replace(CONFIG, num_slots=12),
-            renderer(),
+            lambda: Conversation(renderer()),
             pool,
             tictactoe,
             Rooms(),

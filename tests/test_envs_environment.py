@@ -8,7 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from earl_jax.envs.environment import EnvConfig, Start, StepResult, check_start, check_step
+from earl_jax.envs.environment import (
+    EnvConfig,
+    Message,
+    Start,
+    StepResult,
+    check_start,
+    check_step,
+)
 from earl_jax.envs.games import load_game, playable_games
 
 
@@ -60,10 +67,18 @@ def test_playable_games_load():
         load_game(name)
 
 
+SAID = (Message(role="system", text=""), Message(role="tool", text="5", call_id="a"))
+
+
 def test_well_formed_results_pass():
-    start = Start(text="go", role="x")
-    assert check_start(start) is start
+    for start in (
+        Start(text="go", role="x"),
+        Start(messages=SAID, role="x", tools=({"name": "look", "parameters": {"a": [1, None]}},)),
+    ):
+        assert check_start(start) is start
     for result in (
+        StepResult(messages=SAID, reward=0.0, done=False),
+        StepResult(reward=0.0, done=False),
         StepResult(text="5", reward=0.0, done=False),
         StepResult(text="", reward=np.float32(1), done=True, stop_reason="win"),
         StepResult(text="", reward=-1, done=True, stop_reason="illegal", detail="x"),
@@ -90,6 +105,14 @@ class Unprintable:
         (StepResult(text="", reward=0.0, done=True), ValueError, "exactly if done"),
         (StepResult(text="5", reward=0.0, done=False, stop_reason="win"), ValueError, "exactly if"),
         (StepResult(text="5", reward=0.0, done=True, stop_reason="win"), ValueError, "empty when"),
+        (
+            StepResult(messages=SAID, reward=0.0, done=True, stop_reason="win"),
+            ValueError,
+            "messages must be empty when done, .* 2 messages",
+        ),
+        (StepResult(text="5", messages=SAID, reward=0.0, done=False), ValueError, "both a text"),
+        (StepResult(messages="hi", reward=0.0, done=False), TypeError, "messages must be a tuple"),
+        (StepResult(messages=("hi",), reward=0.0, done=False), TypeError, "must hold Message"),
     ],
 )
 def test_garbage_steps_are_named(result, error, message):
@@ -98,7 +121,36 @@ def test_garbage_steps_are_named(result, error, message):
 
 
 @pytest.mark.parametrize(
-    "result", [None, "text", Start(text="", role="x"), Start(text=1, role="x")]
+    ("message", "words"),
+    [
+        (Message(role="assistant", text="5"), "role is 'assistant'; it must be one of system, us"),
+        (Message(role="user", text=b"5"), "Message.text must be a str"),
+        (Message(role="tool", text="5", call_id=7), "Message.call_id must be a str"),
+    ],
+)
+def test_garbage_messages_are_named(message, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        check_start(Start(messages=(message,), role="x"))
+    with pytest.raises((TypeError, ValueError), match=words):
+        check_step(StepResult(messages=(message,), reward=0.0, done=False))
+
+
+@pytest.mark.parametrize("tools", [[{}], ("look",), ({"parameters": {1, 2}},)])
+def test_garbage_tools_are_no_start(tools):
+    with pytest.raises(TypeError, match=r"Start\.tools"):
+        check_start(Start(text="go", role="x", tools=tools))
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        "text",
+        Start(text="", role="x"),
+        Start(text=1, role="x"),
+        Start(role="x"),
+        Start(text="go", role="x", messages=SAID),
+    ],
 )
 def test_garbage_starts_are_named(result):
     with pytest.raises((TypeError, ValueError), match="Start"):

@@ -27,7 +27,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
 VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
-RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_id=END)
+RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_ids=(END,))
 NUM_SLOTS = 8
 
 
@@ -461,3 +461,67 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     state, other = converse(growing, empty(next(sizes)), scripts)
     assert_same(heard, other)
     check_rows(state.experience, other, scripts)
+
+
+def test_each_of_several_ends_ends_a_turn_and_nothing_else_does():
+    """With one more id that ends turns, an episode is the same up to the first of them."""
+    other = 7
+    scripts = make_scripts(NUM_SLOTS, turns=1)
+    _, one = converse(play_on_one_device(), empty(), scripts)
+    rules = RULES._replace(end_of_turn_ids=(END, other))
+    _, two = converse(play_on_one_device(rules), empty(), scripts)
+    shorter = 0
+    for first, second in zip(one.values(), two.values(), strict=True):
+        (whole,), (cut,) = first.turns(), second.turns()
+        length = whole.index(other) + 1 if other in whole else len(whole)
+        assert cut == whole[:length]
+        shorter += length < len(whole)
+    assert shorter, "choose another id: none of these turns has it"
+
+
+def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_before_it():
+    """The same ids as an episode of their own get the same log-probs at their place."""
+    first, anew = (5, 9, 2), (11, 4, 8, 3)
+    columns = {
+        "restart": np.zeros(NUM_SLOTS, np.int32),
+        "fork": np.zeros(NUM_SLOTS, np.int32),
+        "speak": np.ones(NUM_SLOTS, np.int32),
+        "seed": np.arange(NUM_SLOTS, dtype=np.int32),
+        "row": np.arange(NUM_SLOTS, dtype=np.int32),
+        "temperature": np.ones(NUM_SLOTS, np.float32),
+        "version": 0,
+    }
+
+    def say(state, ids, **changes):
+        chunk = np.zeros((NUM_SLOTS, CHUNK), np.int32)
+        chunk[:, : len(ids)] = ids
+        count = np.full(NUM_SLOTS, len(ids), np.int32)
+        orders = pack_orders(**{**columns, "chunk": chunk, "count": count, **changes})
+        return play(state, orders)
+
+    play = play_on_one_device(RULES._replace(burst=6))
+    ones = np.ones(NUM_SLOTS, np.int32)
+    state, begun = say(empty(), first, restart=ones)
+    assert not begun.active.any()
+    state, went_on = say(state, anew, fork=ones)
+    experience = jax.tree.map(np.asarray, state.experience)
+    lengths = len(first) + begun.count
+    np.testing.assert_array_equal(np.asarray(state.origin), lengths)
+    for slot, length in enumerate(lengths):
+        end = length + len(anew) + went_on.count[slot]
+        said = went_on.tokens[slot, : went_on.count[slot]]
+        np.testing.assert_array_equal(experience.tokens[slot, :length][:3], first)
+        np.testing.assert_array_equal(experience.tokens[slot, length:end], [*anew, *said])
+        turns = [0] * 3 + [1] * begun.count[slot] + [0] * 4 + [2] * went_on.count[slot]
+        np.testing.assert_array_equal(experience.turn_ids[slot, :end], turns)
+        assert not experience.tokens[slot, end:].any()
+        logits = full_forward([[*anew, *said]])[0]
+        targets = np.zeros(PLACES, np.int32)
+        targets[: len(anew) + len(said) - 1] = [*anew, *said][1:]
+        scores = np.asarray(_score(logits, targets, np.float32(1)).logprobs)
+        np.testing.assert_allclose(
+            went_on.logprobs[slot, : len(said)], scores[3 : 3 + len(said)], atol=1e-5
+        )
+    # Draws depend on the place in the row: the same prompt again is another draw.
+    state, again = say(state, anew, fork=ones)
+    assert (again.tokens != went_on.tokens).any(axis=1).sum() > NUM_SLOTS // 2

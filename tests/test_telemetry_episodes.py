@@ -38,6 +38,23 @@ EPISODE = _trajectory(
 )
 
 
+def test_several_messages_and_samples_are_told_apart(tmp_path):
+    said = (("tool", "42"), ("user", "so?"))
+    answer = Turn(author="environment", text="42\nso?", token_ids=(9, 9), messages=said, forks=True)
+    turns = (*EPISODE.turns[:2], answer, EPISODE.turns[3])
+    path = write_trajectories(tmp_path, 1, [_trajectory(*turns), EPISODE])
+    forked, flat = read_trajectories(path)
+    assert forked["messages"] == [
+        {"role": "user", "content": "your move\u2028"},
+        {"role": "assistant", "content": "b2"},
+        {"role": "tool", "content": "42"},
+        {"role": "user", "content": "so?"},
+        {"role": "assistant", "content": "c3"},
+    ]
+    assert forked["sample_starts"] == [0, 4] and "sample_starts" not in flat
+    assert forked["token_ids"] == [9, 8, 4, 2, 9, 9, 6] and forked["wrote"] == list("eeppeep")
+
+
 def test_an_episode_reads_as_written(tmp_path):
     path = write_trajectories(tmp_path / "trajectories", 12, [EPISODE, EPISODE])
     assert path == tmp_path / "trajectories" / "step_000012.jsonl"

@@ -35,6 +35,7 @@ def dispatch(
     length: int,
     lengths: np.ndarray,
     advantages: np.ndarray,
+    sample_starts: np.ndarray | None = None,
 ) -> Delivery:
     """Moves N rows to `layout` and makes a TrajectoryBatch of them.
 
@@ -44,6 +45,8 @@ def dispatch(
         length: tokens per row of the batch, T.
         lengths: i32[N], how many tokens of each row count.
         advantages: f32[N,M], one per episode and turn.
+        sample_starts: i32[N,M], places where samples begin in a row, rising, and behind the row's
+            end where there are fewer; None where every row is one sample.
 
     Raises:
         ValueError: the rows do not divide over the layout, or are longer than `length`.
@@ -51,6 +54,7 @@ def dispatch(
     longest = int(lengths.max(initial=0))
     if longest > length:
         raise ValueError(f"an episode of {longest} tokens does not fit rows of {length}")
+    starts = np.zeros((len(lengths), 1)) if sample_starts is None else sample_starts
     rows = _fit(experience, length)
     shardings = jax.tree.map(lambda _: layout.activations("NS"), rows)
     plan = _plan(rows, shardings)
@@ -58,6 +62,7 @@ def dispatch(
     facts = (
         jax.device_put(lengths.astype(np.int32), layout.activations("N")),
         jax.device_put(advantages.astype(np.float32), layout.activations("N.")),
+        jax.device_put(starts.astype(np.int32), layout.activations("N.")),
     )
     return Delivery(batch=_pack(layout)(rows, *facts), plan=plan)
 
@@ -101,16 +106,20 @@ def _cached_plan(tree, described, shardings) -> DispatchPlan:
 def _pack(layout: Layout):
     """The jitted join of rows and small facts on the training layout."""
 
-    def pack(rows: Experience, lengths_N: jax.Array, advantages_NM: jax.Array) -> TrajectoryBatch:
+    def pack(
+        rows: Experience, lengths_N: jax.Array, advantages_NM: jax.Array, starts_NM: jax.Array
+    ) -> TrajectoryBatch:
         order_T = jnp.arange(rows.tokens.shape[1])
         inside_NT = order_T[None, :] < lengths_N[:, None]
         # Rows of the engine's buffers may hold less than the whole buffer; cut what is behind.
         turn_ids_NT = jnp.where(inside_NT, rows.turn_ids, 0)
         turn_NT = jnp.maximum(turn_ids_NT - 1, 0)
         advantages_NT = jnp.take_along_axis(advantages_NM, turn_NT, axis=1)
+        begun_NMT = starts_NM[:, :, None] <= order_T[None, None, :]
+        segment_ids_NT = jnp.sum(begun_NMT, axis=1, dtype=jnp.int32)
         return TrajectoryBatch(
             tokens=jnp.where(inside_NT, rows.tokens, 0),
-            segment_ids=inside_NT.astype(jnp.int32),
+            segment_ids=jnp.where(inside_NT, segment_ids_NT, 0),
             turn_ids=turn_ids_NT,
             logprobs=rows.logprobs,
             versions=rows.versions,

@@ -2,69 +2,149 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages to token ids and sampled ids to text; nothing is ever encoded twice."""
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-# Stand-ins for a message and a reply while the chat template is taken apart. A template that
-# contains them itself is refused by the checks below.
-_TEXT = "earl-observation"
-_REPLY = "earl-reply"
+from earl_jax.envs.chat_template import PROBE, ChatTemplate, Frame, Kind, Place, Said, messages_of
+
+_logger = logging.getLogger(__name__)
+
 _REPLACEMENT = "\ufffd"
+_ONE_USER = Place(kinds=(Kind("user"),))
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How an episode began: the place of its messages, and their texts as the template shows them.
+
+    No texts: they are not known, which few templates mind.
+    """
+
+    place: Place = _ONE_USER
+    texts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rendered:
+    """Messages as the template writes them: as text, as ids; `shown` are their own texts in it."""
+
+    text: str
+    ids: tuple[int, ...]
+    shown: tuple[str, ...]
 
 
 class ChatRenderer:
     """Renders an environment's messages for a policy that continues a stream of token ids.
 
-    An episode is `first(text)`, sampled ids up to `end_of_turn_id`, `answer(text)`, sampled ids and
-    so on. With the tokenizer of `build_tokenizer` the ids equal those of its chat template applied
-    to the whole conversation. The frame around a message comes from the chat template, its text is
-    encoded on its own and never as control tokens.
+    An episode is `first(said)`, sampled ids up to one of `end_of_turn_ids`, `answer(said)`, sampled
+    ids and so on: ids are only ever appended. What stands around a message comes from the chat
+    template; its text, as the template shows it (some trim or quote), is encoded on its own and
+    never as control tokens. `answer` gives what the template writes behind a policy's turn that
+    follows the opening. So the stream is the template's text of the whole conversation, wherever
+    the template keeps its prefix; one that rewrites earlier turns is named in the log, once.
 
-    Raises ValueError for a tokenizer without chat template or end of turn, or whose template does
-    not append turn by turn. For use by one thread at a time, as the tokenizer underneath.
+    A turn may end with the template's own token (`end_of_turn_id`), the tokenizer's eos, or one of
+    `end_ids`. For use by one thread at a time, as the tokenizer underneath.
+
+    Raises ValueError for a tokenizer without chat template, that changes text, or whose template
+    does not end the policy's turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, end_ids: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        if not tokenizer.chat_template or tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer needs a chat template and an eos token (end of turn)")
-        self.end_of_turn_id = _one_id(tokenizer.eos_token_id)
+        self._template = ChatTemplate(tokenizer)
+        self._known_ids = frozenset(tokenizer.get_vocab().values())
+        self.end_of_turn_id = _one_id(tokenizer.convert_tokens_to_ids(self._template.end))
+        eos = [] if tokenizer.eos_token_id is None else [_one_id(tokenizer.eos_token_id)]
+        self.end_of_turn_ids = tuple(dict.fromkeys((self.end_of_turn_id, *eos, *end_ids)))
         self.pad_id = (
             self.end_of_turn_id
             if tokenizer.pad_token_id is None
             else _one_id(tokenizer.pad_token_id)
         )
-        self._known_ids = frozenset(tokenizer.get_vocab().values())
-        opening = self._template([("user", _TEXT)])
-        later = self._template([("user", _TEXT), ("assistant", _REPLY), ("user", _TEXT)])
-        end = str(tokenizer.eos_token)
-        parts = later.split(_REPLY)
-        if len(parts) != 2 or not parts[1].startswith(end):
-            raise ValueError(
-                f"the chat template does not end a policy turn with {end!r}: {later!r}"
-            )
-        self._first_frame = self._frame(opening)
-        self._answer_frame = self._frame(parts[1].removeprefix(end))
         # Short games answer with few distinct texts: a hit costs 0.3 us, an encoding 17 us.
         self._encode_once = functools.lru_cache(maxsize=4096)(self._encode)
+        self._shown = functools.lru_cache(maxsize=4096)(self._template.shown)
+        self._frame_ids = functools.lru_cache(maxsize=256)(self._frame_ids_at)
+        self._checked = functools.lru_cache(maxsize=256)(self._check_opening)
+        self._broken: set[str] = set()
+        probe = self.render_opening(self.opening(PROBE))
+        if (decoded := self.decode(probe.ids)) != probe.text:
+            raise ValueError(
+                f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is"
+            )
 
-    def first(self, text: str) -> tuple[int, ...]:
-        """Ids of the opening message, up to where the policy's reply begins.
+    def opening(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Opening:
+        """An episode that begins with these messages, in which the policy has these tools.
 
-        Raises ValueError for what is no text or cannot be encoded (a lone surrogate).
+        Raises ValueError for what is no text, and for what the chat template refuses or has no
+        place for.
         """
-        return self._render(self._first_frame, text)
+        place = _ONE_USER
+        if tools or not isinstance(said, str):
+            place = Place.of(messages_of(said), json.dumps(list(tools), ensure_ascii=False))
+        self._checked(place)
+        return Opening(place, self._shown_at(place, said))
 
-    def answer(self, text: str) -> tuple[int, ...]:
-        """Ids to append after a policy turn that ended with `end_of_turn_id`; raises as `first`."""
-        return self._render(self._answer_frame, text)
+    def first(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+        """Ids of the opening messages, up to where the policy's reply begins.
+
+        Raises ValueError as `opening`, and for what cannot be encoded (a lone surrogate).
+        """
+        return self.render_opening(self.opening(said, tools)).ids
+
+    def answer(self, said: Said, opening: Opening = Opening()) -> tuple[int, ...]:  # noqa: B008
+        """Ids to append after a policy turn that ended with one of `end_of_turn_ids`.
+
+        `opening` is how the episode began. Raises as `first`.
+        """
+        return self.render_answer(said, opening).ids
+
+    def render_opening(self, opening: Opening) -> Rendered:
+        """What `first` is the ids of."""
+        frame = self._template.frame(opening.place)
+        texts = frame.filled(opening.texts)
+        return self._join(frame, self._frame_ids(opening.place), texts, opening.texts)
+
+    def render_answer(self, said: Said, opening: Opening) -> Rendered:
+        """What `answer` is the ids of."""
+        place = Place.of(messages_of(said), opening=opening.place)
+        frame, shown = self._template.frame(place), self._shown_at(place, said)
+        if not opening.texts and min(frame.slots, default=0) < 0:
+            raise ValueError(
+                "the chat template says again how the conversation began; tell `answer` its opening"
+            )
+        texts = frame.filled(shown, opening.texts)
+        return self._join(frame, self._frame_ids(place), texts, shown)
+
+    def render_whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Rendered:
+        """The template's own rendering of a conversation that the policy is to continue.
+
+        Each entry is an environment's message and its text as `shown`, or None and the text of a
+        turn of the policy. What the template writes of the policy's turns is encoded like the
+        rest of it, control tokens included.
+
+        Raises ValueError where the template refuses it.
+        """
+        frame = self._template.whole(conversation, tools)
+        shown = tuple(text for kind, text in conversation if kind is not None)
+        ids = tuple(map(self._encode_control, frame.pieces))
+        return self._join(frame, ids, frame.filled(shown), shown)
 
     def reply(self, text: str) -> tuple[int, ...]:
         """Ids that a policy would sample to say `text`, end of turn included."""
         return (*self._encode_once(text), self.end_of_turn_id)
+
+    def ends_turn(self, ids: Sequence[int]) -> bool:
+        """Whether the last of these is an end of turn."""
+        return len(ids) > 0 and int(ids[-1]) in self.end_of_turn_ids
 
     def decode_reply(self, ids: Sequence[int]) -> str:
         """Text of a sampled turn without its end of turn; never raises for any ids.
@@ -72,37 +152,56 @@ class ChatRenderer:
         Bytes that are no UTF-8 and ids that are no tokens (a model's vocabulary is often padded)
         become U+FFFD; special tokens stay visible. So a strict environment refuses them all.
         """
-        ids = [int(token) for token in ids]
-        if ids and ids[-1] == self.end_of_turn_id:
-            ids.pop()
+        return self.decode(ids[:-1] if self.ends_turn(ids) else ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of any ids, as `decode_reply`, but of all of them."""
         return "".join(
             self._decode(list(run)) if known else _REPLACEMENT * len(list(run))
-            for known, run in itertools.groupby(ids, key=self._known_ids.__contains__)
+            for known, run in itertools.groupby(map(int, ids), key=self._known_ids.__contains__)
         )
 
-    def _template(self, turns: Sequence[tuple[str, str]]) -> str:
-        messages = [{"role": role, "content": content} for role, content in turns]
-        rendered = self._tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True
+    def _shown_at(self, place: Place, said: Said) -> tuple[str, ...]:
+        """The texts of messages as the template shows them."""
+        texts = [message.text for message in messages_of(said)]
+        for text in texts:
+            if not isinstance(text, str):
+                raise ValueError(f"a message must be a str; got a {type(text).__name__}")
+        return tuple(
+            text if self._template.is_verbatim(place, i) else self._shown(place, i, text)
+            for i, text in enumerate(texts)
         )
-        assert isinstance(rendered, str)
-        return rendered
 
-    def _frame(self, rendered: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Ids before and after the message; here special tokens are what they say."""
-        parts = rendered.split(_TEXT)
-        if len(parts) != 2:
-            raise ValueError(f"the chat template must contain a message once: {rendered!r}")
-        before, after = (
-            tuple(self._tokenizer(part, add_special_tokens=False)["input_ids"]) for part in parts
-        )
-        return before, after
+    def _frame_ids_at(self, place: Place) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(self._encode_control, self._template.frame(place).pieces))
 
-    def _render(self, frame: tuple[tuple[int, ...], tuple[int, ...]], text: str) -> tuple[int, ...]:
-        if not isinstance(text, str):
-            raise ValueError(f"a message must be a str; got a {type(text).__name__}")
-        before, after = frame
-        return (*before, *self._encode_once(text), *after)
+    def _join(
+        self,
+        frame: Frame,
+        frame_ids: Sequence[tuple[int, ...]],
+        texts: Sequence[str],
+        shown: tuple[str, ...],
+    ) -> Rendered:
+        text, ids = frame.pieces[0], frame_ids[0]
+        for inner, piece, piece_ids in zip(texts, frame.pieces[1:], frame_ids[1:], strict=True):
+            text += inner + piece
+            ids += self._encode_once(inner) + piece_ids
+        return Rendered(text=text, ids=ids, shown=shown)
+
+    def _check_opening(self, opening: Place) -> None:
+        """Says what the template rewrites; see `ChatTemplate.broken_prefix`, also for errors."""
+        broken = self._template.broken_prefix(opening)
+        if broken and broken not in self._broken:
+            self._broken.add(broken)
+            _logger.warning(
+                "the chat template %s as a conversation goes on. Ids that were sampled are never "
+                "changed: config.chat.history says what is done instead",
+                broken,
+            )
+
+    def _encode_control(self, text: str) -> tuple[int, ...]:
+        """Ids of the template's own text, in which special tokens are what they say."""
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode(self, text: str) -> tuple[int, ...]:
         try:

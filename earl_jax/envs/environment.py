@@ -1,12 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract between an environment and whoever plays it: plain text, one object per episode."""
+"""The contract between an environment and whoever plays it: text, one object per episode."""
 
 import dataclasses
 import difflib
+import json
 import math
 import numbers
-from typing import Literal, Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
 
 from earl_jax.envs.games import load_game
 
@@ -21,30 +23,53 @@ ENVIRONMENT_TIMEOUT = "environment_timeout"
 UNENCODABLE = "unencodable"
 
 Author = Literal["environment", "policy"]
+ROLES = ("system", "user", "tool")
 OPPONENTS = ("random", "mcts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Start:
-    """The first message to the policy, and the side that it plays ("x", "o")."""
+class Message:
+    """What an environment says as one of ROLES; "tool" is the response to a call of the policy's.
 
-    text: str
+    `call_id` names that call, for chat templates that want it.
+    """
+
     role: str
+    text: str
+    call_id: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """The first words to the policy, and the side that it plays ("x", "o").
+
+    Either `text`, said as a user, or `messages`. `tools` describes the functions that the policy
+    may call, each as JSON that the chat template shows:
+
+        {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
+    """
+
+    text: str = ""
+    role: str
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What came of one reply.
 
-    `text` is the next message to the policy, empty if `done`. `reward` is for this reply alone.
-    `stop_reason` is a word such as "win", given exactly if `done`; `detail` is for people.
+    `text` is the next message to the policy, said as a user, or `messages` are the next ones; both
+    are empty if `done`. `reward` is for this reply alone. `stop_reason` is a word such as "win",
+    given exactly if `done`; `detail` is for people.
     """
 
-    text: str
+    text: str = ""
     reward: float
     done: bool
     stop_reason: str = ""
     detail: str = ""
+    messages: tuple[Message, ...] = ()
 
 
 class Environment(Protocol):
@@ -70,8 +95,18 @@ def check_start(result: object) -> Start:
         raise TypeError(f"start() must return a Start; got {_brief(result)}")
     _check_text("Start.text", result.text)
     _check_text("Start.role", result.role)
-    if not result.text:
+    _check_messages("Start", result)
+    if not result.text and not result.messages:
         raise ValueError("Start.text is empty; the policy needs a first message")
+    if not isinstance(result.tools, tuple):
+        raise TypeError(f"Start.tools must be a tuple; got {_brief(result.tools)}")
+    for tool in result.tools:
+        if not isinstance(tool, Mapping):
+            raise TypeError(f"Start.tools must hold mappings; got {_brief(tool)}")
+        try:
+            json.dumps(tool)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"Start.tools must hold what JSON can say: {error}") from error
     return result
 
 
@@ -93,11 +128,31 @@ def check_step(result: object) -> StepResult:
             f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "
             f"stop_reason={_brief(result.stop_reason)}"
         )
-    if result.done and result.text:
+    _check_messages("StepResult", result)
+    if result.done and (result.text or result.messages):
         raise ValueError(
-            f"StepResult.text must be empty when done, nobody reads it; got {_brief(result.text)}"
+            "StepResult.text and StepResult.messages must be empty when done, nobody reads them; "
+            f"got {_brief(result.text)} and {len(result.messages)} messages"
         )
     return result
+
+
+def _check_messages(name: str, result: Start | StepResult) -> None:
+    if not isinstance(result.messages, tuple):
+        raise TypeError(f"{name}.messages must be a tuple; got {_brief(result.messages)}")
+    if result.messages and result.text:
+        raise ValueError(
+            f"{name} has both a text and messages; say it as one: {_brief(result.text)}"
+        )
+    for message in result.messages:
+        if not isinstance(message, Message):
+            raise TypeError(f"{name}.messages must hold Message; got {_brief(message)}")
+        _check_text("Message.text", message.text)
+        _check_text("Message.call_id", message.call_id)
+        if message.role not in ROLES:
+            raise ValueError(
+                f"Message.role is {_brief(message.role)}; it must be one of {', '.join(ROLES)}"
+            )
 
 
 def _check_text(field: str, value: object) -> None:

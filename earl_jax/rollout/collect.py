@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.chat_template import Said, messages_of
+from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import (
     TURN_TOO_LONG,
     UNENCODABLE,
@@ -89,11 +90,14 @@ class _Live:
     """An episode in a slot.
 
     `queue` holds ids that are still to be appended; `heads_pending`: its first is the token sampled
-    last, which goes into the cache now. `fresh`: nothing was appended yet.
+    last, which goes into the cache now. `fresh`: nothing was appended yet. `forks`: the queue is
+    the prompt of a new sample. `length` counts the episode's tokens, the first `origin` of which
+    belong to earlier samples.
     """
 
     task: Task
     row: int
+    conversation: Conversation
     environment: Environment | None = None
     role: str = ""
     turns: list[Turn] = dataclasses.field(default_factory=list)
@@ -101,18 +105,35 @@ class _Live:
     queue: list[int] = dataclasses.field(default_factory=list)
     heads_pending: bool = False
     fresh: bool = True
+    forks: bool = False
+    origin: int = 0
     length: int = 0
     reply: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
 
-    def hear(self, text: str, ids: Sequence[int]) -> None:
-        """The environment said something: to be appended, behind the pending token."""
-        self.heads_pending = not self.fresh
+    def hear(self, said: Said, heard: Heard) -> None:
+        """The environment said something: to be appended, behind the pending token.
+
+        Or to begin a new sample, which knows of no pending token.
+        """
+        self.heads_pending = not self.fresh and not heard.forks
+        self.forks = heard.forks
         pending = [self.turns[-1].token_ids[-1]] if self.heads_pending else []
-        self.queue = [*pending, *ids]
-        self.turns.append(Turn(author="environment", text=text, token_ids=tuple(ids)))
-        self.length += len(ids)
+        self.queue = [*pending, *heard.ids]
+        messages = tuple((message.role, message.text) for message in messages_of(said))
+        self.turns.append(
+            Turn(
+                author="environment",
+                text="\n".join(text for _, text in messages),
+                token_ids=heard.ids,
+                messages=() if isinstance(said, str) else messages,
+                forks=heard.forks,
+            )
+        )
+        if heard.forks:
+            self.origin = self.length
+        self.length += len(heard.ids)
 
     def close_turn(self, text: str) -> None:
         """The policy's turn is over."""
@@ -146,7 +167,7 @@ class Collector:
     def __init__(
         self,
         config: RolloutConfig,
-        renderer: ChatRenderer,
+        new_conversation: Callable[[], Conversation],
         pool: EnvironmentPool,
         make_environment: Callable[[Task], Environment],
         make_room: Callable[[Seat, int], Seat],
@@ -154,7 +175,7 @@ class Collector:
         num_lanes: int,
     ) -> None:
         """`make_room(seat, tokens)` gives a seat whose places hold so many tokens an episode."""
-        self._config, self._renderer, self._pool = config, renderer, pool
+        self._config, self._new_conversation, self._pool = config, new_conversation, pool
         self._make_environment, self._make_room = make_environment, make_room
         self._num_lanes = num_lanes
 
@@ -200,9 +221,7 @@ class Collector:
         for slot in ended:
             episode = slots[slot]
             assert episode is not None
-            ids = episode.reply
-            text = self._renderer.decode_reply(ids)
-            whole = ids[-1] == self._renderer.end_of_turn_id
+            text, whole = episode.conversation.reply(episode.reply)
             episode.close_turn(text)
             if not whole:
                 episode.rewards.append(self._config.unfinished_reward)
@@ -228,11 +247,12 @@ class Collector:
         episode.rewards.append(float(result.reward))
         if result.done:
             return episode.finish(result.stop_reason, result.detail)
+        said = result.messages or result.text
         try:
-            ids = self._renderer.answer(result.text)
+            heard = episode.conversation.answer(said)
         except ValueError as error:
             return episode.finish(UNENCODABLE, str(error))
-        episode.hear(result.text, ids)
+        episode.hear(said, heard)
         return None
 
     def _refill(
@@ -266,14 +286,15 @@ class Collector:
         finished: dict[int, Trajectory],
     ) -> _Live | None:
         """The episode in its slot; None, and a trajectory of no turns, if it could not begin."""
-        episode = _Live(task=task, row=row)
+        episode = _Live(task=task, row=row, conversation=self._new_conversation())
         if isinstance(opened, Failure):
             finished[row] = episode.finish(opened.stop_reason, opened.detail)
             return None
         episode.environment, start = opened
         episode.role = start.role
+        said = start.messages or start.text
         try:
-            episode.hear(start.text, self._renderer.first(start.text))
+            episode.hear(said, episode.conversation.open(said, start.tools))
         except ValueError as error:
             finished[row] = episode.finish(UNENCODABLE, str(error))
             return None
@@ -285,7 +306,8 @@ class Collector:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(slots), self._config.chunk_size
         columns: dict[str, Any] = {
-            name: np.zeros(num_slots, np.int32) for name in ("count", "restart", "speak", "seed")
+            name: np.zeros(num_slots, np.int32)
+            for name in ("count", "restart", "fork", "speak", "seed")
         }
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
         chunk = np.zeros((num_slots, chunk_size), np.int32)
@@ -296,11 +318,12 @@ class Collector:
             chunk[slot, : len(part)] = part
             columns["count"][slot] = len(part)
             columns["restart"][slot] = episode.fresh
+            columns["fork"][slot] = episode.forks
             columns["speak"][slot] = not episode.queue
             columns["seed"][slot] = episode.task.episode
             columns["row"][slot] = episode.row
             stats.prefill_tokens += len(part) - episode.heads_pending
-            episode.fresh = episode.heads_pending = False
+            episode.fresh = episode.heads_pending = episode.forks = False
         return pack_orders(
             chunk=chunk,
             temperature=np.full(num_slots, temperature, np.float32),
@@ -326,7 +349,7 @@ class Collector:
                 stats.rollout_tokens += count
                 if not report.active[slot]:
                     ended.append(slot)
-            in_flight += episode.length - len(episode.queue)
+            in_flight += episode.length - episode.origin - len(episode.queue)
             stats.context_tokens_max = max(stats.context_tokens_max, episode.length)
         stats.tokens_in_flight_max = max(stats.tokens_in_flight_max, in_flight)
         return ended

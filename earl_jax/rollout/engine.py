@@ -332,6 +332,7 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
     return dataclasses.replace(
         state,
         caches=jax.tree.map(put_side, state.caches, prefix.caches),
+        origin=put(state.origin, jnp.zeros((1,), jnp.int32)),
         cached=put(state.cached, prefix.cached),
         pending=put(state.pending, prefix.pending),
         active=put(state.active, jnp.ones((1,), bool)),

@@ -38,13 +38,15 @@ ORDER_COLUMNS = 6
 class DecodeState:
     """B slots and the N rows of experience that they write, one data shard's part or the whole.
 
-    `cached` counts the tokens in the cache, and so is the place of `pending` (i32). `turn` and
-    `turn_tokens` count turns and the tokens of this turn. `active` slots are in the middle of a
-    turn. `row` is the episode's row in `experience`, NO_ROW where nothing is written down.
+    `cached` counts the tokens in the cache; with `origin`, the place in the row where the sample
+    began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
+    count turns and the tokens of this turn. `active` slots are in the middle of a turn. `row` is
+    the episode's row in `experience`, NO_ROW where nothing is written down.
     """
 
     caches: list[LayerCache]
     experience: Experience
+    origin: jax.Array
     cached: jax.Array
     pending: jax.Array
     active: jax.Array
@@ -57,24 +59,30 @@ class DecodeState:
 
 
 class SlotRules(NamedTuple):
-    """What is fixed when the program is compiled. Tokens per turn and per burst; ids."""
+    """What is fixed when the program is compiled. Tokens per turn and per burst; ids.
+
+    Each of `end_of_turn_ids` ends a turn.
+    """
 
     burst: int
     max_turn_tokens: int
-    end_of_turn_id: int
+    end_of_turn_ids: tuple[int, ...]
 
 
 class Orders(NamedTuple):
     """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
-    and takes `seed`, `row`, `temperature` over; `speak` lets the policy begin a turn behind the
-    chunk. A slot with nothing to append goes on with its turn where it is in one.
+    and takes `seed`, `row`, `temperature` over; `fork` empties its cache alone: the episode goes on
+    in its row, behind the pending token, with a sample that begins with the chunk. `speak` lets the
+    policy begin a turn behind the chunk. A slot with nothing to append goes on with its turn where
+    it is in one.
     """
 
     chunk: jax.Array
     count: jax.Array
     restart: jax.Array
+    fork: jax.Array
     speak: jax.Array
     seed: jax.Array
     row: jax.Array
@@ -82,7 +90,7 @@ class Orders(NamedTuple):
     version: jax.Array
 
 
-_RESTART, _SPEAK = 1, 2
+_RESTART, _SPEAK, _FORK = 1, 2, 4
 
 
 def pack_orders(
@@ -95,9 +103,10 @@ def pack_orders(
     row: np.ndarray,
     temperature: np.ndarray,
     version: int,
+    fork: np.ndarray | int = 0,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
-    flags = restart * _RESTART + speak * _SPEAK
+    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK
     columns = np.stack(
         [count, flags, seed, row, temperature.view(np.int32), np.full_like(count, version)], axis=1
     )
@@ -110,6 +119,7 @@ def _unpack_orders(packed: jax.Array) -> Orders:
         chunk=packed[:, ORDER_COLUMNS:],
         count=count,
         restart=flags & _RESTART > 0,
+        fork=flags & _FORK > 0,
         speak=flags & _SPEAK > 0,
         seed=seed,
         row=row,
@@ -157,6 +167,7 @@ def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> Deco
             logprobs=jnp.zeros((rows, places), jnp.float32),
             versions=numbers(rows, places),
         ),
+        origin=numbers(slots),
         cached=numbers(slots),
         pending=numbers(slots),
         active=jnp.zeros((slots,), bool),
@@ -256,10 +267,13 @@ def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> 
         return jnp.where(orders.restart, new, old)
 
     zero = jnp.zeros_like(state.cached)
+    # A new sample stands behind the pending token, which is written down and ends the one before.
+    origin = jnp.where(orders.fork, state.origin + state.cached + 1, state.origin)
     row = jnp.where(orders.row == NO_ROW, NO_ROW, orders.row - first_row)
     return dataclasses.replace(
         state,
-        cached=taken(zero, state.cached),
+        origin=taken(zero, origin),
+        cached=jnp.where(orders.fork, zero, taken(zero, state.cached)),
         active=state.active & ~orders.restart,
         turn=taken(zero, state.turn),
         seed=taken(orders.seed, state.seed),
@@ -305,7 +319,7 @@ def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
         _rows_or_drop(state, orders.count > 0)[:, None],
         state.experience.tokens.shape[0],
     )
-    places_BC = state.cached[:, None] + offsets_BC
+    places_BC = (state.origin + state.cached)[:, None] + offsets_BC
     tokens = state.experience.tokens.at[rows_BC, places_BC].set(orders.chunk, mode="drop")
     return dataclasses.replace(state.experience, tokens=tokens)
 
@@ -323,18 +337,21 @@ def _forward_pending(
 def _sample_next(rules, key, state, logits_BV, speaking, out):
     """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
     tokens, logprobs, count = out
-    uniform = token_uniforms(key, state.seed, state.cached)
+    place = state.origin + state.cached
+    uniform = token_uniforms(key, state.seed, place)
     token, logprob = sample(uniform, logits_BV, state.temperature)
     rows = _rows_or_drop(state, speaking)
     written = state.experience
     experience = Experience(
-        tokens=written.tokens.at[rows, state.cached].set(token, mode="drop"),
-        turn_ids=written.turn_ids.at[rows, state.cached].set(state.turn, mode="drop"),
-        logprobs=written.logprobs.at[rows, state.cached].set(logprob, mode="drop"),
-        versions=written.versions.at[rows, state.cached].set(state.version, mode="drop"),
+        tokens=written.tokens.at[rows, place].set(token, mode="drop"),
+        turn_ids=written.turn_ids.at[rows, place].set(state.turn, mode="drop"),
+        logprobs=written.logprobs.at[rows, place].set(logprob, mode="drop"),
+        versions=written.versions.at[rows, place].set(state.version, mode="drop"),
     )
     turn_tokens = state.turn_tokens + speaking
-    goes_on = (token != rules.end_of_turn_id) & (turn_tokens < rules.max_turn_tokens)
+    goes_on = turn_tokens < rules.max_turn_tokens
+    for end_of_turn_id in rules.end_of_turn_ids:
+        goes_on &= token != end_of_turn_id
     state = dataclasses.replace(
         state,
         experience=experience,

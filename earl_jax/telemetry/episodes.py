@@ -21,10 +21,11 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
     """Writes `folder`/step_NNNNNN.jsonl atomically and returns its path.
 
     Keys of a line: episode, group, role, reward, stop_reason, detail, num_turns, num_tokens,
-    turn_rewards, messages (`{"role": "user" | "assistant", "content": text}`), and four flat lists
-    of one entry per token: token_ids, wrote ("e" environment, "p" policy), logprobs and versions
-    (null where the environment wrote). A log-prob that is not finite is the string "nan", "inf" or
-    "-inf".
+    turn_rewards, messages (`{"role": "user", "content": text}`; the policy is "assistant"),
+    sample_starts (where several samples begin among the tokens; not there for one), and four flat
+    lists of one entry per token: token_ids, wrote ("e" environment, "p" policy), logprobs and
+    versions (null where the environment wrote). A log-prob that is not finite is the string "nan",
+    "inf" or "-inf".
 
     Example: prompt ids (9, 8) and reply (4,) give token_ids [9, 8, 4], wrote ["e", "e", "p"],
     logprobs [null, null, -0.5], versions [null, null, 3].
@@ -77,12 +78,18 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "num_turns": trajectory.num_turns,
         "num_tokens": trajectory.num_tokens,
         "turn_rewards": [_number(x) for x in trajectory.turn_rewards],
-        "messages": [{"role": _ROLES[turn.author], "content": turn.text} for turn in turns],
+        "messages": [message for turn in turns for message in _messages(turn)],
+        **({"sample_starts": trajectory.sample_starts} if trajectory.sample_starts != (0,) else {}),
         "token_ids": [int(token) for turn in turns for token in turn.token_ids],
         "wrote": _join(turns, lambda turn: [turn.author[0]] * len(turn.token_ids)),
         "logprobs": _join(turns, lambda turn: _per_token(turn, "logprobs", _number)),
         "versions": _join(turns, lambda turn: _per_token(turn, "versions", int)),
     }
+
+
+def _messages(turn: Turn) -> list[dict[str, str]]:
+    said = turn.messages or ((_ROLES[turn.author], turn.text),)
+    return [{"role": role, "content": text} for role, text in said]
 
 
 def _join(turns: Sequence[Turn], entries) -> list:

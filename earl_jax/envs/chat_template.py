@@ -1,0 +1,253 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A chat template taken apart: what it writes around messages, and what it makes of their text.
+
+Text only; ids are the business of chat.py. The template never sees an environment's text and its
+surroundings together: what stands around messages is what it writes around stand-ins, so that no
+text can act on it.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerFast
+
+from earl_jax.envs.environment import Message
+
+# Stand-ins for what is said. A template that contains them itself is refused by the checks below.
+_REPLY = "earl-reply"
+_REASON = "earl-reason"
+# Text that templates change where they change any: they trim, quote or escape it.
+PROBE = '  \n"earl" \\ <probé> \n'
+
+Said = str | Sequence[Message]
+
+
+def messages_of(said: Said) -> tuple[Message, ...]:
+    """What an environment said as messages; a plain text is one of a user.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(said, str):
+        return (Message(role="user", text=said),)
+    if not isinstance(said, Sequence) or not all(isinstance(m, Message) for m in said):
+        raise ValueError(f"a message must be a str or Messages; got a {type(said).__name__}")
+    return tuple(said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What the template may know of an environment's message: all but its text."""
+
+    role: str
+    call_id: str = ""
+
+    def filled(self, text: str) -> dict[str, str]:
+        """The message as chat templates want it."""
+        named = {"tool_call_id": self.call_id} if self.call_id else {}
+        return {"role": self.role, "content": text, **named}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Messages without their texts, and where they stand: all that decides what is around them.
+
+    `opening` are the messages that began the episode, where these come behind a policy's turn;
+    None where these begin it. `tools` is the JSON of the list of the tools' descriptions.
+    """
+
+    kinds: tuple[Kind, ...]
+    tools: str = "[]"
+    opening: tuple[Kind, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, messages: Sequence[Message], tools: str = "[]", opening: "Place | None" = None
+    ) -> "Place":
+        """The place of these messages, which open an episode or come behind `opening`."""
+        kinds = tuple(Kind(message.role, message.call_id) for message in messages)
+        if opening is None:
+            return cls(kinds=kinds, tools=tools)
+        return cls(kinds=kinds, tools=opening.tools, opening=opening.kinds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """What the template writes around texts: `pieces` are one more than `slots`, which they part.
+
+    A slot is the index of the message whose text stands there. Some templates say again how the
+    conversation was opened: -1 is the last of the opening's messages, -2 the one before.
+    """
+
+    pieces: tuple[str, ...]
+    slots: tuple[int, ...]
+
+    def filled(self, texts: Sequence[str], opening: Sequence[str] = ()) -> list[str]:
+        """The text of each slot."""
+        return [texts[slot] if slot >= 0 else opening[slot] for slot in self.slots]
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer. `end` is the control token that ends a policy's turn.
+
+    Raises ValueError for a tokenizer without one, or one that does not end the policy's turns.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        if not tokenizer.chat_template:
+            raise ValueError("the tokenizer needs a chat template")
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        self._control = tuple(str(token) for token in added if token.special)
+        self.end = self._find_end()
+        self.frame = functools.lru_cache(maxsize=256)(self._take_apart)
+        self.is_verbatim = functools.lru_cache(maxsize=256)(self._is_verbatim)
+
+    def shown(self, place: Place, index: int, text: str) -> str:
+        """The text of message `index` as the template shows it there.
+
+        Raises ValueError where the text changes what is around it.
+        """
+        shown = text if self.is_verbatim(place, index) else self._cut(place, index, text)
+        if shown is None:
+            raise ValueError(
+                f"the chat template writes something else around the text {text!r:.80} than around "
+                "any other; the environment must say it differently"
+            )
+        return shown
+
+    def whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Frame:
+        """What the template writes around the environment's messages of a whole conversation.
+
+        Each entry is an environment's message, or None and the text of a turn of the policy, which
+        the template sees. Behind the last the policy is to speak. Slots count the messages.
+
+        Raises ValueError where the template refuses it.
+        """
+        spoken = [text for kind, text in conversation if kind is None]
+        name = "earl-message"
+        while any(name in text for text in spoken):
+            name += "-"
+        messages, stand_ins = [], []
+        for kind, text in conversation:
+            if kind is None:
+                messages.append({"role": "assistant", "content": text})
+            else:
+                stand_ins.append(f"{name}<{len(stand_ins)}>")
+                messages.append(kind.filled(stand_ins[-1]))
+        return _split(self._write(messages, tools), stand_ins)
+
+    def broken_prefix(self, opening: Place) -> str:
+        """How the template rewrites what it wrote before, if it does; "" where it only appends.
+
+        Raises ValueError where there are tools and the template has no place for them.
+        """
+        opened = _fill(opening.kinds, "earl-opening")
+        begun = self._write(opened, opening.tools)
+        if opening.tools != "[]" and begun == self._write(opened, "[]"):
+            raise ValueError("the chat template has no place for tools, and there are some")
+        reasoned = f"<think>\n{_REASON}\n</think>\n\n{_REPLY}"
+        for reply, kept, reason in (
+            (_REPLY, _REPLY, "moves what it wrote at the beginning"),
+            (reasoned, _REASON, "drops earlier reasoning"),
+        ):
+            turns = [{"role": "assistant", "content": reply}, {"role": "user", "content": "earl"}]
+            try:
+                later = self._write([*opened, *turns], opening.tools)
+            except ValueError:
+                return ""  # a user cannot speak here, so this is no conversation to judge by
+            if not later.startswith(begun) or kept not in later:
+                return reason
+        return ""
+
+    def _find_end(self) -> str:
+        user, reply = {"role": "user", "content": "earl"}, {"role": "assistant", "content": _REPLY}
+        written = self._write([user, reply, user], "[]")
+        _, found, behind = written.partition(_REPLY)
+        ends = [token for token in self._control if behind.startswith(token)]
+        if not found or not ends:
+            raise ValueError(
+                "the chat template does not end a policy turn with a control token of the "
+                f"tokenizer: {written!r}"
+            )
+        return max(ends, key=len)
+
+    def _take_apart(self, place: Place) -> Frame:
+        # These are written between what the template writes itself, and encoded with it.
+        for text in (place.tools, *(k.call_id for k in (*place.kinds, *(place.opening or ())))):
+            for token in (*self._control, "earl-message", "earl-opening", _REPLY):
+                if token in text:
+                    raise ValueError(
+                        f"descriptions of tools and ids of calls must not contain {token!r}, which "
+                        f"means something of its own; got {text!r:.200}"
+                    )
+        opened = _stand_ins(place.opening or (), "earl-opening")
+        stand_ins = _stand_ins(place.kinds, "earl-message")
+        written = self._around(stand_ins, place)
+        frame = _split(written, stand_ins, opened)
+        said = [slot for slot in frame.slots if slot >= 0]
+        if said != list(range(len(stand_ins))) or _REPLY in written:
+            raise ValueError(f"the chat template must contain a message once: {written!r}")
+        return frame
+
+    def _is_verbatim(self, place: Place, index: int) -> bool:
+        self.frame(place)  # that it can be taken apart at all is looked at first
+        return self._cut(place, index, PROBE) == PROBE
+
+    def _cut(self, place: Place, index: int, text: str) -> str | None:
+        """What the template makes of the text; None if it changes what is around it."""
+        texts = _stand_ins(place.kinds, "earl-message")
+        head, _, tail = self._around(texts, place).partition(texts[index])
+        texts[index] = text
+        written = self._around(texts, place)
+        fits = written.startswith(head) and written[len(head) :].endswith(tail)
+        return written[len(head) : len(written) - len(tail)] if fits else None
+
+    def _around(self, texts: Sequence[str], place: Place) -> str:
+        """What the template writes for these messages, behind the policy's end of turn if any."""
+        messages = [kind.filled(text) for kind, text in zip(place.kinds, texts, strict=True)]
+        if place.opening is None:
+            return self._write(messages, place.tools)
+        opened = _fill(place.opening, "earl-opening")
+        spoken = {"role": "assistant", "content": _REPLY}
+        written = self._write([*opened, spoken, *messages], place.tools)
+        _, found, behind = written.partition(_REPLY)
+        if not found or not behind.startswith(self.end):
+            raise ValueError(
+                f"the chat template does not end a policy turn with {self.end!r}: {written!r}"
+            )
+        return behind.removeprefix(self.end)
+
+    def _write(self, messages: Sequence[Mapping[str, str]], tools: str) -> str:
+        described: list[Any] = json.loads(tools)
+        try:
+            written = self._tokenizer.apply_chat_template(
+                list(messages),  # pyright: ignore[reportArgumentType]
+                tools=described or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the messages: {error}") from error
+        assert isinstance(written, str)
+        return written
+
+
+def _stand_ins(kinds: Sequence[Kind], name: str) -> list[str]:
+    return [f"{name}<{index}>" for index in range(len(kinds))]
+
+
+def _fill(kinds: Sequence[Kind], name: str) -> list[dict[str, str]]:
+    return [k.filled(text) for k, text in zip(kinds, _stand_ins(kinds, name), strict=True)]
+
+
+def _split(written: str, stand_ins: Sequence[str], opened: Sequence[str] = ()) -> Frame:
+    """The text around stand-ins; slots are their numbers, less than 0 for those of the opening."""
+    number = {name: i - len(opened) for i, name in enumerate([*opened, *stand_ins])}
+    parts = re.split(f"({'|'.join(map(re.escape, number))})", written)
+    return Frame(tuple(parts[::2]), tuple(number[name] for name in parts[1::2]))

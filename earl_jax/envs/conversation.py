@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One episode's conversation, and the ids that each message adds to it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
+from earl_jax.envs.chat_template import Kind, Place, Said, messages_of
+
+History = Literal["append", "fork"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatConfig:
+    """What happens where the chat template rewrites earlier turns, as Qwen3's drops reasoning.
+
+    `history` "append": never anything but the next message, in the form that the template gives it
+    behind a policy's turn; the policy goes on to see all that it wrote. "fork": the next message
+    begins a new sample, whose prompt is the template's own rendering of the conversation so far.
+    The episode is then several samples, each of which is trained on as it was sampled, with the
+    episode's reward; every fork reads the conversation anew.
+    """
+
+    history: History = "append"
+
+    def validate(self) -> None:
+        """Nothing can be wrong that its type does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Heard:
+    """Ids of what an environment said: to be appended, or the prompt of a new sample."""
+
+    ids: tuple[int, ...]
+    forks: bool = False
+
+
+class Conversation:
+    """What was said in one episode. Call `open`, then `reply` and `answer` in turns.
+
+    With `history` "fork" the conversation is kept as text, and `answer` compares: the text of the
+    sample's ids against that which the template gives for the whole conversation.
+    """
+
+    def __init__(self, renderer: ChatRenderer, history: History = "append"):
+        self._renderer = renderer
+        self._forks = history == "fork"
+        self._opening = Opening()
+        self._said: list[tuple[Kind | None, str]] = []
+        self._sample = ""
+
+    def open(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
+        """The environment begins. Raises as `ChatRenderer.first`."""
+        self._opening = self._renderer.opening(said, tools)
+        rendered = self._renderer.render_opening(self._opening)
+        self._note(said, rendered)
+        return Heard(rendered.ids)
+
+    def reply(self, ids: Sequence[int]) -> tuple[str, bool]:
+        """The policy said this. Returns its text without the end of turn, and if there is one."""
+        text = self._renderer.decode_reply(ids)
+        if self._forks:
+            self._said.append((None, text))
+            self._sample += self._renderer.decode(ids)
+        return text, self._renderer.ends_turn(ids)
+
+    def answer(self, said: Said) -> Heard:
+        """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`."""
+        rendered = self._renderer.render_answer(said, self._opening)
+        self._note(said, rendered)
+        if not self._forks:
+            return Heard(rendered.ids)
+        anew = self._renderer.render_whole(self._said, self._opening.place.tools)
+        forks = anew.text != self._sample
+        self._sample = anew.text
+        return Heard(anew.ids, forks=True) if forks else Heard(rendered.ids)
+
+    def _note(self, said: Said, rendered: Rendered) -> None:
+        if self._forks:
+            kinds = Place.of(messages_of(said)).kinds
+            self._said += zip(kinds, rendered.shown, strict=True)
+            self._sample += rendered.text

@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Ids in, text out, while a policy still speaks: characters come whole or not at all."""
+
+from collections.abc import Callable, Sequence
+
+_REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so at most three of them can be a beginning.
+_UNFINISHED = 3
+_WINDOW = 16
+
+
+class TextStream:
+    """Decodes a stream of ids piece by piece.
+
+    The pieces of `push` and at last `flush` together are `decode` of all ids, and no character of a
+    piece changes when more ids come: a character whose bytes are split over tokens is held back
+    until it is whole, three bytes at most. Exact for byte-level vocabularies.
+
+    Example: "é" in two tokens, then "!": push gives "", then "é", then "!".
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        """`decode` as that of `ChatRenderer`: U+FFFD for bytes that are no character."""
+        self._decode = decode
+        # Ids of the text's end, and how much of their text is out.
+        self._ids: list[int] = []
+        self._given = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """What these ids settle, in characters."""
+        return "".join(self._push(int(token)) for token in ids)
+
+    def flush(self) -> str:
+        """What is left at the end; U+FFFD where a character was not finished."""
+        text = self._decode(self._ids)[self._given :]
+        self._ids, self._given = [], 0
+        return text
+
+    def _push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        settled = len(text)
+        while settled and text[settled - 1] == _REPLACEMENT and len(text) - settled < _UNFINISHED:
+            settled -= 1
+        settled = max(settled, self._given)
+        piece, self._given = text[self._given : settled], settled
+        if settled == len(text):
+            # The last id stays: some vocabularies decode the first of a text in another way.
+            self._ids = [token]
+            self._given = len(self._decode(self._ids))
+        elif len(self._ids) > _WINDOW:
+            self._shorten(text)
+        return piece
+
+    def _shorten(self, text: str) -> None:
+        """Forgets ids whose text is out, at a place that splits no character."""
+        for kept in range(_UNFINISHED + 1, _WINDOW):
+            front, back = self._decode(self._ids[:-kept]), self._decode(self._ids[-kept:])
+            if front + back == text and len(front) <= self._given:
+                self._ids = self._ids[-kept:]
+                self._given -= len(front)
+                return

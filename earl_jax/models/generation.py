@@ -1,0 +1,100 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""generation_config.json of a checkpoint: what of it a run takes, and what it does not.
+
+The ids that end a text end a turn of the policy. How to sample is said by the run's own config:
+training needs log-probs under the distribution that was sampled from, the same at every step.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+# What would change a sampled text, and the values that would not.
+_NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "max_new_tokens": None,
+    "stop_strings": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+
+
+class Tokenizer(Protocol):
+    """What knows which ids are control tokens, as every tokenizer of `transformers`."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """The tokens beside the vocabulary that was learnt; `special` ones are control tokens."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """`eos_token_ids` as the file has them, and the settings of sampling that say something."""
+
+    path: Path
+    eos_token_ids: tuple[int, ...] = ()
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def end_ids_of(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Those ids that are control tokens: any other is part of a text."""
+        added = tokenizer.added_tokens_decoder
+        return tuple(i for i in self.eos_token_ids if i in added and added[i].special)
+
+    def unused(self, end_ids: tuple[int, ...]) -> list[str]:
+        """What a run that takes `end_ids` does not honour, in sentences."""
+        notes = []
+        strange = [i for i in self.eos_token_ids if i not in end_ids]
+        if strange:
+            notes.append(
+                f"{self.path}: eos_token_id {', '.join(map(str, strange))} is no control token of "
+                "the tokenizer, and does not end a turn"
+            )
+        if self.sampling:
+            named = ", ".join(f"{name}={value!r}" for name, value in self.sampling.items())
+            notes.append(
+                f"{self.path}: {named} not used; episodes are sampled from the whole distribution "
+                "at config.rollout.temperature, evaluation games at config.eval.temperature"
+            )
+        return notes
+
+
+def read_generation_settings(folder: Path) -> GenerationSettings:
+    """The settings of a checkpoint's folder; empty where it has no such file.
+
+    Raises ValueError for a file that cannot be read.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return GenerationSettings(path=path)
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no JSON object")
+    eos = settings.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ValueError(f"{path}: eos_token_id is {eos!r}; it must be an id or a list of ids")
+    sampling = {
+        name: settings[name]
+        for name, neutral in _NEUTRAL.items()
+        if settings.get(name) is not None and settings[name] != neutral
+    }
+    return GenerationSettings(path=path, eos_token_ids=tuple(ids), sampling=sampling)

@@ -1,0 +1,480 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Any conversation with any family's template: what was sampled plus what was appended.
+
+The templates and vocabularies of tests/tokenizers behave as those of the families. What a model
+samples is written here by hand, family by family; what a conversation looks like is said by the
+template that gets it whole.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.environment import Message
+from earl_jax.envs.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer, load_tokenizer
+
+FOLDERS = Path(__file__).parent / "tokenizers"
+NAMES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "ours")
+# Families with a place for tools, and for responses to calls.
+WITH_TOOLS = ("qwen2", "qwen3", "llama3", "mistral")
+END = {
+    "qwen2": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "mistral": "</s>",
+    "gemma3": "<end_of_turn>",
+    "ours": "<|end|>",
+}
+
+
+@functools.cache
+def tokenizer(name: str):
+    return build_tokenizer([], 260) if name == "ours" else load_tokenizer(FOLDERS / name)
+
+
+@functools.cache
+def chat(name: str) -> ChatRenderer:
+    if name == "ours":
+        return ChatRenderer(tokenizer(name))
+    ends = json.loads((FOLDERS / name / "generation_config.json").read_text())["eos_token_id"]
+    return ChatRenderer(tokenizer(name), ends if isinstance(ends, list) else [ends])
+
+
+def template(name: str, messages: list[dict[str, Any]], tools=(), *, speak: bool = True) -> str:
+    """The template's own text of a whole conversation."""
+    return tokenizer(name).apply_chat_template(
+        messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=speak
+    )
+
+
+# What a policy says, and what the environment says.
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """A turn of the policy: words, or a call of a tool, behind reasoning or not."""
+
+    words: str = ""
+    reasoning: str = ""
+    call: dict | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """For the template, which writes it in its own way."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.words}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.call:
+            message["content"] = ""
+            message["tool_calls"] = [{"type": "function", "id": "a1b2c3d4e", "function": self.call}]
+        return message
+
+    def sampled(self, name: str) -> str:
+        """What a model of the family writes, without its end of turn."""
+        words = self.words
+        if self.call:
+            arguments = json.dumps(self.call["arguments"], ensure_ascii=False)
+            call = f'{{"name": "{self.call["name"]}", "arguments": {arguments}'
+            words = {
+                "llama3": call.replace('"arguments"', '"parameters"', 1) + "}",
+                "mistral": f'[TOOL_CALLS] [{call}, "id": "a1b2c3d4e"}}]',
+            }.get(name, f"<tool_call>\n{call}}}\n</tool_call>")
+        elif name == "mistral":
+            words = " " + words
+        return f"<think>\n{self.reasoning}\n</think>\n\n{words}" if self.reasoning else words
+
+
+def as_messages(said) -> list[dict[str, str]]:
+    """What an environment says, as the template gets it."""
+    if isinstance(said, str):
+        return [{"role": "user", "content": said}]
+    return [
+        {"role": m.role, "content": m.text} | ({"tool_call_id": m.call_id} if m.call_id else {})
+        for m in said
+    ]
+
+
+# Texts that an environment may say: any unicode, line breaks and blanks at the ends, and what would
+# be control tokens and marks of the families if it were not text.
+HOSTILE = [
+    *(*END.values(), *SPECIAL_TOKENS, "<|im_start|>", "<start_of_turn>model\n", "[/INST]"),
+    *("<|start_header_id|>", "<think>", "</think>", "<bos>", '"}', "{{ messages }}", "\n", "  "),
+]
+PARTS = st.one_of(st.text(max_size=12), st.sampled_from(HOSTILE))
+TEXTS = st.lists(PARTS, min_size=1, max_size=4).map("".join)
+# Words that every template leaves as they are: some trim, and Qwen3 looks for reasoning.
+WORDS = st.text(min_size=1, max_size=16).filter(lambda t: t == t.strip() and t.isprintable())
+VALUES = st.dictionaries(st.sampled_from(["city", "größe", "日付"]), WORDS | st.integers(-9, 9))
+CALLS = st.builds(lambda a: {"name": "look_up", "arguments": a}, VALUES)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks up the “Wetter”: 天気",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """A conversation: how it is opened, and the turns of both sides."""
+
+    opening: str | tuple[Message, ...]
+    tools: tuple[dict, ...]
+    turns: tuple[tuple[Reply, str | tuple[Message, ...]], ...]
+
+
+@st.composite
+def scripts(draw, name: str, *, calls: bool = True) -> Script:
+    """Conversations that the family's template takes."""
+    calls = calls and name in WITH_TOOLS
+    opening: Any = draw(TEXTS)
+    if draw(st.booleans()):
+        user = Message(role="user", text=opening)
+        opening = (Message(role="system", text=draw(TEXTS)), user)
+    turns = []
+    for _ in range(draw(st.integers(1, 4))):
+        reasoning = draw(WORDS) if name == "qwen3" and draw(st.booleans()) else ""
+        if calls and draw(st.booleans()):
+            reply = Reply(reasoning=reasoning, call=draw(CALLS))
+            many = 1 if name == "llama3" else draw(st.integers(1, 3))
+            answer: Any = tuple(
+                Message(role="tool", text=draw(TEXTS), call_id="a1b2c3d4e") for _ in range(many)
+            )
+        else:
+            reply, answer = Reply(words=draw(WORDS), reasoning=reasoning), draw(TEXTS)
+        turns.append((reply, answer))
+    tools = (TOOL,) if calls and draw(st.booleans()) else ()
+    return Script(opening, tools, tuple(turns))
+
+
+FAMILIES_AND_SCRIPTS = st.sampled_from(NAMES).flatmap(lambda n: st.tuples(st.just(n), scripts(n)))
+
+
+def sampled_ids(name: str, text: str) -> tuple[int, ...]:
+    """Ids of a turn as a model samples them: calls are control tokens, words are not."""
+    marked = text.startswith("[TOOL_CALLS]")
+    mark, words = ("[TOOL_CALLS]", text.removeprefix("[TOOL_CALLS]")) if marked else ("", text)
+    plain = tokenizer(name)(words, add_special_tokens=False, split_special_tokens=True)
+    control = tokenizer(name).convert_tokens_to_ids([*([mark] if mark else []), END[name]])
+    return (*control[:-1], *plain["input_ids"], control[-1])
+
+
+@settings(max_examples=300, deadline=None)
+@given(FAMILIES_AND_SCRIPTS)
+def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
+    """Ids never change; texts are the template's while it keeps its prefix, its tail where not."""
+    name, script = family_and_script
+    conversation = Conversation(chat(name))
+    stream = list(conversation.open(script.opening, script.tools).ids)
+    policy = [False] * len(stream)
+    messages = as_messages(script.opening)
+    whole = template(name, messages, script.tools)
+    assert chat(name).decode(stream) == whole
+    kept = True
+    for reply, answer in script.turns:
+        before, text = list(stream), reply.sampled(name)
+        ids = sampled_ids(name, text)
+        assert conversation.reply(ids) == (text, True)
+        heard = conversation.answer(answer)
+        assert not heard.forks
+        stream += [*ids, *heard.ids]
+        policy += [True] * len(ids) + [False] * len(heard.ids)
+        # What was there is there still; the policy's tokens are those sampled, end included.
+        assert stream[: len(before)] == before
+        assert [i for i, p in zip(stream, policy, strict=True) if p][-len(ids) :] == list(ids)
+        messages += [reply.as_message(), *as_messages(answer)]
+        spoken, whole = whole + text + END[name], template(name, messages, script.tools)
+        kept &= whole.startswith(spoken)
+        appended = chat(name).decode(heard.ids)
+        assert whole.endswith(appended)
+        harmless = Conversation(chat(name))
+        harmless.open(without_text(script.opening), script.tools)
+        assert control_ids(name, heard.ids) == control_ids(
+            name, harmless.answer(without_text(answer)).ids
+        )
+        if kept:
+            assert chat(name).decode(stream) == whole
+        assert kept or breaks(name, script, reply, answer)
+    assert sum(policy) == sum(
+        len(sampled_ids(name, reply.sampled(name))) for reply, _ in script.turns
+    )
+
+
+def without_text(said):
+    """The same messages, with nothing in them that could be taken for control."""
+    if isinstance(said, str):
+        return "x"
+    return tuple(dataclasses.replace(message, text="x") for message in said)
+
+
+def control_ids(name: str, ids) -> list[int]:
+    added = tokenizer(name).added_tokens_decoder
+    return [i for i in ids if i in added and added[i].special]
+
+
+def breaks(name: str, script: Script, reply: Reply, answer) -> bool:
+    """Whether the family's template may rewrite what it wrote before this answer."""
+    if name == "qwen3":
+        return any(r.reasoning for r, _ in script.turns)
+    return name == "mistral" and (bool(script.tools) or not isinstance(script.opening, str))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(NAMES).flatmap(
+        lambda n: st.tuples(st.just(n), scripts(n, calls=n != "mistral"))
+    )
+)
+def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
+    """A fork exactly where the sample's text is no beginning of the template's; and only then."""
+    name, script = family_and_script
+    conversation = Conversation(chat(name), "fork")
+    sample = list(conversation.open(script.opening, script.tools).ids)
+    messages = as_messages(script.opening)
+    for reply, answer in script.turns:
+        ids = sampled_ids(name, reply.sampled(name))
+        text, _ = conversation.reply(ids)
+        heard = conversation.answer(answer)
+        # The template gets what the policy wrote, as it wrote it.
+        messages += [{"role": "assistant", "content": text}, *as_messages(answer)]
+        whole = template(name, messages, script.tools)
+        said = chat(name).decode([*sample, *ids])
+        assert heard.forks == (not whole.startswith(said))
+        assert chat(name).decode(heard.ids) == (whole if heard.forks else whole[len(said) :])
+        sample = list(heard.ids) if heard.forks else [*sample, *ids, *heard.ids]
+        assert chat(name).decode(sample) == whole
+        if heard.forks:
+            assert name in ("qwen3", "mistral")
+
+
+# By hand, family by family.
+
+SYSTEM = Message(role="system", text="Be brief.")
+ASK = Message(role="user", text=" Hi \n")
+ANSWER = Message(role="tool", text='sunny "☀"\n', call_id="a1b2c3d4e")
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "user", "tool"),
+    [
+        (
+            "qwen2",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi \n<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            "\n<|im_start|>user\n Hi \n<|im_end|>\n<|im_start|>assistant\n",
+            '\n<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
+            "<|im_start|>assistant\n",
+        ),
+        (
+            "qwen3",
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi \n<|im_end|>\n"
+            "<|im_start|>assistant\n",
+            "\n<|im_start|>user\n Hi \n<|im_end|>\n<|im_start|>assistant\n",
+            '\n<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
+            "<|im_start|>assistant\n",
+        ),
+        (
+            "llama3",
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+            "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"sunny \\"☀\\"\\n"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            "mistral",
+            "<s>[INST] Be brief.\n\n Hi \n[/INST]",
+            "[INST] Be brief.\n\n Hi \n[/INST]",
+            '[TOOL_RESULTS] {"content": sunny "☀"\n, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]',
+        ),
+        (
+            "gemma3",
+            "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n",
+            "\n<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
+            None,
+        ),
+        (
+            "ours",
+            "<|user|>Be brief.<|end|><|user|> Hi \n<|end|><|assistant|>",
+            "<|user|> Hi \n<|end|><|assistant|>",
+            '<|user|>sunny "☀"\n<|end|><|assistant|>',
+        ),
+    ],
+)
+def test_what_is_appended_by_hand(name, first, user, tool):
+    conversation = Conversation(chat(name))
+    assert chat(name).decode(conversation.open((SYSTEM, ASK)).ids) == first
+    assert chat(name).decode(conversation.answer((ASK,)).ids) == user
+    if tool is None:
+        with pytest.raises(ValueError, match="refuses the messages.*must alternate"):
+            conversation.answer((ANSWER,))
+    else:
+        assert chat(name).decode(conversation.answer((ANSWER,)).ids) == tool
+    assert chat(name).reply("")[-1] == tokenizer(name).convert_tokens_to_ids(END[name])
+
+
+def test_two_responses_of_tools_are_one_turn_where_the_template_says_so():
+    ids = chat("qwen2").answer((ANSWER, dataclasses.replace(ANSWER, text="42")))
+    text = chat("qwen2").decode(ids)
+    assert text.count("<|im_start|>user") == 1
+    assert text.index("sunny") < text.index("</tool_response>\n<tool_response>\n42\n")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "ours"])
+def test_tools_that_the_template_would_swallow_are_refused(name):
+    with pytest.raises(ValueError, match="no place for tools"):
+        chat(name).first("go", [TOOL])
+
+
+@pytest.mark.parametrize("word", ["<|im_end|>", "earl-opening<0>"])
+def test_tools_and_call_ids_cannot_write_control_tokens(word):
+    """They stand where only the template writes."""
+    for render in (
+        lambda: chat("qwen2").first("go", [TOOL | {"note": f"a{word}"}]),
+        lambda: chat("qwen2").answer((dataclasses.replace(ANSWER, call_id=word),)),
+    ):
+        with pytest.raises(ValueError, match="must not contain"):
+            render()
+
+
+def test_a_call_id_that_the_template_wants_is_asked_for():
+    with pytest.raises(ValueError, match="refuses the messages.*nine characters"):
+        chat("mistral").answer((Message(role="tool", text="42"),))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("qwen2", ["<|im_end|>", "<|endoftext|>"]),
+        ("llama3", ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+        ("mistral", ["</s>"]),
+        ("gemma3", ["<end_of_turn>", "<eos>"]),
+        ("ours", ["<|end|>"]),
+    ],
+)
+def test_a_turn_ends_with_any_of_the_familys_ends(name, ends):
+    """The template's own first, with which a demonstrated reply ends."""
+    ids = tokenizer(name).convert_tokens_to_ids(ends)
+    assert chat(name).end_of_turn_ids == tuple(ids)
+    (four,) = tokenizer(name)("4", add_special_tokens=False)["input_ids"]
+    assert chat(name).reply("4") == (four, ids[0])
+    for end in ids:
+        conversation = Conversation(chat(name))
+        conversation.open("go")
+        assert conversation.reply([four, end]) == ("4", True)
+        assert conversation.answer("5").ids == chat(name).answer("5")
+    assert Conversation(chat(name)).reply([four]) == ("4", False)
+
+
+def test_qwen3_forgets_its_reasoning_only_where_the_user_asks_again():
+    conversation = Conversation(chat("qwen3"), "fork")
+    conversation.open("What?")
+    conversation.reply(
+        sampled_ids("qwen3", "<think>\nhm\n</think>\n\n<tool_call>\n{}\n</tool_call>")
+    )
+    assert not conversation.answer((ANSWER,)).forks
+    conversation.reply(sampled_ids("qwen3", "<think>\naha\n</think>\n\nSunny."))
+    heard = conversation.answer("Sure?")
+    assert heard.forks
+    assert chat("qwen3").decode(heard.ids) == (
+        "<|im_start|>user\nWhat?<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>\n{}\n</tool_call><|im_end|>\n"
+        '<|im_start|>user\n<tool_response>\nsunny "☀"\n\n</tool_response><|im_end|>\n'
+        "<|im_start|>assistant\nSunny.<|im_end|>\n"
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # Without reasoning nothing is rewritten, and nothing forks.
+    conversation.reply(sampled_ids("qwen3", "Yes."))
+    assert conversation.answer("Thanks.").ids == chat("qwen3").answer("Thanks.")
+
+
+def test_a_fork_keeps_an_environments_text_a_text():
+    """Also where the text is told anew, and where the policy quotes the renderer's stand-ins."""
+    conversation = Conversation(chat("qwen3"), "fork")
+    conversation.open("<|im_end|><|im_start|>earl-message<0>")
+    conversation.reply(sampled_ids("qwen3", "<think>\nx\n</think>\n\nearl-message<0> earl-reply"))
+    heard = conversation.answer("earl-message<1><|im_end|>")
+    assert heard.forks
+    end = chat("qwen3").end_of_turn_id
+    assert heard.ids.count(end) == 3
+    assert chat("qwen3").decode(heard.ids) == (
+        "<|im_start|>user\n<|im_end|><|im_start|>earl-message<0><|im_end|>\n"
+        "<|im_start|>assistant\nearl-message<0> earl-reply<|im_end|>\n"
+        "<|im_start|>user\nearl-message<1><|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "opening", "tools", "words"),
+    [
+        ("qwen2", "go", (), None),
+        ("qwen2", "go", (TOOL,), None),
+        ("llama3", (SYSTEM, ASK), (TOOL,), None),
+        ("gemma3", (SYSTEM, ASK), (), None),
+        ("qwen3", "go", (), "drops earlier reasoning"),
+        ("mistral", "go", (), None),
+        ("mistral", "go", (TOOL,), "moves what it wrote at the beginning"),
+        ("mistral", (SYSTEM, ASK), (), "moves what it wrote at the beginning"),
+    ],
+)
+def test_a_template_that_rewrites_is_named_once(name, opening, tools, words, caplog):
+    renderer = ChatRenderer(load_tokenizer(FOLDERS / name))
+    with caplog.at_level(logging.WARNING, logger="earl_jax"):
+        for _ in range(3):
+            Conversation(renderer).open(opening, tools)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == (words is not None)
+    assert words is None or (words in said[0] and "config.chat.history" in said[0])
+
+
+def test_a_tokenizer_that_changes_text_is_refused():
+    from tokenizers import normalizers
+
+    lossy = build_tokenizer([], 260)
+    lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
+    lossy.chat_template = CHAT_TEMPLATE.replace("<|user|>{{", "<|user|>Said: {{")
+    with pytest.raises(ValueError, match=r"'<\|user\|>said.*it must keep text"):
+        ChatRenderer(lossy)
+
+
+def test_a_text_on_which_the_template_acts_is_an_error_of_its_own():
+    odd = build_tokenizer([], 260)
+    odd.chat_template = CHAT_TEMPLATE.replace(
+        "<|user|>{{ message['content'] }}",
+        "{{ '<|assistant|>' if 'sudo' in message['content'] else '<|user|>' }}"
+        "{{ message['content'] | trim }}",
+    )
+    renderer = ChatRenderer(odd)
+    assert renderer.decode(renderer.first(" ls ")) == "<|user|>ls<|end|><|assistant|>"
+    with pytest.raises(ValueError, match="something else around the text ' sudo ls'"):
+        renderer.first(" sudo ls")
+
+
+def test_what_is_checked_in_is_what_the_script_writes(tmp_path):
+    import sys
+
+    sys.path.insert(0, str(FOLDERS))
+    try:
+        from make_tokenizers import FAMILIES, make
+    finally:
+        sys.path.remove(str(FOLDERS))
+    for name in FAMILIES:
+        make(name, tmp_path / name)
+        for path in sorted((FOLDERS / name).iterdir()):
+            assert path.stat().st_size < 60_000
+            if path.name != "tokenizer_config.json":  # which names the version of transformers' day
+                assert (tmp_path / name / path.name).read_bytes() == path.read_bytes(), path

@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming: no half characters, nothing lost, nothing taken back."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.text_stream import TextStream
+from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer
+
+OURS = build_tokenizer(["naïve café 你好 🙂🙃"], 300)
+LLAMA = load_tokenizer(Path(__file__).parent / "tokenizers" / "llama3")
+CHATS = [ChatRenderer(OURS), ChatRenderer(LLAMA)]
+
+
+def byte_ids(data: bytes) -> list[int]:
+    """One token of our vocabulary for each byte."""
+    vocab = OURS.get_vocab()
+    names = {}
+    for byte in range(256):
+        # The byte-level alphabet, as GPT-2 made it.
+        plain = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
+        names[byte] = chr(byte if plain else 256 + len([n for n in names.values() if ord(n) > 255]))
+    return [vocab[names[byte]] for byte in data]
+
+
+def pieces_of(stream: TextStream, ids) -> list[str]:
+    return [*(stream.push([token]) for token in ids), stream.flush()]
+
+
+def test_characters_by_hand():
+    chat = CHATS[0]
+    stream = TextStream(chat.decode)
+    # One, two, three and four bytes; each comes with its last.
+    assert pieces_of(stream, byte_ids("aé€🙂".encode())) == [
+        *("a", "", "é", "", "", "€", "", "", "", "🙂"),
+        "",
+    ]
+    # The same stream again, ended within a character; an unfinished one is known by what follows.
+    assert pieces_of(stream, byte_ids("🙂".encode()[:2])) == ["", "", "\ufffd"]
+    assert pieces_of(stream, byte_ids(b"\xe2a")) == ["", "\ufffda", ""]
+    # Several ids at once, and none.
+    assert stream.push(byte_ids("né".encode())[:2]) == "n"
+    assert stream.push([]) == ""
+    assert stream.push(byte_ids("né".encode())[2:]) == "é"
+    assert stream.flush() == ""
+
+
+def test_what_is_no_character_is_not_held_for_ever():
+    """However much of it comes: three stay behind, and pushes stay cheap."""
+    decoded = []
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return CHATS[0].decode(ids)
+
+    pieces = pieces_of(TextStream(decode), byte_ids(b"\x80") * 500)
+    assert "".join(pieces) == "\ufffd" * 500 and len(pieces[-1]) == 3
+    assert max(decoded) < 20
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(), st.sampled_from(CHATS))
+def test_a_text_comes_in_characters(text, chat):
+    """Whatever its tokens are; in the smallest pieces, one token a byte, too."""
+    ids = chat.reply(text)[:-1]
+    for tokens in (ids, byte_ids(text.encode()) if chat is CHATS[0] else ids):
+        pieces = pieces_of(TextStream(chat.decode), tokens)
+        assert "".join(pieces) == text
+        if "\ufffd" not in text:
+            assert not any("\ufffd" in piece for piece in pieces)
+            assert pieces[-1] == ""
+
+
+# Bytes that begin, go on, or break characters, most of all.
+BYTES = st.lists(st.sampled_from(b"ab\x80\x9f\x82\xac\xc3\xe2\xf0\xe0\xed\xff"), max_size=60)
+
+
+@settings(max_examples=400, deadline=None)
+@given(BYTES, st.randoms(use_true_random=False))
+def test_garbage_comes_as_it_would_at_once(data, rng):
+    ids = byte_ids(bytes(data))
+    pieces = pieces_of(TextStream(CHATS[0].decode), ids)
+    assert "".join(pieces) == CHATS[0].decode(ids) == bytes(data).decode(errors="replace")
+    cut = rng.randint(0, len(ids))
+    stream = TextStream(CHATS[0].decode)
+    assert stream.push(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == "".join(pieces)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from([0, 1]))
+def test_any_ids_come_as_they_would_at_once(data, which):
+    size = len((OURS, LLAMA)[which])
+    ids = data.draw(st.lists(st.integers(-1, size + 3), max_size=40))
+    chat = CHATS[which]
+    pieces = pieces_of(TextStream(chat.decode), ids)
+    assert "".join(pieces) == chat.decode(ids)
+
+
+@pytest.mark.parametrize("end", [0, 1, 2])
+def test_a_beginning_is_held_and_nothing_else(end):
+    stream = TextStream(CHATS[0].decode)
+    cut = len("é🙂".encode()) - end
+    given = stream.push(byte_ids("é🙂".encode()[:cut]))
+    assert given == ("é🙂" if end == 0 else "é")

@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""generation_config.json: its ends of turn are taken, the rest is said."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from earl_jax.config import make_config
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.models.generation import read_generation_settings
+from earl_jax.world import World
+
+TOKENIZERS = Path(__file__).parent / "tokenizers"
+CHECKPOINT = Path(__file__).parent / "reference" / "qwen2_tied"
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
+def test_what_a_familys_file_says():
+    settings = read_generation_settings(TOKENIZERS / "llama3")
+    tokenizer = load_tokenizer(TOKENIZERS / "llama3")
+    names = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
+    ids = tuple(tokenizer.convert_tokens_to_ids(list(names)))
+    assert settings.end_ids_of(tokenizer) == settings.eos_token_ids == ids
+    (note,) = settings.unused(ids)
+    assert "temperature=0.6, top_p=0.9 not used" in note and "config.eval.temperature" in note
+
+
+def test_nothing_said_is_nothing_to_say(tmp_path):
+    neutral = {"temperature": 1.0, "top_k": 0, "max_new_tokens": None, "use_cache": True}
+    for folder in (tmp_path, write(tmp_path, json.dumps(neutral))):
+        settings = read_generation_settings(folder)
+        assert settings.eos_token_ids == () and settings.unused(()) == []
+
+
+def test_a_text_is_no_end_of_turn(tmp_path):
+    """Ids of words, and ids of nothing, do not end turns; that is said."""
+    tokenizer = load_tokenizer(TOKENIZERS / "qwen2")
+    word = tokenizer.convert_tokens_to_ids("e")
+    end = tokenizer.eos_token_id
+    mark = tokenizer.convert_tokens_to_ids("<tool_call>")
+    given = {"eos_token_id": [word, end, mark, 10**6]}
+    settings = read_generation_settings(write(tmp_path, json.dumps(given)))
+    ids = settings.end_ids_of(tokenizer)
+    assert ids == (end,)
+    (note,) = settings.unused(ids)
+    assert f"{word}, {mark}, 1000000 is no control token" in note
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is no JSON object"),
+        ('{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ('{"eos_token_id": [true]}', "eos_token_id is .True."),
+    ],
+)
+def test_a_damaged_file_is_named(text, words, tmp_path):
+    with pytest.raises(ValueError, match=f"generation_config.json.*{words}"):
+        read_generation_settings(write(tmp_path, text))
+
+
+def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
+    folder = tmp_path / "copied"
+    shutil.copytree(CHECKPOINT, folder)
+    plain = World(make_config({"model": {"path": str(folder)}}))
+    assert plain.renderer.end_of_turn_ids == (3,) and plain.notes == []
+    write(folder, json.dumps({"eos_token_id": [0, 3], "top_p": 0.9}))
+    world = World(
+        make_config({"model": {"path": str(folder)}}, ["chat.history=fork"]), tmp_path / "none"
+    )
+    assert world.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 1
+    engine = world.engine(world.rollout_candidates[0])
+    assert engine.config.rules.end_of_turn_ids == (3, 0)
+    conversation = world.new_conversation()
+    conversation.open("go")
+    assert conversation.reply([0]) == ("", True)
+    # The template would have written its own end there, so that what follows is told anew.
+    assert conversation.answer("on").forks
+
+
+def test_forks_without_a_template_that_forks_are_an_error():
+    with pytest.raises(ValueError, match="config.chat.history = 'fork' has no effect.*model.path"):
+        make_config({"chat": {"history": "fork"}})
+    with pytest.raises(ValueError, match="config.chat.history is 'forks'; choose one of 'append'"):
+        make_config({"chat": {"history": "forks"}})

@@ -1,0 +1,215 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes that fork into samples, from their environment to the trainer's log-probs.
+
+The chat template here forgets some digits of the policy's earlier turns, so that an episode forks
+behind exactly those turns that have one.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_collect import CONFIG, MODEL, NUM_LANES, Rooms, check_rows, engine, tasks, weights
+
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.envs.board_game import game_corpus
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from earl_jax.loop import sample_starts
+from earl_jax.rollout.collect import Collector, Policy, Rollout, Seat
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import score_batch
+from earl_jax.trajectory import Trajectory, Turn
+
+FORGOTTEN = "1357"
+NUM_TASKS, TURNS, ROOM = 32, 4, 128
+
+
+@functools.cache
+def renderer() -> ChatRenderer:
+    tokenizer = build_tokenizer(game_corpus(EnvConfig(), 60, seed=0), 320)
+    forget = "".join(f" | replace('{digit}', '')" for digit in FORGOTTEN)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "<|assistant|>{% generation %}{{ message['content']",
+        f"<|assistant|>{{% generation %}}{{{{ message['content']{forget}",
+    )
+    return ChatRenderer(tokenizer)
+
+
+class Quiz:
+    """Asks as a system and a user, answers as a tool or a user; four replies."""
+
+    def __init__(self, seed: int):
+        self.seed, self.replies = seed, 0
+
+    def start(self) -> Start:
+        system = Message(role="system", text="count")
+        return Start(role="x", messages=(system, Message(role="user", text=f"{self.seed}?")))
+
+    def step(self, reply: str) -> StepResult:
+        self.replies += 1
+        if self.replies == TURNS:
+            return StepResult(reward=1.0, done=True, stop_reason="win")
+        if self.replies % 2:
+            messages = (Message(role="tool", text="né"), Message(role="user", text="so?"))
+            return StepResult(reward=0.0, done=False, messages=messages)
+        return StepResult(text=f"{self.seed}", reward=0.0, done=False)
+
+
+def collect(history: str, todo=None, places: int = ROOM) -> Rollout:
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    collector = Collector(
+        CONFIG,
+        lambda: Conversation(renderer(), history),
+        pool,
+        lambda task: Quiz(task.episode),
+        Rooms(),
+        num_lanes=NUM_LANES,
+    )
+    seat = Seat(
+        engine=engine(),
+        policy=Policy(params=weights(), version=2),
+        state=engine().empty_state(places),
+        places=places,
+    )
+    rollout = collector.collect(seat, todo or tasks(NUM_TASKS), temperature=1.0)
+    pool.close()
+    return rollout
+
+
+@pytest.fixture(scope="module")
+def forked() -> Rollout:
+    return collect("fork")
+
+
+def most_forked(rollout: Rollout) -> Trajectory:
+    return max(rollout.trajectories, key=lambda trajectory: len(trajectory.sample_starts))
+
+
+def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
+    """And nowhere else; a sample begins with the template's own text of all that was said."""
+    seen = set()
+    for trajectory in forked.trajectories:
+        assert trajectory.stop_reason == "win" and trajectory.num_turns == TURNS
+        said = []
+        for reply, answer in zip(trajectory.turns[1::2], trajectory.turns[2::2], strict=False):
+            said.append(reply.text)
+            assert answer.forks == any(digit in reply.text for digit in FORGOTTEN)
+            seen.add(answer.forks)
+            text = renderer().decode(answer.token_ids)
+            kept = [f"<|assistant|>{t.translate(dict.fromkeys(map(ord, FORGOTTEN)))}" for t in said]
+            assert [part in text for part in ("<|user|>count<|end|>", kept[-1] + "<|end|>")] == [
+                answer.forks,
+                answer.forks,
+            ]
+            assert text.count("<|assistant|>") == (1 + len(said) if answer.forks else 1)
+            assert text.endswith("<|end|><|assistant|>")
+        assert len(trajectory.sample_starts) == 1 + sum(turn.forks for turn in trajectory.turns)
+    assert seen == {True, False}
+    assert max(len(t.sample_starts) for t in forked.trajectories) >= 3
+
+
+def test_rows_hold_every_sample_end_to_end_and_nothing_that_was_not_sampled_is_the_policys(forked):
+    check_rows(forked, NUM_TASKS)
+    turn = forked.trajectories[0].turns[2]
+    assert turn.messages == (("tool", "né"), ("user", "so?")) and turn.text == "né\nso?"
+    assert all(not turn.messages for turn in forked.trajectories[0].turns[4::4])
+
+
+def test_forks_are_read_anew_and_counted(forked):
+    heard = sum(
+        len(turn.token_ids)
+        for trajectory in forked.trajectories
+        for turn in trajectory.turns
+        if turn.author == "environment"
+    )
+    assert forked.stats.prefill_tokens == heard
+    assert forked.stats.context_tokens_max == max(t.num_tokens for t in forked.trajectories)
+    # What is in the caches is less than what is in the rows: earlier samples are forgotten.
+    flat = collect("append")
+    assert not any(turn.forks for t in flat.trajectories for turn in t.turns)
+    assert flat.stats.prefill_tokens < heard
+    alone = collect("fork", tasks(1, first=most_forked(forked).episode))
+    (trajectory,) = alone.trajectories
+    ids = [turn.token_ids for turn in trajectory.turns]
+    assert ids == [turn.token_ids for turn in most_forked(forked).turns]
+    ends = (*trajectory.sample_starts[1:], trajectory.num_tokens)
+    samples = [end - start for start, end in zip(trajectory.sample_starts, ends, strict=True)]
+    assert alone.stats.tokens_in_flight_max == max(samples) < sum(samples) / 2
+
+
+def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
+    grown = collect("fork", places=ROOM // 2)
+    assert grown.seat.places == ROOM
+    check_rows(grown, NUM_TASKS)
+    for one, other in zip(forked.trajectories, grown.trajectories, strict=True):
+        assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
+
+
+@pytest.fixture(scope="module")
+def trainer_params():
+    """The weights as the trainer has them: layers stacked."""
+    engines = weights()
+    layers = jax.tree.map(lambda *leaves: np.stack(leaves), *engines["layers"])
+    return {
+        **jax.tree.map(np.asarray, {k: v for k, v in engines.items() if k != "layers"}),
+        "layers": layers,
+    }
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,fsdp=2,tensor=2"])
+def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_params, mesh):
+    """Its log-probs of the policy's tokens are the engine's, fork or not, on other layouts too."""
+    layout = make_layout(MeshShape.parse(mesh))
+    lengths = np.zeros(CONFIG.episodes_per_step, np.int32)
+    lengths[:NUM_TASKS] = [t.num_tokens for t in forked.trajectories]
+    starts = np.full((CONFIG.episodes_per_step, 4), ROOM)
+    starts[:NUM_TASKS] = sample_starts(forked.trajectories, ROOM)
+    facts = {
+        "length": ROOM,
+        "lengths": lengths,
+        "advantages": np.ones((CONFIG.episodes_per_step, 8), np.float32),
+    }
+    score = jax.jit(functools.partial(score_batch, MODEL, TrainConfig(), layout, 1.0))
+    params = jax.tree.map(jnp.asarray, trainer_params)
+
+    def differences(**more) -> np.ndarray:
+        batch = dispatch(forked.experience, layout, **facts, **more).batch
+        spoken = np.asarray(batch.turn_ids) > 0
+        return np.abs(np.asarray(score(params, batch).logprobs - batch.logprobs))[spoken]
+
+    told = differences(sample_starts=starts)
+    assert len(told) == sum(t.num_policy_tokens for t in forked.trajectories)
+    assert told.max() < 2e-5
+    # The claim can fail: rows taken for one sample each are scored otherwise.
+    assert differences().max() > 1e-3
+
+
+def test_the_table_of_samples_by_hand():
+    def trajectory(*turns):
+        return Trajectory(
+            episode=0,
+            group=0,
+            role="x",
+            turns=tuple(
+                Turn(author="environment", text="", token_ids=(1,) * n, forks=forks)
+                for n, forks in turns
+            ),
+            turn_rewards=(),
+            stop_reason="win",
+            row=0,
+        )
+
+    whole, failed = trajectory((3, False), (2, False)), trajectory()
+    twice = trajectory((3, False), (2, True), (4, False), (1, True))
+    assert whole.sample_starts == failed.sample_starts == (0,)
+    assert twice.sample_starts == (0, 3, 9)
+    assert sample_starts([whole, failed], 16).tolist() == [[0], [0]]
+    assert sample_starts([whole, twice], 16).tolist() == [[0, 16, 16, 16], [0, 3, 9, 16]]
