@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.slots import NO_ROW, pack_orders
 from earl_jax.selector.choose import Option
 from earl_jax.selector.memory import program_bytes
@@ -130,7 +132,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
         speak=np.ones(slots, np.int32),
         seed=np.arange(slots),
         row=np.full(slots, NO_ROW),
-        temperature=np.full(slots, 1.0, np.float32),
+        sampling=sampling_rows(Sampling(), slots),
         version=0,
     )
     state = engine.empty_state(places)

@@ -12,7 +12,6 @@ import copy
 import dataclasses
 import difflib
 import importlib.util
-import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from ml_collections import ConfigDict
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.train.config import TrainConfig
 
@@ -81,12 +80,25 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation games: `games` every `every_steps` steps, `final_games` at the end."""
+    """Evaluation games: `games` every `every_steps` steps, `final_games` at the end.
+
+    `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`).
+    """
 
     every_steps: int = 50
     games: int = 128
     final_games: int = 512
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -96,11 +108,11 @@ class EvalConfig:
                     f"config.eval.{field} is {getattr(self, field)}; it must be an even number of "
                     "at least 2: half of the games are played on each side"
                 )
-        if self.every_steps < 1 or not 0 <= self.temperature < math.inf:
+        if self.every_steps < 1:
             raise ValueError(
-                f"config.eval.every_steps is {self.every_steps}, config.eval.temperature "
-                f"{self.temperature}; at least 1 and 0 (0 takes the likeliest token)"
+                f"config.eval.every_steps is {self.every_steps}; it must be at least 1"
             )
+        self.sampling.validate("config.eval")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from earl_jax.world import World
 
 
 def evaluate(
-    world: World, placement: Placement, position: Position, *, games: int, temperature: float
+    world: World, placement: Placement, position: Position, *, games: int
 ) -> tuple[dict[str, Any], list[Trajectory]]:
     """Plays the first `games` evaluation games with the newest weights.
 
@@ -30,7 +30,7 @@ def evaluate(
         placement.choose_rollout(expected_tokens(world, load), load)
         seat, _ = placement.open_seat(position.state.params, version=position.step)
         batch = tasks[first : first + rows]
-        rollout = play(world, placement, seat, batch, load, temperature)
+        rollout = play(world, placement, seat, batch, load, world.config.eval.sampling)
         played += rollout.trajectories
     return summarize(played, world.config.env.game), played
 

@@ -17,6 +17,7 @@ import numpy as np
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout, RolloutStats, Seat, Task
+from earl_jax.rollout.config import Sampling
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
@@ -146,7 +147,7 @@ def play(
     seat: Seat,
     tasks: Sequence[Task],
     load: Load | None,
-    temperature: float | None = None,
+    sampling: Sampling | None = None,
 ) -> Rollout:
     """Plays the tasks from this seat, which may move while they run."""
     collector = Collector(
@@ -157,9 +158,8 @@ def play(
         lambda seat, tokens: placement.make_room(seat, tokens, load),
         num_lanes=len(world.devices),
     )
-    if temperature is None:
-        temperature = world.config.rollout.temperature
-    return collector.collect(seat, tasks, temperature=temperature)
+    sampling = sampling or Sampling(temperature=world.config.rollout.temperature)
+    return collector.collect(seat, tasks, sampling=sampling)
 
 
 def measure_load(rollout: Rollout) -> Load:

@@ -118,9 +118,7 @@ def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, di
             print(f"the checkpoint of step {step} is damaged ({_words(error)})", file=sys.stderr)
             continue
         position = Position(step=step, state=state, history=_history(saved))
-        evaluation, _ = evaluate(
-            world, placement, position, games=games, temperature=config.eval.temperature
-        )
+        evaluation, _ = evaluate(world, placement, position, games=games)
         checkpoints.close()
         return step, evaluation
     raise ValueError(f"{folder} holds no checkpoint that can be read")
@@ -246,7 +244,6 @@ class _Keeper:
             self.placement,
             position,
             games=games,
-            temperature=self.world.config.eval.temperature,
         )
         line = {"step": position.step, "eval": evaluation}
         self.metrics_log.write(line)

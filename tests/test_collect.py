@@ -23,7 +23,7 @@ from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import Collector, Policy, Seat, Task
-from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -156,7 +156,7 @@ def collect(
         state=engine(num_slots).empty_state(places),
         places=places,
     )
-    return collector.collect(seat, todo, temperature=1.0)
+    return collector.collect(seat, todo, sampling=Sampling())
 
 
 def check_rows(rollout, num_tasks: int) -> None:
@@ -483,5 +483,5 @@ def test_lanes_must_divide_slots_and_rows(pool):
                 places=ROOM,
             ),
             tasks(1),
-            temperature=1.0,
+            sampling=Sampling(),
         )

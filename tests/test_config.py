@@ -256,7 +256,12 @@ RULES = [
     ("eval.games=3", "config.eval.games is 3"),
     ("eval.final_games=0", "config.eval.final_games is 0"),
     ("eval.every_steps=0", "config.eval.every_steps is 0"),
-    ("eval.temperature=-1", "config.eval.temperature -1.0"),
+    ("eval.temperature=-1", "config.eval.temperature is -1.0"),
+    ("eval.temperature=0;eval.top_k=3", "config.eval.temperature is 0.*config.eval.top_k"),
+    ("eval.top_k=-1", "config.eval.top_k is -1"),
+    ("eval.top_p=0", "config.eval.top_p is 0.0"),
+    ("eval.top_p=1.1", "config.eval.top_p is 1.1"),
+    ("eval.min_p=-0.1", "config.eval.min_p is -0.1"),
     ("log.trajectories_every_steps=0", "config.log.trajectories_every_steps"),
     ("log.report_every_steps=0", "config.log.report_every_steps"),
 ]
@@ -265,7 +270,7 @@ RULES = [
 @pytest.mark.parametrize("override, words", RULES)
 def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
     with pytest.raises(ValueError) as error:
-        with_overrides(override)
+        with_overrides(*override.split(";"))
     pattern = ".*".join(re.escape(part) for part in words.split(".*"))
     assert re.search(pattern, str(error.value)), str(error.value)
 

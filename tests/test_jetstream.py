@@ -19,8 +19,9 @@ from test_collect import MODEL, tokenizer
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import _jetstream
+from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
-from earl_jax.rollout.sampling import sample, token_uniforms
+from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -107,7 +108,9 @@ def continuations(prompts: list[np.ndarray], seeds: list[int], steps: int) -> np
         hidden = forward_rows(MODEL, layout, stacked_params(), tokens_BT, segments_BT)
         last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
         uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
-        return sample(uniforms, last @ stacked_params()["head"], jnp.ones(len(prompts)))[0]
+        return sample(
+            uniforms, last @ stacked_params()["head"], sampling_rows(Sampling(), len(prompts))
+        )[0]
 
     rows = np.stack([np.pad(ids, (0, ROOM - len(ids))) for ids in prompts])
     start = np.array([len(ids) for ids in prompts])

@@ -13,6 +13,8 @@ import pytest
 from earl_jax.calibrate import Calibration, open_table
 from earl_jax.config import make_config
 from earl_jax.placement import Placement
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.slots import pack_orders
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.throughput import Measurement, ThroughputTable
@@ -302,7 +304,7 @@ def live_orders(engine, **changes):
         "speak": np.ones(slots, np.int32),
         "seed": 1000 + np.arange(slots),
         "row": np.arange(slots),
-        "temperature": np.ones(slots, np.float32),
+        "sampling": sampling_rows(Sampling(), slots),
         "version": 3,
     }
     return pack_orders(**{**orders, **changes})

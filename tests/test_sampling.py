@@ -8,12 +8,25 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from earl_jax.rollout.sampling import BLOCK_SIZE, sample, token_uniforms
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.sampling import (
+    BLOCK_SIZE,
+    SamplingRows,
+    model_logprobs,
+    sample,
+    sampling_rows,
+    token_uniforms,
+)
 
 # Below a block, two blocks and a bit, exactly one block, and one entry more.
 VOCABULARIES = (300, 1100, BLOCK_SIZE, BLOCK_SIZE + 1)
 JUST_BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
-_sample = jax.jit(sample)
+_sample_rows = jax.jit(sample)
+
+
+def _sample(uniforms, logits, temperatures):
+    whole = sampling_rows(Sampling(), len(uniforms))
+    return _sample_rows(uniforms, logits, whole._replace(temperature=temperatures))
 
 
 def logits_with_holes(vocab: int, seed: int = 0) -> np.ndarray:
@@ -137,6 +150,100 @@ def test_a_row_is_drawn_alike_whatever_the_other_rows_are():
     shuffled, shuffled_logprobs = _sample(uniforms[order], logits[order], temperatures[order])
     np.testing.assert_array_equal(shuffled, np.asarray(tokens)[order])
     np.testing.assert_array_equal(shuffled_logprobs, np.asarray(logprobs)[order])
+
+
+# What is cut off. Probabilities 0.4, 0.3, 0.2, 0.1 in another order, and the grid of uniforms gives
+# each token that is left its share.
+
+PROBABILITIES = np.array([0.2, 0.1, 0.4, 0.3])
+GRID = ((np.arange(1000) + 0.5) / 1000).astype(np.float32)
+
+
+def shares(settings: Sampling, probabilities: np.ndarray = PROBABILITIES) -> np.ndarray:
+    """How often each token comes, and that its log-prob says just that."""
+    logits = np.broadcast_to(np.log(probabilities).astype(np.float32), (1000, len(probabilities)))
+    tokens, logprobs = _sample_rows(GRID, logits, sampling_rows(settings, 1000))
+    found = np.bincount(tokens, minlength=len(probabilities)) / 1000
+    np.testing.assert_allclose(np.exp(logprobs), found[np.asarray(tokens)], atol=2e-3)
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        ({}, [0.2, 0.1, 0.4, 0.3]),
+        ({"top_k": 1}, [0, 0, 1, 0]),
+        ({"top_k": 2}, [0, 0, 4 / 7, 3 / 7]),
+        ({"top_k": 3}, [2 / 9, 0, 4 / 9, 3 / 9]),
+        ({"top_k": 4}, [0.2, 0.1, 0.4, 0.3]),
+        ({"top_k": 9}, [0.2, 0.1, 0.4, 0.3]),
+        ({"top_p": 0.39}, [0, 0, 1, 0]),
+        ({"top_p": 0.41}, [0, 0, 4 / 7, 3 / 7]),  # 0.4 is not enough, 0.7 is
+        ({"top_p": 0.69}, [0, 0, 4 / 7, 3 / 7]),
+        ({"top_p": 0.71}, [2 / 9, 0, 4 / 9, 3 / 9]),
+        ({"min_p": 0.24}, [0.2, 0.1, 0.4, 0.3]),  # 0.1 is a quarter of 0.4
+        ({"min_p": 0.26}, [2 / 9, 0, 4 / 9, 3 / 9]),
+        ({"min_p": 0.76}, [0, 0, 1, 0]),
+        # The share is one of what top_k leaves: 4 / 7 are 57 %.
+        ({"top_k": 2, "top_p": 0.5}, [0, 0, 1, 0]),
+        ({"top_k": 2, "top_p": 0.58}, [0, 0, 4 / 7, 3 / 7]),
+        # Tempered first: at T = 1/2 the squares, 16 : 9 : 4 : 1 of 30.
+        ({"temperature": 0.5, "top_p": 0.52}, [0, 0, 1, 0]),
+        ({"temperature": 0.5, "top_p": 0.55}, [0, 0, 16 / 25, 9 / 25]),
+        ({"temperature": 0.5, "min_p": 0.26}, [0, 0, 16 / 25, 9 / 25]),
+    ],
+)
+def test_top_k_top_p_and_min_p_leave_what_arithmetic_says(settings, expected):
+    np.testing.assert_allclose(shares(Sampling(**settings)), expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}])
+def test_tokens_as_likely_as_the_last_that_is_kept_are_kept_too(cut):
+    ties = np.array([0.3, 0.3, 0.3, 0.1])
+    np.testing.assert_allclose(shares(Sampling(**cut), ties), [1 / 3, 1 / 3, 1 / 3, 0], atol=2e-3)
+
+
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+def test_cuts_equal_those_of_a_sorted_row(vocab):
+    logits = logits_with_holes(vocab)
+    mass = softmax64(logits, 0.7)
+    order = np.argsort(-mass, kind="stable")
+    in_order = np.cumsum(mass[order])
+    for top_k, top_p in ((17, 1.0), (0, 0.83), (40, 0.6)):
+        left = order[: top_k or None]
+        share = in_order[: len(left)] / in_order[len(left) - 1]
+        left = left[: np.searchsorted(share, top_p) + 1]
+        expected = np.zeros(vocab)
+        expected[left] = mass[left] / mass[left].sum()
+        settings = sampling_rows(Sampling(temperature=0.7, top_k=top_k, top_p=top_p), 1000)
+        rows = np.broadcast_to(logits, (1000, vocab))
+        tokens, logprobs = map(np.asarray, _sample_rows(GRID, rows, settings))
+        counts = np.bincount(tokens, minlength=vocab)
+        np.testing.assert_allclose(counts, 1000 * expected, atol=1.1)
+        np.testing.assert_allclose(logprobs, np.log(expected[tokens]), atol=1e-5)
+
+
+def test_a_row_that_cuts_nothing_keeps_every_bit_beside_rows_that_do():
+    logits = np.stack([logits_with_holes(1100, seed) for seed in range(8)])
+    uniforms = np.linspace(0.05, 0.95, 8, dtype=np.float32)
+    plain = sampling_rows(Sampling(), 8)
+    cutting = SamplingRows(
+        temperature=plain.temperature,
+        top_k=np.array([0, 3, 0, 0, 5, 0, 0, 0], np.int32),
+        top_p=np.array([1, 1, 0.5, 1, 0.5, 1, 1, 1], np.float32),
+        min_p=np.array([0, 0, 0, 0.5, 0, 0, 0, 0], np.float32),
+    )
+    alone, beside = (_sample_rows(uniforms, logits, rows) for rows in (plain, cutting))
+    untouched = [0, 5, 6, 7]
+    for left, right in zip(alone, beside, strict=True):
+        np.testing.assert_array_equal(np.asarray(left)[untouched], np.asarray(right)[untouched])
+
+
+def test_the_models_own_logprob_knows_neither_temperature_nor_cuts():
+    logits = np.log(PROBABILITIES).astype(np.float32)[None] + 3.0
+    np.testing.assert_allclose(
+        model_logprobs(jnp.asarray(logits), jnp.array([1])), np.log(0.1), atol=1e-6
+    )
 
 
 def test_token_uniforms_are_uniform_and_depend_on_key_seed_and_position_only():

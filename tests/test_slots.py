@@ -21,6 +21,8 @@ from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import slots
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.slots import NO_ROW, SlotRules, pack_orders, unpack_report
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -95,11 +97,11 @@ def converse(
             "speak": np.zeros(num_slots, np.int32),
             "seed": np.zeros(num_slots, np.int32),
             "row": np.full(num_slots, NO_ROW, np.int32),
-            "temperature": np.ones(num_slots, np.float32),
+            "sampling": sampling_rows(Sampling(), num_slots),
             "chunk": np.zeros((num_slots, chunk_size), np.int32),
         }
         for slot in heard.keys() - waiting:
-            columns["temperature"][slot] = temperature[slot] if temperature else 1.0
+            columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
             give_chunk(columns, slot, heard[slot], scripts[slot])
         state, report = play(state, pack_orders(**columns, version=version(round_index)))
         for slot, h in heard.items():
@@ -270,7 +272,7 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
     def sample_everywhere(logits_TV, seed):
         seeds = jnp.full(len(places), seed)
         uniforms = slots.token_uniforms(jax.random.key(7), seeds, jnp.asarray(places + 1))
-        return slots.sample(uniforms, logits_TV[:-1], jnp.ones(len(places)))[0]
+        return slots.sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(places)))[0]
 
     for row, (slot, h) in enumerate(heard.items()):
         tokens = np.asarray(sample_everywhere(logits_BTV[row], scripts[slot].seed))
@@ -435,7 +437,7 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
         speak=np.ones(NUM_SLOTS, np.int32),
         seed=np.full(NUM_SLOTS, talker.seed, np.int32),
         row=np.full(NUM_SLOTS, talker.row, np.int32),
-        temperature=np.ones(NUM_SLOTS, np.float32),
+        sampling=sampling_rows(Sampling(), NUM_SLOTS),
         version=0,
     )
     state, report = play(state, orders)

@@ -25,8 +25,9 @@ from earl_jax.envs.environment import (
 )
 from earl_jax.envs.pool import EnvironmentPool, Failure
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, pack_orders
 from earl_jax.trajectory import Experience, Trajectory, Turn
@@ -179,7 +180,7 @@ class Collector:
         self._make_environment, self._make_room = make_environment, make_room
         self._num_lanes = num_lanes
 
-    def collect(self, seat: Seat, tasks: Sequence[Task], *, temperature: float) -> Rollout:
+    def collect(self, seat: Seat, tasks: Sequence[Task], *, sampling: Sampling) -> Rollout:
         """Plays every task to its end; row i of the experience is task i's.
 
         An environment that raises, hangs or answers garbage ends its own episode with a stop
@@ -205,7 +206,7 @@ class Collector:
             longest = max(episode.length for episode in live)
             if longest + config.burst > seat.places:
                 seat = self._make_room(seat, longest + config.burst)
-            orders = self._orders(slots, stats, temperature, seat.policy.version)
+            orders = self._orders(slots, stats, sampling, seat.policy.version)
             state, report = seat.engine.play(seat.policy.params, seat.state, orders)
             seat = dataclasses.replace(seat, state=state)
             ended = self._listen(slots, report, seat.policy.version, stats)
@@ -301,7 +302,7 @@ class Collector:
         return episode
 
     def _orders(
-        self, slots: list[_Live | None], stats: RolloutStats, temperature: float, version: int
+        self, slots: list[_Live | None], stats: RolloutStats, sampling: Sampling, version: int
     ) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(slots), self._config.chunk_size
@@ -326,7 +327,7 @@ class Collector:
             episode.fresh = episode.heads_pending = episode.forks = False
         return pack_orders(
             chunk=chunk,
-            temperature=np.full(num_slots, temperature, np.float32),
+            sampling=sampling_rows(sampling, num_slots),
             version=version,
             **columns,
         )

@@ -7,6 +7,42 @@ import math
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn: tempered, then cut to `top_k`, then to `top_p`, then to `min_p`.
+
+    `temperature` 0 takes the likeliest token. `top_k` keeps the k likeliest tokens (0: all),
+    `top_p` the fewest of these whose share of their mass is at least so much (1: all; arXiv
+    1904.09751), `min_p` those at least so likely as that fraction of the likeliest (0: all; arXiv
+    2407.01082). Tokens as likely as the last that is kept are kept too.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field under `path` that breaks a rule."""
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"{path}.temperature is {self.temperature}; it must be finite and at least 0 "
+                "(0 takes the likeliest token)"
+            )
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"{path}.top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"{path}.top_p is {self.top_p}; it must lie in (0, 1] (1: all tokens)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"{path}.min_p is {self.min_p}; it must lie in [0, 1] (0: all tokens)")
+        cuts = (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+        if self.temperature == 0 and cuts:
+            raise ValueError(
+                f"{path}.temperature is 0, which takes the likeliest token: {path}.top_k, "
+                f"{path}.top_p and {path}.min_p have no effect beside it; remove them"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of the rollout stage.
 

@@ -28,7 +28,8 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
-from earl_jax.rollout.sampling import sample, token_uniforms
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, SlotRules
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
@@ -313,7 +314,7 @@ def _prefill(
     )
     cached = prefix.cached + count
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
-    token, _ = sample(uniform, logits_BV, jnp.ones_like(uniform))
+    token, _ = sample(uniform, logits_BV, sampling_rows(Sampling(), 1))
     return dataclasses.replace(prefix, caches=caches, cached=cached, pending=token)
 
 
@@ -340,5 +341,5 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
         turn_tokens=put(state.turn_tokens, jnp.ones((1,), jnp.int32)),
         seed=put(state.seed, prefix.seed),
         row=put(state.row, jnp.full((1,), NO_ROW)),
-        temperature=put(state.temperature, jnp.ones((1,))),
+        sampling=jax.tree.map(put, state.sampling, sampling_rows(Sampling(), 1)),
     )

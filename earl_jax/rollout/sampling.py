@@ -5,34 +5,121 @@
 For 16 rows x 151,936 entries on a CPU: 2.0 ms against 115 ms for `jax.random.categorical`.
 """
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.rollout.config import Sampling
 
 BLOCK_SIZE = 512
+# Masses relative to the likeliest token's lie in [0, 1]. As floats of one sign they are ordered as
+# their bits are, of which the highest that can be set is the 29th.
+_MASS_BITS = 30
+
+
+class SamplingRows(NamedTuple):
+    """A `Sampling` per row, on the host or the devices: f32[B], i32[B], f32[B], f32[B]."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+def sampling_rows(settings: Sampling, rows: int) -> SamplingRows:
+    """The same settings for every row, as numpy arrays."""
+    return SamplingRows(
+        temperature=np.full(rows, settings.temperature, np.float32),
+        top_k=np.full(rows, settings.top_k, np.int32),
+        top_p=np.full(rows, settings.top_p, np.float32),
+        min_p=np.full(rows, settings.min_p, np.float32),
+    )
 
 
 def sample(
-    uniform_B: jax.Array, logits_BV: jax.Array, temperature_B: jax.Array
+    uniform_B: jax.Array, logits_BV: jax.Array, settings: SamplingRows
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row, and its log-prob.
+
+    A row's token depends on its own numbers only, whatever the other rows' settings are.
 
     Args:
         uniform_B: f32 in [0, 1), one per row.
         logits_BV: f32.
-        temperature_B: f32 per row; 0 takes the most likely token.
+        settings: per row.
 
     Returns:
         tokens_B i32, and logprobs_B f32: under the distribution that the token was drawn from, or,
         where the temperature is 0, under the untempered one.
     """
-    greedy_B = temperature_B <= 0
-    scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
+    greedy_B = settings.temperature <= 0
+    scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, settings.temperature)[:, None]
     top_B = jnp.max(scaled_BV, axis=-1)
     mass_BV = jnp.exp(scaled_BV - top_B[:, None])
+    mass_BV = _cut(mass_BV, settings)
     drawn_B = _inverse_cdf(uniform_B, mass_BV)
     tokens_B = jnp.where(greedy_B, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
     return tokens_B, chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
+
+
+def model_logprobs(logits_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    """Log-probs of tokens under the model itself: untempered, nothing cut off. f32[B]."""
+    chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+    return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:
+    """The mass with what `top_k`, `top_p` and `min_p` cut off set to 0.
+
+    `mass_BV` is relative to the likeliest token, whose mass is 1. Rows that cut nothing keep every
+    bit, and where no row cuts anything nothing is computed.
+    """
+    # Their thresholds are found by bisection and not in a sorted row: sorting 16 x 151,936 entries
+    # takes 501 ms on a CPU.
+
+    def cut_rank(mass_BV: jax.Array) -> jax.Array:
+        def enough(kept_BV: jax.Array) -> jax.Array:
+            return jnp.sum(kept_BV, axis=-1) >= settings.top_k
+
+        return jnp.where((settings.top_k > 0)[:, None], _keep(mass_BV, enough), mass_BV)
+
+    def cut_share(mass_BV: jax.Array) -> jax.Array:
+        wanted_B = settings.top_p * jnp.sum(mass_BV, axis=-1)
+
+        def enough(kept_BV: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(kept_BV, mass_BV, 0.0), axis=-1) >= wanted_B
+
+        return jnp.where((settings.top_p < 1)[:, None], _keep(mass_BV, enough), mass_BV)
+
+    def same(mass_BV: jax.Array) -> jax.Array:
+        return mass_BV
+
+    cuts_B = settings.temperature > 0
+    mass_BV = jax.lax.cond(jnp.any(cuts_B & (settings.top_k > 0)), cut_rank, same, mass_BV)
+    mass_BV = jax.lax.cond(jnp.any(cuts_B & (settings.top_p < 1)), cut_share, same, mass_BV)
+    return jnp.where(mass_BV >= settings.min_p[:, None], mass_BV, 0.0)
+
+
+def _keep(mass_BV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The mass above the highest threshold at which what is kept is `enough(kept_BV)`.
+
+    Bisects the bits of the threshold, highest first. A threshold of 0 keeps all and is taken
+    unasked.
+    """
+
+    def set_bit(index: jax.Array, bits_B: jax.Array) -> jax.Array:
+        tried_B = bits_B | (1 << (_MASS_BITS - 1 - index))
+        threshold_B = jax.lax.bitcast_convert_type(tried_B, jnp.float32)
+        return jnp.where(enough(mass_BV >= threshold_B[:, None]), tried_B, bits_B)
+
+    none_B = jnp.zeros(mass_BV.shape[0], jnp.int32)
+    bits_B = jax.lax.fori_loop(0, _MASS_BITS, set_bit, none_B)
+    threshold_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
+    return jnp.where(mass_BV >= threshold_B[:, None], mass_BV, 0.0)
 
 
 def _inverse_cdf(uniform_B: jax.Array, mass_BV: jax.Array) -> jax.Array:

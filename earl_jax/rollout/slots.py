@@ -24,13 +24,19 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import LayerCache, empty_cache
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.sampling import sample, token_uniforms
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.sampling import (
+    SamplingRows,
+    sample,
+    sampling_rows,
+    token_uniforms,
+)
 from earl_jax.trajectory import Experience
 
 Replicate = Callable[[jax.Array], jax.Array]
 
 NO_ROW = -1
-ORDER_COLUMNS = 6
+ORDER_COLUMNS = 9
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +60,7 @@ class DecodeState:
     turn_tokens: jax.Array
     seed: jax.Array
     row: jax.Array
-    temperature: jax.Array
+    sampling: SamplingRows
     version: jax.Array
 
 
@@ -73,7 +79,7 @@ class Orders(NamedTuple):
     """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
-    and takes `seed`, `row`, `temperature` over; `fork` empties its cache alone: the episode goes on
+    and takes `seed`, `row`, `sampling` over; `fork` empties its cache alone: the episode goes on
     in its row, behind the pending token, with a sample that begins with the chunk. `speak` lets the
     policy begin a turn behind the chunk. A slot with nothing to append goes on with its turn where
     it is in one.
@@ -86,7 +92,7 @@ class Orders(NamedTuple):
     speak: jax.Array
     seed: jax.Array
     row: jax.Array
-    temperature: jax.Array
+    sampling: SamplingRows
     version: jax.Array
 
 
@@ -101,20 +107,21 @@ def pack_orders(
     speak: np.ndarray,
     seed: np.ndarray,
     row: np.ndarray,
-    temperature: np.ndarray,
+    sampling: SamplingRows,
     version: int,
     fork: np.ndarray | int = 0,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
     flags = restart * _RESTART + speak * _SPEAK + fork * _FORK
-    columns = np.stack(
-        [count, flags, seed, row, temperature.view(np.int32), np.full_like(count, version)], axis=1
-    )
+    versions = np.full_like(count, version)
+    drawn = [np.asarray(column).view(np.int32) for column in sampling]
+    columns = np.stack([count, flags, seed, row, versions, *drawn], axis=1)
     return np.concatenate([columns, chunk], axis=1).astype(np.int32)
 
 
 def _unpack_orders(packed: jax.Array) -> Orders:
-    count, flags, seed, row, temperature, version = packed[:, :ORDER_COLUMNS].T
+    count, flags, seed, row, version, *drawn = packed[:, :ORDER_COLUMNS].T
+    bits = SamplingRows(*drawn)
     return Orders(
         chunk=packed[:, ORDER_COLUMNS:],
         count=count,
@@ -123,7 +130,12 @@ def _unpack_orders(packed: jax.Array) -> Orders:
         speak=flags & _SPEAK > 0,
         seed=seed,
         row=row,
-        temperature=jax.lax.bitcast_convert_type(temperature, jnp.float32),
+        sampling=SamplingRows(
+            temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
+            top_k=bits.top_k,
+            top_p=jax.lax.bitcast_convert_type(bits.top_p, jnp.float32),
+            min_p=jax.lax.bitcast_convert_type(bits.min_p, jnp.float32),
+        ),
         version=version,
     )
 
@@ -175,7 +187,7 @@ def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> Deco
         turn_tokens=numbers(slots),
         seed=numbers(slots),
         row=jnp.full((slots,), NO_ROW, jnp.int32),
-        temperature=jnp.ones((slots,), jnp.float32),
+        sampling=jax.tree.map(jnp.asarray, sampling_rows(Sampling(), slots)),
         version=numbers(slots),
     )
 
@@ -278,7 +290,7 @@ def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> 
         turn=taken(zero, state.turn),
         seed=taken(orders.seed, state.seed),
         row=taken(row, state.row),
-        temperature=taken(orders.temperature, state.temperature),
+        sampling=jax.tree.map(taken, orders.sampling, state.sampling),
         version=orders.version,
     )
 
@@ -301,7 +313,11 @@ def generate_one(
     places = state.caches[0].key.shape[2]
     handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
     state, logits_BV = _forward_pending(config, params, state, everywhere)
-    nowhere = (state.pending[:, None], state.temperature[:, None], jnp.ones_like(state.cached))
+    nowhere = (
+        state.pending[:, None],
+        state.sampling.temperature[:, None],
+        jnp.ones_like(state.cached),
+    )
     state, _ = _sample_next(rules, key, state, replicate(logits_BV), everywhere, nowhere)
     return state, handed_out
 
@@ -339,7 +355,7 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
     tokens, logprobs, count = out
     place = state.origin + state.cached
     uniform = token_uniforms(key, state.seed, place)
-    token, logprob = sample(uniform, logits_BV, state.temperature)
+    token, logprob = sample(uniform, logits_BV, state.sampling)
     rows = _rows_or_drop(state, speaking)
     written = state.experience
     experience = Experience(
