@@ -23,6 +23,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Policy, Rollout, Seat
+from earl_jax.rollout.config import Sampling
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
@@ -79,7 +80,7 @@ def collect(history: str, todo=None, places: int = ROOM) -> Rollout:
         state=engine().empty_state(places),
         places=places,
     )
-    rollout = collector.collect(seat, todo or tasks(NUM_TASKS), temperature=1.0)
+    rollout = collector.collect(seat, todo or tasks(NUM_TASKS), sampling=Sampling())
     pool.close()
     return rollout
 

@@ -490,7 +490,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
         "speak": np.ones(NUM_SLOTS, np.int32),
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
-        "temperature": np.ones(NUM_SLOTS, np.float32),
+        "sampling": sampling_rows(Sampling(), NUM_SLOTS),
         "version": 0,
     }
 

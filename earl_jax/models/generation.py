@@ -69,7 +69,8 @@ class GenerationSettings:
             named = ", ".join(f"{name}={value!r}" for name, value in self.sampling.items())
             notes.append(
                 f"{self.path}: {named} not used; episodes are sampled from the whole distribution "
-                "at config.rollout.temperature, evaluation games at config.eval.temperature"
+                "at config.rollout.temperature, evaluation games by config.eval.temperature, "
+                "top_k, top_p and min_p"
             )
         return notes
 
