@@ -327,6 +327,15 @@ def test_what_is_appended_by_hand(name, first, user, tool):
     assert chat(name).reply("")[-1] == tokenizer(name).convert_tokens_to_ids(END[name])
 
 
+def test_what_a_template_says_again_must_be_known():
+    """Mistral's system message stands in every later question of a user."""
+    opening = chat("mistral").opening((SYSTEM, ASK))
+    ids = chat("mistral").answer("So?", opening)
+    assert chat("mistral").decode(ids) == "[INST] Be brief.\n\nSo?[/INST]"
+    with pytest.raises(ValueError, match="says again how the conversation began"):
+        chat("mistral").answer("So?", dataclasses.replace(opening, texts=()))
+
+
 def test_two_responses_of_tools_are_one_turn_where_the_template_says_so():
     ids = chat("qwen2").answer((ANSWER, dataclasses.replace(ANSWER, text="42")))
     text = chat("qwen2").decode(ids)
