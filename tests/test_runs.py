@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -441,3 +442,42 @@ def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path
     failed = run(cache, *line, f"--config.model.path={broken}")
     assert failed.returncode == 2 and "model.safetensors" in failed.stderr
     assert "measured" not in failed.stdout
+
+
+@pytest.mark.slow
+def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path):
+    """The checkpoint's template forgets the moves of the middle, so that games are told anew."""
+    (tmp_path / "one_mesh.py").write_text(ONE_MESH)
+    source = Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", tmp_path / "source"))
+    template = (source / "chat_template.jinja").read_text()
+    words = "{% generation %}{{ message['content']"
+    assert words in template
+    (source / "chat_template.jinja").write_text(
+        template.replace(words, words + " | replace('4', '') | replace('0', '')")
+    )
+    generation = json.loads((source / "generation_config.json").read_text())
+    (source / "generation_config.json").write_text(json.dumps(generation | {"top_p": 0.9}))
+    workdir = tmp_path / "run"
+    settings = {
+        "model.path": source,
+        "chat.history": "fork",
+        # Room for games that are told anew, so that nothing is compiled twice.
+        "rollout.context_buckets": (80,),
+        "num_steps": 8,
+        "train.demonstration_steps": 6,
+        "train.demonstration_updates": 4,
+        "log.trajectories_every_steps": 1,
+    }
+    line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")
+    done = run(cache, *line, *command("", **settings)[3:])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("top_p=0.9 not used") == 1
+    steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+    assert len(steps) == 8 and all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
+    episodes = read_trajectories(workdir / "trajectories" / "step_000008.jsonl")
+    forked = [episode for episode in episodes if "sample_starts" in episode]
+    assert forked and len(forked) < len(episodes)
+    for episode in episodes:
+        replies = [m["content"] for m in episode["messages"] if m["role"] == "assistant"]
+        rewritten = sum("4" in reply or "0" in reply for reply in replies[:-1])
+        assert len(episode.get("sample_starts", [0])) == 1 + rewritten

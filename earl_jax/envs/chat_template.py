@@ -232,7 +232,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
         assert isinstance(written, str)
         return written

@@ -20,7 +20,8 @@ class ChatConfig:
     behind a policy's turn; the policy goes on to see all that it wrote. "fork": the next message
     begins a new sample, whose prompt is the template's own rendering of the conversation so far.
     The episode is then several samples, each of which is trained on as it was sampled, with the
-    episode's reward; every fork reads the conversation anew.
+    episode's reward. Every fork reads the conversation anew, and all samples of an episode lie in
+    its row, which needs room for them.
     """
 
     history: History = "append"
