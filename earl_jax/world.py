@@ -22,7 +22,7 @@ from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
 from earl_jax.models.generation import read_generation_settings
-from earl_jax.models.hf_weights import load_parameters, open_checkpoint
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.collect import Task
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
