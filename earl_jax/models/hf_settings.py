@@ -12,6 +12,8 @@ _REQUIRED = {"quantization_config": None, "partial_rotary_factor": 1.0}
 # What `transformers` takes where config.json says nothing.
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
+# `transformers` 5 computes nothing with Gemma 3's attn_logit_softcapping (no published model has
+# one); here it caps the scores, as it says.
 _SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
