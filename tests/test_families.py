@@ -8,12 +8,13 @@ tests/reference/make_reference.py.
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import KINDS, NAMES, REFERENCE, checkpoint, loaded, reference
+from references import KINDS, MESHES, NAMES, REFERENCE, checkpoint, loaded, reference
 
 from earl_jax.models.attention import cap
 from earl_jax.models.config import ModelConfig, RopeScaling
@@ -24,11 +25,15 @@ from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import score_batch
 
 QUICK = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+# Of the references' tokens, where gradients are taken: beyond their windows.
+LENGTH = 24
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
@@ -151,32 +156,61 @@ def test_biases_begin_at_zero_and_norms_at_one():
         np.testing.assert_array_equal(leaf, params["layers"][name])
 
 
+@functools.cache
+def gradients(name: str, mesh: MeshShape):
+    """The mean log-prob of the reference's tokens, and its gradients."""
+    given, layout = checkpoint(name), make_layout(mesh)
+    tokens = np.tile(reference(name)["tokens"][:, :LENGTH], (4, 1))
+
+    def loss(params):
+        hidden = forward_rows(given.model, layout, params, tokens, jnp.ones_like(tokens))
+        scores = score_tokens(
+            layout,
+            hidden[:, :-1],
+            head_weights(params),
+            tokens[:, 1:],
+            temperature=1.0,
+            chunk_size=64,
+            softcap=given.model.final_softcap,
+        )
+        return -jnp.mean(scores.logprobs)
+
+    return quick_jit(jax.value_and_grad(loss))(load_parameters(given, layout))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[:-1]), MESHES[-1]],
+    ids=str,
+)
 @pytest.mark.parametrize("name", KINDS)
-def test_gradients_are_finite_and_equal_on_two_meshes(name):
-    given = checkpoint(name)
-    tokens = np.tile(reference(name)["tokens"][:, :16], (4, 1))
-
-    def gradients(mesh: MeshShape):
-        layout = make_layout(mesh)
-
-        def loss(params):
-            hidden = forward_rows(given.model, layout, params, tokens, jnp.ones_like(tokens))
-            scores = score_tokens(
-                layout,
-                hidden[:, :-1],
-                head_weights(params),
-                tokens[:, 1:],
-                temperature=1.0,
-                chunk_size=64,
-            )
-            return -jnp.mean(scores.logprobs)
-
-        return quick_jit(jax.grad(loss))(load_parameters(given, layout))
-
-    alone, mixed = gradients(MeshShape()), gradients(MeshShape(data=2, fsdp=2, tensor=2))
+def test_gradients_are_finite_and_equal_on_every_mesh(name, mesh):
+    (loss, alone), (sharded_loss, sharded) = gradients(name, MeshShape()), gradients(name, mesh)
+    assert float(sharded_loss) == pytest.approx(float(loss), rel=1e-6)
 
     def check(path, left, right):
         assert np.all(np.isfinite(left)) and np.any(left), path
         np.testing.assert_allclose(left, right, atol=2e-5 * float(np.max(np.abs(left))) + 1e-6)
 
-    jax.tree_util.tree_map_with_path(check, alone, mixed)
+    jax.tree_util.tree_map_with_path(check, alone, sharded)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_the_trainer_scores_what_transformers_computes(name):
+    """Two samples in a row, and log-probs in chunks: caps and windows as in the logits."""
+    given, layout = checkpoint(name), make_layout(MeshShape())
+    tokens, logits = reference(name)["tokens"], reference(name)["logits"]
+    rows = np.concatenate([tokens[:1], tokens[1:]], axis=1)
+    segments = np.repeat([[1, 2]], tokens.shape[1], axis=1)
+    config = TrainConfig(logprob_chunk=40, remat=True)
+
+    @quick_jit
+    def score(params, tokens, segment_ids):
+        batch = SimpleNamespace(tokens=tokens, segment_ids=segment_ids)
+        return score_batch(given.model, config, layout, 0.7, params, batch).logprobs
+
+    found = score(loaded(name), rows, segments).reshape(tokens.shape)
+    expected = np.take_along_axis(
+        jax.nn.log_softmax(logits[:, :-1] / 0.7), tokens[:, 1:, None], axis=2
+    )[..., 0]
+    np.testing.assert_allclose(found[:, 1:], expected, atol=1e-4)

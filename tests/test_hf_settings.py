@@ -50,6 +50,24 @@ def test_layers_of_no_known_family_cannot_be_written():
             ["model.rope_scaling.factor=8", "model.rope_scaling.original_max_position=0"],
             "original_max_position is 0",
         ),
+        (
+            ["model.rope_scaling.factor=8", "model.rope_scaling.kind='yarn'"],
+            "rope_scaling.kind is 'yarn'; choose one of 'llama3', 'linear'",
+        ),
+        (["model.rope_scaling.kind='linear'"], "rope_scaling.kind = 'linear' has no effect"),
+        (
+            [
+                "model.rope_scaling.factor=8",
+                "model.rope_scaling.kind='linear'",
+                "model.rope_scaling.low_freq_factor=2",
+            ],
+            "low_freq_factor = 2.0 has no effect.*kind is 'linear'",
+        ),
+        (["model.window_rope_theta=100.0"], "window_rope_theta = 100.0 has no effect.*windows"),
+        (["model.windows=(0,0)"], r"config.model.windows is \(0, 0\).*\(\) where every"),
+        (["model.windows=(4,-1)"], r"config.model.windows is \(4, -1\)"),
+        (["model.final_softcap=-1.0"], "final_softcap is -1.0.* or 0 for no cap"),
+        (["model.activation='relu'"], "activation is 'relu'; choose one of 'silu', 'gelu_tanh'"),
         (["model.attention_bias=True", "checkpoint.export=True"], "config.checkpoint.export is"),
     ],
 )
