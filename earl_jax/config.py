@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.presets import fill_section, preset_named
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.train.config import TrainConfig
@@ -189,15 +190,22 @@ def _check_effects(config: Config) -> None:
     """A setting that differs from its default must do something in this run."""
     train = config.train
     no_demonstrations = "config.train.demonstration_steps is 0"
-    no_scaling = "config.model.rope_scaling.factor is 1"
+    scaling = config.model.rope_scaling
+    scaling_path = "config.model.rope_scaling"
+    no_scaling = f"{scaling_path}.factor is 1"
     idle = (
         *(
             (config.model.path != "", f"model.{field.name}", "config.model.path gives the model")
             for field in dataclasses.fields(ModelConfig)
             if field.name not in ("path", "compute_dtype")
         ),
+        (scaling.factor == 1, "model.rope_scaling.kind", no_scaling),
         *(
-            (config.model.rope_scaling.factor == 1, f"model.rope_scaling.{field}", no_scaling)
+            (
+                scaling.factor == 1 or scaling.kind == "linear",
+                f"model.rope_scaling.{field}",
+                no_scaling if scaling.factor == 1 else f"{scaling_path}.kind is 'linear'",
+            )
             for field in ("low_freq_factor", "high_freq_factor", "original_max_position")
         ),
         *(
@@ -213,6 +221,7 @@ def _check_effects(config: Config) -> None:
             "chat.history",
             "without config.model.path the chat template is ours, which only appends",
         ),
+        (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
         (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
         (
             train.schedule == "constant",
@@ -229,7 +238,7 @@ def _check_effects(config: Config) -> None:
             f"config.devices.platform is {config.devices.platform!r}",
         ),
     )
-    defaults = Config()
+    defaults = Config(model=preset_named(config.model.preset))
     for is_idle, path, reason in idle:
         given = _get(config, path)
         if is_idle and given != _get(defaults, path):
@@ -280,6 +289,8 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         if not equals:
             raise ValueError(f"--config.{override}: write it as --config.{path}=VALUE")
         _set(values, path.split("."), _parse(text), path)
+    if isinstance(values.get("model"), Mapping):
+        values["model"] = fill_section(values["model"])
     config = _build(Config, values, "config")
     config.validate()
     return config

@@ -24,7 +24,8 @@ from earl_jax.checkpoint import Checkpoints, open_workdir
 from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
 from earl_jax.loop import Position, StepRecord, train
-from earl_jax.models.hf_weights import check_weights, save_checkpoint
+from earl_jax.models.hf_read import check_weights
+from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.placement import Placement
 from earl_jax.selector.throughput import ThroughputTable
 from earl_jax.telemetry.episodes import (

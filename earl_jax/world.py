@@ -22,7 +22,8 @@ from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
 from earl_jax.models.generation import read_generation_settings
-from earl_jax.models.hf_weights import load_parameters, open_checkpoint
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hub import find_folder
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.collect import Task
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
@@ -60,7 +61,9 @@ class World:
         self.notes: list[str] = []
         self.devices = jax.devices()
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
-        self.checkpoint = open_checkpoint(Path(config.model.path)) if config.model.path else None
+        self.checkpoint = (
+            open_checkpoint(find_folder(config.model.path)) if config.model.path else None
+        )
         if self.checkpoint:
             self.model = dataclasses.replace(
                 self.checkpoint.model, compute_dtype=config.model.compute_dtype

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.models.attention import BLOCK_SIZE, Places, _attend, attention, rotate
+from earl_jax.models.attention import BLOCK_SIZE, Places, _attend, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import (
     forward_chunk,
@@ -31,6 +31,7 @@ from earl_jax.models.parameters import (
     unstack_layers,
     unstacked_specs,
 )
+from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.selector.candidates import train_candidates
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.train.config import TrainConfig
@@ -132,7 +133,7 @@ def test_rotary_is_a_turn_of_pairs(axes_between):
     rng = np.random.default_rng(0)
     positions = np.array([[0, 1, 7], [100, 3, 0]])
     x = rng.normal(size=(2, 3, *axes_between, 8)).astype(np.float32)
-    out = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), 100.0))
+    out = np.asarray(rotate(jnp.asarray(x), jnp.asarray(positions), rope_frequencies(8, 100.0)))
     for row in range(2):
         for place in np.ndindex(*axes_between):
             index = (row, slice(None), *place)
@@ -142,7 +143,7 @@ def test_rotary_is_a_turn_of_pairs(axes_between):
 
 def test_rotary_at_position_one_of_a_unit_vector():
     # One pair only: (1, 0) turned by 1 radian is (cos 1, sin 1), whatever theta is.
-    out = rotate(jnp.array([[[[1.0, 0.0]]]]), jnp.array([[1]]), 10_000.0)
+    out = rotate(jnp.array([[[[1.0, 0.0]]]]), jnp.array([[1]]), rope_frequencies(2, 10_000.0))
     np.testing.assert_allclose(out[0, 0, 0], [0.5403023, 0.8414710], atol=1e-6)
 
 
@@ -152,7 +153,7 @@ def test_rotary_scores_depend_on_the_distance_only():
 
     def score(query_at: int, key_at: int) -> float:
         turned = [
-            np.asarray(rotate(jnp.asarray(x), jnp.array([[at]]), 100.0))
+            np.asarray(rotate(jnp.asarray(x), jnp.array([[at]]), rope_frequencies(8, 100.0)))
             for x, at in ((query, query_at), (key, key_at))
         ]
         return float(np.vdot(*turned))

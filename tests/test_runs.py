@@ -410,7 +410,7 @@ def get_config():
 
 @pytest.mark.slow
 def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path):
-    from earl_jax.models.hf_weights import load_parameters, open_checkpoint
+    from earl_jax.models.hf_read import load_parameters, open_checkpoint
     from earl_jax.sharding.layout import MeshShape, make_layout
 
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)

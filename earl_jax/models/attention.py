@@ -3,13 +3,10 @@
 """The one door to attention: arithmetic only, placement is the caller's."""
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-from earl_jax.models.config import RopeScaling
 
 # Queries that are attended for at a time: the scores of one block exist, never those of a row.
 BLOCK_SIZE = 128
@@ -110,33 +107,3 @@ def _attend(
 def cap(x: jax.Array, softcap: float) -> jax.Array:
     """Squeezes x into (-softcap, softcap): softcap * tanh(x / softcap). 0 leaves it as it is."""
     return x if softcap == 0.0 else softcap * jnp.tanh(x / softcap)
-
-
-def rotate(
-    x_BTAH: jax.Array,
-    positions_BT: jax.Array,
-    theta: float,
-    scaling: RopeScaling = RopeScaling(),  # noqa: B008 - frozen
-) -> jax.Array:
-    """Rotary position embedding (RoFormer, arXiv 2104.09864, eq. 34), halves paired as in Llama.
-
-    `x_BTAH` may have any number of axes between T and H.
-    """
-    half = x_BTAH.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling.factor > 1:
-        frequencies = _scaled(frequencies, scaling)
-    angles = positions_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
-    angles = angles.reshape(*positions_BT.shape, *(1,) * (x_BTAH.ndim - 3), half)
-    first, second = jnp.split(x_BTAH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x_BTAH.dtype)
-
-
-def _scaled(frequencies: jax.Array, scaling: RopeScaling) -> jax.Array:
-    """Frequencies as Llama 3.1 stretches them (see RopeScaling)."""
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)
-    span = scaling.high_freq_factor - scaling.low_freq_factor
-    kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor

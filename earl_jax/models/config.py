@@ -7,17 +7,20 @@ import math
 from typing import Literal
 
 DTYPES = ("float32", "bfloat16")
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Llama 3's stretching of rotary embeddings, for contexts beyond `original_max_position`.
+    """A stretching of rotary embeddings, for contexts beyond those of pre-training.
 
-    Waves longer than `original_max_position / low_freq_factor` tokens turn `factor` times slower,
-    those shorter than `original_max_position / high_freq_factor` as before; between the two the
-    frequencies are interpolated. `factor` 1 stretches nothing.
+    "linear": all waves turn `factor` times slower. "llama3": those longer than
+    `original_max_position / low_freq_factor` tokens do, those shorter than
+    `original_max_position / high_freq_factor` turn as before, and between the two the frequencies
+    are interpolated. `factor` 1 stretches nothing.
     """
 
+    kind: Literal["llama3", "linear"] = "llama3"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -26,6 +29,8 @@ class RopeScaling:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         path = "config.model.rope_scaling"
+        if self.kind not in ("llama3", "linear"):
+            raise ValueError(f"{path}.kind is {self.kind!r}; choose 'llama3' or 'linear'")
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"{path}.factor is {self.factor}; it must be at least 1 (1: none)")
         if self.original_max_position < 1:
@@ -42,21 +47,37 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU.
+    """A decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, gated FFN.
 
-    `attention_bias` adds biases to the projections of queries, keys and values; `query_key_norm`
-    normalises queries and keys per head before they are rotated.
+    What a layer has:
+
+    - `attention_bias`: biases in the projections of queries, keys and values.
+    - `query_key_norm`: queries and keys are normalised per head before they are rotated.
+    - `norm_from_one`: norms multiply by 1 + w, and w begins at 0; else by w, which begins at 1.
+    - `post_norms`: what attention and feed-forward add to the residual stream is normalised too.
+    - `activation` of the gate of the feed-forward network.
+    - `windows`: layer i looks back over `windows[i % len(windows)]` tokens, itself among them; 0
+      means over all. Empty: every layer over all.
+    - `window_rope_theta`: the rotary base of layers with a window, which are not stretched then; 0
+      means that they rotate as the others.
+    - `query_pre_attn_scalar`: attention scores are divided by its square root; 0 means the size of
+      a head.
+    - `attention_softcap`, `final_softcap`: attention scores and logits x become c * tanh(x / c);
+      0 means none.
+
+    `scale_embeddings` multiplies embeddings by sqrt(width).
 
     `compute_dtype` is the type of matrix work and of the KV cache; the trainer's parameters are
     fp32 always. `init_scale` multiplies the 1/sqrt(fan-in) deviation of the projections that write
     into the residual stream, which is further divided by sqrt(2 * num_layers).
 
-    `path` is a folder with a checkpoint of `transformers`, which then gives everything but
-    `compute_dtype`; "" is a model from scratch. It is "" in the ModelConfig that comes of it, which
-    is `World.model`.
+    `path` is a checkpoint of `transformers`, a local folder or a name of a hub, which then gives
+    everything but `compute_dtype`; "" is a model from scratch. `preset` names a model of presets.py
+    whose settings are the defaults of this section. Both are "" in the ModelConfig of a checkpoint.
     """
 
     path: str = ""
+    preset: str = ""
     num_layers: int = 2
     width: int = 64
     num_heads: int = 4
@@ -65,10 +86,19 @@ class ModelConfig:
     ffn_size: int = 192
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
+    windows: tuple[int, ...] = ()
+    window_rope_theta: float = 0.0
     attention_bias: bool = False
     query_key_norm: bool = False
+    query_pre_attn_scalar: int = 0
+    attention_softcap: float = 0.0
+    final_softcap: float = 0.0
     norm_eps: float = 1e-6
+    norm_from_one: bool = False
+    post_norms: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     tie_embeddings: bool = False
+    scale_embeddings: bool = False
     init_scale: float = 1.0
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -77,18 +107,20 @@ class ModelConfig:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return (self.query_pre_attn_scalar or self.head_size) ** -0.5
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """The window of each layer: with windows (4, 0) and three layers 4, 0, 4."""
+        windows = self.windows or (0,)
+        return tuple(windows[layer % len(windows)] for layer in range(self.num_layers))
+
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"config.model.{field} is {getattr(self, field)}; it must be at least 1"
-                )
-        for field in ("rope_theta", "norm_eps", "init_scale"):
-            if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(
-                    f"config.model.{field} is {getattr(self, field)}; it must be a positive number"
-                )
+        self._check_numbers()
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"config.model.num_heads is {self.num_heads}, not a multiple of "
@@ -99,8 +131,37 @@ class ModelConfig:
             raise ValueError(
                 f"config.model.head_size is {self.head_size}; rotary embeddings need an even size"
             )
-        self.rope_scaling.validate()
-        if self.compute_dtype not in DTYPES:
+        if any(window < 0 for window in self.windows) or (self.windows and not any(self.windows)):
             raise ValueError(
-                f"config.model.compute_dtype is {self.compute_dtype!r}; choose one of {DTYPES}"
+                f"config.model.windows is {self.windows}; give a number of tokens for each layer "
+                "of the pattern, 0 where a layer looks at all, and () where every layer does"
             )
+        self.rope_scaling.validate()
+        for field, choices in (("compute_dtype", DTYPES), ("activation", ACTIVATIONS)):
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"config.model.{field} is {getattr(self, field)!r}; choose one of {choices}"
+                )
+
+    def _check_numbers(self) -> None:
+        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"config.model.{field} is {getattr(self, field)}; it must be at least 1"
+                )
+        for field in ("rope_theta", "norm_eps", "init_scale"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(
+                    f"config.model.{field} is {getattr(self, field)}; it must be a positive number"
+                )
+        for field, none in (
+            ("window_rope_theta", "config.model.rope_theta"),
+            ("query_pre_attn_scalar", "config.model.head_size"),
+            ("attention_softcap", "no cap"),
+            ("final_softcap", "no cap"),
+        ):
+            if not 0 <= getattr(self, field) < math.inf:
+                raise ValueError(
+                    f"config.model.{field} is {getattr(self, field)}; it must be a positive "
+                    f"number, or 0 for {none}"
+                )

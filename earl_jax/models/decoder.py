@@ -7,19 +7,28 @@ engine's: the next few tokens of many rows against their caches, layers unrolled
 `_block`, so what the engine samples from is what the trainer scores.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention import Places, attention, rotate
+from earl_jax.models.attention import Places, Window, attention, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, write
 from earl_jax.models.parameters import Params
+from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.sharding.layout import Layout
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+# A window that reaches over any row, for layers without one beside layers that have one.
+WITHOUT_END = 2**30
+_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
@@ -33,19 +42,65 @@ def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x_BTD.dtype)
 
 
+def _norm(config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array) -> jax.Array:
+    if config.norm_from_one:
+        weight_D = 1.0 + weight_D.astype(jnp.float32)
+    return rms_norm(x_BTD, weight_D, config.norm_eps)
+
+
+class LayerKind(NamedTuple):
+    """What the layers of one model may differ in beside their weights.
+
+    `window` is that of `attention`, `frequencies` those of `rotate`.
+    """
+
+    window: Window
+    frequencies: jax.Array
+
+
+def layer_kind(config: ModelConfig, index: int) -> LayerKind:
+    """That of layer `index`."""
+    window = config.layer_windows[index] or None
+    if window and config.window_rope_theta:
+        return LayerKind(window, rope_frequencies(config.head_size, config.window_rope_theta))
+    frequencies = rope_frequencies(config.head_size, config.rope_theta, config.rope_scaling)
+    return LayerKind(window, frequencies)
+
+
+def _kinds_to_scan(config: ModelConfig) -> LayerKind | None:
+    """The kinds of all layers, stacked; None where all are alike."""
+    if len(set(config.layer_windows)) == 1:
+        return None
+    kinds = [layer_kind(config, index) for index in range(config.num_layers)]
+    return LayerKind(
+        jnp.array([kind.window or WITHOUT_END for kind in kinds], jnp.int32),
+        jnp.stack([kind.frequencies for kind in kinds]),
+    )
+
+
 def _block(
-    config: ModelConfig, layer: Any, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend
+    config: ModelConfig,
+    kind: LayerKind,
+    layer: Any,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    attend: Attend,
 ) -> jax.Array:
     """One layer; `attend(query, key, value)` is what training and decoding differ in."""
-    x_BTD = x_BTD + _attention_half(config, layer, x_BTD, positions_BT, attend)
+    x_BTD = x_BTD + _attention_half(config, kind, layer, x_BTD, positions_BT, attend)
     return x_BTD + _feed_forward_half(config, layer, x_BTD)
 
 
 def _attention_half(
-    config: ModelConfig, layer: Any, x_BTD: jax.Array, positions_BT: jax.Array, attend: Attend
+    config: ModelConfig,
+    kind: LayerKind,
+    layer: Any,
+    x_BTD: jax.Array,
+    positions_BT: jax.Array,
+    attend: Attend,
 ) -> jax.Array:
     """What attention adds to the residual stream."""
-    normed_BTD = rms_norm(x_BTD, layer["attention_norm"], config.norm_eps)
+    normed_BTD = _norm(config, x_BTD, layer["attention_norm"])
     query_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
     key_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["key"])
     value_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["value"])
@@ -54,20 +109,31 @@ def _attention_half(
         key_BTKH += layer["key_bias"][None, None]
         value_BTKH += layer["value_bias"][None, None]
     if config.query_key_norm:
-        query_BTKGH = rms_norm(query_BTKGH, layer["query_norm"], config.norm_eps)
-        key_BTKH = rms_norm(key_BTKH, layer["key_norm"], config.norm_eps)
-    query_BTKGH = rotate(query_BTKGH, positions_BT, config.rope_theta, config.rope_scaling)
-    key_BTKH = rotate(key_BTKH, positions_BT, config.rope_theta, config.rope_scaling)
+        query_BTKGH = _norm(config, query_BTKGH, layer["query_norm"])
+        key_BTKH = _norm(config, key_BTKH, layer["key_norm"])
+    query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies)
+    key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies)
     mixed_BTKGH = attend(query_BTKGH, key_BTKH, value_BTKH)
-    return jnp.einsum("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    added_BTD = jnp.einsum("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    return (
+        _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
+    )
 
 
 def _feed_forward_half(config: ModelConfig, layer: Any, x_BTD: jax.Array) -> jax.Array:
     """What the feed-forward network adds to the residual stream."""
-    normed_BTD = rms_norm(x_BTD, layer["ffn_norm"], config.norm_eps)
+    normed_BTD = _norm(config, x_BTD, layer["ffn_norm"])
     gate_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["gate"])
     up_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["up"])
-    return jnp.einsum("BTF,FD->BTD", jax.nn.silu(gate_BTF) * up_BTF, layer["down"])
+    activate = _ACTIVATIONS[config.activation]
+    added_BTD = jnp.einsum("BTF,FD->BTD", activate(gate_BTF) * up_BTF, layer["down"])
+    return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
+
+
+def _embed(config: ModelConfig, embed_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
+    x_BTD = embed_VD[tokens_BT]
+    # The factor in the compute type, as pre-training had it: sqrt(1152) is 34.0 in bf16.
+    return x_BTD * jnp.asarray(config.width**0.5, x_BTD.dtype) if config.scale_embeddings else x_BTD
 
 
 def head_weights(params: Params) -> jax.Array:
@@ -97,23 +163,32 @@ def forward_rows(
     order_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
     places = Places(order_BT, segment_ids_BT)
 
-    def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
-        query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
-        key_BKSH = layout.constrain(key_BTKH.transpose(0, 2, 1, 3), "BKSH")
-        value_BKSH = layout.constrain(value_BTKH.transpose(0, 2, 1, 3), "BKSH")
-        scale = config.head_size**-0.5
-        return attention(query_BTKGH, key_BKSH, value_BKSH, places, places, scale=scale)
+    def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, None]:
+        layer, kind = xs
+        kind = layer_kind(config, 0) if kind is None else kind
 
-    def block(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        x_BTD = _block(config, layer, x_BTD, positions_BT, attend)
+        def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
+            return attention(
+                layout.constrain(query_BTKGH, "BTKGH"),
+                layout.constrain(key_BTKH.transpose(0, 2, 1, 3), "BKSH"),
+                layout.constrain(value_BTKH.transpose(0, 2, 1, 3), "BKSH"),
+                places,
+                places,
+                scale=config.attention_scale,
+                softcap=config.attention_softcap,
+                window=kind.window,
+            )
+
+        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend)
         return layout.constrain(x_BTD, "BT."), None
 
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
     # to every device.
     embed_VD = layout.constrain(params["embed"], "V.")
-    x_BTD = layout.constrain(embed_VD[tokens_BT], "BT.")
-    x_BTD, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, params["layers"])
-    return rms_norm(x_BTD, params["final_norm"], config.norm_eps)
+    x_BTD = layout.constrain(_embed(config, embed_VD, tokens_BT), "BT.")
+    layers = (params["layers"], _kinds_to_scan(config))
+    x_BTD, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, layers)
+    return _norm(config, x_BTD, params["final_norm"])
 
 
 def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:
@@ -144,26 +219,33 @@ def forward_chunk(
     # One episode a row: what is behind a query's own place is not yet written, or of another time.
     query_places = Places(positions_BT, jnp.ones_like(positions_BT))
     key_places = Places(places_BS, jnp.ones_like(places_BS))
-    x_BTD = params["embed"][tokens_BT]
+    x_BTD = _embed(config, params["embed"], tokens_BT)
     new_caches = []
-    for layer, cache in zip(params["layers"], caches, strict=True):
+    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        kind = layer_kind(config, index)
 
-        def attend(query_BTKGH, key_BTKH, value_BTKH, cache=cache):
+        def attend(query_BTKGH, key_BTKH, value_BTKH, cache=cache, window=kind.window):
             cache = LayerCache(
                 key=write(cache.key, key_BTKH, cached_B, counts_B),
                 value=write(cache.value, value_BTKH, cached_B, counts_B),
             )
             new_caches.append(cache)
-            scale = config.head_size**-0.5
             return attention(
-                query_BTKGH, cache.key, cache.value, query_places, key_places, scale=scale
+                query_BTKGH,
+                cache.key,
+                cache.value,
+                query_places,
+                key_places,
+                scale=config.attention_scale,
+                softcap=config.attention_softcap,
+                window=window,
             )
 
-        x_BTD = _block(config, layer, x_BTD, positions_BT, attend)
+        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend)
     last_B = jnp.maximum(counts_B - 1, 0)
     x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
-    x_BD = rms_norm(x_BD, params["final_norm"], config.norm_eps)
+    x_BD = _norm(config, x_BD, params["final_norm"])
     logits_BV = jnp.einsum(
         "BD,DV->BV", x_BD, head_weights(params), preferred_element_type=jnp.float32
     )
-    return logits_BV, new_caches
+    return cap(logits_BV, config.final_softcap), new_caches

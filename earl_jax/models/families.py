@@ -10,16 +10,16 @@ To add a family whose layers the decoder has already, write in this file:
 2. its table of weights: for each parameter of parameters.py, the tensor's name, and the letters of
    its axes as the tensor has them. Letters that stand together are one axis of the tensor.
 
-If its layers need more, ModelConfig gets a setting, parameters.py the parameters, decoder.py the
-computation; layers never ask for a family. Then let tests/reference/make_reference.py write a small
-model of it.
+If its layers need more, ModelConfig gets a setting (and _PLAIN its value where layers are without),
+hf_settings.py its key of config.json, parameters.py the parameters, decoder.py the computation;
+layers never ask for a family. Then let tests/reference/make_reference.py write a small model of it.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
-from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,183 +56,162 @@ _NORMS: Mapping[str, Weight] = {
 }
 
 
+# What Llama calls the norm after attention stands before the feed-forward network.
+_GEMMA3_NORMS: Mapping[str, Weight] = {
+    "layers.post_attention_norm": Weight(
+        "model.layers.{layer}.post_attention_layernorm.weight", "D"
+    ),
+    "layers.ffn_norm": Weight("model.layers.{layer}.pre_feedforward_layernorm.weight", "D"),
+    "layers.post_ffn_norm": Weight("model.layers.{layer}.post_feedforward_layernorm.weight", "D"),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A description of layers, and a table of weights.
 
     `layers` are the settings of ModelConfig that this family fixes, `required` the keys of
-    config.json with the one value that is computed rightly (a key that is absent has it),
-    `head_dim` the size of a head where config.json leaves it out (None: width / heads).
+    config.json with the one value that is computed rightly (a key that is absent or null has it),
+    `defaults` what `transformers` takes for keys that are absent.
+
+    `windows` says which layers have a sliding window: "none"; "all", where there is a
+    sliding_window; "by_flag", those from max_window_layers where use_sliding_window; "by_pattern",
+    all but every sliding_window_pattern-th. With the last two layer_types may say otherwise.
     """
 
     architecture: str
     layers: Mapping[str, Any]
     required: Mapping[str, Any]
     weights: Mapping[str, Weight]
-    head_dim: int | None = None
+    windows: Literal["none", "all", "by_flag", "by_pattern"] = "none"
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_NO_WINDOW = {"use_sliding_window": False}
+_PLAIN: Mapping[str, Any] = {
+    "attention_bias": False,
+    "query_key_norm": False,
+    "norm_from_one": False,
+    "post_norms": False,
+    "scale_embeddings": False,
+    "activation": "silu",
+    "window_rope_theta": 0.0,
+    "query_pre_attn_scalar": 0,
+    "attention_softcap": 0.0,
+    "final_softcap": 0.0,
+}
+_SILU = {"hidden_act": "silu"}
 # A bias of these would be one of the output projection too.
 _NO_BIAS = {"attention_bias": False}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         architecture="LlamaForCausalLM",
-        layers={"attention_bias": False, "query_key_norm": False},
-        required=_NO_BIAS | {"mlp_bias": False},
+        layers=_PLAIN,
+        required=_SILU | _NO_BIAS | {"mlp_bias": False},
         weights=_WEIGHTS,
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        layers=_PLAIN,
+        required=_SILU,
+        weights=_WEIGHTS,
+        windows="all",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        layers={"attention_bias": True, "query_key_norm": False},
-        required=_NO_WINDOW,
+        layers={**_PLAIN, "attention_bias": True},
+        required=_SILU,
         weights={**_WEIGHTS, **_BIASES},
+        windows="by_flag",
+        defaults={"sliding_window": 4096, "max_window_layers": 28},
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        layers={"attention_bias": False, "query_key_norm": True},
-        required=_NO_WINDOW | _NO_BIAS,
+        layers={**_PLAIN, "query_key_norm": True},
+        required=_SILU | _NO_BIAS,
         weights={**_WEIGHTS, **_NORMS},
-        head_dim=128,
+        windows="by_flag",
+        defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        layers={
+            "attention_bias": False,
+            "query_key_norm": True,
+            "norm_from_one": True,
+            "post_norms": True,
+            "scale_embeddings": True,
+            "activation": "gelu_tanh",
+        },
+        required=_NO_BIAS
+        | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},
+        weights={**_WEIGHTS, **_NORMS, **_GEMMA3_NORMS},
+        windows="by_pattern",
+        defaults={
+            "head_dim": 256,
+            "num_key_value_heads": 4,
+            "query_pre_attn_scalar": 256,
+            "rope_local_base_freq": 10_000.0,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "tie_word_embeddings": True,
+        },
     ),
 }
-_REQUIRED = {"hidden_act": "silu", "quantization_config": None, "partial_rotary_factor": 1.0}
-# What `transformers` takes where config.json says nothing.
-_ROPE_THETA = 10_000.0
-_NORM_EPS = 1e-6
+# Known, and why they are not in the table.
+_REFUSED = {
+    "gemma3": (
+        "which reads images as well; only its language model can be trained here: save that "
+        "alone, as Gemma3ForCausalLM, whose model_type is 'gemma3_text'"
+    ),
+}
 
 
 def family_named(settings: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ValueError listing those known."""
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(
-            f"model_type is {name!r}, which is not known here; known are {', '.join(FAMILIES)}"
-        )
+        reason = _REFUSED.get(str(name), "which is not known here")
+        raise ValueError(f"model_type is {name!r}, {reason}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
 def family_of(model: ModelConfig) -> Family:
     """The family whose layers these are. Raises ValueError where there is none."""
     for family in FAMILIES.values():
-        if all(getattr(model, field) == value for field, value in family.layers.items()):
+        fixed = all(getattr(model, field) == value for field, value in family.layers.items())
+        if fixed and _has_windows(family, model):
             return family
+    given = [
+        f"config.model.{field}={getattr(model, field)!r}"
+        for field, value in (*_PLAIN.items(), ("windows", ()))
+        if getattr(model, field) != value
+    ]
     known = "; ".join(
-        f"{name} has " + ", ".join(f"{field}={value}" for field, value in family.layers.items())
-        for name, family in FAMILIES.items()
+        f"{name} has " + ", ".join(_particular(family)) for name, family in FAMILIES.items()
     )
     raise ValueError(
-        "no known family has layers with config.model.attention_bias="
-        f"{model.attention_bias}, config.model.query_key_norm={model.query_key_norm}: {known}"
+        f"no known family has layers with {', '.join(given)}: {known}; all windows are of one size"
     )
 
 
-def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
-    """The model that a config.json describes, and the size of its vocabulary.
-
-    Raises:
-        ValueError: an unknown family, a missing key, or one that would be computed wrongly.
-    """
-    family = family_named(settings)
-    for key, value in {**_REQUIRED, **family.required}.items():
-        if settings.get(key, value) != value:
-            raise ValueError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
-    kinds = set(settings.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
-        raise ValueError(
-            f"layer_types has {', '.join(sorted(kinds))}; only full_attention can be computed"
-        )
-
-    def size(key: str) -> int:
-        value = settings.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1")
-        return value
-
-    heads, width = size("num_attention_heads"), size("hidden_size")
-    if settings.get("head_dim") is not None:
-        head_size = size("head_dim")
-    else:
-        head_size = family.head_dim or width // heads
-    theta, scaling = _read_rope(settings)
-    model = ModelConfig(
-        num_layers=size("num_hidden_layers"),
-        width=width,
-        num_heads=heads,
-        num_kv_heads=heads
-        if settings.get("num_key_value_heads") is None
-        else size("num_key_value_heads"),
-        head_size=head_size,
-        ffn_size=size("intermediate_size"),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        norm_eps=settings.get("rms_norm_eps", _NORM_EPS),
-        tie_embeddings=settings.get("tie_word_embeddings", False),
-        **family.layers,
-    )
-    model.validate()
-    return model, size("vocab_size")
+def _has_windows(family: Family, model: ModelConfig) -> bool:
+    """Whether the family can have these. One config.json holds one size of window."""
+    sizes = set(model.layer_windows)
+    if family.windows == "none":
+        return sizes == {0}
+    if family.windows == "all":
+        return len(sizes) == 1
+    return len(sizes - {0}) <= 1
 
 
-def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling]:
-    """Older files have rope_theta and rope_scaling, newer ones both in rope_parameters."""
-    key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope = settings.get(key) or {}
-    theta = float(rope.get("rope_theta", settings.get("rope_theta", _ROPE_THETA)))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; only whole heads "
-            "are rotated here"
-        )
-    if kind == "default":
-        return theta, RopeScaling()
-    if kind != "llama3":
-        raise ValueError(
-            f"{key} is of the type {kind!r}; only 'default' and 'llama3' can be computed"
-        )
-    try:
-        return theta, RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"{key} of the type 'llama3' has no {error.args[0]}") from error
-
-
-def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The inverse of `read_settings`: what a config.json must say of this model.
-
-    Raises:
-        ValueError: no known family has such layers.
-    """
-    family = family_of(model)
-    scaling = model.rope_scaling
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
-    if scaling.factor > 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    return {
-        "architectures": [family.architecture],
-        "model_type": next(name for name, known in FAMILIES.items() if known is family),
-        "hidden_act": "silu",
-        "hidden_size": model.width,
-        "intermediate_size": model.ffn_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_size,
-        "rms_norm_eps": model.norm_eps,
-        "rope_parameters": rope,
-        "tie_word_embeddings": model.tie_embeddings,
-        "vocab_size": vocab_size,
-        **family.required,
-    }
+def _particular(family: Family) -> list[str]:
+    """What a family has that plain layers have not, in words."""
+    words = [
+        f"{field}={value!r}" for field, value in family.layers.items() if value != _PLAIN[field]
+    ]
+    free = [f"any {field}" for field in _PLAIN if field not in family.layers]
+    windows = {"none": "no windows", "all": "windows in all layers"}
+    return [*words, *free, windows.get(family.windows, "windows in any layers")]

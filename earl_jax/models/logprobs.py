@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from earl_jax.models.attention import cap
 from earl_jax.sharding.layout import Layout
 
 
@@ -41,11 +42,13 @@ def score_tokens(
     *,
     temperature: float,
     chunk_size: int,
+    softcap: float = 0.0,
 ) -> TokenScores:
     """Scores `targets_BT` from hidden states, `chunk_size` tokens of every row at a time.
 
     Logits are accumulated in fp32 whatever the compute type (rounding them to bf16 costs up to 8e-2
     in a log-prob), and recomputed in the backward pass: memory is B x chunk x V for any T.
+    `softcap` is the model's `final_softcap`.
     """
     rows, length, _ = hidden_BTD.shape
     if length <= chunk_size:
@@ -61,7 +64,8 @@ def score_tokens(
         logits_BCV = jnp.einsum(
             "BCD,DV->BCV", hidden_BCD, head_DV, preferred_element_type=jnp.float32
         )
-        return score_logits(layout.constrain(logits_BCV, "BCV"), targets_BC, temperature)
+        logits_BCV = cap(layout.constrain(logits_BCV, "BCV"), softcap)
+        return score_logits(logits_BCV, targets_BC, temperature)
 
     if num_chunks == 1:
         return score_chunk((hidden_BTD, targets_BT))

@@ -52,29 +52,34 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             shape=tuple(sizes[letter] for letter in axes), axes=axes, deviation=deviation
         )
 
+    def norm(axes: str) -> ParameterSpec:
+        return dataclasses.replace(spec(axes), constant=0.0 if config.norm_from_one else 1.0)
+
     residual = config.init_scale / math.sqrt(2 * config.num_layers)
     specs: dict[str, Any] = {
         # Embeddings of deviation 1/sqrt(width) are rescaled to unit size by the first norm.
         "embed": spec("VD", "D"),
         "layers": {
-            "attention_norm": spec("LD"),
+            "attention_norm": norm("LD"),
             "query": spec("LDKGH", "D"),
             "key": spec("LDKH", "D"),
             "value": spec("LDKH", "D"),
             "out": spec("LKGHD", "KGH", residual),
-            "ffn_norm": spec("LD"),
+            "ffn_norm": norm("LD"),
             "gate": spec("LDF", "D"),
             "up": spec("LDF", "D"),
             "down": spec("LFD", "F", residual),
         },
-        "final_norm": spec("D"),
+        "final_norm": norm("D"),
     }
     if config.attention_bias:
         for name, axes in (("query", "LKGH"), ("key", "LKH"), ("value", "LKH")):
             bias = dataclasses.replace(spec(axes), constant=0.0)
             specs["layers"][f"{name}_bias"] = bias
     if config.query_key_norm:
-        specs["layers"] |= {"query_norm": spec("LH"), "key_norm": spec("LH")}
+        specs["layers"] |= {"query_norm": norm("LH"), "key_norm": norm("LH")}
+    if config.post_norms:
+        specs["layers"] |= {"post_attention_norm": norm("LD"), "post_ffn_norm": norm("LD")}
     if not config.tie_embeddings:
         specs["head"] = spec("DV", "D")
     return specs

@@ -142,6 +142,7 @@ def score_batch(
         batch.tokens[:, 1:],
         temperature=temperature,
         chunk_size=config.logprob_chunk,
+        softcap=model.final_softcap,
     )
     return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores))
 

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in the format of `transformers`: read by slice onto the devices, and written.
+"""Checkpoints in the format of `transformers`, read by slice onto the devices.
 
 A device gets its slice of each tensor and nothing else; the host holds one tensor of one layer at a
-time. Which tensor is which parameter is said in families.py.
+time. Which tensor is which parameter is said in families.py; hf_write.py is the way out.
 """
 
 import contextlib
@@ -11,28 +11,19 @@ import dataclasses
 import functools
 import json
 import math
-import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.families import (
-    Family,
-    Weight,
-    family_named,
-    family_of,
-    read_settings,
-    write_settings,
-)
+from earl_jax.models.families import Family, Weight, family_named
+from earl_jax.models.hf_settings import read_settings
 from earl_jax.models.parameters import ParameterSpec, Params, is_spec, parameter_specs
 from earl_jax.sharding.layout import Layout
 
@@ -43,15 +34,7 @@ DTYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-MAX_SHARD_BYTES = 4 * 2**30
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class Tokenizer(Protocol):
-    """What can write its own files, as every tokenizer of `transformers`."""
-
-    def save_pretrained(self, folder: str, /) -> Any:
-        """Writes them."""
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,12 +87,12 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout) -> Params:
             another shape or type; the tensor and the file are named.
     """
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
-    weights = _weights(specs, checkpoint.family)
+    weights = weights_of(specs, checkpoint.family)
     with _Tensors(checkpoint.folder) as tensors:
         _check(tensors, specs, weights, checkpoint.model)
 
         def load(path: Any, spec: ParameterSpec) -> jax.Array:
-            weight = weights[_key(path)]
+            weight = weights[key_of(path)]
             if "{layer}" not in weight.name:
                 return _read(tensors, weight.name, weight, spec, layout)
             one = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
@@ -129,7 +112,7 @@ def check_weights(checkpoint: Checkpoint) -> None:
     """Raises what `load_parameters` would, as far as it shows without reading a weight."""
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
     with _Tensors(checkpoint.folder) as tensors:
-        _check(tensors, specs, _weights(specs, checkpoint.family), checkpoint.model)
+        _check(tensors, specs, weights_of(specs, checkpoint.family), checkpoint.model)
 
 
 @functools.lru_cache(maxsize=64)
@@ -140,14 +123,15 @@ def _put_layer(sharding: Any) -> Any:
     return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
-def _key(path: Any) -> str:
+def key_of(path: Any) -> str:
+    """A leaf's path in the tree as the keys of a table of weights have it: "layers.query"."""
     return ".".join(entry.key for entry in path)
 
 
-def _weights(specs: Any, family: Family) -> dict[str, Weight]:
+def weights_of(specs: Any, family: Family) -> dict[str, Weight]:
     """The family's table, as far as this model has the parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    return {_key(path): family.weights[_key(path)] for path, _ in leaves}
+    return {key_of(path): family.weights[key_of(path)] for path, _ in leaves}
 
 
 class _Tensors:
@@ -156,18 +140,18 @@ class _Tensors:
     def __init__(self, folder: Path) -> None:
         self._stack = contextlib.ExitStack()
         self._open: dict[Path, Any] = {}
-        index = folder / _INDEX
+        index = folder / INDEX
         if index.is_file():
             try:
                 names = json.loads(index.read_text())["weight_map"]
                 self.files = {name: folder / file for name, file in names.items()}
             except (ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(f"{index} is damaged: {error!r}") from error
-        elif (folder / _SINGLE).is_file():
-            keys = self._handle("its list of tensors", folder / _SINGLE).keys()
-            self.files = dict.fromkeys(keys, folder / _SINGLE)
+        elif (folder / SINGLE).is_file():
+            keys = self._handle("its list of tensors", folder / SINGLE).keys()
+            self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
-            raise ValueError(f"{folder} holds neither {_SINGLE} nor {_INDEX}")
+            raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
     def __enter__(self) -> "_Tensors":
         return self
@@ -193,8 +177,8 @@ class _Tensors:
             raise ValueError(f"{name} cannot be read from {file}: {error}") from error
 
 
-def _sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The size of each letter, and the shape of the tensor."""
+def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
+    """The size of each letter, and the shape that the tensor has in its file."""
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     shape = tuple(math.prod(sizes[letter] for letter in group) for group in weight.axes.split())
     return sizes, shape
@@ -206,9 +190,9 @@ def _check(
     """All tensors are there, of the right shape, of a type that can be read; and no others."""
     expected: dict[str, tuple[int, ...]] = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        weight = weights[_key(path)]
+        weight = weights[key_of(path)]
         layers = range(model.num_layers) if "{layer}" in weight.name else (0,)
-        expected |= {weight.name.format(layer=i): _sizes(spec, weight)[1] for i in layers}
+        expected |= {weight.name.format(layer=i): tensor_sizes(spec, weight)[1] for i in layers}
     for name, shape in expected.items():
         if name not in tensors.files:
             where = ", ".join(sorted({file.name for file in tensors.files.values()}))
@@ -236,7 +220,7 @@ def _read(
 ) -> jax.Array:
     """One tensor as fp32 on its devices, in our order of axes; each region is read once."""
     tensor = tensors.slice_of(name)
-    sizes, _ = _sizes(spec, weight)
+    sizes, _ = tensor_sizes(spec, weight)
     theirs = weight.axes.replace(" ", "")
     order = [theirs.index(letter) for letter in spec.axes]
 
@@ -272,149 +256,3 @@ def _read(
     return jax.make_array_from_single_device_arrays(
         spec.shape, sharding, [array for arrays in placed for array in arrays]
     )
-
-
-def save_checkpoint(
-    folder: Path,
-    params: Params,
-    *,
-    model: ModelConfig,
-    vocab_size: int,
-    tokenizer: Tokenizer,
-    dtype: str,
-    max_positions: int,
-    source: Checkpoint | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Writes a folder that `transformers` loads: weights, config, tokenizer, generation settings.
-
-    What the model does not decide (the longest context, generation settings) comes from `source`,
-    the checkpoint that training began with, where there is one. The folder appears when all of it
-    is written.
-
-    Args:
-        folder: must not exist.
-        params: the trainer's tree, layers stacked, fp32.
-        model: what `params` are; must be of a known family.
-        vocab_size: rows of the embedding.
-        tokenizer: its files and chat template are written beside the weights.
-        dtype: one of DTYPES; "float32" keeps every bit.
-        max_positions: the longest context, where there is no source.
-        source: see above.
-        max_shard_bytes: weights beyond it go into several files, with an index.
-
-    Raises:
-        ValueError: no known family has such layers, or the folder exists or cannot be written.
-    """
-    if folder.exists():
-        raise ValueError(f"{folder} exists already")
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_weights(partial, params, model, vocab_size, dtype, max_shard_bytes)
-        tokenizer.save_pretrained(str(partial))
-        config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-        os.replace(partial, folder)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}") from error
-
-
-def _texts(
-    model: ModelConfig,
-    vocab_size: int,
-    tokenizer: Any,
-    dtype: str,
-    max_positions: int,
-    source: Checkpoint | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json."""
-    if source is not None:
-        kept = {key: value for key, value in source.settings.items() if key != "torch_dtype"}
-        path = source.folder / "generation_config.json"
-        if path.is_file():
-            return kept | {"dtype": dtype}, json.loads(path.read_text())
-        tokens = {key: kept[key] for key in _TOKEN_KEYS if kept.get(key) is not None}
-        return kept | {"dtype": dtype}, tokens
-    # A token that the tokenizer has not must be said to be none: `transformers` has defaults.
-    tokens = {key: getattr(tokenizer, key, None) for key in _TOKEN_KEYS}
-    config = write_settings(model, vocab_size) | tokens
-    config |= {"max_position_embeddings": max_positions, "dtype": dtype}
-    return config, {key: value for key, value in tokens.items() if value is not None}
-
-
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def _write_weights(
-    folder: Path, params: Params, model: ModelConfig, vocab_size: int, dtype: str, max_bytes: int
-) -> None:
-    plan = _shards(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize, max_bytes)
-    leaves = {_key(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    files: dict[str, str] = {}
-    for number, shard in enumerate(plan, start=1):
-        file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else _SINGLE
-        tensors = {
-            tensor.name: _tensor(leaves[tensor.key], tensor, np.dtype(DTYPES[dtype]))
-            for tensor in shard
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(tensors, file)
-    if len(plan) > 1:
-        total = sum(tensor.num_bytes for shard in plan for tensor in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Planned:
-    """A tensor to write: layer `layer` (None: all) of the parameter `key`."""
-
-    name: str
-    key: str
-    layer: int | None
-    weight: Weight
-    axes: str
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
-def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Planned]:
-    specs = parameter_specs(model, vocab_size)
-    weights = _weights(specs, family_of(model))
-    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
-        weight = weights[_key(path)]
-        stacked = "{layer}" in weight.name
-        shape = _sizes(spec, weight)[1]
-        for layer in range(model.num_layers) if stacked else (None,):
-            yield _Planned(
-                name=weight.name.format(layer=layer),
-                key=_key(path),
-                layer=layer,
-                weight=weight,
-                axes=spec.axes[1:] if stacked else spec.axes,
-                shape=shape,
-                num_bytes=math.prod(shape) * itemsize,
-            )
-
-
-def _shards(
-    model: ModelConfig, vocab_size: int, itemsize: int, max_bytes: int
-) -> list[list[_Planned]]:
-    """Tensors in files of at most `max_bytes`; one that is larger has a file of its own."""
-    shards: list[list[_Planned]] = [[]]
-    for tensor in _planned(model, vocab_size, itemsize):
-        held = sum(other.num_bytes for other in shards[-1])
-        if shards[-1] and held + tensor.num_bytes > max_bytes:
-            shards.append([])
-        shards[-1].append(tensor)
-    return shards
-
-
-def _tensor(leaf: jax.Array, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
-    """The tensor as its file has it."""
-    values = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
-    order = [tensor.axes.index(letter) for letter in tensor.weight.axes.replace(" ", "")]
-    return np.ascontiguousarray(values.transpose(order).reshape(tensor.shape).astype(dtype))

@@ -1,0 +1,183 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in the format of `transformers`, written; hf_read.py is the way in."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.families import Weight, family_of
+from earl_jax.models.hf_read import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    key_of,
+    tensor_sizes,
+    weights_of,
+)
+from earl_jax.models.hf_settings import write_settings
+from earl_jax.models.parameters import Params, is_spec, parameter_specs
+
+MAX_SHARD_BYTES = 4 * 2**30
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+class Tokenizer(Protocol):
+    """What can write its own files, as every tokenizer of `transformers`."""
+
+    def save_pretrained(self, folder: str, /) -> Any:
+        """Writes them."""
+
+
+def save_checkpoint(
+    folder: Path,
+    params: Params,
+    *,
+    model: ModelConfig,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    dtype: str,
+    max_positions: int,
+    source: Checkpoint | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Writes a folder that `transformers` loads: weights, config, tokenizer, generation settings.
+
+    What the model does not decide (the longest context, generation settings) comes from `source`,
+    the checkpoint that training began with, where there is one. The folder appears when all of it
+    is written.
+
+    Args:
+        folder: must not exist.
+        params: the trainer's tree, layers stacked, fp32.
+        model: what `params` are; must be of a known family.
+        vocab_size: rows of the embedding.
+        tokenizer: its files and chat template are written beside the weights.
+        dtype: one of DTYPES; "float32" keeps every bit.
+        max_positions: the longest context, where there is no source.
+        source: see above.
+        max_shard_bytes: weights beyond it go into several files, with an index.
+
+    Raises:
+        ValueError: no known family has such layers, or the folder exists or cannot be written.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists already")
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _write_weights(partial, params, model, vocab_size, dtype, max_shard_bytes)
+        tokenizer.save_pretrained(str(partial))
+        config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        os.replace(partial, folder)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}") from error
+
+
+def _texts(
+    model: ModelConfig,
+    vocab_size: int,
+    tokenizer: Any,
+    dtype: str,
+    max_positions: int,
+    source: Checkpoint | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json."""
+    if source is not None:
+        kept = {key: value for key, value in source.settings.items() if key != "torch_dtype"}
+        path = source.folder / "generation_config.json"
+        if path.is_file():
+            return kept | {"dtype": dtype}, json.loads(path.read_text())
+        tokens = {key: kept[key] for key in _TOKEN_KEYS if kept.get(key) is not None}
+        return kept | {"dtype": dtype}, tokens
+    # A token that the tokenizer has not must be said to be none: `transformers` has defaults.
+    tokens = {key: getattr(tokenizer, key, None) for key in _TOKEN_KEYS}
+    config = write_settings(model, vocab_size) | tokens
+    config |= {"max_position_embeddings": max_positions, "dtype": dtype}
+    return config, {key: value for key, value in tokens.items() if value is not None}
+
+
+def _write_weights(
+    folder: Path, params: Params, model: ModelConfig, vocab_size: int, dtype: str, max_bytes: int
+) -> None:
+    plan = _shards(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize, max_bytes)
+    leaves = {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    files: dict[str, str] = {}
+    for number, shard in enumerate(plan, start=1):
+        file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
+        tensors = {
+            tensor.name: _tensor(leaves[tensor.key], tensor, np.dtype(DTYPES[dtype]))
+            for tensor in shard
+        }
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(tensors, file)
+    if len(plan) > 1:
+        total = sum(tensor.num_bytes for shard in plan for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A tensor to write: layer `layer` (None: all) of the parameter `key`."""
+
+    name: str
+    key: str
+    layer: int | None
+    weight: Weight
+    axes: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Planned]:
+    specs = parameter_specs(model, vocab_size)
+    weights = weights_of(specs, family_of(model))
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        weight = weights[key_of(path)]
+        stacked = "{layer}" in weight.name
+        shape = tensor_sizes(spec, weight)[1]
+        for layer in range(model.num_layers) if stacked else (None,):
+            yield _Planned(
+                name=weight.name.format(layer=layer),
+                key=key_of(path),
+                layer=layer,
+                weight=weight,
+                axes=spec.axes[1:] if stacked else spec.axes,
+                shape=shape,
+                num_bytes=math.prod(shape) * itemsize,
+            )
+
+
+def _shards(
+    model: ModelConfig, vocab_size: int, itemsize: int, max_bytes: int
+) -> list[list[_Planned]]:
+    """Tensors in files of at most `max_bytes`; one that is larger has a file of its own."""
+    shards: list[list[_Planned]] = [[]]
+    for tensor in _planned(model, vocab_size, itemsize):
+        held = sum(other.num_bytes for other in shards[-1])
+        if shards[-1] and held + tensor.num_bytes > max_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    return shards
+
+
+def _tensor(leaf: jax.Array, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
+    """The tensor as its file has it."""
+    values = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
+    order = [tensor.axes.index(letter) for letter in tensor.weight.axes.replace(" ", "")]
+    return np.ascontiguousarray(values.transpose(order).reshape(tensor.shape).astype(dtype))

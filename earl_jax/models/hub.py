@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a checkpoint lies: a local folder, or one that a model hub has under a name."""
+
+import re
+from pathlib import Path
+
+# What is read of a checkpoint. Some repositories hold the weights again in other formats.
+FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def find_folder(path: str) -> Path:
+    """`path` itself where it is there; else "org/name" is downloaded, or found in the hub's cache.
+
+    Which hub, and where its cache is, `huggingface_hub` takes from HF_ENDPOINT, HF_HOME and
+    HF_HUB_OFFLINE.
+
+    Raises:
+        ValueError: there is no such folder, and no hub that gives one of this name.
+    """
+    folder = Path(path)
+    if folder.exists():
+        return folder
+    if not _NAME.fullmatch(path):
+        raise ValueError(
+            f"config.model.path is {path!r}, and there is no such folder; give the folder of a "
+            "checkpoint, or a hub's name for one, ORG/NAME"
+        )
+    # Here, because it takes a second to import.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=list(FILES)))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"config.model.path is {path!r}; there is no such folder, and no hub gives a model of "
+            f"this name ({type(error).__name__}: {reason}). Give the folder of a checkpoint, or "
+            "download it where there is a network"
+        ) from error

@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Published models by name: the settings of their config.json, without weights.
+
+The vocabulary is the run's own, so it is not here. Where the base and the instruct model of a size
+differ (Qwen2.5 in norm_eps), these are the instruct model's settings.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from earl_jax.models.config import ModelConfig, RopeScaling
+
+
+def _config(
+    num_layers: int, width: int, heads: tuple[int, int, int], ffn_size: int, **settings: Any
+) -> ModelConfig:
+    """`heads` are query heads, key/value heads, and the size of one."""
+    return ModelConfig(
+        num_layers=num_layers,
+        width=width,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_size=heads[2],
+        ffn_size=ffn_size,
+        **settings,
+    )
+
+
+_QWEN2: Mapping[str, Any] = {"rope_theta": 1e6, "attention_bias": True}
+_QWEN3: Mapping[str, Any] = {"rope_theta": 1e6, "query_key_norm": True}
+_LLAMA3: Mapping[str, Any] = {
+    "rope_theta": 5e5,
+    "norm_eps": 1e-5,
+    "rope_scaling": RopeScaling(factor=8.0),
+}
+_LLAMA32: Mapping[str, Any] = {
+    **_LLAMA3,
+    "rope_scaling": RopeScaling(factor=32.0),
+    "tie_embeddings": True,
+}
+_GEMMA3: Mapping[str, Any] = {
+    "rope_theta": 1e6,
+    "rope_scaling": RopeScaling(kind="linear", factor=8.0),
+    "windows": (1024,) * 5 + (0,),
+    "window_rope_theta": 1e4,
+    "query_key_norm": True,
+    "norm_from_one": True,
+    "post_norms": True,
+    "activation": "gelu_tanh",
+    "tie_embeddings": True,
+    "scale_embeddings": True,
+}
+_GEMMA3_1B: Mapping[str, Any] = {
+    **_GEMMA3,
+    "rope_scaling": RopeScaling(),
+    "windows": (512,) * 5 + (0,),
+}
+
+PRESETS: Mapping[str, ModelConfig] = {
+    "qwen2.5-0.5b": _config(24, 896, (14, 2, 64), 4864, **_QWEN2, tie_embeddings=True),
+    "qwen2.5-1.5b": _config(28, 1536, (12, 2, 128), 8960, **_QWEN2, tie_embeddings=True),
+    "qwen2.5-3b": _config(36, 2048, (16, 2, 128), 11008, **_QWEN2, tie_embeddings=True),
+    "qwen2.5-7b": _config(28, 3584, (28, 4, 128), 18944, **_QWEN2),
+    "qwen2.5-14b": _config(48, 5120, (40, 8, 128), 13824, **_QWEN2),
+    "qwen2.5-32b": _config(64, 5120, (40, 8, 128), 27648, **_QWEN2),
+    "qwen2.5-72b": _config(80, 8192, (64, 8, 128), 29568, **_QWEN2),
+    "qwen3-0.6b": _config(28, 1024, (16, 8, 128), 3072, **_QWEN3, tie_embeddings=True),
+    "qwen3-1.7b": _config(28, 2048, (16, 8, 128), 6144, **_QWEN3, tie_embeddings=True),
+    "qwen3-4b": _config(36, 2560, (32, 8, 128), 9728, **_QWEN3, tie_embeddings=True),
+    "qwen3-8b": _config(36, 4096, (32, 8, 128), 12288, **_QWEN3),
+    "qwen3-14b": _config(40, 5120, (40, 8, 128), 17408, **_QWEN3),
+    "qwen3-32b": _config(64, 5120, (64, 8, 128), 25600, **_QWEN3),
+    "llama3.2-1b": _config(16, 2048, (32, 8, 64), 8192, **_LLAMA32),
+    "llama3.2-3b": _config(28, 3072, (24, 8, 128), 8192, **_LLAMA32),
+    "llama3.1-8b": _config(32, 4096, (32, 8, 128), 14336, **_LLAMA3),
+    "llama3.1-70b": _config(80, 8192, (64, 8, 128), 28672, **_LLAMA3),
+    # Version 0.1, the one with a window.
+    "mistral-7b": _config(32, 4096, (32, 8, 128), 14336, norm_eps=1e-5, windows=(4096,)),
+    "gemma3-1b": _config(26, 1152, (4, 1, 256), 6912, **_GEMMA3_1B),
+    "gemma3-4b": _config(34, 2560, (8, 4, 256), 10240, **_GEMMA3),
+    "gemma3-12b": _config(48, 3840, (16, 8, 256), 15360, **_GEMMA3),
+    "gemma3-27b": _config(62, 5376, (32, 16, 128), 21504, **_GEMMA3, query_pre_attn_scalar=168),
+}
+
+
+def preset_named(name: str) -> ModelConfig:
+    """The defaults of the model section: those of ModelConfig for "".
+
+    Raises:
+        ValueError: there is no such preset; the nearest names are given.
+    """
+    if not name:
+        return ModelConfig()
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(PRESETS)}"
+        )
+        raise ValueError(f"config.model.preset is {name!r}, which is not known; {hint}")
+    return dataclasses.replace(PRESETS[name], preset=name)
+
+
+def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The model section with the settings of its preset, where it has one, under what is given.
+
+    {"preset": "qwen2.5-7b", "num_layers": 2} -> all settings of that model, but two layers.
+
+    Raises:
+        ValueError: no such preset, or one beside a checkpoint.
+    """
+    name = given.get("preset", "")
+    if not isinstance(name, str) or not name:
+        return dict(given)
+    if given.get("path"):
+        raise ValueError(
+            f"config.model.preset is {name!r} and config.model.path is {given['path']!r}; each "
+            "says what the model is: remove one of the two"
+        )
+    filled = dataclasses.asdict(preset_named(name))
+    scaling = given.get("rope_scaling", {})
+    if isinstance(scaling, Mapping):
+        scaling = {**filled["rope_scaling"], **scaling}
+    return {**filled, **given, "rope_scaling": scaling}

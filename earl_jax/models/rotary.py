@@ -1,0 +1,42 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding (RoFormer, arXiv 2104.09864, eq. 34), halves paired as in Llama."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.config import RopeScaling
+
+
+def rope_frequencies(
+    head_size: int,
+    theta: float,
+    scaling: RopeScaling = RopeScaling(),  # noqa: B008 - frozen
+) -> jax.Array:
+    """Radians per position of each pair, f32[head_size / 2], stretched as RopeScaling says."""
+    half = head_size // 2
+    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling.factor == 1:
+        return frequencies
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = jnp.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+
+
+def rotate(x_BTAH: jax.Array, positions_BT: jax.Array, frequencies: jax.Array) -> jax.Array:
+    """Turns pair i of each head by its position times `frequencies[i]`, in fp32.
+
+    `x_BTAH` may have any number of axes between T and H.
+    """
+    angles = positions_BT.astype(jnp.float32)[..., None] * frequencies[None, None, :]
+    between = (1,) * (x_BTAH.ndim - 3)
+    angles = angles.reshape(*positions_BT.shape, *between, frequencies.size)
+    first, second = jnp.split(x_BTAH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_BTAH.dtype)

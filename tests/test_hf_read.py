@@ -1,0 +1,192 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints, read: by slice onto the devices, in a run, and refused where they do not fit."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from references import (
+    KINDS,
+    MESHES,
+    REFERENCE,
+    assert_equal_trees,
+    change_config,
+    checkpoint,
+    loaded,
+)
+from safetensors.numpy import load_file, save_file
+
+from earl_jax.config import make_config
+from earl_jax.models import hf_read
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.parameters import parameter_shardings, parameter_specs
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.world import World
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A checkpoint in one file, to be damaged."""
+    return Path(shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_device_reads_its_slice_and_nothing_else(name, mesh, monkeypatch):
+    given = checkpoint(name)
+    layout = make_layout(mesh)
+    read = []
+    kept = hf_read._Tensors.slice_of
+
+    class Counted:
+        def __init__(self, tensor):
+            self._tensor = tensor
+            self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype
+
+        def __getitem__(self, cuts):
+            values = self._tensor[cuts]
+            read.append((np.prod(self.get_shape()), values.size))
+            return values
+
+    monkeypatch.setattr(hf_read._Tensors, "slice_of", lambda self, name: Counted(kept(self, name)))
+    params = load_parameters(given, layout)
+    assert_equal_trees(params, loaded(name))
+    specs = parameter_specs(given.model, given.vocab_size)
+    shardings = parameter_shardings(specs, layout)
+    jax.tree.map(
+        lambda leaf, where: pytest.fail() if leaf.sharding != where else 0, params, shardings
+    )
+    jax.tree.map(lambda leaf: pytest.fail() if leaf.dtype != jnp.float32 else 0, params)
+    # Every number is read exactly once, a slice at a time where the tensor is cut.
+    assert sum(size for _, size in read) == sum(leaf.size for leaf in jax.tree.leaves(params))
+    if mesh.fsdp * mesh.tensor > 1:
+        cut = [size / whole for whole, size in read]
+        assert min(cut) == pytest.approx(1 / (mesh.fsdp * mesh.tensor))
+        assert sum(part < 1 for part in cut) > len(cut) / 2
+
+
+def with_path(name: str) -> dict:
+    return {"model": {"path": str(REFERENCE / name)}}
+
+
+def test_a_world_is_the_model_of_the_path():
+    world = World(make_config(with_path("qwen2_tied"), ["model.compute_dtype=bfloat16"]))
+    read = checkpoint("qwen2_tied")
+    assert world.model == dataclasses.replace(read.model, compute_dtype="bfloat16")
+    assert world.model.path == "" and world.vocab_size == 320
+    assert world.renderer.end_of_turn_id == 3
+    first, measured = (
+        make(world.train_candidates[-1])
+        for make in (world.first_train_state, world.init_train_state)
+    )
+    assert_equal_trees(first.params, loaded("qwen2_tied"))
+    shardings = world.train_state_shardings(world.train_candidates[-1])
+    for state in (first, measured):
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
+        assert int(state.updates) == 0
+    assert_equal_trees(first.optimizer, measured.optimizer)
+    # Measurements need no reading: theirs are random weights.
+    assert not np.array_equal(first.params["embed"], measured.params["embed"])
+
+
+def test_a_model_without_tokenizer_or_of_too_few_tokens_is_an_error(copied):
+    with pytest.raises(ValueError, match=r"qwen3.* holds no tokenizer"):
+        World(make_config(with_path("qwen3")))
+    change_config(copied, vocab_size=256)
+    with pytest.raises(ValueError, match="tokenizer has 299 entries, but whose model has 256"):
+        World(make_config({"model": {"path": str(copied)}}))
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("model.width=32", "config.model.width = 32 has no effect.*config.model.path gives"),
+        ("model.rope_scaling.factor=8.0", "config.model.rope_scaling = .*no effect"),
+        ("model.attention_bias=True", "config.model.attention_bias = True has no effect"),
+        ("model.rope_scaling.factr=8.0", "config.model.rope_scaling.factr .* 'factor'"),
+    ],
+)
+def test_sizes_beside_a_path_are_errors(override, words):
+    with pytest.raises(ValueError, match=words):
+        make_config(with_path("qwen2_tied"), [override])
+
+
+def load(folder: Path):
+    return load_parameters(open_checkpoint(folder), make_layout(MeshShape()))
+
+
+def test_a_folder_without_weights_is_an_error(copied):
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"neither model.safetensors nor model.safetensors.index"):
+        load(copied)
+
+
+def test_a_truncated_file_is_an_error(copied, tmp_path):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be read from .*/model.safetensors"):
+        load(copied)
+    several = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
+    file = several / "model-00002-of-00004.safetensors"
+    name = sorted(load_file(file))[0]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"model.* cannot be read from .*/{file.name}") as found:
+        load(several)
+    index = json.loads((several / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index[str(found.value).split()[0]] == index[name] == file.name
+    file.unlink()
+    with pytest.raises(ValueError, match=f"cannot be read from .*/{file.name}"):
+        load(several)
+
+
+def change_tensors(folder: Path, change):
+    found = load_file(folder / "model.safetensors")
+    change(found)
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BIAS = "model.layers.1.self_attn.k_proj.bias"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda t: t.pop(BIAS), f"{BIAS} is missing; it is not in model.safetensors"),
+        (lambda t: t.update({BIAS: t[BIAS][:-1]}), rf"{BIAS} in .* has the shape \(15,\).*\(16,\)"),
+        (lambda t: t.update({BIAS: t[BIAS].astype(np.float64)}), f"{BIAS} in .* of type F64"),
+        (lambda t: t.update({"model.extra.weight": t[BIAS]}), "model.extra.weight in .*not part"),
+    ],
+    ids=["missing", "shape", "type", "extra"],
+)
+def test_tensors_that_do_not_fit_are_errors(copied, change, words):
+    change_tensors(copied, change)
+    with pytest.raises(ValueError, match=words):
+        load(copied)
+
+
+def test_leftovers_of_older_files_are_passed_over(copied):
+    def add(found):
+        found["lm_head.weight"] = found["model.embed_tokens.weight"].copy()
+        found["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    change_tensors(copied, add)
+    assert_equal_trees(load(copied), loaded("qwen2_tied"))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_weights_come_in_as_they_are_stored(copied, dtype):
+    def convert(found):
+        found.update({key: array.astype(dtype) for key, array in found.items()})
+
+    change_tensors(copied, convert)
+    expected = jax.tree.map(
+        lambda leaf: np.asarray(leaf).astype(dtype).astype(np.float32), loaded("qwen2_tied")
+    )
+    assert_equal_trees(jax.tree.map(np.asarray, load(copied)), expected)

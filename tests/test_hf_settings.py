@@ -1,0 +1,212 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""config.json: read in all spellings, refused where it would be computed wrongly, written back."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+from references import NAMES, REFERENCE, change_config, checkpoint
+
+from earl_jax.config import make_config
+from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.families import family_of
+from earl_jax.models.hf_read import open_checkpoint
+from earl_jax.models.hf_settings import read_settings, write_settings
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A checkpoint in one file, to be damaged."""
+    return Path(shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_config_written_from_the_model_alone_describes_it(name):
+    given = checkpoint(name)
+    assert family_of(given.model) is given.family
+    assert read_settings(write_settings(given.model, given.vocab_size)) == (
+        given.model,
+        given.vocab_size,
+    )
+
+
+def test_layers_of_no_known_family_cannot_be_written():
+    with pytest.raises(ValueError, match="attention_bias=True.*qwen2 has attention_bias=True"):
+        family_of(ModelConfig(attention_bias=True, query_key_norm=True))
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["model.rope_scaling.low_freq_factor=2.0"], "no effect.*rope_scaling.factor is 1"),
+        (["model.rope_scaling.factor=0.5"], "config.model.rope_scaling.factor is 0.5"),
+        (
+            ["model.rope_scaling.factor=8", "model.rope_scaling.high_freq_factor=1"],
+            "rope_scaling.high_freq_factor is 1.0",
+        ),
+        (
+            ["model.rope_scaling.factor=8", "model.rope_scaling.original_max_position=0"],
+            "original_max_position is 0",
+        ),
+        (
+            ["model.rope_scaling.factor=8", "model.rope_scaling.kind='yarn'"],
+            "rope_scaling.kind is 'yarn'; choose one of 'llama3', 'linear'",
+        ),
+        (["model.rope_scaling.kind='linear'"], "rope_scaling.kind = 'linear' has no effect"),
+        (
+            [
+                "model.rope_scaling.factor=8",
+                "model.rope_scaling.kind='linear'",
+                "model.rope_scaling.low_freq_factor=2",
+            ],
+            "low_freq_factor = 2.0 has no effect.*kind is 'linear'",
+        ),
+        (["model.window_rope_theta=100.0"], "window_rope_theta = 100.0 has no effect.*windows"),
+        (["model.windows=(0,0)"], r"config.model.windows is \(0, 0\).*\(\) where every"),
+        (["model.windows=(4,-1)"], r"config.model.windows is \(4, -1\)"),
+        (["model.final_softcap=-1.0"], "final_softcap is -1.0.* or 0 for no cap"),
+        (["model.activation='relu'"], "activation is 'relu'; choose one of 'silu', 'gelu_tanh'"),
+        (["model.attention_bias=True", "checkpoint.export=True"], "config.checkpoint.export is"),
+    ],
+)
+def test_settings_of_a_model_from_scratch_have_rules(overrides, words):
+    with pytest.raises(ValueError, match=words):
+        make_config({}, overrides)
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (
+            {"model_type": "mamba"},
+            "model_type is 'mamba'.*llama, mistral, .*, gemma3_text",
+        ),
+        ({"model_type": None}, "model_type is None"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"model_type": "gemma3"}, "model_type is 'gemma3', which reads images.*gemma3_text"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention.*sliding_w"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "layer_types has chunked_atte"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .* the 2 layers"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True},
+            "sliding_window is None",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling .*'linear' has no factor"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling .*'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters .*'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no low_freq_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"num_attention_heads": 3}, "num_heads is 3"),
+        ({"dtype": "float8"}, "dtype is 'float8'"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "gemma3_text", "hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "use_bidirectional_attention is True",
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention"] * 2, "sliding_window": 8},
+            "layer_types has full_attention; only sliding_attention",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_be_computed_wrongly_is_refused(copied, changed, words):
+    change_config(copied, **changed)
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        open_checkpoint(copied)
+
+
+def test_older_files_spell_the_rotary_settings_otherwise():
+    settings = dict(checkpoint("llama").settings)
+    rope = dict(settings.pop("rope_parameters"))
+    theta = rope.pop("rope_theta")
+    older = settings | {"rope_theta": theta, "rope_scaling": rope}
+    assert read_settings(older) == read_settings(checkpoint("llama").settings)
+    assert read_settings(settings | {"rope_theta": 5e5})[0].rope_theta == 5e5
+
+
+GEMMA3_1B = {
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10_000,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262_144,
+}
+
+
+def test_older_files_of_gemma_give_a_pattern_and_a_base_for_local_layers():
+    model, vocab_size = read_settings(GEMMA3_1B)
+    assert vocab_size == 262_144
+    assert model.windows == (512, 512, 512, 512, 512, 0) and model.tie_embeddings
+    assert model.layer_windows[5::6] == (0,) * 4 and model.layer_windows.count(512) == 22
+    assert (model.rope_theta, model.window_rope_theta) == (1e6, 1e4)
+    stretched = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    longer, _ = read_settings(GEMMA3_1B | stretched)
+    assert longer.rope_scaling == RopeScaling(kind="linear", factor=8.0)
+    assert longer.window_rope_theta == 1e4
+    # What a key left out means is as in transformers.
+    few = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    sparse = {key: GEMMA3_1B[key] for key in (*few, "num_hidden_layers")}
+    assert read_settings(sparse)[0] == dataclasses.replace(
+        model, num_kv_heads=4, windows=(4096, 4096, 4096, 4096, 4096, 0)
+    )
+
+
+def test_local_layers_that_are_stretched_otherwise_are_refused():
+    ropes = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    same = {"full_attention": ropes, "sliding_attention": ropes}
+    assert read_settings(GEMMA3_1B | {"rope_parameters": same})[0].window_rope_theta == 0
+    other = same | {"sliding_attention": ropes | {"factor": 2.0}}
+    with pytest.raises(ValueError, match="rope_parameters.sliding_attention is .*stretched only"):
+        read_settings(GEMMA3_1B | {"rope_parameters": other})
+
+
+@pytest.mark.parametrize(
+    "changed, windows",
+    [
+        ({"sliding_window": 64}, ()),
+        ({"use_sliding_window": True, "sliding_window": 64}, ()),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64,)),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, (0, 64)),
+        ({"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}, ()),
+        ({"model_type": "mistral", "sliding_window": 64}, (64,)),
+        ({"model_type": "mistral", "sliding_window": None}, ()),
+        ({"model_type": "mistral"}, (4096,)),
+        ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2}, (8, 0)),
+    ],
+)
+def test_windows_are_where_each_family_has_them(changed, windows):
+    plain = {k: v for k, v in checkpoint("qwen2_tied").settings.items() if "hidden_act" not in k}
+    for key in ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"):
+        plain.pop(key)
+    model, vocab_size = read_settings(plain | changed)
+    assert model.windows == windows
+    assert read_settings(write_settings(model, vocab_size))[0] == model
+
+
+def test_no_config_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="config.json cannot be read"):
+        open_checkpoint(tmp_path)

@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints, written: in and out again is bitwise equal, and `transformers` reads them."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from references import (
+    MESHES,
+    NAMES,
+    REFERENCE,
+    assert_equal_trees,
+    checkpoint,
+    loaded,
+    reference,
+)
+from safetensors.numpy import load_file
+from transformers import AutoTokenizer
+
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hf_write import save_checkpoint
+from earl_jax.models.parameters import init_parameters, parameter_specs
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+
+def save(folder: Path, name: str, **changed):
+    given = checkpoint(name)
+    arguments = {
+        "model": given.model,
+        "vocab_size": given.vocab_size,
+        "tokenizer": load_tokenizer(REFERENCE / "qwen2_tied"),
+        "dtype": given.dtype,
+        "max_positions": 128,
+        "source": given,
+    }
+    params = changed.pop("params", None)
+    save_checkpoint(folder, params or loaded(name), **(arguments | changed))
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_and_out_again_is_bitwise_equal(name, tmp_path):
+    mixed = load_parameters(checkpoint(name), make_layout(MESHES[-1]))
+    save(tmp_path / "out", name, params=mixed, max_shard_bytes=20_000)
+    there, back = tensors(REFERENCE / name), tensors(tmp_path / "out")
+    assert there.keys() == back.keys()
+    for key, array in there.items():
+        assert array.dtype == back[key].dtype
+        assert array.tobytes() == back[key].tobytes(), key
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    large = [file for file in files if sum(a.nbytes for a in load_file(file).values()) > 20_000]
+    assert all(len(load_file(file)) == 1 for file in large)
+    again = open_checkpoint(tmp_path / "out")
+    assert (again.model, again.vocab_size) == (checkpoint(name).model, checkpoint(name).vocab_size)
+    assert_equal_trees(load_parameters(again, make_layout(MeshShape())), loaded(name))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_model_from_scratch_goes_out_as_llama_and_comes_back(tmp_path):
+    model = ModelConfig(num_layers=1, width=32, num_heads=4, num_kv_heads=2, head_size=16)
+    specs = parameter_specs(model, 320)
+    params = init_parameters(specs, jax.random.key(0))
+    save(tmp_path / "out", "qwen2_tied", params=params, model=model, source=None)
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    assert settings["architectures"] == ["LlamaForCausalLM"]
+    assert settings["max_position_embeddings"] == 128
+    assert settings["eos_token_id"] == 3 and settings["bos_token_id"] is None
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation == {"eos_token_id": 3, "pad_token_id": 0}
+    again = open_checkpoint(tmp_path / "out")
+    assert again.model == model
+    assert_equal_trees(load_parameters(again, make_layout(MeshShape(fsdp=8))), params)
+    tokenizers = [
+        load_tokenizer(REFERENCE / "qwen2_tied"),
+        load_tokenizer(tmp_path / "out"),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    ]
+    texts = ("<|user|>move 12 of 3\n x|o<|end|>", "h\u00e9llo \u65e5\u672c")
+    first, *others = [[t(text)["input_ids"] for text in texts] for t in tokenizers]
+    assert all(other == first for other in others)
+    assert len({t.chat_template for t in tokenizers}) == 1
+    with pytest.raises(ValueError, match="exists already"):
+        save(tmp_path / "out", "qwen2_tied")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_the_same_from_what_is_written(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    given = checkpoint(name)
+    for kind, source in (("with", given), ("without", None)):
+        folder = tmp_path / kind
+        save(folder, name, dtype="float32", source=source, max_shard_bytes=30_000)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            attn_implementation="eager",
+        )
+        assert not any(told.values()), told
+        tokens = torch.from_numpy(reference(name)["tokens"]).long()
+        with torch.no_grad():
+            # See make_reference.py for the cap.
+            softcap = given.model.attention_softcap
+            logits = model(tokens, **({"softcap": softcap} if softcap else {})).logits.numpy()
+        np.testing.assert_allclose(logits, reference(name)["logits"], atol=1e-5)
+        assert model.generation_config.eos_token_id == 3

@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Presets: the sizes of published models, as defaults of the model section."""
+
+import json
+
+import pytest
+
+from earl_jax.config import make_config
+from earl_jax.models.config import RopeScaling
+from earl_jax.models.families import FAMILIES, family_of
+from earl_jax.models.hf_settings import read_settings, write_settings
+from earl_jax.models.parameters import num_parameters, parameter_specs
+from earl_jax.models.presets import PRESETS
+
+# Vocabulary and number of parameters of the published checkpoints (Gemma 3 without its images).
+PUBLISHED = {
+    "qwen2.5-0.5b": (151_936, 494_032_768),
+    "qwen2.5-1.5b": (151_936, 1_543_714_304),
+    "qwen2.5-3b": (151_936, 3_085_938_688),
+    "qwen2.5-7b": (152_064, 7_615_616_512),
+    "qwen2.5-14b": (152_064, 14_770_033_664),
+    "qwen2.5-32b": (152_064, 32_763_876_352),
+    "qwen2.5-72b": (152_064, 72_706_203_648),
+    "qwen3-0.6b": (151_936, 596_049_920),
+    "qwen3-1.7b": (151_936, 1_720_574_976),
+    "qwen3-4b": (151_936, 4_022_468_096),
+    "qwen3-8b": (151_936, 8_190_735_360),
+    "qwen3-14b": (151_936, 14_768_307_200),
+    "qwen3-32b": (151_936, 32_762_123_264),
+    "llama3.2-1b": (128_256, 1_235_814_400),
+    "llama3.2-3b": (128_256, 3_212_749_824),
+    "llama3.1-8b": (128_256, 8_030_261_248),
+    "llama3.1-70b": (128_256, 70_553_706_496),
+    "mistral-7b": (32_000, 7_241_732_096),
+    "gemma3-1b": (262_144, 999_885_952),
+    "gemma3-4b": (262_208, 3_880_263_168),
+    "gemma3-12b": (262_208, 11_766_034_176),
+    "gemma3-27b": (262_208, 27_009_346_304),
+}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+
+
+def model(*overrides: str, **section):
+    return make_config({"model": section}, overrides).model
+
+
+def test_every_family_has_a_preset():
+    assert PRESETS.keys() == PUBLISHED.keys()
+    assert {id(family_of(model)) for model in PRESETS.values()} == set(map(id, FAMILIES.values()))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_of_its_family_and_of_the_published_size(name):
+    vocab_size, published = PUBLISHED[name]
+    given = PRESETS[name]
+    assert num_parameters(parameter_specs(given, vocab_size)) == published
+    start = next(start for start in ARCHITECTURES if name.startswith(start))
+    assert family_of(given).architecture == ARCHITECTURES[start]
+    assert read_settings(write_settings(given, vocab_size)) == (given, vocab_size)
+
+
+def test_what_is_given_beside_a_preset_overrides_it():
+    small = model("model.num_layers=7", preset="gemma3-4b", width=64)
+    assert (small.num_layers, small.width, small.head_size) == (7, 64, 256)
+    assert small.layer_windows == (1024,) * 5 + (0, 1024) and small.post_norms
+    # A setting that the preset made idle is no mistake of the user's.
+    assert model("model.rope_scaling.factor=1", preset="gemma3-4b").rope_scaling.factor == 1
+    assert model(preset="gemma3-1b", windows=()).layer_windows == (0,) * 26
+    scaled = model("model.rope_scaling.factor=4", preset="llama3.1-8b").rope_scaling
+    assert scaled == RopeScaling(factor=4.0)
+
+
+def test_a_written_config_with_a_preset_is_read_as_the_same():
+    config = make_config({"model": {"preset": "gemma3-1b", "num_layers": 3}})
+    assert config.model.preset == "gemma3-1b"
+    assert make_config(json.loads(json.dumps(config.as_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    "section, words",
+    [
+        ({"preset": "qwen2.5-8b"}, "config.model.preset is 'qwen2.5-8b'.*did you mean qwen2.5-"),
+        ({"preset": "Gemma3-1B"}, "did you mean gemma3-1b"),
+        ({"preset": "zzz"}, "'zzz', which is not known; choose one of qwen2.5-0.5b, .*gemma3-27b"),
+        ({"preset": 7}, "config.model.preset is 7, a int"),
+        ({"preset": "qwen3-8b", "path": "there"}, "config.model.path is 'there'.*remove one of"),
+        ({"preset": "qwen3-8b", "num_head": 4}, "config.model.num_head is not.*'num_heads'"),
+        ({"preset": "qwen3-8b", "num_kv_heads": 3}, "config.model.num_heads is 32, not a multiple"),
+        ({"preset": "qwen3-8b", "rope_scaling": 3}, "config.model.rope_scaling is 3; it is a sect"),
+        ({"preset": "qwen3-8b", "window_rope_theta": 5.0}, "no effect.*config.model.windows is"),
+    ],
+)
+def test_mistakes_are_said(section, words):
+    with pytest.raises(ValueError, match=words):
+        model(**section)
