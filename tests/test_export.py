@@ -133,6 +133,8 @@ def reference_tokens(name: str) -> np.ndarray:
         return arrays["tokens"]
 
 
+# peft 0.21 asks transformers 5.23 for something that has another name now.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
     torch = pytest.importorskip("torch")
@@ -211,14 +213,10 @@ def test_the_newest_exports_are_kept_and_what_is_not_one_is_let_be(tmp_path):
         return {path.name for path in folder.iterdir()} - always
 
     keep_exports(tmp_path, until=12)
-    assert left() == tens | {
-        "step_000002",
-        "step_000002_adapter",
-        "step_000012.partial",
-        "step_000012",
-    }
+    twelves, twos = {"step_000012.partial", "step_000012"}, {"step_000002", "step_000002_adapter"}
+    assert left() == tens | twelves | twos
     keep_exports(tmp_path, newest=2)
-    assert left() == tens | {"step_000012.partial", "step_000012"}
+    assert left() == tens | twelves
     keep_exports(tmp_path, until=11)
     assert left() == tens
     keep_exports(tmp_path, until=-1)
