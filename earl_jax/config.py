@@ -64,8 +64,8 @@ class CheckpointConfig:
 
     `export` writes the policy too, every `every_steps` steps and at the end, as a folder that
     `transformers` loads, in the type of the checkpoint in config.model.path, fp32 where there is
-    none; of these the newest `keep` stay as well. With adapters (config.train.lora), theirs is a
-    folder for PEFT beside it.
+    none; of these the newest `keep` stay as well. Training waits while it is written. With adapters
+    (config.train.lora), theirs is a folder for PEFT beside it.
     """
 
     every_steps: int = 50

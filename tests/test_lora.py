@@ -531,23 +531,23 @@ def test_the_model_decides_which_targets_and_ranks_there_can_be():
 
 
 def test_a_world_keeps_the_base_of_the_path_frozen():
-    given = {"model": {"path": str(REFERENCE / "qwen3")}, "train": {"lora": {"rank": 2}}}
-    with pytest.MonkeyPatch.context() as patch:
-        # That folder has no tokenizer, which this test does not need.
-        tokenizer = REFERENCE / "qwen2_tied"
-        from earl_jax import world as module
-
-        kept = module.load_tokenizer
-        patch.setattr(module, "load_tokenizer", lambda folder: kept(tokenizer))
-        with pytest.raises(ValueError, match="tokenizer has"):
-            World(make_config(given))
-    given["model"]["path"] = str(tokenizer)
-    given["train"]["lora"]["base_dtype"] = "bfloat16"
+    given = {
+        "model": {"path": str(REFERENCE / "qwen2_tied")},
+        "train": {"lora": {"rank": 2, "base_dtype": "bfloat16"}},
+    }
     world = World(make_config(given))
     mesh = world.train_candidates[-1]
     state = world.first_train_state(mesh)
     assert bits(state.base) == bits(world.frozen_base(mesh))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
     assert is_adapted(world.policy(state)["layers"]["query"])
-    plain = World(make_config({"model": {"path": str(tokenizer)}}))
-    assert plain.frozen_base(mesh) is None
+
+
+def test_a_base_from_the_seed_is_drawn_again_on_any_mesh():
+    world = World(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
+    first = world.first_train_state(MeshShape(data=8)).base
+    for mesh in (MeshShape(data=8), MeshShape(data=2, fsdp=4)):
+        assert bits(world.frozen_base(mesh)) == bits(first)
+    assert int(fingerprint(first)) == int(fingerprint(world.frozen_base(MeshShape(fsdp=8))))
+    plain = World(make_config({"model": {"num_layers": 1}}))
+    assert plain.frozen_base(MeshShape(data=8)) is None
