@@ -11,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from references import KINDS, NAMES, REFERENCE, checkpoint, reference
 from safetensors.numpy import load_file
 
 from earl_jax.config import make_config
 from earl_jax.export import export_policy, keep_exports
+from earl_jax.models.attention import cap
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.hf_weights import load_parameters, open_checkpoint, save_checkpoint
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
 from earl_jax.models.peft_adapter import save_adapter
@@ -25,8 +28,6 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
-REFERENCE = Path(__file__).parent / "reference"
-NAMES = sorted(path.name for path in REFERENCE.iterdir() if (path / "config.json").is_file())
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
 LORA = LoraConfig(rank=3, alpha=6.0)
 PEFT_NAMES = {
@@ -42,7 +43,7 @@ PEFT_NAMES = {
 
 def some_adapters(name: str, lora: LoraConfig) -> Any:
     """Adapters of a reference model, every number a different one, on a mixed mesh."""
-    given = open_checkpoint(REFERENCE / name)
+    given = checkpoint(name)
     specs = adapter_specs(parameter_specs(given.model, given.vocab_size), lora)
     rng = np.random.default_rng(0)
     values = jax.tree.map(
@@ -53,7 +54,7 @@ def some_adapters(name: str, lora: LoraConfig) -> Any:
 
 def write_both(folder: Path, name: str, lora: LoraConfig) -> tuple[Any, Path, Path]:
     """The policy with adapters, its merged folder in fp32 and its PEFT folder."""
-    given = open_checkpoint(REFERENCE / name)
+    given = checkpoint(name)
     adapters = some_adapters(name, lora)
     policy = adapt(load_parameters(given, MIXED), adapters, lora)
     save_checkpoint(
@@ -79,7 +80,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "llama", "qwen3"])
+@pytest.mark.parametrize("name", KINDS)
 def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
     _, whole, folder = write_both(tmp_path, name, LORA)
@@ -90,7 +91,7 @@ def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     modules = {path.split(".")[1] for path in PEFT_NAMES.values()}
     assert set(settings["target_modules"]) == modules
     adapter, base, after = tensors(folder), tensors(REFERENCE / name), tensors(whole)
-    model = open_checkpoint(REFERENCE / name).model
+    model = checkpoint(name).model
     seen = set()
     for layer in range(model.num_layers):
         for path in PEFT_NAMES.values():
@@ -121,16 +122,12 @@ def test_only_the_targets_are_written(tmp_path):
 
 
 def own_logits(name: str, policy: Any) -> np.ndarray:
-    given, tokens = open_checkpoint(REFERENCE / name), reference_tokens(name)
+    model, tokens = checkpoint(name).model, reference(name)["tokens"]
     layout = make_layout(MeshShape())
     policy = jax.tree.map(np.asarray, policy)
-    hidden_BTD = forward_rows(given.model, layout, policy, tokens, jnp.ones_like(tokens))
-    return np.asarray(jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(policy)))
-
-
-def reference_tokens(name: str) -> np.ndarray:
-    with np.load(REFERENCE / name / "reference.npz") as arrays:
-        return arrays["tokens"]
+    hidden_BTD = forward_rows(model, layout, policy, tokens, jnp.ones_like(tokens))
+    logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(policy))
+    return np.asarray(cap(logits_BTV, model.final_softcap))
 
 
 # peft 0.21 asks transformers 5.23 for something that has another name now.
@@ -142,7 +139,7 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
     from transformers import AutoModelForCausalLM
 
     policy, whole, folder = write_both(tmp_path, name, LORA)
-    tokens = torch.from_numpy(reference_tokens(name)).long()
+    tokens = torch.from_numpy(reference(name)["tokens"]).long()
     base = AutoModelForCausalLM.from_pretrained(REFERENCE / name, dtype=torch.float32)
     with torch.no_grad():
         unchanged = base(tokens).logits.numpy()
