@@ -51,7 +51,8 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
         "train": {
             field: getattr(config.train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
-        },
+        }
+        | {"lora": dataclasses.asdict(config.train.lora)},
         "order": config.selector.order,
         "measure_rounds": config.selector.measure_rounds,
         "devices": [f"{d.platform} {d.device_kind}" for d in world.devices],
@@ -117,7 +118,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
     compiled = engine.lower_play(places).compile()
     if config.selector.order == "listed":
         return _bytes_only(compiled)
-    params = world.init_train_state(world.train_candidates[0]).params
+    params = world.policy(world.init_train_state(world.train_candidates[0]))
 
     def move() -> Any:
         return publish(params, engine.parameter_shapes, engine.parameter_shardings).params

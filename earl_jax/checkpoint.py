@@ -3,9 +3,11 @@
 """Checkpoints (orbax, asynchronous): all that a run needs to go on as if it had never stopped.
 
 A checkpoint holds the TrainState, and as JSON the loop's position: the step, the load history, the
-meshes, the measurements that the selector chose from.
+meshes, the measurements that the selector chose from. A frozen base is not in it: the run reads or
+draws it again, and compares its fingerprint.
 """
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -38,7 +40,7 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
+                state=ocp.args.StandardSave(_kept(state)), position=ocp.args.JsonSave(position)
             ),
         )
 
@@ -50,16 +52,16 @@ class Checkpoints:
         return restored["position"]
 
     def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """The TrainState at this step, each device reading its part."""
+        """The TrainState at this step, each device reading its part; without a base."""
         placed = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-            shapes,
-            shardings,
+            _kept(shapes),
+            _kept(shardings),
         )
         restored = self._manager.restore(
             step, args=ocp.args.Composite(state=ocp.args.StandardRestore(placed))
         )
-        return restored["state"]
+        return TrainState(**restored["state"])
 
     def discard(self, step: int) -> None:
         """Sets a damaged checkpoint aside, as `damaged_STEP`: its step can be saved again."""
@@ -76,6 +78,11 @@ class Checkpoints:
         """Waits, and lets go of the folder."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _kept(state: TrainState) -> dict[str, Any]:
+    fields = dataclasses.fields(state)
+    return {field.name: getattr(state, field.name) for field in fields if field.name != "base"}
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> None:

@@ -62,8 +62,10 @@ class DispatchConfig:
 class CheckpointConfig:
     """A checkpoint every `every_steps` steps and at the end; the newest `keep` are kept.
 
-    `export` writes the policy at the end as a folder that `transformers` loads, in the type of the
-    checkpoint in config.model.path, fp32 where there is none.
+    `export` writes the policy too, every `every_steps` steps and at the end, as a folder that
+    `transformers` loads, in the type of the checkpoint in config.model.path, fp32 where there is
+    none; of these the newest `keep` stay as well. Training waits while it is written. With adapters
+    (config.train.lora), theirs is a folder for PEFT beside it.
     """
 
     every_steps: int = 50
@@ -193,6 +195,7 @@ def _check_effects(config: Config) -> None:
     scaling = config.model.rope_scaling
     scaling_path = "config.model.rope_scaling"
     no_scaling = f"{scaling_path}.factor is 1"
+    no_adapters = "config.train.lora.rank is 0"
     idle = (
         *(
             (config.model.path != "", f"model.{field.name}", "config.model.path gives the model")
@@ -230,6 +233,10 @@ def _check_effects(config: Config) -> None:
         ),
         (train.epochs == 1, "train.clip_low", "config.train.epochs is 1"),
         (train.epochs == 1, "train.clip_high", "config.train.epochs is 1"),
+        *(
+            (train.lora.rank == 0, f"train.lora.{field}", no_adapters)
+            for field in ("alpha", "targets", "base_dtype")
+        ),
         (train.demonstration_steps == 0, "train.demonstration_updates", no_demonstrations),
         (train.demonstration_steps == 0, "train.demonstration_learning_rate", no_demonstrations),
         (

@@ -28,7 +28,7 @@ def evaluate(
     played: list[Trajectory] = []
     for first in range(0, games, rows):
         placement.choose_rollout(expected_tokens(world, load), load)
-        seat, _ = placement.open_seat(position.state.params, version=position.step)
+        seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
         batch = tasks[first : first + rows]
         rollout = play(world, placement, seat, batch, load, world.config.eval.sampling)
         played += rollout.trajectories

@@ -77,7 +77,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     with timer("select"):
         placement.choose_rollout(expected_tokens(world, load), load)
     with timer("publish"), only_on_devices(world) as publish_reads:
-        seat, publish_bytes = placement.open_seat(state.params, version=step)
+        seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
         jax.block_until_ready(seat.policy.params)
     with timer("rollout"):
         rollout = play(world, placement, seat, world.training_tasks(step), load)

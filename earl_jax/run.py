@@ -23,9 +23,10 @@ from earl_jax.calibrate import Calibration, open_table
 from earl_jax.checkpoint import Checkpoints, open_workdir
 from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
+from earl_jax.export import export_policy, keep_exports
 from earl_jax.loop import Position, StepRecord, train
 from earl_jax.models.hf_read import check_weights
-from earl_jax.models.hf_write import save_checkpoint
+from earl_jax.models.lora import fingerprint
 from earl_jax.placement import Placement
 from earl_jax.selector.throughput import ThroughputTable
 from earl_jax.telemetry.episodes import (
@@ -63,10 +64,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         position, placement = resumed or (None, _new_placement(world, progress))
         with MetricsLog(workdir / "metrics.jsonl", tensorboard) as metrics_log:
             keeper = _Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop)
-            position = train(world, placement, position or keeper.begin(), keeper.after_step)
+            position = keeper.go_on(position) if position else keeper.begin()
+            position = train(world, placement, position, keeper.after_step)
         checkpoints.close()
-        if config.checkpoint.export and position.step == config.num_steps:
-            _export(world, position, workdir, progress)
         if stop:
             progress.note(
                 f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
@@ -74,24 +74,6 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             )
     evaluations = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" in row]
     return evaluations[-1]["eval"] if evaluations else {}
-
-
-def _export(world: World, position: Position, workdir: Path, progress: Progress) -> None:
-    """The policy as a folder that `transformers` loads; once."""
-    folder = workdir / "export" / f"step_{position.step:06d}"
-    if folder.exists():
-        return
-    save_checkpoint(
-        folder,
-        position.state.params,
-        model=world.model,
-        vocab_size=world.vocab_size,
-        tokenizer=world.tokenizer,
-        dtype=world.checkpoint.dtype if world.checkpoint else "float32",
-        max_positions=world.config.rollout.context_buckets[-1],
-        source=world.checkpoint,
-    )
-    progress.note(f"exported the policy to {folder}")
 
 
 def _new_placement(world: World, progress: Progress) -> Placement:
@@ -118,6 +100,7 @@ def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, di
         except Exception as error:  # noqa: BLE001 - damage shows itself in any way
             print(f"the checkpoint of step {step} is damaged ({_words(error)})", file=sys.stderr)
             continue
+        state = _with_base(world, saved, state, placement)
         position = Position(step=step, state=state, history=_history(saved))
         evaluation, _ = evaluate(world, placement, position, games=games)
         checkpoints.close()
@@ -153,6 +136,7 @@ def _resume(
             )
             checkpoints.discard(step)
             continue
+        state = _with_base(world, saved, state, placement)
         _drop_after(workdir, step)
         progress.note(f"resuming {workdir} after step {step} of {world.config.num_steps}")
         return Position(step=step, state=state, history=_history(saved)), placement
@@ -179,6 +163,27 @@ def _restore(
     return saved, state, placement
 
 
+def _with_base(
+    world: World, saved: dict[str, Any], state: TrainState, placement: Placement
+) -> TrainState:
+    """The state with the base that its adapters were trained on.
+
+    Raises:
+        ValueError: what is there now is another one.
+    """
+    base = world.frozen_base(placement.in_training)
+    if base is not None and int(fingerprint(base)) != saved["base_fingerprint"]:
+        path = world.config.model.path
+        raise ValueError(
+            f"the weights in config.model.path ({path}) are not those that this run's adapters "
+            "were trained on; put these back, or name another --workdir"
+            if path
+            else "this version of JAX draws other weights from config.seed than those that this "
+            "run's adapters were trained on; use that version, or name another --workdir"
+        )
+    return dataclasses.replace(state, base=base)
+
+
 def _history(saved: dict[str, Any]) -> LoadHistory:
     return LoadHistory.from_list(saved["history"])
 
@@ -190,6 +195,7 @@ def _words(error: Exception) -> str:
 def _drop_after(workdir: Path, step: int) -> None:
     truncate_after(workdir / "metrics.jsonl", step)
     truncate_trajectories_after(workdir / "trajectories", step)
+    keep_exports(workdir, until=step)
 
 
 @dataclasses.dataclass
@@ -219,6 +225,12 @@ class _Keeper:
         self._evaluate(position, config.eval.games)
         return position
 
+    def go_on(self, position: Position) -> Position:
+        """A run that was stopped: what was not written behind its last step is written now."""
+        if self._is_due(position.step):
+            self._export(position)
+        return position
+
     def after_step(self, position: Position, record: StepRecord) -> bool:
         """Metrics, episodes, evaluation, checkpoint, report; in this order. True to stop."""
         config, step = self.world.config, position.step
@@ -233,8 +245,10 @@ class _Keeper:
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)
         stopping = bool(self.stop)
-        if last or stopping or step % config.checkpoint.every_steps == 0:
+        if stopping or self._is_due(step):
             self._save(position)
+        if self._is_due(step):
+            self._export(position)
         if last or stopping or step % config.log.report_every_steps == 0:
             self._report()
         return stopping
@@ -250,17 +264,32 @@ class _Keeper:
         self.metrics_log.write(line)
         self.progress.update(line)
 
+    def _is_due(self, step: int) -> bool:
+        """Whether this step is kept: the last is, and one every so many."""
+        config = self.world.config
+        return step == config.num_steps or step % config.checkpoint.every_steps == 0
+
     def _save(self, position: Position) -> None:
+        base = position.state.base
         # A copy, because the next step donates the state while the checkpoint is being written.
         self.checkpoints.save(
             position.step,
-            jax.tree.map(jnp.copy, position.state),
+            jax.tree.map(jnp.copy, dataclasses.replace(position.state, base=None)),
             {
                 "placement": self.placement.as_dict(),
                 "history": position.history.as_list(),
                 "throughput": self.placement.calibration.table.as_dict(),
+                **({} if base is None else {"base_fingerprint": int(fingerprint(base))}),
             },
         )
+
+    def _export(self, position: Position) -> None:
+        checkpoint = self.world.config.checkpoint
+        if not checkpoint.export:
+            return
+        for folder in export_policy(self.world, position.state, position.step, self.workdir):
+            self.progress.note(f"exported {folder}")
+        keep_exports(self.workdir, newest=checkpoint.keep)
 
     def _report(self) -> None:
         trajectories = sorted((self.workdir / "trajectories").glob("step_*.jsonl"))

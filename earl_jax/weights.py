@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from earl_jax.models.lora import is_adapted, merged
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfers, shard_ranges
 
@@ -22,25 +23,23 @@ class Published:
 
 
 def publish(params: Any, shapes: Any, shardings: Any) -> Published:
-    """Layers unstacked, cast to the compute type, and placed on the rollout layout.
+    """Layers unstacked, adapters merged, cast to the compute type, placed on the rollout layout.
 
     Over the same devices all of it is one compiled program. Over other devices the layers are
     unstacked where they are and then sent, piece by piece.
 
     Args:
-        params: the trainer's tree, layers stacked on the leading axis, fp32.
+        params: the trainer's tree, layers stacked on the leading axis; some may be `Adapted`.
         shapes: shapes and types of the engine's tree, layers as a list.
         shardings: where the engine wants each of them.
     """
     targets = tuple(jax.tree.leaves(shardings))
-    leaves, source_tree = jax.tree.flatten(params)
     dtype = jax.tree.leaves(shapes)[0].dtype
     num_layers = len(shapes["layers"])
-    sources = tuple(leaf.sharding for leaf in leaves)
-    same_devices = list(sources[0].mesh.devices.flat) == list(targets[0].mesh.devices.flat)
-    if same_devices:
+    source = jax.tree.leaves(params)[0].sharding
+    if list(source.mesh.devices.flat) == list(targets[0].mesh.devices.flat):
         moved = _unstack_to(num_layers, dtype, jax.tree.structure(shardings), targets)(params)
-        unstacked = _unstacked_shapes(num_layers, source_tree, leaves)
+        unstacked = _unstacked_shapes(num_layers, params)
     else:
         unstacked = _unstack_in_place(num_layers, dtype)(params)
         moved = reshard(unstacked, shardings)
@@ -51,12 +50,17 @@ def publish(params: Any, shapes: Any, shardings: Any) -> Published:
 
 
 def _unstack(num_layers: int, dtype: jnp.dtype, params: Any) -> Any:
-    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    params = jax.tree.map(
+        lambda leaf: leaf if is_adapted(leaf) else leaf.astype(dtype), params, is_leaf=is_adapted
+    )
     layers = [
         jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
         for index in range(num_layers)
     ]
-    return {**params, "layers": layers}
+    # Merged layer by layer, because a merged weight is fp32 before it is cast.
+    return jax.tree.map(
+        lambda leaf: merged(leaf).astype(dtype), {**params, "layers": layers}, is_leaf=is_adapted
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,10 +76,12 @@ def _unstack_in_place(num_layers: int, dtype: Any) -> Any:
     return jax.jit(functools.partial(_unstack, num_layers, dtype))
 
 
-def _unstacked_shapes(num_layers: int, tree: Any, leaves: list[jax.Array]) -> Any:
+def _unstacked_shapes(num_layers: int, params: Any) -> Any:
     """The engine's tree as it lies on the trainer's layout: L is cut, and was not sharded."""
 
     def shape(leaf: Any, skip: int) -> Any:
+        # Merged where the weight lies: the adapter's parts are cut as it is.
+        leaf = leaf.weight if is_adapted(leaf) else leaf
         spec = jax.sharding.PartitionSpec(*tuple(leaf.sharding.spec)[skip:])
         return jax.ShapeDtypeStruct(
             leaf.shape[skip:],
@@ -83,11 +89,10 @@ def _unstacked_shapes(num_layers: int, tree: Any, leaves: list[jax.Array]) -> An
             sharding=jax.sharding.NamedSharding(leaf.sharding.mesh, spec),
         )
 
-    stacked = jax.tree.unflatten(tree, leaves)
-    layer = jax.tree.map(lambda leaf: shape(leaf, 1), stacked["layers"])
+    layer = jax.tree.map(lambda leaf: shape(leaf, 1), params["layers"], is_leaf=is_adapted)
     rest = {
         name: jax.tree.map(lambda leaf: shape(leaf, 0), part)
-        for name, part in stacked.items()
+        for name, part in params.items()
         if name != "layers"
     }
     return {**rest, "layers": [layer] * num_layers}

@@ -24,7 +24,7 @@ from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokeni
 from earl_jax.models.generation import read_generation_settings
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
-from earl_jax.models.parameters import check_tensor_axis
+from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.collect import Task
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
@@ -83,6 +83,8 @@ class World:
             self.model = config.model
             self.tokenizer = _tokenizer(config, tokenizer_folder)
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        # Now, because it raises for adapters that this model cannot have.
+        train_step.trained_specs(self.model, config.train, self.vocab_size)
         self.renderer = ChatRenderer(self.tokenizer, end_ids)
         self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
         num_devices = len(self.devices)
@@ -173,9 +175,25 @@ class World:
         """What the run begins with: the checkpoint's weights, or else `init_train_state`."""
         if self.checkpoint is None:
             return self.init_train_state(shape)
-        layout = self.layout(shape)
-        params = load_parameters(self.checkpoint, layout)
-        return train_step.state_of(params, self.model, self.config.train, self.vocab_size, layout)
+        lora, layout = self.config.train.lora, self.layout(shape)
+        dtype = lora.base_dtype if lora.rank else "float32"
+        params = load_parameters(self.checkpoint, layout, dtype)
+        return train_step.state_of(
+            params, self.model, self.config.train, self.vocab_size, layout, self.config.seed
+        )
+
+    def frozen_base(self, shape: MeshShape) -> Params:
+        """What the adapters adapt, on this mesh, as the run began with it; None without adapters.
+
+        The same bits whenever it is asked for: they come from the same files, or the same seed.
+        """
+        if not self.config.train.lora.rank:
+            return None
+        return self.first_train_state(shape).base
+
+    def policy(self, state: TrainState) -> Params:
+        """What the decoder computes with, for `publish` and for export."""
+        return train_step.policy_parameters(self.config.train, state.params, state.base)
 
     def new_conversation(self) -> Conversation:
         """For one episode."""

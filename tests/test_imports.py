@@ -27,7 +27,7 @@ ARROWS = {
     "dispatch": {"sharding", "trajectory"},
     "rollout": {"models", "envs", "sharding", "trajectory", "telemetry"},
     "train": {"models", "sharding", "trajectory"},
-    "weights": {"sharding"},
+    "weights": {"models", "sharding"},
 }
 STAGES = ARROWS.keys() - {"trajectory", "weights"}
 JETSTREAM_GATE = "earl_jax/rollout/_jetstream.py"

@@ -8,6 +8,8 @@ from typing import Literal
 
 DTYPES = ("float32", "bfloat16")
 ACTIVATIONS = ("silu", "gelu_tanh")
+# The projections of a layer, by the names that parameters.py gives them.
+LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,3 +167,35 @@ class ModelConfig:
                     f"config.model.{field} is {getattr(self, field)}; it must be a positive "
                     f"number, or 0 for {none}"
                 )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (see models/lora.py): they alone are trained, the base stays as it is.
+
+    `rank` 0 trains the whole model. Each projection in `targets` gets an adapter, whose product is
+    scaled by `alpha` / `rank`. `base_dtype` is the type that the frozen weights are kept in;
+    adapters and their moments are fp32 always. The base is in no checkpoint of the run: it comes
+    from config.model.path again, or from the seed.
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    targets: tuple[str, ...] = LORA_TARGETS
+    base_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        path = "config.train.lora"
+        if self.rank < 0:
+            raise ValueError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"{path}.alpha is {self.alpha}; it must be a positive number")
+        unknown = [name for name in self.targets if name not in LORA_TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ValueError(
+                f"{path}.targets is {self.targets!r}; name at least one of "
+                f"{', '.join(LORA_TARGETS)}, each once"
+            )
+        if self.base_dtype not in DTYPES:
+            raise ValueError(f"{path}.base_dtype is {self.base_dtype!r}; choose one of {DTYPES}")

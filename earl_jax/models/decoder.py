@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from earl_jax.models.attention import Places, Window, attention, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, write
+from earl_jax.models.lora import project
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.sharding.layout import Layout
@@ -101,9 +102,9 @@ def _attention_half(
 ) -> jax.Array:
     """What attention adds to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["attention_norm"])
-    query_BTKGH = jnp.einsum("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
-    key_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["key"])
-    value_BTKH = jnp.einsum("BTD,DKH->BTKH", normed_BTD, layer["value"])
+    query_BTKGH = project("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
+    key_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["key"])
+    value_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["value"])
     if config.attention_bias:
         query_BTKGH += layer["query_bias"][None, None]
         key_BTKH += layer["key_bias"][None, None]
@@ -114,7 +115,7 @@ def _attention_half(
     query_BTKGH = rotate(query_BTKGH, positions_BT, kind.frequencies)
     key_BTKH = rotate(key_BTKH, positions_BT, kind.frequencies)
     mixed_BTKGH = attend(query_BTKGH, key_BTKH, value_BTKH)
-    added_BTD = jnp.einsum("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
+    added_BTD = project("BTKGH,KGHD->BTD", mixed_BTKGH, layer["out"])
     return (
         _norm(config, added_BTD, layer["post_attention_norm"]) if config.post_norms else added_BTD
     )
@@ -123,10 +124,10 @@ def _attention_half(
 def _feed_forward_half(config: ModelConfig, layer: Any, x_BTD: jax.Array) -> jax.Array:
     """What the feed-forward network adds to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["ffn_norm"])
-    gate_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["gate"])
-    up_BTF = jnp.einsum("BTD,DF->BTF", normed_BTD, layer["up"])
+    gate_BTF = project("BTD,DF->BTF", normed_BTD, layer["gate"])
+    up_BTF = project("BTD,DF->BTF", normed_BTD, layer["up"])
     activate = _ACTIVATIONS[config.activation]
-    added_BTD = jnp.einsum("BTF,FD->BTD", activate(gate_BTF) * up_BTF, layer["down"])
+    added_BTD = project("BTF,FD->BTD", activate(gate_BTF) * up_BTF, layer["down"])
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 

@@ -79,8 +79,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def load_parameters(checkpoint: Checkpoint, layout: Layout) -> Params:
-    """The checkpoint's weights as fp32 master parameters, layers stacked, each where it lives.
+def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float32") -> Params:
+    """The checkpoint's weights as parameters of this type, layers stacked, each where it lives.
+
+    Master weights are fp32; weights that are never trained may be "bfloat16".
 
     Raises:
         ValueError: a file that cannot be read, a tensor that is missing, superfluous, or of
@@ -94,12 +96,12 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout) -> Params:
         def load(path: Any, spec: ParameterSpec) -> jax.Array:
             weight = weights[key_of(path)]
             if "{layer}" not in weight.name:
-                return _read(tensors, weight.name, weight, spec, layout)
+                return _read(tensors, weight.name, weight, spec, layout, dtype)
             one = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-            stacked = jnp.zeros(spec.shape, jnp.float32, device=layout.parameters(spec.axes))
+            stacked = jnp.zeros(spec.shape, DTYPES[dtype], device=layout.parameters(spec.axes))
             for layer in range(spec.shape[0]):
                 name = weight.name.format(layer=layer)
-                placed = _read(tensors, name, weight, one, layout)
+                placed = _read(tensors, name, weight, one, layout, dtype)
                 stacked = _put_layer(stacked.sharding)(stacked, placed, np.int32(layer))
                 # The next layer is read when this one has left the host.
                 stacked.block_until_ready()
@@ -216,9 +218,9 @@ def _check(
 
 
 def _read(
-    tensors: _Tensors, name: str, weight: Weight, spec: ParameterSpec, layout: Layout
+    tensors: _Tensors, name: str, weight: Weight, spec: ParameterSpec, layout: Layout, dtype: str
 ) -> jax.Array:
-    """One tensor as fp32 on its devices, in our order of axes; each region is read once."""
+    """One tensor on its devices, of this type, in our order of axes; each region is read once."""
     tensor = tensors.slice_of(name)
     sizes, _ = tensor_sizes(spec, weight)
     theirs = weight.axes.replace(" ", "")
@@ -240,7 +242,7 @@ def _read(
             file = tensors.files[name]
             raise ValueError(f"{name} cannot be read from {file}: {error}") from error
         piece = values.reshape(lengths)[tuple(inner)].transpose(order)
-        return np.ascontiguousarray(piece, dtype=np.float32)
+        return np.ascontiguousarray(piece, dtype=DTYPES[dtype])
 
     sharding = layout.parameters(spec.axes)
     devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the format of `transformers`, written; hf_read.py is the way in."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -27,6 +28,7 @@ from earl_jax.models.hf_read import (
     weights_of,
 )
 from earl_jax.models.hf_settings import write_settings
+from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import Params, is_spec, parameter_specs
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -60,7 +62,7 @@ def save_checkpoint(
 
     Args:
         folder: must not exist.
-        params: the trainer's tree, layers stacked, fp32.
+        params: the trainer's tree, layers stacked; adapters are merged, one tensor at a time.
         model: what `params` are; must be of a known family.
         vocab_size: rows of the embedding.
         tokenizer: its files and chat template are written beside the weights.
@@ -72,17 +74,28 @@ def save_checkpoint(
     Raises:
         ValueError: no known family has such layers, or the folder exists or cannot be written.
     """
+    with whole_folder(folder) as partial:
+        _write_weights(partial, params, model, vocab_size, dtype, max_shard_bytes)
+        tokenizer.save_pretrained(str(partial))
+        config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside it to write to, which takes its name when all is written.
+
+    Raises:
+        ValueError: the folder exists, or what is done inside raised an OSError.
+    """
     if folder.exists():
         raise ValueError(f"{folder} exists already")
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _write_weights(partial, params, model, vocab_size, dtype, max_shard_bytes)
-        tokenizer.save_pretrained(str(partial))
-        config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        yield partial
         os.replace(partial, folder)
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error}") from error
@@ -115,7 +128,10 @@ def _write_weights(
     folder: Path, params: Params, model: ModelConfig, vocab_size: int, dtype: str, max_bytes: int
 ) -> None:
     plan = _shards(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize, max_bytes)
-    leaves = {key_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = {
+        key_of(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted)
+    }
     files: dict[str, str] = {}
     for number, shard in enumerate(plan, start=1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
@@ -176,8 +192,12 @@ def _shards(
     return shards
 
 
-def _tensor(leaf: jax.Array, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
+_merged = jax.jit(merged)
+
+
+def _tensor(leaf: jax.Array | Adapted, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
     """The tensor as its file has it."""
-    values = np.asarray(leaf if tensor.layer is None else leaf[tensor.layer])
+    one = leaf if tensor.layer is None else jax.tree.map(lambda part: part[tensor.layer], leaf)
+    values = np.asarray(_merged(one) if is_adapted(one) else one)
     order = [tensor.axes.index(letter) for letter in tensor.weight.axes.replace(" ", "")]
     return np.ascontiguousarray(values.transpose(order).reshape(tensor.shape).astype(dtype))

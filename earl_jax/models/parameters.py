@@ -107,10 +107,10 @@ def parameter_shardings(specs: Any, layout: Layout) -> Any:
     return jax.tree.map(lambda spec: layout.parameters(spec.axes), specs, is_leaf=is_spec)
 
 
-def parameter_shapes(specs: Any) -> Any:
-    """The fp32 master weights as shapes, for tracing."""
+def parameter_shapes(specs: Any, dtype: Any = jnp.float32) -> Any:
+    """The parameters as shapes, for tracing; those that are trained are fp32."""
     return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs, is_leaf=is_spec
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs, is_leaf=is_spec
     )
 
 

@@ -9,12 +9,13 @@
     H  size of a head                                      G  query heads per key/value head
     N  rows of an experience buffer                        C  chunk of tokens
     P  blocks of a blocked vocabulary                      Q  entries of such a block
+    R  rank of an adapter
 
 A mesh has three axes, always in this order: `data` splits rows, `fsdp` splits rows too and stores
 each parameter in pieces that are gathered for use, `tensor` splits heads, feed-forward and
 vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQ"
+LETTERS = "BTSLDFKGHVNCPQR"
 
 MESH_AXES = ("data", "fsdp", "tensor")

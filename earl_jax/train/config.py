@@ -5,6 +5,8 @@
 import dataclasses
 from typing import Literal
 
+from earl_jax.models.config import LoraConfig
+
 ESTIMATORS = ("reinforce", "grpo")
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -46,6 +48,8 @@ class TrainConfig:
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
     `demonstration_updates` supervised updates on games of random legal moves, at
     `demonstration_learning_rate`. 0 turns them off.
+
+    `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
     """
 
     advantage: Literal["reinforce", "grpo"] = "reinforce"
@@ -70,9 +74,11 @@ class TrainConfig:
     demonstration_steps: int = 0
     demonstration_updates: int = 1
     demonstration_learning_rate: float = 3e-3
+    lora: LoraConfig = LoraConfig()
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
+        self.lora.validate()
         for field, allowed in (("advantage", ESTIMATORS), ("schedule", SCHEDULES)):
             if getattr(self, field) not in allowed:
                 raise ValueError(

@@ -15,6 +15,7 @@ import optax
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import TokenScores, score_tokens
+from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import (
     Params,
     init_parameters,
@@ -36,12 +37,16 @@ Objective = Literal["policy_gradient", "supervised"]
 class TrainState:
     """All that training changes: fp32 parameters, optimiser state, and the number of updates.
 
+    With `config.lora.rank`, `params` are the adapters alone, and `base` is what they adapt: it lies
+    on the same mesh and is never changed. Without adapters `base` is None.
+
     The same record holds shapes or shardings where a function says so.
     """
 
     updates: Any
     params: Params
     optimizer: Any
+    base: Params = None
 
 
 class UpdateMetrics(NamedTuple):
@@ -60,13 +65,26 @@ class UpdateMetrics(NamedTuple):
     tokens: Any
 
 
+def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
+    """What is trained and, where that is adapters, the base that is not (else None)."""
+    specs = parameter_specs(model, vocab_size)
+    return (adapter_specs(specs, config.lora), specs) if config.lora.rank else (specs, None)
+
+
+def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Params:
+    """What the decoder computes with: the trained parameters, or the base with its adapters."""
+    return params if base is None else adapt(base, params, config.lora)
+
+
 def state_shapes(model: ModelConfig, config: TrainConfig, vocab_size: int) -> TrainState:
     """A TrainState as shapes, for tracing and restoring."""
-    params = parameter_shapes(parameter_specs(model, vocab_size))
+    trained, frozen = trained_specs(model, config, vocab_size)
+    params = parameter_shapes(trained)
     return TrainState(
         updates=jax.ShapeDtypeStruct((), jnp.int32),
         params=params,
         optimizer=jax.eval_shape(make_optimizer(config).init, params),
+        base=parameter_shapes(frozen, jnp.dtype(config.lora.base_dtype)),
     )
 
 
@@ -75,7 +93,8 @@ def state_shardings(
 ) -> TrainState:
     """Where a TrainState lives: moments beside their parameter, counters everywhere."""
     shapes = state_shapes(model, config, vocab_size)
-    params = parameter_shardings(parameter_specs(model, vocab_size), layout)
+    trained, frozen = trained_specs(model, config, vocab_size)
+    params = parameter_shardings(trained, layout)
     everywhere = layout.parameters("")
     optimizer = optax.tree_utils.tree_map_params(
         make_optimizer(config),
@@ -84,7 +103,8 @@ def state_shardings(
         params,
         transform_non_params=lambda _: everywhere,
     )
-    return TrainState(updates=everywhere, params=params, optimizer=optimizer)
+    base = parameter_shardings(frozen, layout)
+    return TrainState(updates=everywhere, params=params, optimizer=optimizer, base=base)
 
 
 def init_state(
@@ -95,13 +115,28 @@ def init_state(
 
 
 def state_of(
-    params: Params, model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout
+    params: Params,
+    model: ModelConfig,
+    config: TrainConfig,
+    vocab_size: int,
+    layout: Layout,
+    seed: int,
 ) -> TrainState:
-    """These parameters, which lie on this layout, before the first update."""
+    """These parameters, which lie on this layout, before the first update.
+
+    With `config.lora.rank` they are the base, and the adapters are new, drawn from `seed`.
+    """
     shardings = state_shardings(model, config, vocab_size, layout)
+    base = None
+    if config.lora.rank:
+        trained, _ = trained_specs(model, config, vocab_size)
+        draw = jax.jit(
+            lambda: init_parameters(trained, jax.random.key(seed)), out_shardings=shardings.params
+        )
+        params, base = draw(), params
     init = jax.jit(make_optimizer(config).init, out_shardings=shardings.optimizer)
     updates = jnp.zeros((), jnp.int32, device=shardings.updates)
-    return TrainState(updates=updates, params=params, optimizer=init(params))
+    return TrainState(updates=updates, params=params, optimizer=init(params), base=base)
 
 
 @functools.lru_cache(maxsize=64)
@@ -110,11 +145,14 @@ def _init_program(
 ) -> Any:
     # Kept: it takes seconds to compile, and every measurement of the selector begins with it.
     def init() -> TrainState:
-        params = init_parameters(parameter_specs(model, vocab_size), jax.random.key(seed))
+        trained, frozen = trained_specs(model, config, vocab_size)
+        params = init_parameters(trained, jax.random.key(seed))
+        base = init_parameters(frozen, jax.random.key(seed))
         return TrainState(
             updates=jnp.zeros((), jnp.int32),
             params=params,
             optimizer=make_optimizer(config).init(params),
+            base=jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), base),
         )
 
     return jax.jit(init, out_shardings=state_shardings(model, config, vocab_size, layout))
@@ -159,13 +197,16 @@ def make_train_step(
     """The jitted `step(state, batch, controls) -> (state, metrics f32[8])`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
-    micro-batches add up as sums and are divided once by all the policy's tokens. Read the metrics
-    with `read_metrics`.
+    micro-batches add up as sums and are divided once by all the policy's tokens. A frozen base goes
+    through in the buffers that it came in. Read the metrics with `read_metrics`.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout)
 
-    def loss_sums(params: Params, batch: TrajectoryBatch, entropy_coefficient: jax.Array):
+    def loss_sums(
+        params: Params, base: Params, batch: TrajectoryBatch, entropy_coefficient: jax.Array
+    ):
+        params = policy_parameters(config, params, base)
         scores = score_batch(model, config, layout, temperature, params, batch)
         if objective == "supervised":
             sums = supervised(scores, batch)
@@ -181,8 +222,9 @@ def make_train_step(
 
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
         rate, entropy_coefficient = controls[0], controls[1]
+        gradients = jax.grad(loss_sums, has_aux=True)
         grads, sums = _accumulate(
-            lambda part: jax.grad(loss_sums, has_aux=True)(state.params, part, entropy_coefficient),
+            lambda part: gradients(state.params, state.base, part, entropy_coefficient),
             batch,
             config.micro_batches,
             layout,
@@ -201,7 +243,9 @@ def make_train_step(
             grad_norm=optax.tree.norm(grads),
             tokens=tokens,
         )
-        state = TrainState(updates=state.updates + 1, params=params, optimizer=optimizer_state)
+        state = dataclasses.replace(
+            state, updates=state.updates + 1, params=params, optimizer=optimizer_state
+        )
         return state, jnp.stack(metrics)
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.parameters("")))

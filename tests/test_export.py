@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run hands out: a model for `transformers`, adapters for PEFT, and the newest of them."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from references import KINDS, NAMES, REFERENCE, checkpoint, reference
+from safetensors.numpy import load_file
+
+from earl_jax.config import make_config
+from earl_jax.export import export_policy, keep_exports
+from earl_jax.models.attention import cap
+from earl_jax.models.config import LoraConfig
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hf_write import save_checkpoint
+from earl_jax.models.lora import adapt, adapter_specs
+from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
+from earl_jax.models.peft_adapter import save_adapter
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.step import TrainState
+from earl_jax.world import World
+
+MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
+LORA = LoraConfig(rank=3, alpha=6.0)
+PEFT_NAMES = {
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "out": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+def some_adapters(name: str, lora: LoraConfig) -> Any:
+    """Adapters of a reference model, every number a different one, on a mixed mesh."""
+    given = checkpoint(name)
+    specs = adapter_specs(parameter_specs(given.model, given.vocab_size), lora)
+    rng = np.random.default_rng(0)
+    values = jax.tree.map(
+        lambda spec: 0.1 * rng.normal(size=spec.shape).astype(np.float32), specs, is_leaf=is_spec
+    )
+    return jax.device_put(values, parameter_shardings(specs, MIXED))
+
+
+def write_both(folder: Path, name: str, lora: LoraConfig) -> tuple[Any, Path, Path]:
+    """The policy with adapters, its merged folder in fp32 and its PEFT folder."""
+    given = checkpoint(name)
+    adapters = some_adapters(name, lora)
+    policy = adapt(load_parameters(given, MIXED), adapters, lora)
+    save_checkpoint(
+        folder / "merged",
+        policy,
+        model=given.model,
+        vocab_size=given.vocab_size,
+        tokenizer=World(make_config({"model": {"path": str(REFERENCE / "qwen2_tied")}})).tokenizer,
+        dtype="float32",
+        max_positions=128,
+        source=given,
+    )
+    save_adapter(
+        folder / "adapter", adapters, model=given.model, lora=lora, base=str(REFERENCE / name)
+    )
+    return policy, folder / "merged", folder / "adapter"
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
+    """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
+    _, whole, folder = write_both(tmp_path, name, LORA)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["peft_type"] == "LORA" and settings["task_type"] == "CAUSAL_LM"
+    assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
+    assert settings["base_model_name_or_path"] == str(REFERENCE / name)
+    modules = {path.split(".")[1] for path in PEFT_NAMES.values()}
+    assert set(settings["target_modules"]) == modules
+    adapter, base, after = tensors(folder), tensors(REFERENCE / name), tensors(whole)
+    model = checkpoint(name).model
+    seen = set()
+    for layer in range(model.num_layers):
+        for path in PEFT_NAMES.values():
+            weight = f"model.layers.{layer}.{path}.weight"
+            key = f"base_model.model.model.layers.{layer}.{path}.lora_"
+            a, b = adapter.pop(f"{key}A.weight"), adapter.pop(f"{key}B.weight")
+            outputs, inputs = base[weight].shape
+            assert (a.shape, b.shape) == ((3, inputs), (outputs, 3))
+            assert a.dtype == b.dtype == np.float32
+            expected = base[weight].astype(np.float32) + 2.0 * b @ a
+            np.testing.assert_allclose(after[weight], expected, atol=1e-6)
+            assert np.abs(after[weight] - base[weight].astype(np.float32)).max() > 0.01
+            seen.add(weight)
+    assert not adapter
+    for key in base.keys() - seen:
+        np.testing.assert_array_equal(after[key], base[key].astype(np.float32))
+    assert after.keys() == base.keys()
+    with pytest.raises(ValueError, match="exists already"):
+        save_adapter(folder, some_adapters(name, LORA), model=model, lora=LORA, base="x")
+
+
+def test_only_the_targets_are_written(tmp_path):
+    lora = dataclasses.replace(LORA, targets=("value", "down"))
+    _, _, folder = write_both(tmp_path, "qwen3_tied", lora)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    assert settings["target_modules"] == ["down_proj", "v_proj"]
+    assert {key.split(".")[-3] for key in tensors(folder)} == {"v_proj", "down_proj"}
+
+
+def own_logits(name: str, policy: Any) -> np.ndarray:
+    model, tokens = checkpoint(name).model, reference(name)["tokens"]
+    layout = make_layout(MeshShape())
+    policy = jax.tree.map(np.asarray, policy)
+    hidden_BTD = forward_rows(model, layout, policy, tokens, jnp.ones_like(tokens))
+    logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(policy))
+    return np.asarray(cap(logits_BTV, model.final_softcap))
+
+
+# peft 0.21 asks transformers 5.23 for something that has another name now.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
+    torch = pytest.importorskip("torch")
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    policy, whole, folder = write_both(tmp_path, name, LORA)
+    tokens = torch.from_numpy(reference(name)["tokens"]).long()
+    base = AutoModelForCausalLM.from_pretrained(REFERENCE / name, dtype=torch.float32)
+    with torch.no_grad():
+        unchanged = base(tokens).logits.numpy()
+    adapted = peft.PeftModel.from_pretrained(base, folder)
+    automatic = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    expected = own_logits(name, policy)
+    assert np.abs(expected - unchanged).max() > 0.5
+    for model in (adapted, automatic, merged):
+        with torch.no_grad():
+            logits = model(tokens).logits.numpy()
+        error = np.abs(logits - expected).max()
+        print(f"{name}, {type(model).__name__}: largest error of a logit {error:.1e}")
+        assert error <= 1e-4
+
+
+# In a run.
+
+
+def a_state(world: World) -> TrainState:
+    state = world.first_train_state(world.train_candidates[0])
+    return dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
+
+
+def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
+    world = World(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
+    state = a_state(world)
+    written = export_policy(world, state, 4, tmp_path)
+    assert [path.name for path in written] == ["step_000004", "base", "step_000004_adapter"]
+    written = export_policy(world, state, 6, tmp_path)
+    assert [path.name for path in written] == ["step_000006", "step_000006_adapter"]
+    assert export_policy(world, state, 6, tmp_path) == []
+    folder = tmp_path / "export"
+    settings = json.loads((folder / "step_000006_adapter/adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(folder / "base")
+    base, after, adapter = (
+        tensors(folder / name) for name in ("base", "step_000006", "step_000006_adapter")
+    )
+    key = "model.layers.0.mlp.down_proj"
+    a, b = (adapter[f"base_model.model.{key}.lora_{side}.weight"] for side in "AB")
+    expected = base[f"{key}.weight"] + 8.0 * b @ a
+    np.testing.assert_allclose(after[f"{key}.weight"], expected, atol=1e-6)
+    np.testing.assert_array_equal(
+        base["model.embed_tokens.weight"], np.asarray(state.base["embed"])
+    )
+    again = load_parameters(open_checkpoint(folder / "base"), make_layout(MeshShape()))
+    jax.tree.map(np.testing.assert_array_equal, again, state.base)
+
+
+def test_without_adapters_the_model_is_all(tmp_path):
+    world = World(make_config({"model": {"path": str(REFERENCE / "qwen2_tied")}}))
+    state = a_state(world)
+    assert [path.name for path in export_policy(world, state, 1, tmp_path)] == ["step_000001"]
+    found = tensors(tmp_path / "export/step_000001")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(found, np.asarray(state.params["embed"]))
+
+
+def test_the_newest_exports_are_kept_and_what_is_not_one_is_let_be(tmp_path):
+    folder = tmp_path / "export"
+    for name in ("step_000002", "step_000002_adapter", "step_000010", "step_000010_adapter"):
+        (folder / name).mkdir(parents=True)
+    for name in ("base", "step_000002_mine", "step_000012.partial", "step_000012", "step_1000000"):
+        (folder / name).mkdir()
+    always = {"base", "step_000002_mine"}
+    tens = {"step_000010", "step_000010_adapter"}
+
+    def left():
+        return {path.name for path in folder.iterdir()} - always
+
+    keep_exports(tmp_path, until=12)
+    twelves, twos = {"step_000012.partial", "step_000012"}, {"step_000002", "step_000002_adapter"}
+    assert left() == tens | twelves | twos
+    keep_exports(tmp_path, newest=2)
+    assert left() == tens | twelves
+    keep_exports(tmp_path, until=11)
+    assert left() == tens
+    keep_exports(tmp_path, until=-1)
+    assert left() == set() and always <= {path.name for path in folder.iterdir()}
+    keep_exports(tmp_path / "no", newest=2)

@@ -1,0 +1,563 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters are trained alone, beside a base that stays as it is; the engine gets them merged."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from earl_jax.checkpoint import Checkpoints
+from earl_jax.config import CheckpointConfig, make_config
+from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
+from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
+from earl_jax.models.kv_cache import empty_cache
+from earl_jax.models.lora import (
+    PROJECTIONS,
+    Adapted,
+    adapt,
+    adapter_specs,
+    fingerprint,
+    is_adapted,
+    merged,
+    project,
+)
+from earl_jax.models.parameters import (
+    check_tensor_axis,
+    num_parameters,
+    parameter_shapes,
+    parameter_shardings,
+    parameter_specs,
+    unstacked_specs,
+)
+from earl_jax.selector.candidates import train_candidates
+from earl_jax.selector.memory import resident_bytes
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.host_bytes import HostByteCounter
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import (
+    TrainState,
+    batch_shapes,
+    init_state,
+    make_train_step,
+    policy_parameters,
+    read_metrics,
+    state_of,
+    state_shapes,
+    state_shardings,
+)
+from earl_jax.trajectory import TrajectoryBatch
+from earl_jax.weights import publish
+from earl_jax.world import World
+
+REFERENCE = Path(__file__).parent / "reference"
+VOCAB, ROWS, LENGTH = 64, 16, 12
+# Eight key/value heads, so that every mesh of eight devices is allowed.
+MODEL = ModelConfig(
+    num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=32, init_scale=4.0
+)
+SPECS = parameter_specs(MODEL, VOCAB)
+LORA = LoraConfig(rank=4, alpha=12.0)
+CONFIG = TrainConfig(lora=LORA, max_grad_norm=1e9)
+CONTROLS = np.array([1e-2, 0.05], np.float32)
+ONE_DEVICE = MeshShape()
+MIXED = MeshShape(data=2, fsdp=2, tensor=2)
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def every_layout() -> list[MeshShape]:
+    return train_candidates(
+        8, (), lambda shape: check_tensor_axis(MODEL, VOCAB, shape.tensor, shape.fsdp)
+    )
+
+
+@functools.cache
+def on_host(config: TrainConfig = CONFIG) -> TrainState:
+    """A state in which B is no longer zero, so that A has gradients too."""
+    state = init_state(MODEL, config, VOCAB, make_layout(ONE_DEVICE), 0)
+    rng = np.random.default_rng(1)
+
+    def stir(path: Any, leaf: Any) -> Any:
+        noise = 0.1 * rng.normal(size=leaf.shape).astype(np.float32)
+        return np.asarray(leaf) + noise if path[-1].key == "b" else np.asarray(leaf)
+
+    params = jax.tree_util.tree_map_with_path(stir, state.params)
+    return dataclasses.replace(jax.tree.map(np.asarray, state), params=params)
+
+
+def placed(shape: MeshShape, config: TrainConfig = CONFIG) -> TrainState:
+    shardings = state_shardings(MODEL, config, VOCAB, make_layout(shape))
+    # Copies, because a state is donated and the host's arrays are needed again.
+    return jax.device_put(jax.tree.map(np.array, on_host(config)), shardings)
+
+
+def make_batch() -> TrajectoryBatch:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH)).astype(np.int32)
+    turn_ids = np.zeros_like(tokens)
+    turn_ids[:, 3:] = 1
+    return TrajectoryBatch(
+        tokens=tokens,
+        segment_ids=np.ones_like(tokens),
+        turn_ids=turn_ids,
+        logprobs=np.full(tokens.shape, -np.log(VOCAB), np.float32),
+        versions=np.zeros_like(tokens),
+        advantages=rng.normal(size=tokens.shape).astype(np.float32),
+    )
+
+
+@functools.cache
+def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, objective="policy_gradient"):
+    layout = make_layout(shape)
+    step = make_train_step(
+        MODEL, config, layout, vocab_size=VOCAB, temperature=1.0, objective=objective
+    )
+    state = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        state_shapes(MODEL, config, VOCAB),
+        state_shardings(MODEL, config, VOCAB, layout),
+    )
+    controls = jax.ShapeDtypeStruct((2,), jnp.float32)
+    lowered = step.lower(state, batch_shapes(ROWS, LENGTH, layout), controls)
+    return lowered.compile(compiler_options=QUICK)
+
+
+def logits_of(params: Any, shape: MeshShape = ONE_DEVICE) -> np.ndarray:
+    """f32[ROWS, LENGTH, V], as the trainer computes them."""
+    layout, batch = make_layout(shape), make_batch()
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def logits(params):
+        hidden_BTD = forward_rows(MODEL, layout, params, batch.tokens, batch.segment_ids)
+        return jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params))
+
+    return np.asarray(logits(params))
+
+
+def policy(state: TrainState, config: TrainConfig = CONFIG) -> Any:
+    return policy_parameters(config, state.params, state.base)
+
+
+def bits(tree: Any) -> list[bytes]:
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+# One projection.
+
+BY_HAND = Adapted(
+    weight=jnp.array([[1.0, 2.0], [3.0, 4.0]]),
+    a=jnp.array([[2.0], [1.0]]),
+    b=jnp.array([[3.0, 5.0]]),
+    inputs="D",
+    outputs="F",
+    scale=4.0,
+)
+
+
+def test_a_rank_1_adapter_by_hand():
+    x = jnp.array([[[1.0, -1.0]]])
+    # x W = (-2, -2); x A = 1; 4 * 1 * (3, 5) is added.
+    y = project("BTD,DF->BTF", x, BY_HAND)
+    np.testing.assert_array_equal(y, [[[10.0, 18.0]]])
+    np.testing.assert_array_equal(merged(BY_HAND), [[25.0, 42.0], [15.0, 24.0]])
+    np.testing.assert_array_equal(x @ merged(BY_HAND), y)
+
+    def total(a, b):
+        return jnp.sum(project("BTD,DF->BTF", x, dataclasses.replace(BY_HAND, a=a, b=b)))
+
+    grad_a, grad_b = jax.grad(total, argnums=(0, 1))(BY_HAND.a, BY_HAND.b)
+    np.testing.assert_array_equal(grad_a, [[32.0], [-32.0]])  # 4 x (3 + 5)
+    np.testing.assert_array_equal(grad_b, [[4.0, 4.0]])  # 4 (x A)
+
+
+def test_heads_and_layers_are_merged_each_with_its_own():
+    """Against plain matrices: query_DKGH as [D, KGH], out_KGHD as [KGH, D], layer by layer."""
+    state = on_host()
+    for name, (inputs, outputs) in PROJECTIONS.items():
+        node = policy(state)["layers"][name]
+        for layer in range(MODEL.num_layers):
+            weight, a, b = (np.asarray(part[layer], np.float64) for part in jax.tree.leaves(node))
+            rows = int(np.prod(weight.shape[: len(inputs)]))
+            expected = weight.reshape(rows, -1) + 3.0 * a.reshape(rows, 4) @ b.reshape(4, -1)
+            np.testing.assert_allclose(
+                np.asarray(merged(node)[layer]).reshape(expected.shape), expected, atol=2e-6
+            )
+            one = jax.tree.map(lambda part, layer=layer: part[layer], node)
+            np.testing.assert_array_equal(merged(one), merged(node)[layer])
+        assert node.weight.ndim == 1 + len(inputs) + len(outputs)
+
+
+@pytest.mark.parametrize("name", LORA_TARGETS)
+def test_every_target_is_in_the_forward_pass(name):
+    state = on_host()
+    lora = dataclasses.replace(LORA, targets=(name,))
+    params = adapt(state.base, {"layers": {name: state.params["layers"][name]}}, lora)
+    adapted, base = logits_of(params), logits_of(state.base)
+    assert np.abs(adapted - base).max() > 0.05
+    whole = jax.tree.map(merged, params, is_leaf=is_adapted)
+    np.testing.assert_allclose(adapted, logits_of(whole), atol=1e-4)
+
+
+def test_the_description_of_the_adapters():
+    specs = adapter_specs(SPECS, LORA)["layers"]
+    assert {name: (part["a"].axes, part["b"].axes) for name, part in specs.items()} == {
+        "query": ("LDR", "LRKGH"),
+        "key": ("LDR", "LRKH"),
+        "value": ("LDR", "LRKH"),
+        "out": ("LKGHR", "LRD"),
+        "gate": ("LDR", "LRF"),
+        "up": ("LDR", "LRF"),
+        "down": ("LFR", "LRD"),
+    }
+    assert specs["query"]["b"].shape == (2, 4, 8, 2, 4)
+    assert specs["out"]["a"].shape == (2, 8, 2, 4, 4)
+    # PEFT's kaiming_uniform(a=sqrt(5)) has the variance 1 / (3 fan-in).
+    assert specs["query"]["a"].deviation == pytest.approx((1 / 96) ** 0.5)
+    some = adapter_specs(SPECS, dataclasses.replace(LORA, targets=("value",)))
+    assert list(some["layers"]) == ["value"]
+
+
+# The state.
+
+
+def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
+    layout = make_layout(MIXED)
+    state = init_state(MODEL, CONFIG, VOCAB, layout, 5)
+    full = init_state(MODEL, TrainConfig(), VOCAB, layout, 5)
+    assert bits(state.base) == bits(full.params) and full.base is None
+    for part in state.params["layers"].values():
+        assert not np.any(part["b"])
+    a = np.asarray(state.params["layers"]["down"]["a"])
+    assert np.std(a) == pytest.approx((1 / 96) ** 0.5, rel=0.2)
+    # Fan-in and fan-out of each projection, times the rank, in two layers.
+    sides = [32 + 64, 32 + 32, 32 + 32, 64 + 32, 32 + 32, 32 + 32, 32 + 32]
+    numbers = 2 * 4 * sum(sides)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == numbers
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state.optimizer)) == 2 * 4 * numbers + 4
+    # What a device keeps: the selector's figure.
+    alone = make_layout(ONE_DEVICE)
+    expected = 4 * num_parameters(SPECS) + 3 * 4 * numbers + 4 + 4
+    for base_dtype, size in (("float32", 4), ("bfloat16", 2)):
+        lora = dataclasses.replace(LORA, base_dtype=base_dtype)
+        config = dataclasses.replace(CONFIG, lora=lora)
+        shapes = state_shapes(MODEL, config, VOCAB)
+        kept = resident_bytes(shapes, state_shardings(MODEL, config, VOCAB, alone))
+        assert kept == expected - (4 - size) * num_parameters(SPECS)
+
+
+def test_a_base_that_is_given_gets_the_adapters_of_the_seed():
+    layout = make_layout(MIXED)
+    drawn = init_state(MODEL, CONFIG, VOCAB, layout, 7)
+    given = state_of(drawn.base, MODEL, CONFIG, VOCAB, layout, 7)
+    assert given.base is drawn.base
+    assert bits(given) == bits(drawn)
+    shardings = state_shardings(MODEL, CONFIG, VOCAB, layout)
+    assert jax.tree.map(lambda leaf: leaf.sharding, given) == shardings
+
+
+# An update.
+
+
+def gradients(state: TrainState) -> Any:
+    """After the first update, Adam's first moment is (1 - b1) times the gradient."""
+    return jax.tree.map(lambda m: np.asarray(m) / (1 - CONFIG.adam_b1), state.optimizer[1].mu)
+
+
+@functools.cache
+def alone() -> tuple[Any, Any, Any]:
+    """The update on one device: adapters, gradients, metrics."""
+    state, metrics = compiled_step(ONE_DEVICE)(placed(ONE_DEVICE), make_batch(), CONTROLS)
+    return jax.tree.map(np.asarray, state.params), gradients(state), read_metrics(metrics)
+
+
+@pytest.mark.parametrize("shape", every_layout(), ids=str)
+def test_sharded_equals_unsharded_on_every_layout(shape):
+    batch = jax.device_put(make_batch(), make_layout(shape).activations("BT"))
+    state, metrics = compiled_step(shape)(placed(shape), batch, CONTROLS)
+    _, expected, numbers = alone()
+
+    def check(path, grad, other):
+        np.testing.assert_allclose(grad, other, rtol=1e-4, atol=2e-6, err_msg=str(path))
+        assert np.abs(other).max() > 2e-4, path
+
+    jax.tree_util.tree_map_with_path(check, gradients(state), expected)
+    assert read_metrics(metrics)._asdict() == pytest.approx(numbers._asdict(), rel=2e-5, abs=1e-6)
+    shardings = state_shardings(MODEL, CONFIG, VOCAB, make_layout(shape))
+    assert all(
+        leaf.sharding.is_equivalent_to(where, leaf.ndim)
+        for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    )
+    assert bits(state.base) == bits(on_host().base)
+
+
+def test_gradients_are_those_of_the_merged_model():
+    """dL/dA and dL/dB follow from dL/dW of the merged model, which is trained without adapters."""
+    full = TrainConfig(max_grad_norm=1e9)
+    whole = jax.tree.map(merged, policy(on_host()), is_leaf=is_adapted)
+    optimizer = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), state_shapes(MODEL, full, VOCAB).optimizer
+    )
+    state = TrainState(updates=np.int32(0), params=whole, optimizer=optimizer)
+    state = jax.device_put(state, state_shardings(MODEL, full, VOCAB, make_layout(ONE_DEVICE)))
+    state, _ = compiled_step(ONE_DEVICE, full)(state, make_batch(), CONTROLS)
+    by_weight, (_, by_adapter, _) = gradients(state), alone()
+    for name, (inputs, outputs) in PROJECTIONS.items():
+        pair, grad = on_host().params["layers"][name], by_weight["layers"][name]
+        grad_a = 3.0 * np.einsum(f"L{inputs}{outputs},LR{outputs}->L{inputs}R", grad, pair["b"])
+        grad_b = 3.0 * np.einsum(f"L{inputs}{outputs},L{inputs}R->LR{outputs}", grad, pair["a"])
+        found = by_adapter["layers"][name]
+        np.testing.assert_allclose(found["a"], grad_a, rtol=1e-3, atol=5e-6)
+        np.testing.assert_allclose(found["b"], grad_b, rtol=1e-3, atol=5e-6)
+
+
+def addresses(tree: Any) -> list[int]:
+    return [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+
+
+def test_the_base_stays_where_it_is():
+    """An update hands the base's own buffers on: no copy, and none of it in the outputs' bytes."""
+    # Made on the devices: memory of numpy's is copied before it is donated.
+    state = jax.tree.map(jnp.copy, placed(MIXED))
+    before = addresses(state.base)
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("BT"))
+    for _ in range(3):
+        state, _ = compiled_step(MIXED)(state, batch, CONTROLS)
+    assert addresses(state.base) == before
+    assert bits(state.base) == bits(on_host().base)
+    assert bits(state.params) != bits(on_host().params)
+
+
+def test_supervised_updates_of_the_adapters_alone_lower_the_loss():
+    state, step = placed(MIXED), compiled_step(MIXED, CONFIG, "supervised")
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("BT"))
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, batch, np.array([1e-2, 0.0], np.float32))
+        losses.append(read_metrics(metrics).loss)
+    assert losses[-1] < 0.5 * losses[0]
+    assert bits(state.base) == bits(on_host().base)
+
+
+# To the engine.
+
+
+def published(state: TrainState, target: MeshShape, dtype=jnp.float32, config=CONFIG) -> Any:
+    layout, specs = make_layout(target), unstacked_specs(SPECS, MODEL.num_layers)
+    with HostByteCounter() as counter, jax.transfer_guard_device_to_host("disallow_explicit"):
+        result = publish(
+            policy(state, config),
+            parameter_shapes(specs, dtype),
+            parameter_shardings(specs, layout),
+        )
+        jax.block_until_ready(result.params)
+    assert counter.num_bytes == 0
+    for leaf, where in zip(
+        jax.tree.leaves(result.params),
+        jax.tree.leaves(parameter_shardings(specs, layout)),
+        strict=True,
+    ):
+        assert leaf.dtype == dtype and leaf.sharding.is_equivalent_to(where, leaf.ndim)
+    return result
+
+
+PAIRS = [
+    (MeshShape(data=8), MeshShape(data=8)),
+    (MeshShape(fsdp=8), MeshShape(data=4, tensor=2)),
+    (MeshShape(data=2, tensor=4), MeshShape(data=1, tensor=8)),
+    (MIXED, MeshShape(data=2, tensor=4)),
+    (MIXED, MeshShape(data=2, tensor=2)),  # fewer devices: sent piece by piece
+]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_the_engine_samples_from_what_the_trainer_scores(source, target):
+    state = placed(source)
+    result = published(state, target)
+    caches, tokens = empty_cache(MODEL, ROWS, LENGTH), make_batch().tokens
+    chunk = jax.jit(functools.partial(forward_chunk, MODEL), compiler_options=QUICK)
+    counts = np.full(ROWS, LENGTH, np.int32)
+    logits, _ = chunk(result.params, caches, tokens, counts * 0, counts)
+    expected = logits_of(policy(placed(source)), source)[:, -1]
+    base = logits_of(on_host().base)[:, -1]
+    found, trained, base = (
+        np.asarray(jax.nn.log_softmax(part)) for part in (logits, expected, base)
+    )
+    error = float(jnp.abs(found - trained).max())
+    print(f"{source} -> {target}: largest difference of a log-prob {error:.1e}")
+    assert error <= 1e-4
+    assert (
+        np.abs(found - np.asarray(jax.nn.log_softmax(logits_of(on_host().base)[:, -1]))).max() > 1
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
+def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
+    state = init_state(MODEL, CONFIG, VOCAB, make_layout(source), 0)
+    result = published(state, target, dtype)
+    for index, layer in enumerate(result.params["layers"]):
+        expected = jax.tree.map(lambda leaf, i=index: leaf[i].astype(dtype), state.base["layers"])
+        assert bits(layer) == bits(expected)
+    assert bits(result.params["embed"]) == bits(state.base["embed"].astype(dtype))
+    # As many bytes change device as for a model that is trained whole.
+    full = TrainConfig()
+    whole = init_state(MODEL, full, VOCAB, make_layout(source), 0)
+    assert result.moved_bytes == published(whole, target, dtype, full).moved_bytes
+
+
+def test_merging_is_in_fp32_whatever_the_base_is_kept_in():
+    lora = dataclasses.replace(LORA, base_dtype="bfloat16")
+    config = dataclasses.replace(CONFIG, lora=lora)
+    state = dataclasses.replace(
+        placed(MIXED),
+        base=jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), placed(MIXED).base),
+    )
+    result = published(state, MeshShape(data=4, tensor=2), jnp.bfloat16, config)
+    base, pair = on_host().base["layers"]["gate"], on_host().params["layers"]["gate"]
+    for index, layer in enumerate(result.params["layers"]):
+        weight = base[index].astype(jnp.bfloat16).astype(np.float32)
+        expected = weight + np.float32(3.0) * (pair["a"][index] @ pair["b"][index])
+        found = np.asarray(layer["gate"]).astype(np.float32)
+        # Half a unit of bf16's last place, of which there are 8 bits.
+        np.testing.assert_allclose(found, expected, rtol=2**-8)
+        # Rounded once: sums of rounded parts would be off by more, in many places.
+        assert np.mean(np.asarray(layer["gate"]) == expected.astype(jnp.bfloat16)) > 0.99
+
+
+def test_a_bf16_base_trains_too():
+    config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="bfloat16"))
+    state = placed(MIXED, config)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("BT"))
+    state, metrics = compiled_step(MIXED, config)(state, batch, CONTROLS)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+    assert bits(state.base) == bits(on_host(config).base)
+    # The compute type is fp32: only the base's rounding differs.
+    assert read_metrics(metrics).loss == pytest.approx(alone()[2].loss, rel=0.05)
+
+
+# Kept.
+
+
+def test_a_checkpoint_holds_the_adapters_and_not_the_base(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    checkpoints.save(1, placed(MeshShape(data=8)), {})
+    checkpoints.wait()
+    layout = make_layout(MIXED)
+    back = checkpoints.state(
+        1, state_shapes(MODEL, CONFIG, VOCAB), state_shardings(MODEL, CONFIG, VOCAB, layout)
+    )
+    checkpoints.close()
+    assert back.base is None
+    assert bits(back) == bits(dataclasses.replace(on_host(), base=None))
+    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
+        kept = manager.restore(1, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    # Adapters and two moments of each; the number of updates, Adam's count.
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(on_host().params))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(kept["state"])) == 3 * 4 * numbers + 4 + 4
+    # Beside the same model trained whole, whatever orbax writes around either.
+    whole = Checkpoints(tmp_path / "whole", CheckpointConfig(keep=2))
+    whole.save(1, init_state(MODEL, TrainConfig(), VOCAB, layout, 0), {})
+    whole.close()
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / name).rglob("*") if path.is_file())
+        for name in ("checkpoints", "whole")
+    ]
+    assert sizes[1] - sizes[0] > 0.8 * 4 * (num_parameters(SPECS) - numbers)
+
+
+def test_the_fingerprint_is_of_the_bits_and_not_of_the_layout():
+    first = int(fingerprint(placed(MIXED).base))
+    assert (
+        first
+        == int(fingerprint(placed(MeshShape(data=8)).base))
+        == int(fingerprint(on_host().base))
+    )
+    assert first != int(fingerprint(init_state(MODEL, CONFIG, VOCAB, make_layout(MIXED), 1).base))
+    values = np.arange(6, dtype=np.float32)
+    marks = {
+        int(fingerprint(values)),
+        int(fingerprint(values[::-1].copy())),
+        int(fingerprint(values.astype(jnp.bfloat16))),
+        int(fingerprint(np.nextafter(values, np.float32(9)))),
+        int(fingerprint([values, values])),
+    }
+    assert len(marks) == 5
+    # By hand: the bits of 1.0 and 2.0 at the places 0 and 1, times 1 and 3.
+    expected = (0x3F800000 + 3 * 0x40000000) % 2**32
+    assert int(fingerprint(np.array([1.0, 2.0], np.float32))) == expected
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({"rank": -1}, "config.train.lora.rank is -1; it must be at least 0"),
+        ({"rank": 4, "alpha": 0}, "config.train.lora.alpha is 0.0; it must be a positive"),
+        ({"rank": 4, "alpha": float("inf")}, "config.train.lora.alpha is inf"),
+        ({"rank": 4, "targets": ("query", "q_proj")}, "query, key, value, out, gate, up, down"),
+        ({"rank": 4, "targets": ()}, "name at least one of query"),
+        ({"rank": 4, "targets": ("up", "up")}, "each once"),
+        ({"rank": 4, "base_dtype": "float16"}, "config.train.lora.base_dtype is 'float16'"),
+        ({"alpha": 8.0}, "config.train.lora.alpha = 8.0 has no effect .*lora.rank is 0"),
+        ({"targets": ("query",)}, "config.train.lora.targets = .* has no effect"),
+        ({"base_dtype": "bfloat16"}, "config.train.lora.base_dtype = .* has no effect"),
+        ({"ranks": 8}, "config.train.lora.ranks is not a field of LoraConfig; did you mean 'rank'"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_cannot_be_is_an_error(lora, words):
+    with pytest.raises(ValueError, match=words):
+        make_config({"train": {"lora": lora}})
+
+
+def test_the_model_decides_which_targets_and_ranks_there_can_be():
+    given = {"train": {"lora": {"rank": 33, "targets": ("query", "key")}}}
+    words = r"rank is 33, but 'key' is a matrix of 64 x 32, whose rank is at most 32; .*'key' out"
+    with pytest.raises(ValueError, match=words):
+        World(make_config(given))
+    # One with other axes, as experts have them, and one that is not there.
+    layers = dict(SPECS["layers"])
+    layers["gate"] = dataclasses.replace(layers["gate"], shape=(2, 4, 32, 32), axes="LNDF")
+    del layers["up"]
+    for name in ("gate", "up"):
+        lora = dataclasses.replace(LORA, targets=("query", name))
+        with pytest.raises(
+            ValueError, match=f"has '{name}', which .* query, key, value, out, down"
+        ):
+            adapter_specs({**SPECS, "layers": layers}, lora)
+
+
+def test_a_world_keeps_the_base_of_the_path_frozen():
+    given = {
+        "model": {"path": str(REFERENCE / "qwen2_tied")},
+        "train": {"lora": {"rank": 2, "base_dtype": "bfloat16"}},
+    }
+    world = World(make_config(given))
+    mesh = world.train_candidates[-1]
+    state = world.first_train_state(mesh)
+    assert bits(state.base) == bits(world.frozen_base(mesh))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
+    assert is_adapted(world.policy(state)["layers"]["query"])
+
+
+def test_a_base_from_the_seed_is_drawn_again_on_any_mesh():
+    world = World(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
+    first = world.first_train_state(MeshShape(data=8)).base
+    for mesh in (MeshShape(data=8), MeshShape(data=2, fsdp=4)):
+        assert bits(world.frozen_base(mesh)) == bits(first)
+    assert int(fingerprint(first)) == int(fingerprint(world.frozen_base(MeshShape(fsdp=8))))
+    plain = World(make_config({"model": {"num_layers": 1}}))
+    assert plain.frozen_base(MeshShape(data=8)) is None

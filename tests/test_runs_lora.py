@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs with adapters, on a checkpoint of `transformers`: they learn, resume and hand out."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from test_runs import ROOT, command, final_parameters, run, timeless
+
+from earl_jax.telemetry.metrics import read_metrics
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+def get_config():
+    config = ConfigDict()
+    config.num_steps = 6
+    config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
+    config.selector = dict(
+        measure_rounds=1,
+        rollout_meshes=("data=4,tensor=2",),
+        train_meshes=("data=2,fsdp=2,tensor=2",),
+    )
+    config.train = dict(
+        lora=dict(rank=8, alpha=32.0),
+        demonstration_steps=6,
+        demonstration_updates=10,
+        demonstration_learning_rate=2e-2,
+        max_grad_norm=10.0,
+    )
+    config.checkpoint = dict(every_steps=2, keep=2, export=True)
+    config.eval = dict(games=64, final_games=64, every_steps=6)
+    return config
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "qwen2"
+    return Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", folder))
+
+
+def line(workdir: Path, base: Path) -> list[str]:
+    config = base.parent / "lora.py"
+    config.write_text(CONFIG)
+    return command("main", f"--config={config}", f"--workdir={workdir}", **{"model.path": base})
+
+
+@pytest.fixture(scope="module")
+def whole(cache, base) -> Path:
+    """A run from start to end."""
+    workdir = base.parent / "run"
+    done = run(cache, *line(workdir, base))
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def exported(workdir: Path, name: str) -> dict[str, np.ndarray]:
+    return load_file(next((workdir / "export" / name).glob("*.safetensors")))
+
+
+@pytest.mark.slow
+def test_demonstrations_teach_the_adapters_what_a_reply_looks_like(whole):
+    rows = read_metrics(whole / "metrics.jsonl")
+    first, last = (row["eval"] for row in rows if "eval" in row)
+    # Random weights never stop talking. Trained ones say one thing and end their turn.
+    assert first["turn_too_long"] > 0.9
+    assert last.get("turn_too_long", 0.0) < 0.1
+    for row in rows:
+        if "eval" not in row:
+            assert row["logprob_mismatch_max"] <= 1e-4
+            assert row["publish_host_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_the_newest_steps_are_handed_out_merged_and_as_adapters(whole, base):
+    names = {f"step_00000{step}{kind}" for step in (4, 6) for kind in ("", "_adapter")}
+    assert {path.name for path in (whole / "export").iterdir()} == names
+    for step in (4, 6):
+        merged, adapter = (exported(whole, f"step_00000{step}{kind}") for kind in ("", "_adapter"))
+        before = load_file(base / "model.safetensors")
+        adapted = 0
+        for name, weight in before.items():
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            if f"{module}.lora_A.weight" not in adapter:
+                assert merged[name].tobytes() == weight.tobytes()
+                continue
+            a, b = (adapter[f"{module}.lora_{side}.weight"] for side in "AB")
+            np.testing.assert_allclose(merged[name], weight + 4.0 * b @ a, atol=2e-6)
+            assert np.abs(merged[name] - weight).max() > 1e-3
+            adapted += 1
+        assert adapted == len(adapter) / 2 == 14
+        # The checkpoint holds the same adapters, two moments of each, and two counters.
+        saved = final_parameters(whole, step)
+        assert len(saved) == 3 * 14 + 2
+        numbers = {leaf.size for leaf in saved}
+        assert before["model.embed_tokens.weight"].size not in numbers
+        name = "base_model.model.model.layers.{}.mlp.up_proj.lora_B.weight"
+        stacked = np.stack([adapter[name.format(layer)] for layer in (0, 1)])
+        kept = [leaf.tobytes() for leaf in saved]
+        assert np.ascontiguousarray(stacked.transpose(0, 2, 1)).tobytes() in kept
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_ends_with_the_same_bits(whole, base, cache, tmp_path):
+    """As a run that was killed while it wrote the exports of step 4, and of step 6."""
+    workdir = tmp_path / "again"
+    shutil.copytree(whole, workdir)
+    shutil.rmtree(workdir / "checkpoints/6")
+    shutil.rmtree(workdir / "export/step_000004_adapter")
+    (workdir / "export/step_000006_adapter").rename(workdir / "export/step_000006_adapter.partial")
+    done = run(cache, *line(workdir, base))
+    assert done.returncode == 0, done.stderr
+    assert "after step 4 of 6" in done.stdout
+    assert "exported " + str(workdir / "export/step_000004_adapter") in done.stdout
+    for left, right in zip(final_parameters(workdir, 6), final_parameters(whole, 6), strict=True):
+        assert left.tobytes() == right.tobytes()
+    rows = [read_metrics(folder / "metrics.jsonl") for folder in (workdir, whole)]
+    assert [timeless(row) for row in rows[0]] == [timeless(row) for row in rows[1]]
+    files = [path.relative_to(whole) for path in (whole / "export").rglob("*") if path.is_file()]
+    assert files and all(
+        (workdir / path).read_bytes() == (whole / path).read_bytes() for path in files
+    )
+    assert {path.name for path in (workdir / "export").iterdir()} == {
+        path.name for path in (whole / "export").iterdir()
+    }
+
+
+@pytest.mark.slow
+def test_another_base_is_refused(whole, base, cache):
+    file = base / "model.safetensors"
+    kept, tensors = file.read_bytes(), load_file(file)
+    tensors["model.norm.weight"][3] += 1e-6
+    save_file(tensors, file, metadata={"format": "pt"})
+    before = sorted(whole.rglob("*"))
+    done = run(cache, *line(whole, base))
+    evaluated = run(cache, *command("evaluate", f"--workdir={whole}", "--games=16", "--json"))
+    file.write_bytes(kept)
+    for failed in (done, evaluated):
+        assert failed.returncode == 2
+        assert f"config.model.path ({base}) are not those that" in failed.stderr
+    assert sorted(whole.rglob("*")) == before
+    evaluated = run(cache, *command("evaluate", f"--workdir={whole}", "--games=16", "--json"))
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["step"] == 6
