@@ -52,6 +52,9 @@ class RolloutConfig:
     `burst` tokens at most are sampled per slot and round. `context_buckets` are the rooms per
     episode, in tokens, that programs are compiled for; beyond the last the room doubles. A turn is
     cut, and its episode over, at `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
+
+    A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
+    takes part in which round then depends on their speed, an episode's tokens never do.
     """
 
     num_slots: int = 64
@@ -62,6 +65,7 @@ class RolloutConfig:
     max_turn_tokens: int = 4
     temperature: float = 1.0
     unfinished_reward: float = -1.0
+    patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
 
     def validate(self) -> None:
@@ -87,6 +91,11 @@ class RolloutConfig:
         if not math.isfinite(self.unfinished_reward):
             raise ValueError(
                 f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite"
+            )
+        if not 0 <= self.patience_s < math.inf:
+            raise ValueError(
+                f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
+                "at least 0"
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(
