@@ -95,21 +95,26 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
 
     Weights are gathered over `fsdp` for use, and their gradients scattered.
     """
-    gathers = "expert" in layout.row_axes
+    # XLA for CPU keeps collectives over an axis of size 1, as copies: those are left out here.
+    cut = {axis for axis, size in layout.mesh.shape.items() if size > 1}
+    rows_cut = "expert" in cut & set(layout.row_axes)
+    adds = tuple(
+        axis for axis in _WITHIN_ROWS if axis in cut and not (rows_cut and axis == "expert")
+    )
     specs = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
 
     def mix(experts_E: jax.Array, weights: Any, x_BTD: jax.Array) -> jax.Array:
-        weights = {
-            name: jax.lax.all_gather(leaf, "fsdp", axis=_WEIGHTS[name].index("D"), tiled=True)
-            for name, leaf in weights.items()
-        }
-        if gathers:
+        if "fsdp" in cut:
+            weights = {
+                name: jax.lax.all_gather(leaf, "fsdp", axis=_WEIGHTS[name].index("D"), tiled=True)
+                for name, leaf in weights.items()
+            }
+        if rows_cut:
             x_BTD = jax.lax.all_gather(x_BTD, "expert", tiled=True)
         out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
-        out_BTD = jax.lax.psum(out_TD.reshape(x_BTD.shape), "tensor")
-        if gathers:
-            return jax.lax.psum_scatter(out_BTD, "expert", tiled=True)
-        return jax.lax.psum(out_BTD, "expert")
+        out_BTD = out_TD.reshape(x_BTD.shape)
+        out_BTD = jax.lax.psum_scatter(out_BTD, "expert", tiled=True) if rows_cut else out_BTD
+        return jax.lax.psum(out_BTD, adds) if adds else out_BTD
 
     rows = layout.activation_spec("BT.")
     mixed = jax.shard_map(
