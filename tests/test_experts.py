@@ -23,6 +23,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.experts import mix_experts, route
 from earl_jax.models.families import FAMILIES
+from earl_jax.models.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import (
@@ -110,7 +111,7 @@ def test_the_router_takes_the_likeliest_and_their_probabilities():
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("count", [1, 2, 50])
+@pytest.mark.parametrize("count", [1, 2, 50, MAX_MASKED_ROWS // 3 + 1])
 def test_the_mixture_is_its_formula(normalize, count):
     """Of one or two tokens, most experts get none; of fifty, every expert has its own number."""
     model = dataclasses.replace(MODEL, normalize_expert_weights=normalize)
@@ -206,11 +207,11 @@ MESHES = [
 
 
 @functools.cache
-def gradients(mesh: str):
+def gradients(mesh: str, length: int = 12):
     """Hidden states and gradients of a training forward pass with padding and two segments."""
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, VOCAB, (8, 12)).astype(np.int32)
-    segments = np.tile([1] * 5 + [2] * 6 + [0], (8, 1)).astype(np.int32)
+    tokens = rng.integers(0, VOCAB, (8, length)).astype(np.int32)
+    segments = np.tile([1] * 5 + [2] * (length - 6) + [0], (8, 1)).astype(np.int32)
     layout = make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
 
     def loss(params):
@@ -230,9 +231,13 @@ def gradients(mesh: str):
     return jax.tree.map(np.asarray, (grads, hidden))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_training_is_the_same_on_every_mesh(mesh):
-    (grads, hidden), (expected, alone) = gradients(mesh), gradients("data=1")
+@pytest.mark.parametrize(
+    ("mesh", "length"),
+    # Long rows are more pairs than are multiplied at once; all of them are gathered to a device.
+    [*((mesh, 12) for mesh in MESHES), ("data=1,expert=8", MAX_MASKED_ROWS // 24 + 1)],
+)
+def test_training_is_the_same_on_every_mesh(mesh, length):
+    (grads, hidden), (expected, alone) = gradients(mesh, length), gradients("data=1", length)
     np.testing.assert_allclose(hidden, alone, atol=2e-5)
 
     def check(path, left, right):

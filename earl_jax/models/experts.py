@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.grouped_matmul import grouped_matmul
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import Layout
 
@@ -74,11 +75,10 @@ def mix_experts(
     sizes_E = jnp.sum(local_M[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     x_TUD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), per_token, x_TD.shape[-1]))
     x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
-    gate_MF = jax.lax.ragged_dot(x_MD, layer["expert_gate"], sizes_E)
-    up_MF = jax.lax.ragged_dot(x_MD, layer["expert_up"], sizes_E)
-    out_MD = jax.lax.ragged_dot(
-        ACTIVATIONS[config.activation](gate_MF) * up_MF, layer["expert_down"], sizes_E
-    )
+    gate_MF = grouped_matmul(x_MD, layer["expert_gate"], sizes_E)
+    up_MF = grouped_matmul(x_MD, layer["expert_up"], sizes_E)
+    hidden_MF = ACTIVATIONS[config.activation](gate_MF) * up_MF
+    out_MD = grouped_matmul(hidden_MF, layer["expert_down"], sizes_E)
     out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
     # Behind the last group a backend may leave anything, NaN included.
     out_TUD = jnp.where(here_TU[..., None], out_TUD, 0).astype(jnp.float32)
