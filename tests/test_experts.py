@@ -19,13 +19,14 @@ from test_runs import command, run
 from test_slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 from earl_jax.config import make_config
-from earl_jax.models.config import ModelConfig
+from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.experts import mix_experts, route
 from earl_jax.models.families import FAMILIES
 from earl_jax.models.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.logprobs import score_tokens
+from earl_jax.models.lora import adapter_specs
 from earl_jax.models.parameters import (
     init_parameters,
     num_parameters,
@@ -35,7 +36,10 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.telemetry.metrics import read_metrics as read_rows
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import make_train_step, read_metrics, state_of
+from earl_jax.trajectory import TrajectoryBatch
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
 MODEL = ModelConfig(
@@ -372,6 +376,43 @@ def test_a_device_of_the_expert_axis_holds_its_experts_and_no_other():
         np.testing.assert_array_equal(shard.data, whole[shard.index])
 
 
+@pytest.mark.slow
+def test_adapters_of_attention_are_trained_beside_frozen_experts():
+    """A base in bf16, read so; the same update cut over experts as on one device."""
+    given = open_checkpoint(REFERENCE)
+    lora = LoraConfig(rank=2, targets=("query", "out"), base_dtype="bfloat16")
+    config = TrainConfig(lora=lora)
+    rng = np.random.default_rng(0)
+    fields = {
+        "tokens": rng.integers(0, given.vocab_size, (8, 12)).astype(np.int32),
+        "logprobs": np.full((8, 12), -5.0, np.float32),
+        "advantages": rng.normal(size=(8, 12)).astype(np.float32),
+        "versions": np.zeros((8, 12), np.int32),
+    }
+    ones = np.ones((8, 12), np.int32)
+    batch = TrajectoryBatch(**fields, segment_ids=ones, turn_ids=ones)
+    updated = []
+    for mesh in (MeshShape(), MeshShape(fsdp=2, expert=2, tensor=2)):
+        layout = make_layout(mesh, row_axes=TRAINING_ROWS)
+        base = load_parameters(given, layout, "bfloat16")
+        assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(base))
+        sizes = {"vocab_size": given.vocab_size, "layout": layout}
+        state = state_of(base, given.model, config, seed=0, **sizes)
+        step = make_train_step(
+            given.model, config, temperature=1.0, objective="policy_gradient", **sizes
+        )
+        arguments = (state, batch, np.array([1e-3, 0.0], np.float32))
+        state, metrics = step.lower(*arguments).compile(compiler_options=QUICK)(*arguments)
+        assert read_metrics(metrics).grad_norm > 0
+        updated.append(jax.tree.map(np.asarray, (state.params, state.base)))
+    assert set(updated[0][0]["layers"]) == {"query", "out"}
+    assert np.any(updated[0][0]["layers"]["out"]["b"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *(u[0] for u in updated))
+    jax.tree.map(np.testing.assert_array_equal, *(u[1] for u in updated))
+    with pytest.raises(ValueError, match="'gate', which cannot.*choose from query, key, value, ou"):
+        adapter_specs(parameter_specs(given.model, given.vocab_size), LoraConfig(rank=2))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -454,7 +495,7 @@ def test_a_run_with_experts_on_both_stages_trains_what_it_samples_from(tmp_path)
     line = command("main", f"--config={tmp_path / 'experts.py'}", f"--workdir={workdir}")
     done = run(tmp_path / "cache", *line)
     assert done.returncode == 0, done.stderr
-    steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+    steps = [row for row in read_rows(workdir / "metrics.jsonl") if "eval" not in row]
     assert len(steps) == 3
     for row in steps:
         assert row["rollout_mesh"] == "data=4,expert=2"

@@ -4,7 +4,9 @@
 
 No token is dropped and no expert has a capacity: pairs of a token and one of its experts are sorted
 by expert, and each expert multiplies its own stretch of them. What a token gets does not depend on
-its neighbours.
+its neighbours. The router is trained through the weights of the experts that it chose; there is no
+auxiliary loss for balance, which would pull the policy away from its objective, and which
+`transformers` computes only where it is asked for (`output_router_logits`).
 
 Experts (E) are cut over the `expert` axis and their feed-forward (F) over `tensor`. Every device
 computes its own experts for all tokens of its group, so that nothing travels but activations:
