@@ -140,6 +140,7 @@ class World:
                     burst=rollout.burst,
                     max_turn_tokens=rollout.max_turn_tokens,
                     end_of_turn_ids=self.renderer.end_of_turn_ids,
+                    append_rows=rollout.append_rows,
                 ),
                 seed=self.config.seed,
             ),

@@ -42,6 +42,8 @@ CONFIG = RolloutConfig(
     unfinished_reward=-0.5,
     # Rounds wait for every environment, so that their number does not depend on the machine.
     patience_s=60.0,
+    # Where nobody takes anything over, an episode's rounds are a matter of its own length.
+    share_prefixes=False,
     context_buckets=(16, 24, 32),
 )
 ROOM = CONFIG.context_buckets[-1]
@@ -59,11 +61,16 @@ def renderer() -> ChatRenderer:
 
 
 @functools.cache
-def engine(num_slots: int = CONFIG.num_slots) -> PolicyEngine:
+def engine(
+    num_slots: int = CONFIG.num_slots,
+    mesh: MeshShape = MeshShape(data=8),  # noqa: B008
+    append_rows: int = CONFIG.append_rows,
+) -> PolicyEngine:
     rules = SlotRules(
         burst=CONFIG.burst,
         max_turn_tokens=CONFIG.max_turn_tokens,
         end_of_turn_ids=renderer().end_of_turn_ids,
+        append_rows=append_rows,
     )
     return PolicyEngine(
         EngineConfig(
@@ -75,7 +82,7 @@ def engine(num_slots: int = CONFIG.num_slots) -> PolicyEngine:
             rules=rules,
             seed=3,
         ),
-        make_layout(MeshShape(data=8)),
+        make_layout(mesh),
     )
 
 
@@ -146,10 +153,12 @@ def collect(
     places=ROOM,
     num_slots=CONFIG.num_slots,
     make_room=None,
-    patience_s=CONFIG.patience_s,
+    player=None,
+    **changes,
 ):
+    player = player or engine(num_slots)
     collector = Collector(
-        dataclasses.replace(CONFIG, num_slots=num_slots, patience_s=patience_s),
+        dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
         lambda: Conversation(renderer()),
         pool,
         make,
@@ -157,9 +166,9 @@ def collect(
         num_lanes=NUM_LANES,
     )
     seat = Seat(
-        engine=engine(num_slots),
-        policy=Policy(params=params or weights(), version=version),
-        state=engine(num_slots).empty_state(places),
+        engine=player,
+        policy=Policy(params=player.load_params(params or weights()), version=version),
+        state=player.empty_state(places),
         places=places,
     )
     return collector.collect(seat, todo, sampling=Sampling())
@@ -460,6 +469,35 @@ def test_environments_that_misbehave_end_their_own_episode_only():
     turns = [turn for t in rollout.trajectories for turn in t.turns]
     prefilled = sum(len(turn.token_ids) for turn in turns if turn.author == "environment")
     assert rollout.stats.prefill_tokens == prefilled
+
+
+class Lecture(Talker):
+    """Begins with the same long words whoever listens, and goes on with a number."""
+
+    def start(self):
+        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
+def test_what_prompts_have_in_common_is_read_once_a_lane(pool, mesh):
+    """Lanes of two slots and five or six episodes; two prompts that differ in one token."""
+    prompts = [renderer().first(Lecture(seed).start().text) for seed in range(2)]
+    length, common = len(prompts[0]), CONFIG.chunk_size * 3
+    assert prompts[0][:common] == prompts[1][:common] and length == len(prompts[1]) > common
+
+    def lecture(task):
+        return Lecture(task.env_seed)
+
+    alone = collect(pool, tasks(44), lecture, places=64)
+    player = engine(mesh=mesh, append_rows=1)
+    shared = collect(pool, tasks(44), lecture, places=64, player=player, share_prefixes=True)
+    assert_same_episodes(alone.trajectories, shared.trajectories)
+    check_rows(shared, 44)
+    lanes = 8
+    assert alone.stats.shared_tokens == 0
+    assert shared.stats.shared_tokens == (44 - lanes) * common
+    assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == (44 - lanes) * common
+    assert shared.stats.rounds < alone.stats.rounds
 
 
 class Watched:

@@ -31,6 +31,7 @@ from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.prefixes import PrefixIndex
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, pack_orders
@@ -62,12 +63,14 @@ class Seat:
 class RolloutStats:
     """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
 
+    `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
     `env_wait_s`: seconds in which no round ran because environments were waited for.
     """
 
     rounds: int = 0
     rollout_tokens: int = 0
     prefill_tokens: int = 0
+    shared_tokens: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
@@ -119,6 +122,9 @@ class Collector:
             num_lanes=self._num_lanes,
         )
         slots: list[LiveEpisode | None] = [None] * config.num_slots
+        prefixes = PrefixIndex(
+            num_slots=config.num_slots, num_lanes=self._num_lanes, chunk_size=config.chunk_size
+        )
         calls: Calls[int, Answer] = self._pool.calls()
         finished: dict[int, Trajectory] = {}
         stats = RolloutStats()
@@ -131,7 +137,7 @@ class Collector:
             longest = max(episode.length for episode in live)
             if longest + config.burst > seat.places:
                 seat = self._make_room(seat, longest + config.burst)
-            orders = self._orders(slots, stats, sampling, seat.policy.version)
+            orders = self._orders(slots, prefixes, stats, sampling, seat.policy.version)
             state, report = seat.engine.play(seat.policy.params, seat.state, orders)
             seat = dataclasses.replace(seat, state=state)
             ended = self._listen(slots, report, seat.policy.version, stats)
@@ -236,19 +242,31 @@ class Collector:
         return None
 
     def _orders(
-        self, slots: list[LiveEpisode | None], stats: RolloutStats, sampling: Sampling, version: int
+        self,
+        slots: list[LiveEpisode | None],
+        prefixes: PrefixIndex,
+        stats: RolloutStats,
+        sampling: Sampling,
+        version: int,
     ) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(slots), self._config.chunk_size
-        columns: dict[str, Any] = {
-            name: np.zeros(num_slots, np.int32)
-            for name in ("count", "restart", "fork", "speak", "seed")
-        }
+        names = ("count", "restart", "fork", "speak", "seed", "source", "shared")
+        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
         chunk = np.zeros((num_slots, chunk_size), np.int32)
         for slot, episode in enumerate(slots):
             if episode is None or not episode.queue:
                 continue
+            if self._config.share_prefixes and (episode.fresh or episode.forks):
+                shared = prefixes.find(slot, episode.queue)
+                if shared is None:
+                    continue
+                prefixes.begin(slot, episode.queue, shared)
+                episode.queue = episode.queue[shared.length :]
+                columns["source"][slot] = shared.source - slot
+                columns["shared"][slot] = shared.length
+                stats.shared_tokens += shared.length
             part, episode.queue = episode.queue[:chunk_size], episode.queue[chunk_size:]
             chunk[slot, : len(part)] = part
             columns["count"][slot] = len(part)
@@ -259,6 +277,9 @@ class Collector:
             columns["row"][slot] = episode.row
             stats.prefill_tokens += len(part) - episode.heads_pending
             episode.fresh = episode.heads_pending = episode.forks = False
+        # Only now: no slot takes over what is appended in the same round.
+        for slot, number in enumerate(columns["count"]):
+            prefixes.append(slot, number)
         return pack_orders(
             chunk=chunk,
             sampling=sampling_rows(sampling, num_slots),
