@@ -153,7 +153,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
 
 def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
     """Updates on rows full of the policy's tokens."""
-    rows, layout = world.config.rollout.episodes_per_step, world.layout(mesh)
+    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(mesh)
     shapes = batch_shapes(rows, places, layout)
     step = world.train_step(mesh, "policy_gradient")
     state = world.init_train_state(mesh)

@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.families import family_of
 from earl_jax.models.presets import fill_section, preset_named
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.selector.config import SelectorConfig
@@ -181,6 +182,13 @@ class Config:
                 "config.model.path; such layers are those of qwen2, for which transformers would "
                 "read this run's tokenizer wrongly: remove one of the two"
             )
+        if self.checkpoint.export and not self.model.path:
+            try:
+                family_of(self.model)
+            except ValueError as error:
+                raise ValueError(
+                    f"config.checkpoint.export is True with no config.model.path, and {error}"
+                ) from error
         _check_effects(self)
 
     def as_dict(self) -> dict[str, Any]:
@@ -196,6 +204,8 @@ def _check_effects(config: Config) -> None:
     scaling_path = "config.model.rope_scaling"
     no_scaling = f"{scaling_path}.factor is 1"
     no_adapters = "config.train.lora.rank is 0"
+    experts = ("experts_per_token", "expert_ffn_size", "normalize_expert_weights")
+    no_experts = "config.model.num_experts is 0"
     idle = (
         *(
             (config.model.path != "", f"model.{field.name}", "config.model.path gives the model")
@@ -225,6 +235,8 @@ def _check_effects(config: Config) -> None:
             "without config.model.path the chat template is ours, which only appends",
         ),
         (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
+        *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),
+        (config.model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"),
         (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
         (
             train.schedule == "constant",

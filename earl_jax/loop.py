@@ -87,7 +87,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         length = world.config.rollout.places_for(load.context_tokens_max)
         placement.choose_training(history.recent())
         state = placement.move_state(state)
-    layout = world.layout(placement.in_training)
+    layout = world.train_layout(placement.in_training)
     with timer("dispatch"), only_on_devices(world) as dispatch_reads:
         delivery = dispatch(rollout.experience, layout, **row_facts(world, rollout, length))
         jax.block_until_ready(delivery.batch)
@@ -221,7 +221,7 @@ def imitate(
     world: World, placement: Placement, state: TrainState, step: int, length: int
 ) -> TrainState:
     """The supervised updates of the first steps, on games of random legal moves."""
-    layout = world.layout(placement.in_training)
+    layout = world.train_layout(placement.in_training)
     controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
     for batch in world.demonstrations(step):
         update = world.train_step(placement.in_training, "supervised")

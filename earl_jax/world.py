@@ -30,7 +30,7 @@ from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.selector.memory import device_budget
-from earl_jax.sharding.layout import Layout, MeshShape, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.train import step as train_step
 from earl_jax.train.step import Objective, TrainState
 
@@ -95,26 +95,35 @@ class World:
                     f"config.rollout.{field} is {number}, which does not divide over the "
                     f"{num_devices} devices of this run; choose a multiple of {num_devices}"
                 )
+        experts = self.model.num_experts
         self.rollout_candidates = rollout_candidates(
-            num_devices, config.selector.rollout_meshes, self._rollout_obstacle
+            num_devices, config.selector.rollout_meshes, self._rollout_obstacle, experts
         )
         self.train_candidates = train_candidates(
-            num_devices, config.selector.train_meshes, self._train_obstacle
+            num_devices, config.selector.train_meshes, self._train_obstacle, experts
         )
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
-        return check_tensor_axis(self.model, self.vocab_size, shape.tensor, shape.fsdp)
+        return check_tensor_axis(
+            self.model, self.vocab_size, shape.tensor, shape.fsdp, shape.expert
+        )
 
     def _train_obstacle(self, shape: MeshShape) -> str | None:
         rows = self.config.rollout.episodes_per_step // self.config.train.micro_batches
-        if rows % (shape.data * shape.fsdp):
-            return f"{rows} rows per micro-batch do not divide by {shape.data * shape.fsdp}"
+        parts = self.train_layout(shape).num_row_shards
+        if rows % parts:
+            return f"{rows} rows per micro-batch do not divide by {parts}"
         return self._rollout_obstacle(shape)
 
     @functools.cache  # noqa: B019 - a World lives as long as the run
-    def layout(self, shape: MeshShape) -> Layout:
-        """The layout of this shape over this run's devices."""
+    def rollout_layout(self, shape: MeshShape) -> Layout:
+        """The rollout's layout of this shape over this run's devices."""
         return make_layout(shape, self.devices)
+
+    @functools.cache  # noqa: B019
+    def train_layout(self, shape: MeshShape) -> Layout:
+        """The trainer's layout of this shape over this run's devices."""
+        return make_layout(shape, self.devices, row_axes=TRAINING_ROWS)
 
     @functools.cache  # noqa: B019
     def engine(self, shape: MeshShape) -> PolicyEngine:
@@ -134,7 +143,7 @@ class World:
                 ),
                 seed=self.config.seed,
             ),
-            self.layout(shape),
+            self.rollout_layout(shape),
             self.tokenizer,
         )
 
@@ -144,7 +153,7 @@ class World:
         return train_step.make_train_step(
             self.model,
             self.config.train,
-            self.layout(shape),
+            self.train_layout(shape),
             vocab_size=self.vocab_size,
             temperature=self.config.rollout.temperature,
             objective=objective,
@@ -158,7 +167,7 @@ class World:
     def train_state_shardings(self, shape: MeshShape) -> TrainState:
         """Where a TrainState lives on this training mesh."""
         return train_step.state_shardings(
-            self.model, self.config.train, self.vocab_size, self.layout(shape)
+            self.model, self.config.train, self.vocab_size, self.train_layout(shape)
         )
 
     def init_train_state(self, shape: MeshShape) -> TrainState:
@@ -167,7 +176,7 @@ class World:
             self.model,
             self.config.train,
             self.vocab_size,
-            self.layout(shape),
+            self.train_layout(shape),
             self.config.seed,
         )
 
@@ -175,7 +184,7 @@ class World:
         """What the run begins with: the checkpoint's weights, or else `init_train_state`."""
         if self.checkpoint is None:
             return self.init_train_state(shape)
-        lora, layout = self.config.train.lora, self.layout(shape)
+        lora, layout = self.config.train.lora, self.train_layout(shape)
         dtype = lora.base_dtype if lora.rank else "float32"
         params = load_parameters(self.checkpoint, layout, dtype)
         return train_step.state_of(

@@ -15,12 +15,18 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 REFERENCE = Path(__file__).parent / "reference"
 NAMES = sorted(path.name for path in REFERENCE.iterdir() if (path / "config.json").is_file())
 # One of each kind of layers.
-KINDS = ["llama", "qwen2", "qwen3", "mistral", "gemma3"]
+KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3"]
 MESHES = [
     MeshShape(data=8),
     MeshShape(fsdp=8),
     MeshShape(tensor=2),
     MeshShape(data=2, fsdp=2, tensor=2),
+]
+EXPERT_MESHES = [MeshShape(expert=8), MeshShape(fsdp=2, expert=2, tensor=2)]
+# Every kind on every mesh that can cut it.
+PLACED = [
+    *((name, mesh) for name in KINDS for mesh in MESHES),
+    *(("qwen3_moe", mesh) for mesh in EXPERT_MESHES),
 ]
 
 

@@ -13,6 +13,7 @@ from earl_jax.config import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.slots import ORDER_COLUMNS
+from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.train import step as train_step
 from earl_jax.train.step import UpdateMetrics, batch_shapes, make_train_step
@@ -43,7 +44,8 @@ def lowered(traced, world):
 
 def mesh_words(shape: MeshShape) -> str:
     """How the lowered program names its mesh."""
-    return f'["data"={shape.data}, "fsdp"={shape.fsdp}, "tensor"={shape.tensor}]'
+    sizes = zip(MESH_AXES, shape.sizes, strict=True)
+    return "[" + ", ".join(f'"{axis}"={size}' for axis, size in sizes) + "]"
 
 
 def test_there_are_configs_and_one_is_the_default():

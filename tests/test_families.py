@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import KINDS, MESHES, NAMES, REFERENCE, checkpoint, loaded, reference
+from references import (
+    EXPERT_MESHES,
+    KINDS,
+    MESHES,
+    NAMES,
+    PLACED,
+    REFERENCE,
+    checkpoint,
+    loaded,
+    reference,
+)
 
 from earl_jax.models.attention import cap
 from earl_jax.models.config import ModelConfig, RopeScaling
@@ -24,7 +34,7 @@ from earl_jax.models.hf_read import load_parameters
 from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
 
@@ -34,6 +44,7 @@ QUICK = {
 }
 # Of the references' tokens, where gradients are taken: beyond their windows.
 LENGTH = 24
+MIXED = (MESHES[-1], EXPERT_MESHES[-1])
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
@@ -135,6 +146,9 @@ def test_every_setting_of_the_family_matters(name):
         "activation": "silu",
         "scale_embeddings": False,
     }
+    if model.num_experts:
+        other = not model.normalize_expert_weights
+        changes |= {"normalize_expert_weights": other, "experts_per_token": 2}
     for field, value in changes.items():
         if getattr(model, field) == value:
             continue
@@ -159,7 +173,7 @@ def test_biases_begin_at_zero_and_norms_at_one():
 @functools.cache
 def gradients(name: str, mesh: MeshShape):
     """The mean log-prob of the reference's tokens, and its gradients."""
-    given, layout = checkpoint(name), make_layout(mesh)
+    given, layout = checkpoint(name), make_layout(mesh, row_axes=TRAINING_ROWS)
     tokens = np.tile(reference(name)["tokens"][:, :LENGTH], (4, 1))
 
     def loss(params):
@@ -179,11 +193,14 @@ def gradients(name: str, mesh: MeshShape):
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    [*(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[:-1]), MESHES[-1]],
-    ids=str,
+    ("name", "mesh"),
+    [
+        pytest.param(
+            name, mesh, marks=() if mesh in MIXED else pytest.mark.slow, id=f"{name}-{mesh}"
+        )
+        for name, mesh in PLACED
+    ],
 )
-@pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_finite_and_equal_on_every_mesh(name, mesh):
     (loss, alone), (sharded_loss, sharded) = gradients(name, MeshShape()), gradients(name, mesh)
     assert float(sharded_loss) == pytest.approx(float(loss), rel=1e-6)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets: the sizes of published models, as defaults of the model section."""
 
+import dataclasses
 import json
 
 import pytest
@@ -28,6 +29,8 @@ PUBLISHED = {
     "qwen3-8b": (151_936, 8_190_735_360),
     "qwen3-14b": (151_936, 14_768_307_200),
     "qwen3-32b": (151_936, 32_762_123_264),
+    "qwen3-30b-a3b": (151_936, 30_532_122_624),
+    "qwen3-235b-a22b": (151_936, 235_093_634_560),
     "llama3.2-1b": (128_256, 1_235_814_400),
     "llama3.2-3b": (128_256, 3_212_749_824),
     "llama3.1-8b": (128_256, 8_030_261_248),
@@ -39,6 +42,8 @@ PUBLISHED = {
     "gemma3-27b": (262_208, 27_009_346_304),
 }
 ARCHITECTURES = {
+    "qwen3-30b-a3b": "Qwen3MoeForCausalLM",
+    "qwen3-235b-a22b": "Qwen3MoeForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
@@ -64,6 +69,13 @@ def test_a_preset_is_of_its_family_and_of_the_published_size(name):
     start = next(start for start in ARCHITECTURES if name.startswith(start))
     assert family_of(given).architecture == ARCHITECTURES[start]
     assert read_settings(write_settings(given, vocab_size)) == (given, vocab_size)
+
+
+def test_a_mixture_is_named_by_what_it_stores_and_what_a_token_uses():
+    for name, billions in (("qwen3-30b-a3b", 3.3), ("qwen3-235b-a22b", 22)):
+        used = dataclasses.replace(PRESETS[name], num_experts=PRESETS[name].experts_per_token)
+        count = num_parameters(parameter_specs(used, PUBLISHED[name][0]))
+        assert count / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 def test_what_is_given_beside_a_preset_overrides_it():

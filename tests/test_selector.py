@@ -40,17 +40,30 @@ def at_most_two_heads(shape):
 
 def test_rollout_candidates_of_eight_devices_are_all_divisor_shapes():
     assert [s.sizes for s in rollout_candidates(8, (), possible)] == [
-        (8, 1, 1),
-        (4, 1, 2),
-        (2, 1, 4),
-        (1, 1, 8),
+        (8, 1, 1, 1),
+        (4, 1, 1, 2),
+        (2, 1, 1, 4),
+        (1, 1, 1, 8),
     ]
 
 
 def test_train_candidates_of_eight_devices_are_all_divisor_shapes():
     expected = [(8, 1, 1), (4, 2, 1), (2, 4, 1), (1, 8, 1)]
     expected += [(4, 1, 2), (2, 2, 2), (1, 4, 2), (2, 1, 4), (1, 2, 4), (1, 1, 8)]
-    assert [s.sizes for s in train_candidates(8, (), possible)] == expected
+    shapes = train_candidates(8, (), possible)
+    assert [(s.data, s.fsdp, s.tensor) for s in shapes] == expected
+    assert {s.expert for s in shapes} == {1}
+
+
+def test_experts_are_cut_where_their_number_divides():
+    shapes = [s.sizes for s in rollout_candidates(4, (), possible, num_experts=6)]
+    assert shapes == [(4, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 2, 2)]
+    shapes = [s.sizes for s in train_candidates(4, (), possible, num_experts=6)]
+    expected = [(4, 1, 1, 1), (2, 2, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
+    expected += [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 4)]
+    assert shapes == expected
+    # 8 = data x fsdp x expert x tensor: three factors of two over four axes, C(6, 3) ways.
+    assert len(set(train_candidates(8, (), possible, num_experts=128))) == 20
 
 
 def test_candidates_drop_what_the_check_refuses():
@@ -108,8 +121,15 @@ def test_a_named_mesh_that_the_model_cannot_use_is_refused():
 
 
 def test_an_unknown_axis_is_refused():
-    with pytest.raises(ValueError, match="'expert=2'.*axes are data, fsdp, tensor"):
-        rollout_candidates(8, ("data=4,expert=2",), possible)
+    with pytest.raises(ValueError, match="'model=2'.*axes are data, fsdp, expert, tensor"):
+        rollout_candidates(8, ("data=4,model=2",), possible)
+
+
+def test_a_mesh_says_the_axes_that_cut_something():
+    shape = MeshShape(data=2, expert=4, tensor=2)
+    assert str(shape) == "data=2,expert=4,tensor=2"
+    assert MeshShape.parse(str(shape)) == shape
+    assert str(MeshShape.parse("data=4,tensor=2")) == "data=4,tensor=2"
 
 
 def test_no_possible_mesh_says_why_for_each():
@@ -123,6 +143,25 @@ def test_a_model_is_cut_only_where_it_divides():
     assert "model.num_kv_heads = 2 does not divide by 4" in check_tensor_axis(model, 320, 4, 1)
     assert "vocabulary = 321 does not divide by 2" in check_tensor_axis(model, 321, 2, 1)
     assert "model.width = 64 does not divide by 3" in check_tensor_axis(model, 320, 1, 3)
+
+
+def test_only_a_model_with_experts_has_an_expert_axis():
+    dense = ModelConfig(num_kv_heads=2, num_heads=4, ffn_size=191, width=64)
+    assert "model.num_experts = 0, so that there are no experts" in check_tensor_axis(
+        dense, 320, 1, 1, expert=2
+    )
+    # The network that a dense model would have is not there, and need not divide.
+    mixed = dataclasses.replace(dense, num_experts=6, expert_ffn_size=32)
+    assert check_tensor_axis(mixed, 320, tensor=2, fsdp=1, expert=2) is None
+    assert "model.num_experts = 6 does not divide by 4" in check_tensor_axis(mixed, 320, 1, 1, 4)
+    odd = dataclasses.replace(mixed, expert_ffn_size=33)
+    assert "model.expert_ffn_size = 33 does not divide by 2" in check_tensor_axis(odd, 320, 2, 1)
+
+    def check(shape):
+        return check_tensor_axis(dense, 320, shape.tensor, shape.fsdp, shape.expert)
+
+    with pytest.raises(ValueError, match=r"train_meshes has 'data=4,expert=2'.*model.num_experts"):
+        train_candidates(8, ("data=4,expert=2",), check)
 
 
 # The choice.

@@ -69,6 +69,11 @@ class ModelConfig:
 
     `scale_embeddings` multiplies embeddings by sqrt(width).
 
+    With `num_experts` each layer has so many feed-forward networks, of `expert_ffn_size` each
+    instead of one of `ffn_size`. A router sends every token to `experts_per_token` of them, and
+    what they make of it is added up, weighted by the router's probabilities of these experts;
+    `normalize_expert_weights` scales the weights to a sum of 1. 0 is a dense model.
+
     `compute_dtype` is the type of matrix work and of the KV cache; the trainer's parameters are
     fp32 always. `init_scale` multiplies the 1/sqrt(fan-in) deviation of the projections that write
     into the residual stream, which is further divided by sqrt(2 * num_layers).
@@ -95,6 +100,10 @@ class ModelConfig:
     query_pre_attn_scalar: int = 0
     attention_softcap: float = 0.0
     final_softcap: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_ffn_size: int = 96
+    normalize_expert_weights: bool = True
     norm_eps: float = 1e-6
     norm_from_one: bool = False
     post_norms: bool = False
@@ -138,6 +147,16 @@ class ModelConfig:
                 f"config.model.windows is {self.windows}; give a number of tokens for each layer "
                 "of the pattern, 0 where a layer looks at all, and () where every layer does"
             )
+        if self.num_experts < 0:
+            raise ValueError(
+                f"config.model.num_experts is {self.num_experts}; it must be 0 (a dense model) or "
+                "the number of experts of a layer"
+            )
+        if 0 < self.num_experts < self.experts_per_token:
+            raise ValueError(
+                f"config.model.experts_per_token is {self.experts_per_token}, more than "
+                f"config.model.num_experts ({self.num_experts}); a token uses each expert once"
+            )
         self.rope_scaling.validate()
         for field, choices in (("compute_dtype", DTYPES), ("activation", ACTIVATIONS)):
             if getattr(self, field) not in choices:
@@ -146,7 +165,8 @@ class ModelConfig:
                 )
 
     def _check_numbers(self) -> None:
-        for field in ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size"):
+        sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size")
+        for field in (*sizes, "experts_per_token", "expert_ffn_size"):
             if getattr(self, field) < 1:
                 raise ValueError(
                     f"config.model.{field} is {getattr(self, field)}; it must be at least 1"

@@ -8,14 +8,16 @@ engine's: the next few tokens of many rows against their caches, layers unrolled
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention import Places, Window, attention, cap
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.kv_cache import LayerCache, write
 from earl_jax.models.lora import project
 from earl_jax.models.parameters import Params
@@ -23,13 +25,10 @@ from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.sharding.layout import Layout
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+MixExperts = Callable[[Any, jax.Array], jax.Array]
 
 # A window that reaches over any row, for layers without one beside layers that have one.
 WITHOUT_END = 2**30
-_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-}
 
 
 def rms_norm(x_BTD: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
@@ -86,10 +85,15 @@ def _block(
     x_BTD: jax.Array,
     positions_BT: jax.Array,
     attend: Attend,
+    mix_experts: MixExperts,
 ) -> jax.Array:
-    """One layer; `attend(query, key, value)` is what training and decoding differ in."""
+    """One layer.
+
+    `attend(query, key, value)` and `mix_experts(layer, x)` are what training and decoding differ
+    in; the second is not called for a dense model.
+    """
     x_BTD = x_BTD + _attention_half(config, kind, layer, x_BTD, positions_BT, attend)
-    return x_BTD + _feed_forward_half(config, layer, x_BTD)
+    return x_BTD + _feed_forward_half(config, layer, x_BTD, mix_experts)
 
 
 def _attention_half(
@@ -121,13 +125,18 @@ def _attention_half(
     )
 
 
-def _feed_forward_half(config: ModelConfig, layer: Any, x_BTD: jax.Array) -> jax.Array:
-    """What the feed-forward network adds to the residual stream."""
+def _feed_forward_half(
+    config: ModelConfig, layer: Any, x_BTD: jax.Array, mix_experts: MixExperts
+) -> jax.Array:
+    """What the feed-forward network, or the mixture of experts, adds to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["ffn_norm"])
-    gate_BTF = project("BTD,DF->BTF", normed_BTD, layer["gate"])
-    up_BTF = project("BTD,DF->BTF", normed_BTD, layer["up"])
-    activate = _ACTIVATIONS[config.activation]
-    added_BTD = project("BTF,FD->BTD", activate(gate_BTF) * up_BTF, layer["down"])
+    if config.num_experts:
+        added_BTD = mix_experts(layer, normed_BTD)
+    else:
+        gate_BTF = project("BTD,DF->BTF", normed_BTD, layer["gate"])
+        up_BTF = project("BTD,DF->BTF", normed_BTD, layer["up"])
+        hidden_BTF = ACTIVATIONS[config.activation](gate_BTF) * up_BTF
+        added_BTD = project("BTF,FD->BTD", hidden_BTF, layer["down"])
     return _norm(config, added_BTD, layer["post_ffn_norm"]) if config.post_norms else added_BTD
 
 
@@ -164,6 +173,8 @@ def forward_rows(
     order_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
     places = Places(order_BT, segment_ids_BT)
 
+    mix_experts = functools.partial(experts_of_rows, config, layout)
+
     def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, None]:
         layer, kind = xs
         kind = layer_kind(config, 0) if kind is None else kind
@@ -180,7 +191,7 @@ def forward_rows(
                 window=kind.window,
             )
 
-        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend)
+        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
         return layout.constrain(x_BTD, "BT."), None
 
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
@@ -206,11 +217,14 @@ def forward_chunk(
     tokens_BT: jax.Array,
     cached_B: jax.Array,
     counts_B: jax.Array,
+    *,
+    layout: Layout | None = None,
 ) -> tuple[jax.Array, list[LayerCache]]:
     """The next `counts_B[b]` tokens of each row b (at most T), after `cached_B[b]` cached ones.
 
     Rows with a count of 0 are left as they are; what is returned for them means nothing. `params`
-    are the engine's: a list of layers, in the compute type.
+    are the engine's: a list of layers, in the compute type. `layout` is the engine's too, inside
+    its `shard_map` over rows; None: weights are whole on one device.
 
     Returns:
         logits_BV f32 after each row's last new token, and the caches with the new tokens in them.
@@ -221,6 +235,7 @@ def forward_chunk(
     query_places = Places(positions_BT, jnp.ones_like(positions_BT))
     key_places = Places(places_BS, jnp.ones_like(places_BS))
     x_BTD = _embed(config, params["embed"], tokens_BT)
+    mix_experts = functools.partial(experts_of_shard, config, layout)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         kind = layer_kind(config, index)
@@ -242,7 +257,7 @@ def forward_chunk(
                 window=window,
             )
 
-        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend)
+        x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
     last_B = jnp.maximum(counts_B - 1, 0)
     x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
     x_BD = _norm(config, x_BD, params["final_norm"])

@@ -24,7 +24,10 @@ from earl_jax.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A tensor of a checkpoint: its name ("{layer}" is a number), and its axes ("KGH D")."""
+    """A tensor of a checkpoint: its name, and its axes ("KGH D").
+
+    "{layer}" and "{expert}" in the name are numbers; each layer and expert is a tensor of its own.
+    """
 
     name: str
     axes: str
@@ -53,6 +56,16 @@ _BIASES: Mapping[str, Weight] = {
 _NORMS: Mapping[str, Weight] = {
     "layers.query_norm": Weight("model.layers.{layer}.self_attn.q_norm.weight", "H"),
     "layers.key_norm": Weight("model.layers.{layer}.self_attn.k_norm.weight", "H"),
+}
+_EXPERTS: Mapping[str, Weight] = {
+    "layers.router": Weight("model.layers.{layer}.mlp.gate.weight", "X D"),
+    "layers.expert_gate": Weight(
+        "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "F D"
+    ),
+    "layers.expert_up": Weight("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", "F D"),
+    "layers.expert_down": Weight(
+        "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", "D F"
+    ),
 }
 
 
@@ -98,6 +111,7 @@ _PLAIN: Mapping[str, Any] = {
     "query_pre_attn_scalar": 0,
     "attention_softcap": 0.0,
     "final_softcap": 0.0,
+    "num_experts": 0,
 }
 _SILU = {"hidden_act": "silu"}
 # A bias of these would be one of the output projection too.
@@ -134,6 +148,19 @@ FAMILIES: Mapping[str, Family] = {
         windows="by_flag",
         defaults={"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     ),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        layers={
+            **{field: value for field, value in _PLAIN.items() if field != "num_experts"},
+            "query_key_norm": True,
+        },
+        required=_SILU
+        | _NO_BIAS
+        # Layers without experts beside layers with them cannot be stacked for the scan.
+        | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        weights={**_WEIGHTS, **_NORMS, **_EXPERTS},
+        defaults={"num_key_value_heads": 4, "norm_topk_prob": False},
+    ),
     "gemma3_text": Family(
         architecture="Gemma3ForCausalLM",
         layers={
@@ -143,6 +170,7 @@ FAMILIES: Mapping[str, Family] = {
             "post_norms": True,
             "scale_embeddings": True,
             "activation": "gelu_tanh",
+            "num_experts": 0,
         },
         required=_NO_BIAS
         | {"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False},

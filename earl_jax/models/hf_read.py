@@ -9,9 +9,10 @@ time. Which tensor is which parameter is said in families.py; hf_write.py is the
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
             one = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
             stacked = jnp.zeros(spec.shape, DTYPES[dtype], device=layout.parameters(spec.axes))
             for layer in range(spec.shape[0]):
-                name = weight.name.format(layer=layer)
+                name = weight.name.replace("{layer}", str(layer))
                 placed = _read(tensors, name, weight, one, layout, dtype)
                 stacked = _put_layer(stacked.sharding)(stacked, placed, np.int32(layer))
                 # The next layer is read when this one has left the host.
@@ -186,6 +187,15 @@ def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], t
     return sizes, shape
 
 
+def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a parameter, and its place there: (), layer (2,), layer and expert (2, 5)."""
+    layers = range(model.num_layers) if "{layer}" in weight.name else (None,)
+    experts = range(model.num_experts) if "{expert}" in weight.name else (None,)
+    for layer, expert in itertools.product(layers, experts):
+        index = tuple(number for number in (layer, expert) if number is not None)
+        yield weight.name.format(layer=layer, expert=expert), index
+
+
 def _check(
     tensors: _Tensors, specs: Any, weights: Mapping[str, Weight], model: ModelConfig
 ) -> None:
@@ -193,8 +203,8 @@ def _check(
     expected: dict[str, tuple[int, ...]] = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         weight = weights[key_of(path)]
-        layers = range(model.num_layers) if "{layer}" in weight.name else (0,)
-        expected |= {weight.name.format(layer=i): tensor_sizes(spec, weight)[1] for i in layers}
+        shape = tensor_sizes(spec, weight)[1]
+        expected |= {name: shape for name, _ in tensor_names(weight, model)}
     for name, shape in expected.items():
         if name not in tensors.files:
             where = ", ".join(sorted({file.name for file in tensors.files.values()}))
@@ -220,14 +230,25 @@ def _check(
 def _read(
     tensors: _Tensors, name: str, weight: Weight, spec: ParameterSpec, layout: Layout, dtype: str
 ) -> jax.Array:
-    """One tensor on its devices, of this type, in our order of axes; each region is read once."""
-    tensor = tensors.slice_of(name)
+    """One tensor, or one of each expert, on its devices, of this type, in our order of axes.
+
+    Each region is read once.
+    """
     sizes, _ = tensor_sizes(spec, weight)
     theirs = weight.axes.replace(" ", "")
-    order = [theirs.index(letter) for letter in spec.axes]
+    order = [theirs.index(letter) for letter in spec.axes if letter in theirs]
 
     def read(region: tuple[tuple[int, int], ...]) -> np.ndarray:
         ranges = dict(zip(spec.axes, region, strict=True))
+        if "{expert}" not in name:
+            return read_one(name, ranges)
+        pieces = np.empty([stop - start for start, stop in region], DTYPES[dtype])
+        for piece, expert in zip(pieces, range(*ranges["E"]), strict=True):
+            piece[...] = read_one(name.replace("{expert}", str(expert)), ranges)
+        return pieces
+
+    def read_one(name: str, ranges: Mapping[str, tuple[int, int]]) -> np.ndarray:
+        tensor = tensors.slice_of(name)
         cuts, lengths, inner = [], [], []
         for group in weight.axes.split():
             # The first letter of a group is cut in the file; the others are beside it, whole.

@@ -18,6 +18,11 @@ _SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
     "final_softcap": "final_logit_softcapping",
 }
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn_size": "moe_intermediate_size",
+}
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
@@ -47,6 +52,11 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     for field, key in _SOFTCAPS.items():
         if field not in layers:
             layers[field] = float(settings.get(key) or 0.0)
+    if "num_experts" not in layers:
+        # `transformers` 5 writes the second name of it, and reads both.
+        settings = {"num_experts": settings.get("num_local_experts"), **settings}
+        layers |= {field: _size(settings, key) for field, key in _EXPERTS.items()}
+        layers["normalize_expert_weights"] = settings["norm_topk_prob"]
     model = ModelConfig(
         num_layers=_size(settings, "num_hidden_layers"),
         width=width,
@@ -192,6 +202,7 @@ def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         **_written_rope(model, family),
         **_written_windows(model, family),
         **_written_scores(model, family),
+        **_written_experts(model, family),
         **family.required,
     }
 
@@ -236,3 +247,10 @@ def _written_scores(model: ModelConfig, family: Family) -> dict[str, Any]:
         if field not in family.layers:
             written[key] = getattr(model, field) or None
     return written
+
+
+def _written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
+    if "num_experts" in family.layers:
+        return {}
+    sizes = {key: getattr(model, field) for field, key in _EXPERTS.items()}
+    return sizes | {"norm_topk_prob": model.normalize_expert_weights}

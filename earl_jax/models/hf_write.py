@@ -24,6 +24,7 @@ from earl_jax.models.hf_read import (
     SINGLE,
     Checkpoint,
     key_of,
+    tensor_names,
     tensor_sizes,
     weights_of,
 )
@@ -149,11 +150,11 @@ def _write_weights(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A tensor to write: layer `layer` (None: all) of the parameter `key`."""
+    """A tensor to write: what is at `index` (see `tensor_names`) of the parameter `key`."""
 
     name: str
     key: str
-    layer: int | None
+    index: tuple[int, ...]
     weight: Weight
     axes: str
     shape: tuple[int, ...]
@@ -165,15 +166,14 @@ def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Pl
     weights = weights_of(specs, family_of(model))
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         weight = weights[key_of(path)]
-        stacked = "{layer}" in weight.name
         shape = tensor_sizes(spec, weight)[1]
-        for layer in range(model.num_layers) if stacked else (None,):
+        for name, index in tensor_names(weight, model):
             yield _Planned(
-                name=weight.name.format(layer=layer),
+                name=name,
                 key=key_of(path),
-                layer=layer,
+                index=index,
                 weight=weight,
-                axes=spec.axes[1:] if stacked else spec.axes,
+                axes=spec.axes[len(index) :],
                 shape=shape,
                 num_bytes=math.prod(shape) * itemsize,
             )
@@ -197,7 +197,7 @@ _merged = jax.jit(merged)
 
 def _tensor(leaf: jax.Array | Adapted, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
     """The tensor as its file has it."""
-    one = leaf if tensor.layer is None else jax.tree.map(lambda part: part[tensor.layer], leaf)
+    one = jax.tree.map(lambda part: part[tensor.index], leaf) if tensor.index else leaf
     values = np.asarray(_merged(one) if is_adapted(one) else one)
     order = [tensor.axes.index(letter) for letter in tensor.weight.axes.replace(" ", "")]
     return np.ascontiguousarray(values.transpose(order).reshape(tensor.shape).astype(dtype))

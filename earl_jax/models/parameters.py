@@ -41,7 +41,9 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
         "K": config.num_kv_heads,
         "G": config.num_query_groups,
         "H": config.head_size,
-        "F": config.ffn_size,
+        "F": config.expert_ffn_size if config.num_experts else config.ffn_size,
+        "E": config.num_experts,
+        "X": config.num_experts,
         "V": vocab_size,
     }
 
@@ -66,12 +68,22 @@ def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
             "value": spec("LDKH", "D"),
             "out": spec("LKGHD", "KGH", residual),
             "ffn_norm": norm("LD"),
-            "gate": spec("LDF", "D"),
-            "up": spec("LDF", "D"),
-            "down": spec("LFD", "F", residual),
         },
         "final_norm": norm("D"),
     }
+    if config.num_experts:
+        specs["layers"] |= {
+            "router": spec("LDX", "D"),
+            "expert_gate": spec("LEDF", "D"),
+            "expert_up": spec("LEDF", "D"),
+            "expert_down": spec("LEFD", "F", residual),
+        }
+    else:
+        specs["layers"] |= {
+            "gate": spec("LDF", "D"),
+            "up": spec("LDF", "D"),
+            "down": spec("LFD", "F", residual),
+        }
     if config.attention_bias:
         for name, axes in (("query", "LKGH"), ("key", "LKH"), ("value", "LKH")):
             bias = dataclasses.replace(spec(axes), constant=0.0)
@@ -136,11 +148,20 @@ def unstacked_specs(specs: Any, num_layers: int) -> Any:
     return unstack_layers(specs, num_layers, take)
 
 
-def check_tensor_axis(config: ModelConfig, vocab_size: int, tensor: int, fsdp: int) -> str | None:
+def check_tensor_axis(
+    config: ModelConfig, vocab_size: int, tensor: int, fsdp: int, expert: int = 1
+) -> str | None:
     """Why this model cannot be cut so, in words; None where it can."""
+    if expert > 1 and not config.num_experts:
+        return (
+            f"model.num_experts = 0, so that there are no experts to be cut in {expert}; "
+            "use data, fsdp or tensor"
+        )
+    ffn = "model.expert_ffn_size" if config.num_experts else "model.ffn_size"
     for name, size, parts in (
         ("model.num_kv_heads", config.num_kv_heads, tensor),
-        ("model.ffn_size", config.ffn_size, tensor),
+        (ffn, config.expert_ffn_size if config.num_experts else config.ffn_size, tensor),
+        ("model.num_experts", config.num_experts, expert),
         ("vocabulary", vocab_size, tensor),
         ("model.width", config.width, fsdp),
     ):

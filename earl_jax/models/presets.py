@@ -29,6 +29,15 @@ def _config(
     )
 
 
+def _experts(number: int, per_token: int, ffn_size: int) -> dict[str, Any]:
+    return {
+        "num_experts": number,
+        "experts_per_token": per_token,
+        "expert_ffn_size": ffn_size,
+        "normalize_expert_weights": True,
+    }
+
+
 _QWEN2: Mapping[str, Any] = {"rope_theta": 1e6, "attention_bias": True}
 _QWEN3: Mapping[str, Any] = {"rope_theta": 1e6, "query_key_norm": True}
 _LLAMA3: Mapping[str, Any] = {
@@ -73,6 +82,8 @@ PRESETS: Mapping[str, ModelConfig] = {
     "qwen3-8b": _config(36, 4096, (32, 8, 128), 12288, **_QWEN3),
     "qwen3-14b": _config(40, 5120, (40, 8, 128), 17408, **_QWEN3),
     "qwen3-32b": _config(64, 5120, (64, 8, 128), 25600, **_QWEN3),
+    "qwen3-30b-a3b": _config(48, 2048, (32, 4, 128), 6144, **_QWEN3, **_experts(128, 8, 768)),
+    "qwen3-235b-a22b": _config(94, 4096, (64, 4, 128), 12288, **_QWEN3, **_experts(128, 8, 1536)),
     "llama3.2-1b": _config(16, 2048, (32, 8, 64), 8192, **_LLAMA32),
     "llama3.2-3b": _config(28, 3072, (24, 8, 128), 8192, **_LLAMA32),
     "llama3.1-8b": _config(32, 4096, (32, 8, 128), 14336, **_LLAMA3),

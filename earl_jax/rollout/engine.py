@@ -67,9 +67,9 @@ class Prefix:
 class PolicyEngine(Engine):
     """The engine for one model on one rollout layout.
 
-    Slots and experience are split over `data`; heads and vocabulary over `tensor`. Each data shard
-    decodes on its own (`shard_map` over `data`): no collective crosses it, and a shard whose slots
-    have all ended their turn stops early whatever the others do.
+    Slots and experience are split over `data`; heads and vocabulary over `tensor`, experts over
+    `expert`. Each data shard decodes on its own (`shard_map` over `data`): no collective crosses
+    it, and a shard whose slots have all ended their turn stops early whatever the others do.
     """
 
     def __init__(self, config: EngineConfig, layout: Layout, tokenizer: Any = None) -> None:
@@ -111,7 +111,7 @@ class PolicyEngine(Engine):
         config, layout = self.config, self.layout
         model, rules = config.model, config.rules
         rows_per_shard = config.num_rows // layout.num_row_shards
-        row_axes = ("data", "fsdp")
+        row_axes = layout.row_axes
 
         def replicate(logits_BV: jax.Array) -> jax.Array:
             # Else XLA cuts the sampling over `tensor`, with collective-permutes. These wait for
@@ -122,19 +122,22 @@ class PolicyEngine(Engine):
         def play_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
             key = jax.random.wrap_key_data(key_data)
             first_row = jax.lax.axis_index(row_axes) * rows_per_shard
-            return slots.play(model, rules, params, state, orders, key, first_row, replicate)
+            return slots.play(
+                model, rules, params, state, orders, key, first_row, replicate, layout
+            )
 
         def generate_shard(params: Params, state: DecodeState, key_data: jax.Array):
             key = jax.random.wrap_key_data(key_data)
-            return slots.generate_one(model, rules, params, state, key, replicate)
+            return slots.generate_one(model, rules, params, state, key, replicate, layout)
 
-        def over_rows(function: Any, in_specs: Any) -> Any:
-            # Manual over rows; `tensor` stays automatic and follows the weights' placement.
+        def over_rows(function: Any, in_specs: Any, out_specs: Any = P(row_axes)) -> Any:  # noqa: B008
+            # Manual over rows; the axes within them stay automatic and follow the weights'
+            # placement.
             return jax.shard_map(
                 function,
                 mesh=layout.mesh,
                 in_specs=in_specs,
-                out_specs=P(row_axes),
+                out_specs=out_specs,
                 axis_names=set(row_axes),
                 check_vma=False,
             )
@@ -155,7 +158,10 @@ class PolicyEngine(Engine):
         )
         # Not donated: no buffer that grows can be used again, and JAX warns of each.
         self._grow = jax.jit(slots.grow, static_argnums=1, out_shardings=self.state_shardings)
-        self._prefill = jax.jit(functools.partial(_prefill, model, rules))
+        # A prompt is one row: every row shard reads it alike.
+        self._prefill = jax.jit(
+            over_rows(functools.partial(_prefill, model, rules, layout), P(), P())
+        )
         self._insert = jax.jit(_insert, donate_argnums=1, out_shardings=self.state_shardings)
 
     # What a rollout calls.
@@ -302,6 +308,7 @@ class PolicyEngine(Engine):
 def _prefill(
     config: ModelConfig,
     rules: SlotRules,
+    layout: Layout,
     params: Params,
     prefix: Prefix,
     tokens_T: jax.Array,
@@ -310,7 +317,7 @@ def _prefill(
 ) -> Prefix:
     count = jnp.asarray(true_length, jnp.int32)[None]
     logits_BV, caches = forward_chunk(
-        config, params, prefix.caches, tokens_T[None], prefix.cached, count
+        config, params, prefix.caches, tokens_T[None], prefix.cached, count, layout=layout
     )
     cached = prefix.cached + count
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)

@@ -31,6 +31,7 @@ from earl_jax.rollout.sampling import (
     sampling_rows,
     token_uniforms,
 )
+from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
 
 Replicate = Callable[[jax.Array], jax.Array]
@@ -216,10 +217,12 @@ def play(
     key: jax.Array,
     first_row: jax.Array | int,
     replicate: Replicate = lambda logits_BV: logits_BV,
+    layout: Layout | None = None,
 ) -> tuple[DecodeState, jax.Array]:
     """One round for one data shard, whose buffers begin at global row `first_row`.
 
-    `replicate` puts logits whole on every device of the shard before they are sampled from.
+    `replicate` puts logits whole on every device of the shard before they are sampled from;
+    `layout` is that of `forward_chunk`.
 
     Returns:
         The new state, and the packed Report.
@@ -236,7 +239,13 @@ def play(
     def append_chunk(carry: Any) -> Any:
         state, out = carry
         logits_BV, caches = forward_chunk(
-            config, params, state.caches, orders.chunk, state.cached, orders.count
+            config,
+            params,
+            state.caches,
+            orders.chunk,
+            state.cached,
+            orders.count,
+            layout=layout,
         )
         experience = _record_chunk(state, orders)
         begins = orders.speak & (orders.count > 0)
@@ -254,7 +263,7 @@ def play(
     def decode_one(carry: Any) -> Any:
         state, out = carry
         speaking = speaks(carry)
-        state, logits_BV = _forward_pending(config, params, state, speaking)
+        state, logits_BV = _forward_pending(config, params, state, speaking, layout)
         return _sample_next(rules, key, state, replicate(logits_BV), speaking, out)
 
     def speaks(carry: Any) -> Any:
@@ -302,6 +311,7 @@ def generate_one(
     state: DecodeState,
     key: jax.Array,
     replicate: Replicate = lambda logits_BV: logits_BV,
+    layout: Layout | None = None,
 ) -> tuple[DecodeState, jax.Array]:
     """JetStream's step: hands out each slot's pending token, and samples the one after it.
 
@@ -312,7 +322,7 @@ def generate_one(
     everywhere = jnp.ones_like(state.active)
     places = state.caches[0].key.shape[2]
     handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
-    state, logits_BV = _forward_pending(config, params, state, everywhere)
+    state, logits_BV = _forward_pending(config, params, state, everywhere, layout)
     nowhere = (
         state.pending[:, None],
         state.sampling.temperature[:, None],
@@ -341,11 +351,15 @@ def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
 
 
 def _forward_pending(
-    config: ModelConfig, params: Params, state: DecodeState, moving: jax.Array
+    config: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    moving: jax.Array,
+    layout: Layout | None,
 ) -> tuple[DecodeState, jax.Array]:
     count = moving.astype(jnp.int32)
     logits_BV, caches = forward_chunk(
-        config, params, state.caches, state.pending[:, None], state.cached, count
+        config, params, state.caches, state.pending[:, None], state.cached, count, layout=layout
     )
     return dataclasses.replace(state, caches=caches, cached=state.cached + count), logits_BV
 

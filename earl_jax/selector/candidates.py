@@ -15,22 +15,42 @@ def divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def rollout_candidates(num_devices: int, named: Sequence[str], check: Check) -> list[MeshShape]:
-    """All data x tensor shapes over all devices, widest data axis first. Raises as `_checked`."""
+def rollout_candidates(
+    num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
+) -> list[MeshShape]:
+    """All data x expert x tensor shapes over all devices, widest data axis first.
+
+    A row shard of 4 devices may be tensor=4, expert=2 x tensor=2, or expert=4.
+
+    Raises as `_checked`.
+    """
     shapes = [
-        MeshShape(data=num_devices // tensor, tensor=tensor) for tensor in divisors(num_devices)
+        MeshShape(data=num_devices // cut, expert=expert, tensor=cut // expert)
+        for cut in divisors(num_devices)
+        for expert in _expert_sizes(cut, num_experts)
     ]
     return _checked("rollout_meshes", shapes, named, num_devices, check)
 
 
-def train_candidates(num_devices: int, named: Sequence[str], check: Check) -> list[MeshShape]:
-    """All data x fsdp x tensor shapes over all devices, least cut first. Raises as `_checked`."""
+def train_candidates(
+    num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
+) -> list[MeshShape]:
+    """All data x fsdp x expert x tensor shapes over all devices, least cut first.
+
+    Raises as `_checked`.
+    """
     shapes = [
-        MeshShape(data=num_devices // tensor // fsdp, fsdp=fsdp, tensor=tensor)
-        for tensor in divisors(num_devices)
-        for fsdp in divisors(num_devices // tensor)
+        MeshShape(data=rows // fsdp // expert, fsdp=fsdp, expert=expert, tensor=num_devices // rows)
+        for rows in reversed(divisors(num_devices))
+        for expert in _expert_sizes(rows, num_experts)
+        for fsdp in divisors(rows // expert)
     ]
     return _checked("train_meshes", shapes, named, num_devices, check)
+
+
+def _expert_sizes(num_devices: int, num_experts: int) -> list[int]:
+    """In how many parts experts may be cut over these devices: 1 for a model that has none."""
+    return [size for size in divisors(num_devices) if max(num_experts, 1) % size == 0]
 
 
 def _checked(

@@ -47,7 +47,7 @@ class SelectorConfig:
                 if field == "rollout_meshes" and shape.fsdp > 1:
                     raise ValueError(
                         f"config.selector.rollout_meshes has {text!r}; the engine keeps whole "
-                        "layers on a device or cuts them over tensor: use data and tensor only"
+                        "layers on a device or cuts them over expert or tensor: use data and those"
                     )
         for field, least in (
             ("budget_bytes_per_device", 0),

@@ -10,12 +10,14 @@
     N  rows of an experience buffer                        C  chunk of tokens
     P  blocks of a blocked vocabulary                      Q  entries of such a block
     R  rank of an adapter
+    E  experts of a layer                                  X  the same, as a router scores them
+    U  experts that one token uses                         M  pairs of a token and its expert
 
-A mesh has three axes, always in this order: `data` splits rows, `fsdp` splits rows too and stores
-each parameter in pieces that are gathered for use, `tensor` splits heads, feed-forward and
-vocabulary.
+A mesh has four axes, always in this order, those that talk most innermost: `data` splits rows,
+`fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `expert`
+splits experts, `tensor` splits heads, feed-forward and vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQR"
+LETTERS = "BTSLDFKGHVNCPQREXUM"
 
-MESH_AXES = ("data", "fsdp", "tensor")
+MESH_AXES = ("data", "fsdp", "expert", "tensor")

@@ -14,10 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.sharding.axes import LETTERS, MESH_AXES
 
-# Rows (B, N) are split over both axes that carry rows; heads, feed-forward, vocabulary over tensor.
+# Over which axes a stage cuts its rows (B, N). Between experts, training cuts rows too: attention
+# would else be computed alike on every device of the `expert` axis. The rollout keeps them whole
+# there, because its row shards decode unequally long, and experts talk at every token.
+ROLLOUT_ROWS = ("data", "fsdp")
+TRAINING_ROWS = ("data", "fsdp", "expert")
+# Heads, feed-forward and vocabulary are split over tensor.
 ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
-    "B": ("data", "fsdp"),
-    "N": ("data", "fsdp"),
     "K": ("tensor",),
     "F": ("tensor",),
     "V": ("tensor",),
@@ -25,6 +28,7 @@ ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
 # Parameters have no rows. Their width is cut over `fsdp`: gathered at use, gradients scattered.
 PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {
     "D": ("fsdp",),
+    "E": ("expert",),
     "K": ("tensor",),
     "F": ("tensor",),
     "V": ("tensor",),
@@ -33,16 +37,17 @@ PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(frozen=True, order=True)
 class MeshShape:
-    """Sizes of the three mesh axes. `str(MeshShape(4, 1, 2))` is "data=4,tensor=2"."""
+    """Sizes of the mesh axes. `str(MeshShape(data=4, tensor=2))` is "data=4,tensor=2"."""
 
     data: int = 1
     fsdp: int = 1
+    expert: int = 1
     tensor: int = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
+    def sizes(self) -> tuple[int, int, int, int]:
         """The sizes in the order of MESH_AXES."""
-        return (self.data, self.fsdp, self.tensor)
+        return (self.data, self.fsdp, self.expert, self.tensor)
 
     @property
     def num_devices(self) -> int:
@@ -75,9 +80,11 @@ class Layout:
     """A mesh and the rules that place arrays on it. Passed in, never looked up.
 
     `mesh` may be abstract: then shardings can be made and programs traced, but nothing placed.
+    `row_axes` are those that rows are cut over: ROLLOUT_ROWS or TRAINING_ROWS.
     """
 
     mesh: Mesh | AbstractMesh
+    row_axes: tuple[str, ...] = ROLLOUT_ROWS
     parameter_rules: tuple[tuple[str, tuple[str, ...]], ...] = tuple(PARAMETER_RULES.items())
 
     @property
@@ -91,11 +98,11 @@ class Layout:
     @property
     def num_row_shards(self) -> int:
         """Into how many pieces rows are cut."""
-        return self.shape.data * self.shape.fsdp
+        return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     def activation_spec(self, letters: str) -> P:
         """Placement of an activation with these axes; a dot is an axis that stays whole."""
-        return _spec(letters, ACTIVATION_RULES)
+        return _spec(letters, {**ACTIVATION_RULES, "B": self.row_axes, "N": self.row_axes})
 
     def parameter_spec(self, letters: str) -> P:
         """Placement of a parameter whose axes are `letters`."""
@@ -120,7 +127,12 @@ def _spec(letters: str, rules: Mapping[str, tuple[str, ...]]) -> P:
     return P(*(axes if len(axes) > 1 else (axes[0] if axes else None) for axes in entries))
 
 
-def make_layout(shape: MeshShape, devices: Sequence[Any] | None = None) -> Layout:
+def make_layout(
+    shape: MeshShape,
+    devices: Sequence[Any] | None = None,
+    *,
+    row_axes: tuple[str, ...] = ROLLOUT_ROWS,
+) -> Layout:
     """A layout of this shape over the first devices in the order given (default: all of this run).
 
     Raises:
@@ -133,11 +145,11 @@ def make_layout(shape: MeshShape, devices: Sequence[Any] | None = None) -> Layou
             "choose a smaller mesh or raise config.devices.num_cpu_devices"
         )
     grid = np.asarray(devices[: shape.num_devices], dtype=object).reshape(shape.sizes)
-    return Layout(Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)))
+    mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Layout(mesh, row_axes=row_axes)
 
 
-def make_abstract_layout(shape: MeshShape) -> Layout:
+def make_abstract_layout(shape: MeshShape, *, row_axes: tuple[str, ...] = ROLLOUT_ROWS) -> Layout:
     """A layout of this shape over devices that need not exist: for tracing and planning."""
-    return Layout(
-        AbstractMesh(shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    )
+    mesh = AbstractMesh(shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Layout(mesh, row_axes=row_axes)

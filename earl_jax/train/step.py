@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The training step: one jitted update under a mesh with data, fsdp and tensor axes."""
+"""The training step: one jitted update under a mesh with data, fsdp, expert and tensor axes."""
 
 import dataclasses
 import functools

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from earl_jax.envs.board_game import game_corpus
@@ -79,6 +80,13 @@ GEMMA3 = {
     },
 }
 
+EXPERTS = {
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
+
 # Name -> config, type of the stored weights, largest file.
 MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
     # As large a vocabulary as the tokenizer needs: whole runs begin with this one.
@@ -95,6 +103,22 @@ MODELS: dict[str, tuple[PreTrainedConfig, torch.dtype, str]] = {
     ),
     "qwen3_tied": (
         Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
+        torch.float32,
+        "1GB",
+    ),
+    # The weights of the chosen experts add up to 1, and to less.
+    "qwen3_moe": (
+        Qwen3MoeConfig(**SIZES, **EXPERTS, norm_topk_prob=True, rope_parameters=THETA),
+        torch.bfloat16,
+        "40KB",
+    ),
+    "qwen3_moe_tied": (
+        Qwen3MoeConfig(
+            **SIZES | {"num_hidden_layers": 1},
+            **EXPERTS,
+            norm_topk_prob=False,
+            tie_word_embeddings=True,
+        ),
         torch.float32,
         "1GB",
     ),

@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows sorted by group, each multiplied with the matrix of its group.
+
+`jax.lax.ragged_dot` is a kernel on TPU. Elsewhere XLA writes it as one product of every row with
+every matrix, most of it masked: as many times the arithmetic as there are groups, and a mask of
+groups x rows x D. For the few rows of a decode step that is as good as anything, since every matrix
+is read anyway; for the rows of a training step it is not. They go in blocks here: one product for
+each block and each group that it touches.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Rows of one product.
+BLOCK_SIZE = 128
+# Up to so many rows the masked product is taken.
+MAX_MASKED_ROWS = 8 * BLOCK_SIZE
+
+
+def grouped_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """The first `sizes_E[0]` rows times the first matrix, the next `sizes_E[1]` times the second...
+
+    Rows behind the last group may come out as anything. Sums are in fp32.
+
+    Returns:
+        out_MF in the type of `x_MD`.
+    """
+    if len(x_MD) <= MAX_MASKED_ROWS:
+        return jax.lax.ragged_dot(x_MD, weights_EDF, sizes_E)
+    return jax.lax.platform_dependent(
+        x_MD, weights_EDF, sizes_E, tpu=jax.lax.ragged_dot, default=blocked_matmul
+    )
+
+
+@jax.custom_vjp
+def blocked_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """`grouped_matmul` by blocks; rows behind the last group come out as 0.
+
+    At most M / BLOCK_SIZE + E products, which are only as many as the groups need: the loop ends
+    with the last one. Its gradient is two such loops.
+    """
+    num_rows = len(x_MD)
+    x_MD = _padded(x_MD)
+
+    def visit(rows: "_Rows", out_MF: jax.Array) -> jax.Array:
+        product = jnp.dot(
+            rows.take(x_MD), weights_EDF[rows.group], preferred_element_type=jnp.float32
+        )
+        # Groups share a block where one ends in it: each writes its own rows.
+        block = jnp.where(rows.inside[:, None], product.astype(out_MF.dtype), rows.take(out_MF))
+        return jax.lax.dynamic_update_slice_in_dim(out_MF, block, rows.start, 0)
+
+    out_MF = jnp.zeros((len(x_MD), weights_EDF.shape[-1]), x_MD.dtype)
+    return _visit_blocks(visit, sizes_E, out_MF)[:num_rows]
+
+
+def _forward(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) -> tuple[jax.Array, Any]:
+    return blocked_matmul(x_MD, weights_EDF, sizes_E), (x_MD, weights_EDF, sizes_E)
+
+
+def _backward(residuals: Any, gradient_MF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_MD, weights_EDF, sizes_E = residuals
+    x_gradient_MD = blocked_matmul(gradient_MF, weights_EDF.swapaxes(1, 2), sizes_E)
+    x_MD, gradient_MF = _padded(x_MD), _padded(gradient_MF)
+
+    def visit(rows: "_Rows", total_EDF: jax.Array) -> jax.Array:
+        x_block = jnp.where(rows.inside[:, None], rows.take(x_MD), 0)
+        product = jnp.dot(x_block.T, rows.take(gradient_MF), preferred_element_type=jnp.float32)
+        return total_EDF.at[rows.group].add(product)
+
+    total_EDF = _visit_blocks(visit, sizes_E, jnp.zeros(weights_EDF.shape, jnp.float32))
+    return x_gradient_MD.astype(x_MD.dtype), total_EDF.astype(weights_EDF.dtype), None
+
+
+blocked_matmul.defvjp(_forward, _backward)
+
+
+class _Rows(NamedTuple):
+    """A block, from row `start`, and the rows `inside` it that are those of `group`."""
+
+    group: jax.Array
+    start: jax.Array
+    inside: jax.Array
+
+    def take(self, x_MD: jax.Array) -> jax.Array:
+        """The block of these rows."""
+        return jax.lax.dynamic_slice_in_dim(x_MD, self.start, BLOCK_SIZE, 0)
+
+
+def _visit_blocks(
+    visit: Callable[[_Rows, jax.Array], jax.Array], sizes_E: jax.Array, carry: jax.Array
+) -> jax.Array:
+    """Calls `visit` for each group and each block that it has rows in, in the order of rows."""
+    ends_E = jnp.cumsum(sizes_E)
+    starts_E = ends_E - sizes_E
+    first_E = starts_E // BLOCK_SIZE
+    counts_E = jnp.where(sizes_E > 0, (ends_E - 1) // BLOCK_SIZE - first_E + 1, 0)
+    passed_E = jnp.cumsum(counts_E)
+
+    def body(step: jax.Array, carry: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(passed_E, step, side="right")
+        start = (first_E[group] + step - (passed_E - counts_E)[group]) * BLOCK_SIZE
+        row = start + jnp.arange(BLOCK_SIZE)
+        inside = (row >= starts_E[group]) & (row < ends_E[group])
+        return visit(_Rows(group, start, inside), carry)
+
+    return jax.lax.fori_loop(0, passed_E[-1], body, carry)
+
+
+def _padded(x_MD: jax.Array) -> jax.Array:
+    """With as many rows of zeros as fill the last block."""
+    return jnp.pad(x_MD, ((0, -len(x_MD) % BLOCK_SIZE), (0, 0)))

@@ -1,0 +1,509 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: its formula, no token for another's sake, and the same on every mesh."""
+
+import collections
+import dataclasses
+import functools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_engine import COLLECTIVE, replica_groups
+from test_runs import command, run
+from test_slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
+
+from earl_jax.config import make_config
+from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.experts import mix_experts, route
+from earl_jax.models.families import FAMILIES
+from earl_jax.models.grouped_matmul import MAX_MASKED_ROWS
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.logprobs import score_tokens
+from earl_jax.models.lora import adapter_specs
+from earl_jax.models.parameters import (
+    init_parameters,
+    num_parameters,
+    parameter_shardings,
+    parameter_specs,
+    unstack_layers,
+)
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.telemetry.metrics import read_metrics as read_rows
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import make_train_step, read_metrics, state_of
+from earl_jax.trajectory import TrajectoryBatch
+
+REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
+MODEL = ModelConfig(
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    num_experts=8,
+    experts_per_token=3,
+    expert_ffn_size=16,
+    init_scale=4.0,
+)
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+@functools.cache
+def params():
+    """Norms away from one, a router that is sure of itself, and a head of about two bits."""
+    values = init_parameters(parameter_specs(MODEL, VOCAB), jax.random.key(3))
+    noise = jax.random.normal(jax.random.key(4), values["layers"]["ffn_norm"].shape)
+    values["layers"]["ffn_norm"] = 1 + 0.3 * noise
+    values["layers"]["router"] = 2 * values["layers"]["router"]
+    return {**values, "head": 2 * values["head"]}
+
+
+def one_layer():
+    names = ("router", "expert_gate", "expert_up", "expert_down")
+    return {name: params()["layers"][name][0] for name in names}
+
+
+def by_hand(model: ModelConfig, layer, x_TD) -> np.ndarray:
+    """Token by token, expert by expert, in float64."""
+    layer = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}
+    out = np.zeros(x_TD.shape, np.float64)
+    for token, x in enumerate(np.asarray(x_TD, np.float64)):
+        scores = np.exp(x @ layer["router"])
+        scores /= scores.sum()
+        chosen = np.argsort(-scores)[: model.experts_per_token]
+        total = scores[chosen].sum() if model.normalize_expert_weights else 1.0
+        for expert in chosen:
+            gate, up = x @ layer["expert_gate"][expert], x @ layer["expert_up"][expert]
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out[token] += scores[expert] / total * (hidden @ layer["expert_down"][expert])
+    return out
+
+
+def tokens_TD(count: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(count), (count, MODEL.width))
+
+
+EVERY_EXPERT = np.arange(MODEL.num_experts)
+
+
+# One layer.
+
+
+def test_the_router_takes_the_likeliest_and_their_probabilities():
+    # Softmax of ln 1, ln 5, ln 2, ln 8 is 1/16, 5/16, 2/16, 8/16.
+    logits = jnp.log(jnp.array([[1.0, 5.0, 2.0, 8.0]]))
+    model = dataclasses.replace(MODEL, experts_per_token=2, normalize_expert_weights=False)
+    weights, experts = route(model, logits, jnp.eye(4))
+    assert experts.tolist() == [[3, 1]]
+    np.testing.assert_allclose(weights, [[8 / 16, 5 / 16]], rtol=1e-6)
+    normalized = dataclasses.replace(model, normalize_expert_weights=True)
+    np.testing.assert_allclose(route(normalized, logits, jnp.eye(4))[0], [[8 / 13, 5 / 13]], 1e-6)
+    # In fp32 whatever comes in: 1/256 apart, which a sum in bf16 near 1 would lose.
+    near = jnp.array([[1.0, 1.0 + 2**-7]], jnp.bfloat16)
+    weights, experts = route(model, near, jnp.eye(2, dtype=jnp.bfloat16))
+    assert weights.dtype == jnp.float32 and experts.tolist() == [[1, 0]]
+    assert float(weights[0, 0] - weights[0, 1]) == pytest.approx(np.tanh(2**-8), rel=1e-4)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 50, MAX_MASKED_ROWS // 3 + 1])
+def test_the_mixture_is_its_formula(normalize, count):
+    """Of one or two tokens, most experts get none; of fifty, every expert has its own number."""
+    model = dataclasses.replace(MODEL, normalize_expert_weights=normalize)
+    out = mix_experts(model, one_layer(), tokens_TD(count), EVERY_EXPERT)
+    np.testing.assert_allclose(out, by_hand(model, one_layer(), tokens_TD(count)), atol=2e-5)
+
+
+def test_all_tokens_may_want_the_same_experts():
+    """Nothing is dropped: no expert has a capacity."""
+    x_TD = jnp.tile(tokens_TD(1), (40, 1)) * (1 + 1e-3 * jnp.arange(40)[:, None])
+    _, chosen_TU = route(MODEL, x_TD, one_layer()["router"])
+    assert len(np.unique(chosen_TU)) == MODEL.experts_per_token
+    out = mix_experts(MODEL, one_layer(), x_TD, EVERY_EXPERT)
+    np.testing.assert_allclose(out, by_hand(MODEL, one_layer(), x_TD), atol=2e-5)
+
+
+def test_the_parts_of_the_experts_add_up_to_the_mixture():
+    """Cut over experts and over their feed-forward, as devices have them."""
+    x_TD, layer = tokens_TD(20), one_layer()
+    total = np.zeros(x_TD.shape)
+    for first in range(0, 8, 2):
+        for half in (slice(0, 8), slice(8, 16)):
+            part = {
+                "router": layer["router"],
+                "expert_gate": layer["expert_gate"][first : first + 2, :, half],
+                "expert_up": layer["expert_up"][first : first + 2, :, half],
+                "expert_down": layer["expert_down"][first : first + 2, half],
+            }
+            total += mix_experts(MODEL, part, x_TD, EVERY_EXPERT[first : first + 2])
+    np.testing.assert_allclose(total, by_hand(MODEL, layer, x_TD), atol=2e-5)
+
+
+def test_what_a_token_gets_does_not_depend_on_its_neighbours():
+    x_TD = tokens_TD(30)
+    together = np.asarray(mix_experts(MODEL, one_layer(), x_TD, EVERY_EXPERT))
+    for order in (np.arange(30)[::-1], np.random.default_rng(0).permutation(30)[:7]):
+        others = mix_experts(MODEL, one_layer(), x_TD[order], EVERY_EXPERT)
+        np.testing.assert_allclose(others, together[order], atol=2e-6)
+
+
+def test_gradients_are_those_of_every_expert_on_every_token():
+    """Against the same mixture written without sorting: all experts, weight 0 where not chosen."""
+    x_TD, layer = tokens_TD(25), one_layer()
+    cotangent_TD = jax.random.normal(jax.random.key(9), x_TD.shape)
+
+    def everywhere(layer, x_TD):
+        weights_TU, chosen_TU = route(MODEL, x_TD, layer["router"])
+        hit_TUX = jax.nn.one_hot(chosen_TU, MODEL.num_experts)
+        gate = jnp.einsum("TD,EDF->TEF", x_TD, layer["expert_gate"])
+        up = jnp.einsum("TD,EDF->TEF", x_TD, layer["expert_up"])
+        out = jnp.einsum("TEF,EFD->TED", jax.nn.silu(gate) * up, layer["expert_down"])
+        return jnp.einsum("TED,TUE,TU->TD", out, hit_TUX, weights_TU)
+
+    def sorted_by_expert(layer, x_TD):
+        return mix_experts(MODEL, layer, x_TD, EVERY_EXPERT)
+
+    ours, theirs = (
+        quick_jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * cotangent_TD), argnums=(0, 1)))(
+            layer, x_TD
+        )
+        for f in (sorted_by_expert, everywhere)
+    )
+    for left, right in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert np.any(left)
+        np.testing.assert_allclose(left, right, atol=2e-6 * float(np.max(np.abs(right))))
+
+
+# Whole models.
+
+
+def test_the_description_of_a_mixture():
+    layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 3 * 8 * 32 * 16
+    assert num_parameters(parameter_specs(MODEL, VOCAB)) == 2 * layer + 2 * 32 * VOCAB + 32
+    layout = make_layout(MeshShape(fsdp=2, expert=2, tensor=2))
+    shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
+    placed = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
+    assert placed["expert_gate"] == (None, "expert", "fsdp", "tensor")
+    assert placed["expert_down"] == (None, "expert", "tensor", "fsdp")
+    # Whole over experts: every device routes every token that it computes.
+    assert placed["router"] == (None, "fsdp", None)
+    assert not placed.keys() & {"gate", "up", "down"}
+
+
+MESHES = [
+    "data=8",
+    "data=1,fsdp=8",
+    "data=1,expert=8",
+    "data=4,tensor=2",
+    "data=2,expert=4",
+    "data=1,fsdp=2,expert=2,tensor=2",
+    "data=2,expert=2,tensor=2",
+]
+
+
+@functools.cache
+def gradients(mesh: str, length: int = 12):
+    """Hidden states and gradients of a training forward pass with padding and two segments."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (8, length)).astype(np.int32)
+    segments = np.tile([1] * 5 + [2] * (length - 6) + [0], (8, 1)).astype(np.int32)
+    layout = make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
+
+    def loss(params):
+        hidden = forward_rows(MODEL, layout, params, tokens, segments, remat=True)
+        scores = score_tokens(
+            layout,
+            hidden[:, :-1],
+            head_weights(params),
+            tokens[:, 1:],
+            temperature=1.0,
+            chunk_size=64,
+        )
+        return -jnp.sum(jnp.where(segments[:, 1:] > 0, scores.logprobs, 0.0)), hidden
+
+    placed = jax.device_put(params(), parameter_shardings(parameter_specs(MODEL, VOCAB), layout))
+    grads, hidden = quick_jit(jax.grad(loss, has_aux=True))(placed)
+    return jax.tree.map(np.asarray, (grads, hidden))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "length"),
+    # Long rows are more pairs than are multiplied at once; all of them are gathered to a device.
+    [*((mesh, 12) for mesh in MESHES), ("data=1,expert=8", MAX_MASKED_ROWS // 24 + 1)],
+)
+def test_training_is_the_same_on_every_mesh(mesh, length):
+    (grads, hidden), (expected, alone) = gradients(mesh, length), gradients("data=1", length)
+    np.testing.assert_allclose(hidden, alone, atol=2e-5)
+
+    def check(path, left, right):
+        assert np.all(np.isfinite(left)) and np.any(left), path
+        np.testing.assert_allclose(
+            left, right, atol=2e-5 * float(np.max(np.abs(right))), err_msg=str(path)
+        )
+
+    jax.tree_util.tree_map_with_path(check, grads, expected)
+
+
+NUM_SLOTS = 16
+CONFIG = EngineConfig(
+    model=MODEL,
+    vocab_size=VOCAB,
+    num_slots=NUM_SLOTS,
+    num_rows=NUM_SLOTS,
+    chunk_size=CHUNK,
+    rules=RULES,
+    seed=7,
+)
+ENGINE_MESHES = [
+    "data=4,expert=2",
+    "data=4,tensor=2",
+    "data=2,expert=2,tensor=2",
+    "data=1,expert=8",
+]
+
+
+@functools.cache
+def engine_on(mesh: str) -> PolicyEngine:
+    shape = MeshShape.parse(mesh)
+    return PolicyEngine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+
+
+@functools.cache
+def converse_on(mesh: str):
+    engine = engine_on(mesh)
+    weights = engine.load_params(unstack_layers(params(), MODEL.num_layers))
+    play = functools.partial(engine.play, weights)
+    return converse(
+        play, engine.empty_state(PLACES), make_scripts(NUM_SLOTS, turns=2), num_slots=NUM_SLOTS
+    )[1]
+
+
+@pytest.mark.parametrize("mesh", ENGINE_MESHES)
+def test_every_mesh_samples_the_same_tokens(mesh):
+    assert_same(converse_on(mesh), converse_on("data=1"))
+
+
+def test_logprobs_of_the_engine_are_the_trainers():
+    """Cached decoding by two experts' devices against whole rows by four."""
+    heard = converse_on("data=4,expert=2")
+    tokens = np.zeros((NUM_SLOTS, PLACES), np.int32)
+    for row, h in enumerate(heard.values()):
+        tokens[row, : len(h.ids)] = h.ids
+    layout = make_layout(MeshShape(data=2, expert=4), row_axes=TRAINING_ROWS)
+    score = quick_jit(
+        lambda params, tokens: (
+            score_tokens(
+                layout,
+                forward_rows(MODEL, layout, params, tokens, jnp.ones_like(tokens))[:, :-1],
+                head_weights(params),
+                tokens[:, 1:],
+                temperature=1.0,
+                chunk_size=64,
+            ).logprobs
+        )
+    )
+    logprobs = np.asarray(score(params(), tokens))
+    for row, h in enumerate(heard.values()):
+        places = np.flatnonzero(h.turn_ids)
+        np.testing.assert_allclose(
+            np.array(h.logprobs)[places], logprobs[row, places - 1], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("mesh", ["data=8", *ENGINE_MESHES])
+def test_a_round_has_one_all_reduce_a_layer_for_its_experts_and_none_leaves_its_row_shard(mesh):
+    """Row shards decode unequally long: waiting for another one would be waiting for ever.
+
+    With a tensor axis the layer's other one is that of attention, over fewer devices where there
+    are two axes; one more adds up the embedding, and the logits are gathered.
+    """
+    shape = MeshShape.parse(mesh)
+    text = engine_on(mesh).lower_play(PLACES).compile().as_text()
+    lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
+    kinds = [re.search(r"\b(all-[a-z]+|collective-[a-z]+)", line.split(" = ")[1]) for line in lines]
+    counts = collections.Counter(kind[1] if kind else "other" for kind in kinds)
+    within = shape.expert * shape.tensor
+    # A round has two forward passes: of the chunk, and of the loop over tokens.
+    reduces = MODEL.num_layers * ((within > 1) + (shape.tensor > 1)) + (shape.tensor > 1)
+    expected = {"all-reduce": 2 * reduces, "all-gather": 2 * (shape.tensor > 1)}
+    assert counts == {kind: count for kind, count in expected.items() if count}
+    shards = [set(range(first, first + within)) for first in range(0, 8, within)]
+    for line in lines:
+        assert all(any(set(g) <= shard for shard in shards) for g in replica_groups(line)), line
+
+
+def test_the_training_step_gathers_tokens_over_experts_and_scatters_what_they_make_of_them():
+    layout = make_layout(MeshShape(data=2, expert=4), row_axes=TRAINING_ROWS)
+    tokens = jax.ShapeDtypeStruct((8, 12), jnp.int32, sharding=layout.activations("BT"))
+    specs = parameter_specs(MODEL, VOCAB)
+    placed = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        params(),
+        parameter_shardings(specs, layout),
+    )
+    forward = jax.jit(
+        lambda params, tokens: forward_rows(MODEL, layout, params, tokens, jnp.ones_like(tokens))
+    )
+    text = forward.lower(placed, tokens).compile().as_text()
+    lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
+    kinds = collections.Counter(
+        re.search(r"\b(all-[a-z]+|reduce-scatter|collective-[a-z]+)\(", line)[1] for line in lines
+    )
+    # One of each in the body of the scan over layers.
+    assert kinds == {"all-gather": 1, "reduce-scatter": 1}
+    assert all(replica_groups(line) == {(0, 1, 2, 3), (4, 5, 6, 7)} for line in lines)
+
+
+# Checkpoints and settings.
+
+
+def test_a_device_of_the_expert_axis_holds_its_experts_and_no_other():
+    given = open_checkpoint(REFERENCE)
+    whole = load_parameters(given, make_layout(MeshShape()))["layers"]["expert_up"]
+    cut = load_parameters(given, make_layout(MeshShape(expert=4, tensor=2)))["layers"]["expert_up"]
+    assert whole.shape == (2, 8, 32, 16)
+    for shard in cut.addressable_shards:
+        assert shard.data.shape == (2, 2, 32, 8)
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+@pytest.mark.slow
+def test_adapters_of_attention_are_trained_beside_frozen_experts():
+    """A base in bf16, read so; the same update cut over experts as on one device."""
+    given = open_checkpoint(REFERENCE)
+    lora = LoraConfig(rank=2, targets=("query", "out"), base_dtype="bfloat16")
+    config = TrainConfig(lora=lora)
+    rng = np.random.default_rng(0)
+    fields = {
+        "tokens": rng.integers(0, given.vocab_size, (8, 12)).astype(np.int32),
+        "logprobs": np.full((8, 12), -5.0, np.float32),
+        "advantages": rng.normal(size=(8, 12)).astype(np.float32),
+        "versions": np.zeros((8, 12), np.int32),
+    }
+    ones = np.ones((8, 12), np.int32)
+    batch = TrajectoryBatch(**fields, segment_ids=ones, turn_ids=ones)
+    updated = []
+    for mesh in (MeshShape(), MeshShape(fsdp=2, expert=2, tensor=2)):
+        layout = make_layout(mesh, row_axes=TRAINING_ROWS)
+        base = load_parameters(given, layout, "bfloat16")
+        assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(base))
+        sizes = {"vocab_size": given.vocab_size, "layout": layout}
+        state = state_of(base, given.model, config, seed=0, **sizes)
+        step = make_train_step(
+            given.model, config, temperature=1.0, objective="policy_gradient", **sizes
+        )
+        arguments = (state, batch, np.array([1e-3, 0.0], np.float32))
+        state, metrics = step.lower(*arguments).compile(compiler_options=QUICK)(*arguments)
+        assert read_metrics(metrics).grad_norm > 0
+        updated.append(jax.tree.map(np.asarray, (state.params, state.base)))
+    assert set(updated[0][0]["layers"]) == {"query", "out"}
+    assert np.any(updated[0][0]["layers"]["out"]["b"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *(u[0] for u in updated))
+    jax.tree.map(np.testing.assert_array_equal, *(u[1] for u in updated))
+    with pytest.raises(ValueError, match="'gate', which cannot.*choose from query, key, value, ou"):
+        adapter_specs(parameter_specs(given.model, given.vocab_size), LoraConfig(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1 can be computed"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]; only \[\] can be computed"),
+        ({"num_local_experts": 0}, "num_experts is 0; it must be a whole number"),
+        ({"num_local_experts": 2}, "config.model.experts_per_token is 3, more than"),
+        ({"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+    ],
+)
+def test_a_mixture_that_cannot_be_computed_is_an_error(tmp_path, changes, words):
+    folder = Path(shutil.copytree(REFERENCE, tmp_path / "checkpoint"))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | changes))
+    with pytest.raises(ValueError, match=words):
+        open_checkpoint(folder)
+
+
+def test_both_names_of_the_number_of_experts_are_read(tmp_path):
+    folder = Path(shutil.copytree(REFERENCE, tmp_path / "checkpoint"))
+    settings = json.loads((folder / "config.json").read_text())
+    settings["num_experts"] = settings.pop("num_local_experts")
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert open_checkpoint(folder).model == open_checkpoint(REFERENCE).model
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.num_experts=-1"], "config.model.num_experts is -1"),
+        (["model.num_experts=1"], "config.model.experts_per_token is 2, more than"),
+        (["model.num_experts=4", "model.expert_ffn_size=0"], "model.expert_ffn_size is 0"),
+        (["model.experts_per_token=1"], "experts_per_token = 1 has no effect.*num_experts is 0"),
+        (["model.num_experts=4", "model.ffn_size=64"], "model.ffn_size = 64 has no effect"),
+        (
+            ["model.num_experts=4", "checkpoint.export=True"],
+            "config.checkpoint.export is True .*config.model.num_experts=4.*qwen3_moe has",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_errors(overrides, words):
+    with pytest.raises(ValueError, match=words):
+        make_config({}, overrides)
+
+
+# In a run.
+
+TWO_EXPERT_SHARDS = """
+from ml_collections import ConfigDict
+
+def get_config():
+    config = ConfigDict()
+    config.num_steps = 3
+    config.model = dict(
+        width=32, num_experts=4, experts_per_token=2, expert_ffn_size=32, query_key_norm=True
+    )
+    config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
+    config.selector = dict(
+        measure_rounds=1,
+        rollout_meshes=("data=4,expert=2",),
+        train_meshes=("data=2,fsdp=2,expert=2",),
+    )
+    # Without an entropy bonus there may be no gradient: all first games may be lost alike.
+    config.train = dict(
+        demonstration_steps=2,
+        demonstration_updates=2,
+        entropy_coefficient=0.05,
+        final_entropy_coefficient=0.05,
+    )
+    config.eval = dict(games=32, final_games=32)
+    config.checkpoint = dict(export=True)
+    return config
+"""
+
+
+@pytest.mark.slow
+def test_a_run_with_experts_on_both_stages_trains_what_it_samples_from(tmp_path):
+    (tmp_path / "experts.py").write_text(TWO_EXPERT_SHARDS)
+    workdir = tmp_path / "run"
+    line = command("main", f"--config={tmp_path / 'experts.py'}", f"--workdir={workdir}")
+    done = run(tmp_path / "cache", *line)
+    assert done.returncode == 0, done.stderr
+    steps = [row for row in read_rows(workdir / "metrics.jsonl") if "eval" not in row]
+    assert len(steps) == 3
+    for row in steps:
+        assert row["rollout_mesh"] == "data=4,expert=2"
+        assert row["train_mesh"] == "data=2,fsdp=2,expert=2"
+        assert row["logprob_mismatch_max"] <= 1e-4
+        assert row["dispatch_host_bytes"] == row["publish_host_bytes"] == 0
+        assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
+    exported = open_checkpoint(workdir / "export" / "step_000003")
+    assert exported.family is FAMILIES["qwen3_moe"] and exported.model.num_experts == 4
+    found = load_parameters(exported, make_layout(MeshShape(data=2, expert=4)))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found))
