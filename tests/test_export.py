@@ -41,6 +41,13 @@ PEFT_NAMES = {
 }
 
 
+def adapters_of(name: str) -> LoraConfig:
+    """Beside every projection; experts are none."""
+    if not checkpoint(name).model.num_experts:
+        return LORA
+    return dataclasses.replace(LORA, targets=("query", "key", "value", "out"))
+
+
 def some_adapters(name: str, lora: LoraConfig) -> Any:
     """Adapters of a reference model, every number a different one, on a mixed mesh."""
     given = checkpoint(name)
@@ -83,18 +90,20 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
-    _, whole, folder = write_both(tmp_path, name, LORA)
+    lora = adapters_of(name)
+    paths = [PEFT_NAMES[target] for target in lora.targets]
+    _, whole, folder = write_both(tmp_path, name, lora)
     settings = json.loads((folder / "adapter_config.json").read_text())
     assert settings["peft_type"] == "LORA" and settings["task_type"] == "CAUSAL_LM"
     assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
     assert settings["base_model_name_or_path"] == str(REFERENCE / name)
-    modules = {path.split(".")[1] for path in PEFT_NAMES.values()}
+    modules = {path.split(".")[1] for path in paths}
     assert set(settings["target_modules"]) == modules
     adapter, base, after = tensors(folder), tensors(REFERENCE / name), tensors(whole)
     model = checkpoint(name).model
     seen = set()
     for layer in range(model.num_layers):
-        for path in PEFT_NAMES.values():
+        for path in paths:
             weight = f"model.layers.{layer}.{path}.weight"
             key = f"base_model.model.model.layers.{layer}.{path}.lora_"
             a, b = adapter.pop(f"{key}A.weight"), adapter.pop(f"{key}B.weight")
@@ -110,7 +119,7 @@ def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
         np.testing.assert_array_equal(after[key], base[key].astype(np.float32))
     assert after.keys() == base.keys()
     with pytest.raises(ValueError, match="exists already"):
-        save_adapter(folder, some_adapters(name, LORA), model=model, lora=LORA, base="x")
+        save_adapter(folder, some_adapters(name, lora), model=model, lora=lora, base="x")
 
 
 def test_only_the_targets_are_written(tmp_path):
@@ -138,7 +147,7 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    policy, whole, folder = write_both(tmp_path, name, LORA)
+    policy, whole, folder = write_both(tmp_path, name, adapters_of(name))
     tokens = torch.from_numpy(reference(name)["tokens"]).long()
     base = AutoModelForCausalLM.from_pretrained(REFERENCE / name, dtype=torch.float32)
     with torch.no_grad():
