@@ -22,6 +22,9 @@ def get_config() -> ConfigDict:
                 "context_buckets": (40, 144),
                 "chunk_size": 10,
                 "unfinished_reward": -2.0,
+                # A game answers at once: with rounds that wait for every answer, a run repeats
+                # itself in everything but its times.
+                "patience_s": 10.0,
             },
             "selector": {
                 "rollout_meshes": ("data=8", "data=4,tensor=2"),

@@ -31,6 +31,9 @@ def get_config() -> ConfigDict:
                 "episodes_per_step": 128,
                 "chunk_size": 10,
                 "unfinished_reward": -2.0,
+                # A game answers at once: with rounds that wait for every answer, a run repeats
+                # itself in everything but its times.
+                "patience_s": 10.0,
                 "context_buckets": (24, 40),
             },
             "selector": {

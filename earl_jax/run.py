@@ -331,6 +331,8 @@ class _Keeper:
             "rollout_tokens": load.rollout_tokens,
             "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
             "prefill_tokens": record.stats.prefill_tokens,
+            "shared_tokens": record.stats.shared_tokens,
+            "env_wait_s": record.stats.env_wait_s,
             "train_tokens": train_tokens,
             "train_tokens_per_s": train_tokens / stage_s["train"],
             "stage_s": stage_s,

@@ -25,8 +25,8 @@ from earl_jax.models.generation import read_generation_settings
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.parameters import Params, check_tensor_axis
-from earl_jax.rollout.collect import Task
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.episode import Task
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.selector.memory import device_budget
@@ -140,6 +140,7 @@ class World:
                     burst=rollout.burst,
                     max_turn_tokens=rollout.max_turn_tokens,
                     end_of_turn_ids=self.renderer.end_of_turn_ids,
+                    append_rows=rollout.append_rows,
                 ),
                 seed=self.config.seed,
             ),

@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import heapq
 import math
+import random
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +24,10 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout.collect import Collector, Policy, Seat, Task
+from earl_jax.rollout.collect import Collector, Policy, Seat
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.episode import Task
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -37,6 +40,10 @@ CONFIG = RolloutConfig(
     burst=4,
     max_turn_tokens=4,
     unfinished_reward=-0.5,
+    # Rounds wait for every environment, so that their number does not depend on the machine.
+    patience_s=60.0,
+    # Where nobody takes anything over, an episode's rounds are a matter of its own length.
+    share_prefixes=False,
     context_buckets=(16, 24, 32),
 )
 ROOM = CONFIG.context_buckets[-1]
@@ -54,11 +61,16 @@ def renderer() -> ChatRenderer:
 
 
 @functools.cache
-def engine(num_slots: int = CONFIG.num_slots) -> PolicyEngine:
+def engine(
+    num_slots: int = CONFIG.num_slots,
+    mesh: MeshShape = MeshShape(data=8),  # noqa: B008
+    append_rows: int = CONFIG.append_rows,
+) -> PolicyEngine:
     rules = SlotRules(
         burst=CONFIG.burst,
         max_turn_tokens=CONFIG.max_turn_tokens,
         end_of_turn_ids=renderer().end_of_turn_ids,
+        append_rows=append_rows,
     )
     return PolicyEngine(
         EngineConfig(
@@ -70,7 +82,7 @@ def engine(num_slots: int = CONFIG.num_slots) -> PolicyEngine:
             rules=rules,
             seed=3,
         ),
-        make_layout(MeshShape(data=8)),
+        make_layout(mesh),
     )
 
 
@@ -141,9 +153,12 @@ def collect(
     places=ROOM,
     num_slots=CONFIG.num_slots,
     make_room=None,
+    player=None,
+    **changes,
 ):
+    player = player or engine(num_slots)
     collector = Collector(
-        dataclasses.replace(CONFIG, num_slots=num_slots),
+        dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
         lambda: Conversation(renderer()),
         pool,
         make,
@@ -151,9 +166,9 @@ def collect(
         num_lanes=NUM_LANES,
     )
     seat = Seat(
-        engine=engine(num_slots),
-        policy=Policy(params=params or weights(), version=version),
-        state=engine(num_slots).empty_state(places),
+        engine=player,
+        policy=Policy(params=player.load_params(params or weights()), version=version),
+        state=player.empty_state(places),
         places=places,
     )
     return collector.collect(seat, todo, sampling=Sampling())
@@ -454,6 +469,97 @@ def test_environments_that_misbehave_end_their_own_episode_only():
     turns = [turn for t in rollout.trajectories for turn in t.turns]
     prefilled = sum(len(turn.token_ids) for turn in turns if turn.author == "environment")
     assert rollout.stats.prefill_tokens == prefilled
+
+
+class Lecture(Talker):
+    """Begins with the same long words whoever listens, and goes on with a number."""
+
+    def start(self):
+        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
+def test_what_prompts_have_in_common_is_read_once_a_lane(pool, mesh):
+    """Lanes of two slots and five or six episodes; two prompts that differ in one token."""
+    prompts = [renderer().first(Lecture(seed).start().text) for seed in range(2)]
+    length, common = len(prompts[0]), CONFIG.chunk_size * 3
+    assert prompts[0][:common] == prompts[1][:common] and length == len(prompts[1]) > common
+
+    def lecture(task):
+        return Lecture(task.env_seed)
+
+    alone = collect(pool, tasks(44), lecture, places=64)
+    player = engine(mesh=mesh, append_rows=1)
+    shared = collect(pool, tasks(44), lecture, places=64, player=player, share_prefixes=True)
+    assert_same_episodes(alone.trajectories, shared.trajectories)
+    check_rows(shared, 44)
+    lanes = 8
+    assert alone.stats.shared_tokens == 0
+    assert shared.stats.shared_tokens == (44 - lanes) * common
+    assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == (44 - lanes) * common
+    assert shared.stats.rounds < alone.stats.rounds
+
+
+class Watched:
+    """A game of Tic-Tac-Toe that does something before each of its steps, and after its last."""
+
+    def __init__(self, task, before, over=lambda: None):
+        self.game, self.before, self.over = tictactoe(task), before, over
+
+    def start(self) -> Start:
+        return self.game.start()
+
+    def step(self, reply: str) -> StepResult:
+        self.before()
+        result = self.game.step(reply)
+        if result.done:
+            self.over()
+        return result
+
+
+def test_an_environment_at_work_holds_nobody_up(pool, games):
+    """The first episode's environment answers when all others are over, and not before."""
+    others_over = threading.Event()
+    over = []
+
+    def wait():
+        assert others_over.wait(60), "the others wait for the first"
+
+    def count():
+        over.append(1)
+        if len(over) == 39:
+            others_over.set()
+
+    def make(task):
+        return Watched(task, wait) if task.episode == 0 else Watched(task, lambda: None, count)
+
+    rollout = collect(pool, tasks(40), make, patience_s=0.0)
+    check_rows(rollout, 40)
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+    assert rollout.stats.rollout_tokens == games.stats.rollout_tokens
+    assert rollout.stats.prefill_tokens == games.stats.prefill_tokens
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 0.01])
+def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
+    rng = random.Random(patience_s)
+    delays = {task.episode: rng.choice([0, 0, 0.003, 0.03]) for task in tasks(40)}
+
+    def make(task):
+        return Watched(task, lambda: time.sleep(delays[task.episode]))
+
+    rollout = collect(pool, tasks(40), make, patience_s=patience_s)
+    check_rows(rollout, 40)
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+
+
+def test_waiting_for_everybody_is_counted(pool):
+    def make(task):
+        time.sleep(0.05)
+        return tictactoe(task)
+
+    rollout = collect(pool, tasks(2), make, patience_s=0.0)
+    assert rollout.stats.env_wait_s >= 0.05
 
 
 def test_all_environments_may_fail_at_once(pool):

@@ -239,6 +239,7 @@ RULES = [
     ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
     ("selector.measure_rounds=0", "config.selector.measure_rounds is 0"),
+    ("rollout.patience_s=-1", "config.rollout.patience_s is -1.0; it must be a number of seconds"),
     ("train.epochs=0", "config.train.epochs is 0"),
     ("train.micro_batches=0", "config.train.micro_batches is 0"),
     ("train.micro_batches=3", "config.train.micro_batches is 3.*config.rollout.episodes_per_step"),

@@ -168,6 +168,45 @@ print([getattr(o, 'stop_reason', o) for o in outcomes])
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_outcomes_are_taken_as_they_come(released):
+    pool = EnvironmentPool(2, timeout_s=30.0)
+    calls = pool.calls()
+    assert calls.take(at_least_one=True) == {}, "nothing is under way"
+    calls.submit({"slow": released.wait, "quick": lambda: 1})
+    assert calls.take(at_least_one=True) == {"quick": 1}
+    assert calls.take() == {}
+    began = time.monotonic()
+    assert calls.take(0.2) == {}
+    assert time.monotonic() - began >= 0.2
+    calls.submit({"quick": lambda: 2})
+    assert calls.take(at_least_one=True) == {"quick": 2}
+    released.set()
+    assert calls.take(30.0) == {"slow": True}
+    assert time.monotonic() - began < 15, "nobody waits once everything is there"
+    pool.close()
+
+
+def test_a_hang_among_waiting_calls_fails_in_its_time(released):
+    pool = EnvironmentPool(1, timeout_s=0.3)
+    calls = pool.calls()
+    calls.submit({"hung": released.wait, "next": lambda: 1})
+    first = calls.take(at_least_one=True)
+    assert isinstance(first["hung"], Failure)
+    assert first["hung"].stop_reason == "environment_timeout"
+    assert first | calls.take(30.0) == {**first, "next": 1}
+    pool.close()
+
+
+def test_callers_do_not_take_each_others_outcomes():
+    pool = EnvironmentPool(2, timeout_s=30.0)
+    ours, theirs = pool.calls(), pool.calls()
+    ours.submit({0: lambda: "ours"})
+    theirs.submit({0: lambda: "theirs", 1: lambda: "more"})
+    assert ours.take(30.0) == {0: "ours"}
+    assert theirs.take(30.0) == {0: "theirs", 1: "more"}
+    pool.close()
+
+
 def test_overhead_of_a_call_is_far_below_a_step():
     # Measured 0.7 us a call in a burst of 256; a step takes 7 us. The bound leaves room for load.
     pool = EnvironmentPool(2, timeout_s=30.0)

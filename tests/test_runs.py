@@ -40,7 +40,14 @@ TINY = {
 # takes 2.56 MiB (XLA's figures, jax 0.10.2).
 BUDGET = 2_900_000
 # The parts of a line of metrics that are times.
-TIMES = {"time_s", "stage_s", "switch_s", "rollout_tokens_per_s", "train_tokens_per_s"}
+TIMES = {
+    "time_s",
+    "stage_s",
+    "switch_s",
+    "env_wait_s",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+}
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +109,8 @@ def test_a_run_writes_what_the_contract_says(uninterrupted):
     assert [line["step"] for line in steps] == list(range(1, 11))
     contract = """step time_s reward_mean reward_std episodes turns_mean context_tokens_mean
         context_tokens_max tokens_in_flight_max rollout_tokens rollout_tokens_per_s prefill_tokens
-        train_tokens train_tokens_per_s stage_s rollout_mesh train_mesh switched switch_s decision
+        env_wait_s train_tokens train_tokens_per_s stage_s rollout_mesh train_mesh switched
+        switch_s decision
         dispatch_bytes dispatch_host_bytes publish_bytes publish_host_bytes logprob_mismatch_max
         logprob_mismatch_mean version_lag_max loss kl entropy clip_fraction grad_norm
         peak_bytes_per_device budget_bytes_per_device"""

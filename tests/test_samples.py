@@ -6,6 +6,7 @@ The chat template here forgets some digits of the policy's earlier turns, so tha
 behind exactly those turns that have one.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -67,7 +68,7 @@ class Quiz:
 def collect(history: str, todo=None, places: int = ROOM) -> Rollout:
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
-        CONFIG,
+        dataclasses.replace(CONFIG, share_prefixes=True),
         lambda: Conversation(renderer(), history),
         pool,
         lambda task: Quiz(task.episode),
@@ -131,7 +132,8 @@ def test_forks_are_read_anew_and_counted(forked):
         for turn in trajectory.turns
         if turn.author == "environment"
     )
-    assert forked.stats.prefill_tokens == heard
+    assert forked.stats.prefill_tokens + forked.stats.shared_tokens == heard
+    assert forked.stats.shared_tokens > 0, "the system message at least is read once a lane"
     assert forked.stats.context_tokens_max == max(t.num_tokens for t in forked.trajectories)
     # What is in the caches is less than what is in the rows: earlier samples are forgotten.
     flat = collect("append")

@@ -340,6 +340,15 @@ def test_burst_length_changes_nothing(played, burst):
     check_rows(state.experience, other, scripts)
 
 
+@pytest.mark.parametrize("append_rows", [1, 3])
+def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows):
+    scripts, _, heard = played
+    play = play_on_one_device(RULES._replace(append_rows=append_rows))
+    state, other = converse(play, empty(), scripts)
+    assert_same(heard, other)
+    check_rows(state.experience, other, scripts)
+
+
 def test_turns_end_at_the_end_token_or_at_the_limit(played):
     _, _, heard = played
     turns = [turn for h in heard.values() for turn in h.turns()]
@@ -446,6 +455,45 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
     state, other = converse(play, state, {0: scripts[0]})
     assert_same({0: heard[0]}, other)
     np.testing.assert_array_equal(np.asarray(state.experience.tokens)[1], abandoned)
+
+
+def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
+    """From a neighbour, from one that takes over in the same round, and from the slot itself."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(1, VOCAB, 2 * CHUNK).astype(np.int32)
+    zeros, ones = np.zeros(NUM_SLOTS, np.int32), np.ones(NUM_SLOTS, np.int32)
+    columns = {
+        "restart": ones,
+        "speak": ones,
+        "seed": np.arange(NUM_SLOTS, dtype=np.int32),
+        "row": np.arange(NUM_SLOTS, dtype=np.int32),
+        "sampling": sampling_rows(Sampling(), NUM_SLOTS),
+        "version": 0,
+    }
+
+    def say(state, part, count, **changes):
+        chunk = np.tile(part, (NUM_SLOTS, 1))
+        return play(state, pack_orders(**{**columns, "chunk": chunk, "count": count, **changes}))
+
+    play = play_on_one_device(RULES._replace(append_rows=3))
+    state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, speak=zeros)
+    read, expected = say(state, prompt[CHUNK:], ones * CHUNK, restart=zeros)
+
+    reader = 2
+    at_reader = np.eye(NUM_SLOTS, dtype=np.int32)[reader]
+    # The reader's row will be an episode's that takes over nothing but its own beginning.
+    before = at_reader * (NUM_SLOTS - 1)
+    state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, speak=zeros, row=before)
+    sources = np.array([2, 1, 0, -1, -1, -3, -4, -2])
+    state, report = say(state, prompt[CHUNK:], ones * CHUNK, source=sources, shared=ones * CHUNK)
+    np.testing.assert_array_equal(report.tokens, expected.tokens)
+    np.testing.assert_array_equal(report.count, expected.count)
+    np.testing.assert_allclose(report.logprobs, expected.logprobs, atol=1e-5)
+    np.testing.assert_array_equal(state.cached, read.cached)
+    np.testing.assert_array_equal(state.experience.tokens, read.experience.tokens)
+    for ours, theirs in zip(state.caches, read.caches, strict=True):
+        places = int(read.cached.min())
+        np.testing.assert_allclose(ours.key[:, :, :places], theirs.key[:, :, :places], atol=1e-5)
 
 
 def test_growing_in_the_middle_of_episodes_changes_nothing(played):

@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs environment calls that may raise or hang, and returns what became of each."""
 
+import collections
 import dataclasses
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 # A hung thread cannot be killed, it keeps its stack (8 MB of address space) until the process ends.
@@ -45,116 +47,137 @@ class EnvironmentPool:
                 f"num_workers is {num_workers} and timeout_s {timeout_s}; both must be positive: "
                 "change config.env.num_workers or config.env.timeout_s"
             )
-        self._timeout_s = timeout_s
-        self._num_workers = num_workers
-        self._bursts: queue.SimpleQueue[_Burst | None] = queue.SimpleQueue()
+        self.timeout_s = timeout_s
+        self.num_workers = num_workers
+        self._waiting: queue.SimpleQueue[Calls | None] = queue.SimpleQueue()
         self._abandoned: list[threading.Thread] = []
         for _ in range(num_workers):
             self._start_worker(None)
 
+    def calls(self) -> "Calls[Any, Any]":
+        """A rollout's own calls; those of others do not appear among them."""
+        return Calls(self)
+
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
         """Makes the calls, in any order and in other threads; outcomes are in the order of `calls`.
 
-        Raises RuntimeError when more than `MAX_ABANDONED` threads hang at once. For one caller at a
-        time.
+        Raises RuntimeError when more than `MAX_ABANDONED` threads hang at once.
         """
-        if not calls:
-            return []
-        burst = _Burst(calls)
-        for _ in range(min(self._num_workers, len(calls))):
-            self._bursts.put(burst)
-        while not burst.done.wait(burst.time_left_s(self._timeout_s)):
-            for thread in burst.give_up_overdue(self._timeout_s):
-                self._replace(thread, burst)
-        return burst.outcomes
+        made = self.calls()
+        made.submit(dict(enumerate(calls)))
+        outcomes: dict[int, T | Failure] = {}
+        while len(outcomes) < len(calls):
+            outcomes |= made.take(at_least_one=True)
+        return [outcomes[index] for index in range(len(calls))]
 
     def close(self) -> None:
         """Lets the idle workers go, waits for none; the pool cannot be used again."""
-        for _ in range(self._num_workers):
-            self._bursts.put(None)
+        for _ in range(self.num_workers):
+            self._waiting.put(None)
 
-    def _start_worker(self, burst: "_Burst | None") -> None:
-        threading.Thread(
-            target=_work, args=(self._bursts, burst), name="environment-worker", daemon=True
-        ).start()
+    def wake(self, calls: "Calls[Any, Any]", workers: int) -> None:
+        """Sends so many workers to these calls."""
+        for _ in range(min(self.num_workers, workers)):
+            self._waiting.put(calls)
 
-    def _replace(self, thread: threading.Thread, burst: "_Burst") -> None:
+    def replace(self, thread: threading.Thread, calls: "Calls[Any, Any]") -> None:
+        """Gives up a thread that hangs; a new one goes on with its calls."""
         self._abandoned = [t for t in self._abandoned if t.is_alive()]
         self._abandoned.append(thread)
         if len(self._abandoned) > MAX_ABANDONED:
             raise RuntimeError(
                 f"{len(self._abandoned)} environment calls hang at once, each beyond "
-                f"{self._timeout_s} s; repair the environment or raise config.env.timeout_s"
+                f"{self.timeout_s} s; repair the environment or raise config.env.timeout_s"
             )
-        self._start_worker(burst)
+        self._start_worker(calls)
+
+    def _start_worker(self, calls: "Calls[Any, Any] | None") -> None:
+        threading.Thread(
+            target=_work, args=(self._waiting, calls), name="environment-worker", daemon=True
+        ).start()
 
 
-class _Burst(Generic[T]):
-    """The calls of one `run`, and the only state that workers and caller share."""
+class Calls(Generic[K, T]):
+    """Calls under way, each with a key, and all the state that workers and caller share.
 
-    def __init__(self, calls: Sequence[Callable[[], T]]):
-        self._calls = calls
-        self._lock = threading.Lock()
-        self._next = 0
-        self._num_open = len(calls)
-        self._running: dict[threading.Thread, tuple[int, float]] = {}
-        self._outcomes: list[T | Failure | None] = [None] * len(calls)
-        self.done = threading.Event()
+    For one caller. A key is free again once its outcome was taken.
+    """
 
-    @property
-    def outcomes(self) -> list[T | Failure]:
-        """One outcome per call; only after `done`."""
-        return self._outcomes  # pyright: ignore[reportReturnType]
+    def __init__(self, pool: EnvironmentPool):
+        self._pool = pool
+        self._changed = threading.Condition()
+        self._todo: collections.deque[tuple[K, Callable[[], T]]] = collections.deque()
+        self._running: dict[threading.Thread, tuple[K, float]] = {}
+        self._outcomes: dict[K, T | Failure] = {}
+        # Workers wake the caller for what it waits for, not for every outcome.
+        self._one_is_enough = False
+
+    def submit(self, calls: Mapping[K, Callable[[], T]]) -> None:
+        """Lets workers make these calls; returns at once."""
+        with self._changed:
+            self._todo.extend(calls.items())
+        self._pool.wake(self, len(calls))
+
+    def take(self, wait_s: float = 0.0, *, at_least_one: bool = False) -> dict[K, T | Failure]:
+        """The outcomes there are, after waiting up to `wait_s` for all of them.
+
+        With `at_least_one` it waits for the first however long that takes (a hung call fails after
+        the pool's `timeout_s`), unless nothing is under way.
+
+        Raises RuntimeError when more than `MAX_ABANDONED` threads hang at once.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._changed:
+            while self._todo or self._running:
+                self._give_up_overdue()
+                now = time.monotonic()
+                enough = bool(self._outcomes) or not at_least_one
+                if enough and now >= deadline:
+                    break
+                self._one_is_enough = not enough
+                until = self._next_overdue()
+                self._changed.wait(max(0.0, (min(until, deadline) if enough else until) - now))
+            self._one_is_enough = False
+            outcomes, self._outcomes = self._outcomes, {}
+        return outcomes
 
     def work(self) -> bool:
         """Makes calls until none is left; False if this thread was given up meanwhile."""
         thread = threading.current_thread()
         while True:
-            with self._lock:
-                index = self._next
-                if index == len(self._calls):
+            with self._changed:
+                if not self._todo:
                     return True
-                self._next = index + 1
-                self._running[thread] = (index, time.monotonic())
-            outcome = _outcome(self._calls[index])
-            with self._lock:
+                key, call = self._todo.popleft()
+                self._running[thread] = (key, time.monotonic())
+            outcome = _outcome(call)
+            with self._changed:
                 if self._running.pop(thread, None) is None:
                     return False
-                self._close(index, outcome)
+                self._outcomes[key] = outcome
+                if self._one_is_enough or not (self._todo or self._running):
+                    self._changed.notify()
 
-    def time_left_s(self, timeout_s: float) -> float:
-        """Seconds until the first of the running calls is overdue."""
-        with self._lock:
-            started = [start for _, start in self._running.values()]
-        oldest = min(started, default=time.monotonic())
-        return max(0.0, oldest + timeout_s - time.monotonic())
+    def _next_overdue(self) -> float:
+        oldest = min((start for _, start in self._running.values()), default=time.monotonic())
+        return oldest + self._pool.timeout_s
 
-    def give_up_overdue(self, timeout_s: float) -> list[threading.Thread]:
-        """Closes the calls that ran too long; returns the threads that still make them."""
-        now = time.monotonic()
+    def _give_up_overdue(self) -> None:
+        """Closes the calls that ran too long, and replaces the threads that still make them."""
+        timeout_s, now = self._pool.timeout_s, time.monotonic()
         detail = f"no answer within {timeout_s} s (config.env.timeout_s)"
-        failure = Failure(stop_reason=ENVIRONMENT_TIMEOUT, detail=detail)
-        with self._lock:
-            overdue = [
-                (t, i) for t, (i, start) in self._running.items() if now - start >= timeout_s
-            ]
-            for thread, index in overdue:
+        for thread, (key, start) in list(self._running.items()):
+            if now - start >= timeout_s:
                 del self._running[thread]
-                self._close(index, failure)
-        return [thread for thread, _ in overdue]
-
-    def _close(self, index: int, outcome: T | Failure) -> None:
-        self._outcomes[index] = outcome
-        self._num_open -= 1
-        if self._num_open == 0:
-            self.done.set()
+                self._outcomes[key] = Failure(stop_reason=ENVIRONMENT_TIMEOUT, detail=detail)
+                self._pool.replace(thread, self)
 
 
-def _work(bursts: "queue.SimpleQueue[_Burst | None]", burst: _Burst | None) -> None:
-    """The life of a worker; a replacement begins with the burst of the thread it replaces."""
-    while burst is None or burst.work():
-        burst = bursts.get()
-        if burst is None:
+def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | None) -> None:
+    """The life of a worker; a replacement begins with the calls of the thread it replaces."""
+    while calls is None or calls.work():
+        calls = waiting.get()
+        if calls is None:
             return
 
 

@@ -48,20 +48,28 @@ class RolloutConfig:
 
     `num_slots` episodes live at once, over all devices; a step plays `episodes_per_step`. The
     `group_size` episodes of a group share one task: the same side, and the same seed for the
-    environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round,
-    `burst` tokens at most are sampled per slot and round. `context_buckets` are the rooms per
-    episode, in tokens, that programs are compiled for; beyond the last the room doubles. A turn is
-    cut, and its episode over, at `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
+    environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round, for
+    `append_rows` slots of a data shard at a time; with `share_prefixes` the common beginning of
+    prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
+    per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
+    compiled for; beyond the last the room doubles. A turn is cut, and its episode over, at
+    `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
+
+    A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
+    takes part in which round then depends on their speed, an episode's tokens never do.
     """
 
     num_slots: int = 64
     episodes_per_step: int = 128
     group_size: int = 1
     chunk_size: int = 8
+    append_rows: int = 8
+    share_prefixes: bool = True
     burst: int = 4
     max_turn_tokens: int = 4
     temperature: float = 1.0
     unfinished_reward: float = -1.0
+    patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
 
     def validate(self) -> None:
@@ -71,6 +79,7 @@ class RolloutConfig:
             "episodes_per_step",
             "group_size",
             "chunk_size",
+            "append_rows",
             "burst",
             "max_turn_tokens",
         ):
@@ -87,6 +96,11 @@ class RolloutConfig:
         if not math.isfinite(self.unfinished_reward):
             raise ValueError(
                 f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite"
+            )
+        if not 0 <= self.patience_s < math.inf:
+            raise ValueError(
+                f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
+                "at least 0"
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(

@@ -37,8 +37,3 @@ class LaneScheduler:
         """The row that this free slot takes now, or None where its lane has none waiting."""
         waiting = self._waiting[slot // self._slots_per_lane]
         return waiting.popleft() if waiting else None
-
-    @property
-    def num_waiting(self) -> int:
-        """Episodes that have not begun."""
-        return sum(len(waiting) for waiting in self._waiting)

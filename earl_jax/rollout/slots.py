@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk
+from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import LayerCache, empty_cache
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import Sampling
@@ -37,7 +37,7 @@ from earl_jax.trajectory import Experience
 Replicate = Callable[[jax.Array], jax.Array]
 
 NO_ROW = -1
-ORDER_COLUMNS = 9
+ORDER_COLUMNS = 11
 
 
 @jax.tree_util.register_dataclass
@@ -68,12 +68,14 @@ class DecodeState:
 class SlotRules(NamedTuple):
     """What is fixed when the program is compiled. Tokens per turn and per burst; ids.
 
-    Each of `end_of_turn_ids` ends a turn.
+    Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
+    shard at a time.
     """
 
     burst: int
     max_turn_tokens: int
     end_of_turn_ids: tuple[int, ...]
+    append_rows: int = 8
 
 
 class Orders(NamedTuple):
@@ -81,9 +83,14 @@ class Orders(NamedTuple):
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
     and takes `seed`, `row`, `sampling` over; `fork` empties its cache alone: the episode goes on
-    in its row, behind the pending token, with a sample that begins with the chunk. `speak` lets the
-    policy begin a turn behind the chunk. A slot with nothing to append goes on with its turn where
-    it is in one.
+    in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
+    with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
+    `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
+    behind these. `speak` lets the policy begin a turn behind the chunk. A slot with nothing to
+    append goes on with its turn where it is in one.
+
+    Sources are read slot by slot, in their order: a slot that took something over has it for those
+    behind it.
     """
 
     chunk: jax.Array
@@ -93,6 +100,8 @@ class Orders(NamedTuple):
     speak: jax.Array
     seed: jax.Array
     row: jax.Array
+    source: jax.Array
+    shared: jax.Array
     sampling: SamplingRows
     version: jax.Array
 
@@ -111,17 +120,19 @@ def pack_orders(
     sampling: SamplingRows,
     version: int,
     fork: np.ndarray | int = 0,
+    source: np.ndarray | int = 0,
+    shared: np.ndarray | int = 0,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
     flags = restart * _RESTART + speak * _SPEAK + fork * _FORK
-    versions = np.full_like(count, version)
+    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared)]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
-    columns = np.stack([count, flags, seed, row, versions, *drawn], axis=1)
+    columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
     return np.concatenate([columns, chunk], axis=1).astype(np.int32)
 
 
 def _unpack_orders(packed: jax.Array) -> Orders:
-    count, flags, seed, row, version, *drawn = packed[:, :ORDER_COLUMNS].T
+    count, flags, seed, row, version, source, shared, *drawn = packed[:, :ORDER_COLUMNS].T
     bits = SamplingRows(*drawn)
     return Orders(
         chunk=packed[:, ORDER_COLUMNS:],
@@ -131,6 +142,8 @@ def _unpack_orders(packed: jax.Array) -> Orders:
         speak=flags & _SPEAK > 0,
         seed=seed,
         row=row,
+        source=source,
+        shared=shared,
         sampling=SamplingRows(
             temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
             top_k=bits.top_k,
@@ -228,7 +241,8 @@ def play(
         The new state, and the packed Report.
     """
     orders = _unpack_orders(packed_orders)
-    state = _restart(_shift_rows(state, -first_row), orders, first_row)
+    state = _shift_rows(state, -first_row)
+    state = _restart(_take_over(state, orders, first_row), orders, first_row)
     slots = state.cached.shape[0]
     out = (
         jnp.zeros((slots, rules.burst), jnp.int32),
@@ -236,17 +250,9 @@ def play(
         jnp.zeros((slots,), jnp.int32),
     )
 
-    def append_chunk(carry: Any) -> Any:
+    def append_chunks(carry: Any) -> Any:
         state, out = carry
-        logits_BV, caches = forward_chunk(
-            config,
-            params,
-            state.caches,
-            orders.chunk,
-            state.cached,
-            orders.count,
-            layout=layout,
-        )
+        logits_BV, caches = _append(config, rules, params, state, orders, replicate, layout)
         experience = _record_chunk(state, orders)
         begins = orders.speak & (orders.count > 0)
         state = dataclasses.replace(
@@ -258,7 +264,7 @@ def play(
             turn=state.turn + begins,
             turn_tokens=jnp.where(begins, 0, state.turn_tokens),
         )
-        return _sample_next(rules, key, state, replicate(logits_BV), begins, out)
+        return _sample_next(rules, key, state, logits_BV, begins, out)
 
     def decode_one(carry: Any) -> Any:
         state, out = carry
@@ -272,7 +278,7 @@ def play(
         return state.active & (count < rules.burst)
 
     carry: Any = (state, out)
-    carry = jax.lax.cond(jnp.any(orders.count > 0), append_chunk, lambda carry: carry, carry)
+    carry = jax.lax.cond(jnp.any(orders.count > 0), append_chunks, lambda carry: carry, carry)
     state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
     tokens, logprobs, count = out
     return _shift_rows(state, first_row), _pack_report(tokens, logprobs, count, state.active)
@@ -288,20 +294,122 @@ def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> 
         return jnp.where(orders.restart, new, old)
 
     zero = jnp.zeros_like(state.cached)
-    # A new sample stands behind the pending token, which is written down and ends the one before.
-    origin = jnp.where(orders.fork, state.origin + state.cached + 1, state.origin)
-    row = jnp.where(orders.row == NO_ROW, NO_ROW, orders.row - first_row)
+    origin, row = _new_place(state, orders, first_row)
     return dataclasses.replace(
         state,
-        origin=taken(zero, origin),
-        cached=jnp.where(orders.fork, zero, taken(zero, state.cached)),
+        origin=origin,
+        cached=jnp.where(orders.restart | orders.fork, orders.shared, state.cached),
         active=state.active & ~orders.restart,
         turn=taken(zero, state.turn),
         seed=taken(orders.seed, state.seed),
-        row=taken(row, state.row),
+        row=row,
         sampling=jax.tree.map(taken, orders.sampling, state.sampling),
         version=orders.version,
     )
+
+
+def _new_place(
+    state: DecodeState, orders: Orders, first_row: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Each slot's origin and row once the orders to restart and to fork are carried out."""
+    # A new sample stands behind the pending token, which is written down and ends the one before.
+    origin = jnp.where(orders.fork, state.origin + state.cached + 1, state.origin)
+    row = jnp.where(orders.row == NO_ROW, NO_ROW, orders.row - first_row)
+    return (
+        jnp.where(orders.restart, 0, origin),
+        jnp.where(orders.restart, row, state.row),
+    )
+
+
+def _take_over(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> DecodeState:
+    """Copies what is shared from slot to slot: keys and values, and the ids that were read.
+
+    One slot after the other, because then the caches are written where they lie.
+    """
+    takes = orders.shared > 0
+    order_B = jnp.argsort(~takes, stable=True)
+    origins, rows = _new_place(state, orders, first_row)
+    offsets = jnp.arange(state.experience.tokens.shape[1])
+
+    def copy(index: jax.Array, carry: Any) -> Any:
+        caches, tokens = carry
+        slot = order_B[index]
+        source = slot + orders.source[slot]
+
+        def copy_side(side: jax.Array) -> jax.Array:
+            taken = jax.lax.dynamic_index_in_dim(side, source, 0)
+            return jax.lax.dynamic_update_slice_in_dim(side, taken, slot, 0)
+
+        places = offsets - origins[slot]
+        inside = (places >= 0) & (places < orders.shared[slot])
+        inside &= (rows[slot] >= 0) & (state.row[source] >= 0)
+        read = jnp.take(tokens[state.row[source]], places + state.origin[source], mode="clip")
+        row = jnp.where(inside, read, tokens[rows[slot]])
+        return jax.tree.map(copy_side, caches), tokens.at[rows[slot]].set(row)
+
+    caches, tokens = jax.lax.fori_loop(
+        0, jnp.sum(takes), copy, (state.caches, state.experience.tokens)
+    )
+    experience = dataclasses.replace(state.experience, tokens=tokens)
+    return dataclasses.replace(state, caches=caches, experience=experience)
+
+
+def _append(
+    config: ModelConfig,
+    rules: SlotRules,
+    params: Params,
+    state: DecodeState,
+    orders: Orders,
+    replicate: Replicate,
+    layout: Layout | None,
+) -> tuple[jax.Array, list[LayerCache]]:
+    """The chunks into the caches, `rules.append_rows` slots at a time, those without one left out.
+
+    Returns:
+        logits_BV behind each chunk, and the caches.
+    """
+    slots, some = state.cached.shape[0], rules.append_rows
+    if slots <= some:
+        logits_BV, caches = forward_chunk(
+            config,
+            params,
+            state.caches,
+            orders.chunk,
+            state.cached,
+            orders.count,
+            layout=layout,
+        )
+        return replicate(logits_BV), caches
+    has_chunk = orders.count > 0
+    # Filled up with slots that do not exist: what is written there is dropped.
+    steps = (jnp.sum(has_chunk) + some - 1) // some
+    place_B = jnp.arange(slots + -slots % some)
+    order_B = jnp.pad(jnp.argsort(~has_chunk, stable=True), (0, -slots % some))
+    order_B = jnp.where(place_B < jnp.sum(has_chunk), order_B, slots + place_B)
+
+    def append_some(index: jax.Array, carry: Any) -> Any:
+        logits_BV, caches = carry
+        chosen = jax.lax.dynamic_slice_in_dim(order_B, index * some, some)
+        exists = chosen < slots
+        row = jnp.minimum(chosen, slots - 1)
+        logits, part = forward_chunk(
+            config,
+            params,
+            jax.tree.map(lambda side: side[row], caches),
+            orders.chunk[row],
+            state.cached[row],
+            jnp.where(exists, orders.count[row], 0),
+            layout=layout,
+        )
+        caches = jax.tree.map(
+            lambda side, new: side.at[chosen].set(new, mode="drop", unique_indices=True),
+            caches,
+            part,
+        )
+        return logits_BV.at[chosen].set(replicate(logits), mode="drop"), caches
+
+    logits_BV = jnp.zeros((slots, head_weights(params).shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, steps, append_some, (logits_BV, state.caches))
 
 
 def generate_one(

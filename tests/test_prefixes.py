@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a prompt can take over from other slots' caches, by hand. Chunks of 4, lanes of 3 slots."""
+
+import pytest
+
+from earl_jax.rollout.prefixes import PrefixIndex, Shared
+
+SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture
+def index():
+    """Slot 0 has read the system message and five tokens more; slots 3 to 5 are another lane."""
+    index = PrefixIndex(num_slots=6, num_lanes=2, chunk_size=4)
+    prompt = [*SYSTEM, 20, 21, 22, 23, 24]
+    assert index.find(0, prompt) == Shared(source=0, length=0)
+    index.begin(0, prompt, Shared(source=0, length=0))
+    index.append(0, len(prompt))
+    return index
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length"),
+    [
+        ([*SYSTEM, 30, 31], 8),
+        ([*SYSTEM, 20, 21, 22, 23, 30], 12),
+        # Whole chunks only, and one token is left to append.
+        ([*SYSTEM, 20, 21, 22, 30], 8),
+        (SYSTEM, 4),
+        ([*SYSTEM, 20], 8),
+        ([1, 2, 3, 4], 0),
+        ([1, 2, 3, 9, 5, 6, 7, 8, 9], 0),
+        ([9, *SYSTEM], 0),
+    ],
+)
+def test_the_longest_common_chunks_are_taken_over(index, prompt, length):
+    shared = index.find(1, prompt)
+    assert shared.length == length
+    assert shared.source == (0 if length else 1)
+
+
+def test_another_lane_has_nothing(index):
+    assert index.find(3, [*SYSTEM, 30]) == Shared(source=3, length=0)
+
+
+def test_its_own_cache_comes_first(index):
+    prompt = [*SYSTEM, 30]
+    index.begin(1, prompt, index.find(1, prompt))
+    index.append(1, 1)
+    assert index.find(1, [*SYSTEM, 40]) == Shared(source=1, length=8)
+    assert index.find(0, [*SYSTEM, 40]) == Shared(source=0, length=8)
+
+
+def test_who_begins_alike_waits_for_the_one_that_reads(index):
+    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
+    index.begin(1, prompt, index.find(1, prompt))
+    assert index.find(2, prompt) is None, "slot 1 is about to read four more"
+    assert index.find(2, [*SYSTEM, 40]) == Shared(source=0, length=8), "not for nothing"
+    index.append(1, 4)
+    assert index.find(2, prompt) == Shared(source=1, length=12)
+
+
+def test_what_is_taken_over_is_there_for_the_next(index):
+    """Within a round slots take over one after the other; what is appended comes later."""
+    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
+    index.begin(1, prompt, index.find(1, prompt))
+    other = [9, 9, 9, 9, 9]
+    index.begin(0, other, index.find(0, other))
+    assert index.find(2, [*SYSTEM, 50]) == Shared(source=1, length=8)
+    assert index.find(2, [*other, 1]) is None
+
+
+def test_answers_behind_the_prompt_are_not_shared(index):
+    """They went in at other places of a chunk than a prompt's tokens would."""
+    index.append(0, 5)
+    assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 12
