@@ -16,9 +16,10 @@ import numpy as np
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.placement import Placement
-from earl_jax.rollout.collect import Collector, Rollout, RolloutStats, Seat
+from earl_jax.rollout.collect import Collector, Rollout, RolloutStats
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.seat import Seat
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer

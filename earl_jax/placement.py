@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from earl_jax.calibrate import Calibration
-from earl_jax.rollout.collect import Policy, Seat
+from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings, choose
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape

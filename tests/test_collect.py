@@ -24,10 +24,11 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout.collect import Collector, Policy, Seat
+from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -65,9 +66,10 @@ def engine(
     num_slots: int = CONFIG.num_slots,
     mesh: MeshShape = MeshShape(data=8),  # noqa: B008
     append_rows: int = CONFIG.append_rows,
+    burst: int = CONFIG.burst,
 ) -> PolicyEngine:
     rules = SlotRules(
-        burst=CONFIG.burst,
+        burst=burst,
         max_turn_tokens=CONFIG.max_turn_tokens,
         end_of_turn_ids=renderer().end_of_turn_ids,
         append_rows=append_rows,
@@ -154,6 +156,7 @@ def collect(
     num_slots=CONFIG.num_slots,
     make_room=None,
     player=None,
+    control=None,
     **changes,
 ):
     player = player or engine(num_slots)
@@ -171,7 +174,7 @@ def collect(
         state=player.empty_state(places),
         places=places,
     )
-    return collector.collect(seat, todo, sampling=Sampling())
+    return collector.collect(seat, todo, sampling=Sampling(), control=control)
 
 
 def check_rows(rollout, num_tasks: int) -> None:

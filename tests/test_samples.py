@@ -23,8 +23,9 @@ from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
-from earl_jax.rollout.collect import Collector, Policy, Rollout, Seat
+from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch

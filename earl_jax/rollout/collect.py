@@ -18,6 +18,7 @@ import numpy as np
 
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
+    ABORTED,
     TURN_TOO_LONG,
     UNENCODABLE,
     Environment,
@@ -27,36 +28,18 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import RolloutConfig, Sampling
-from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.prefixes import PrefixIndex
+from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.scheduler import LaneScheduler
-from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, pack_orders
+from earl_jax.rollout.seat import Seat
+from earl_jax.rollout.slots import NO_ROW, Report, pack_orders
 from earl_jax.trajectory import Experience, Trajectory
 
 # What an environment says when its call comes back: how it begins, or what a step led to.
 Answer = tuple[Environment, Start] | StepResult
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """Weights on a rollout layout, and their version: the number of RL steps that made them."""
-
-    params: Params
-    version: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
-    """Where a rollout runs: an engine, the policy on its layout, and the state of its slots."""
-
-    engine: PolicyEngine
-    policy: Policy
-    state: DecodeState
-    places: int
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,13 +47,15 @@ class RolloutStats:
     """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
-    `env_wait_s`: seconds in which no round ran because environments were waited for.
+    `recomputed_tokens` were read again by newer weights. `env_wait_s`: seconds in which no round
+    ran because environments were waited for.
     """
 
     rounds: int = 0
     rollout_tokens: int = 0
     prefill_tokens: int = 0
     shared_tokens: int = 0
+    recomputed_tokens: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
@@ -104,15 +89,31 @@ class Collector:
         num_lanes: int,
     ) -> None:
         """`make_room(seat, tokens)` gives a seat whose places hold so many tokens an episode."""
-        self._config, self._new_conversation, self._pool = config, new_conversation, pool
+        self._config, self._new_conversation = config, new_conversation
         self._make_environment, self._make_room = make_environment, make_room
         self._num_lanes = num_lanes
+        # By row, not by slot: an answer may come when its episode was aborted and its slot is
+        # another's.
+        self._calls: Calls[int, Answer] = pool.calls()
+        self._slots: list[LiveEpisode | None] = [None] * config.num_slots
+        self._stopped: set[int] = set()
+        self._aborted: dict[int, str] = {}
+        self._finished: dict[int, Trajectory] = {}
+        self._prefixes = self._no_prefixes()
+        self._stats = RolloutStats()
 
-    def collect(self, seat: Seat, tasks: Sequence[Task], *, sampling: Sampling) -> Rollout:
+    def collect(
+        self,
+        seat: Seat,
+        tasks: Sequence[Task],
+        *,
+        sampling: Sampling,
+        control: RolloutControl | None = None,
+    ) -> Rollout:
         """Plays every task to its end; row i of the experience is task i's.
 
         An environment that raises, hangs or answers garbage ends its own episode with a stop
-        reason.
+        reason. What `control` asks for is done between two rounds.
         """
         config = self._config
         scheduler = LaneScheduler(
@@ -121,113 +122,120 @@ class Collector:
             num_slots=config.num_slots,
             num_lanes=self._num_lanes,
         )
-        slots: list[LiveEpisode | None] = [None] * config.num_slots
-        prefixes = PrefixIndex(
-            num_slots=config.num_slots, num_lanes=self._num_lanes, chunk_size=config.chunk_size
-        )
-        calls: Calls[int, Answer] = self._pool.calls()
-        finished: dict[int, Trajectory] = {}
-        stats = RolloutStats()
         while True:
-            self._refill(slots, scheduler, tasks, calls)
-            self._hear(slots, scheduler, tasks, calls, finished, stats)
-            live = [episode for episode in slots if episode is not None]
+            if control is not None:
+                seat = self._obey(control.take(), seat)
+            self._refill(scheduler, tasks)
+            self._hear(scheduler, tasks)
+            live = [episode for episode in self._slots if episode is not None]
             if not live:
                 break
             longest = max(episode.length for episode in live)
             if longest + config.burst > seat.places:
                 seat = self._make_room(seat, longest + config.burst)
-            orders = self._orders(slots, prefixes, stats, sampling, seat.policy.version)
+            orders = self._orders(sampling, seat.policy.version)
             state, report = seat.engine.play(seat.policy.params, seat.state, orders)
             seat = dataclasses.replace(seat, state=state)
-            ended = self._listen(slots, report, seat.policy.version, stats)
-            self._answer(slots, ended, calls, finished)
-            stats.rounds += 1
-        trajectories = [finished[row] for row in range(len(tasks))]
-        return Rollout(trajectories=trajectories, seat=seat, stats=stats)
+            self._answer(self._listen(report, seat.policy.version))
+            self._stats.rounds += 1
+        trajectories = [self._finished[row] for row in range(len(tasks))]
+        return Rollout(trajectories=trajectories, seat=seat, stats=self._stats)
 
-    def _refill(
-        self,
-        slots: list[LiveEpisode | None],
-        scheduler: LaneScheduler,
-        tasks: Sequence[Task],
-        calls: "Calls[int, Answer]",
-    ) -> bool:
+    def _no_prefixes(self) -> PrefixIndex:
+        config = self._config
+        return PrefixIndex(
+            num_slots=config.num_slots, num_lanes=self._num_lanes, chunk_size=config.chunk_size
+        )
+
+    def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
+        """The episode in this slot is over; the slot is free."""
+        episode = self._slots[slot]
+        assert episode is not None
+        self._finished[episode.row] = episode.finish(stop_reason, detail)
+        self._slots[slot] = None
+
+    def _obey(self, requests: Requests, seat: Seat) -> Seat:
+        """Ends what is to be aborted, and changes weights."""
+        self._aborted |= requests.aborted
+        for slot, episode in enumerate(self._slots):
+            if episode is not None and episode.task.episode in self._aborted:
+                episode.abort()
+                self._end(slot, ABORTED, self._aborted[episode.task.episode])
+                self._stopped.add(slot)
+        if requests.swap is None:
+            return seat
+        # What old weights have read is not for episodes that begin under new ones.
+        self._prefixes = self._no_prefixes()
+        if requests.swap.cache == "recompute":
+            for episode in filter(None, self._slots):
+                self._stats.recomputed_tokens += episode.rewind()
+        return dataclasses.replace(seat, policy=requests.swap.publish(seat.engine))
+
+    def _refill(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> bool:
         """Gives every free slot a waiting episode, whose environment begins. False if none came."""
         opened = {}
-        for slot, episode in enumerate(slots):
-            if episode is None and (row := scheduler.next_row(slot)) is not None:
-                slots[slot] = LiveEpisode(
-                    task=tasks[row], row=row, conversation=self._new_conversation()
+        for slot in range(len(self._slots)):
+            while self._slots[slot] is None and (row := scheduler.next_row(slot)) is not None:
+                task = tasks[row]
+                self._slots[slot] = LiveEpisode(
+                    task=task, row=row, conversation=self._new_conversation()
                 )
-                opened[slot] = lambda task=tasks[row]: self._open(task)
-        calls.submit(opened)
+                if task.episode in self._aborted:
+                    self._end(slot, ABORTED, self._aborted[task.episode])
+                else:
+                    opened[row] = lambda task=task: self._open(task)
+        self._calls.submit(opened)
         return bool(opened)
 
     def _open(self, task: Task) -> tuple[Environment, Start]:
         environment = self._make_environment(task)
         return environment, check_start(environment.start())
 
-    def _answer(
-        self,
-        slots: list[LiveEpisode | None],
-        ended: Sequence[int],
-        calls: "Calls[int, Answer]",
-        finished: dict[int, Trajectory],
-    ) -> None:
+    def _answer(self, ended: Sequence[int]) -> None:
         """Lets the environments of the slots whose turn ended think about it."""
         steps = {}
         for slot in ended:
-            episode = slots[slot]
+            episode = self._slots[slot]
             assert episode is not None
             text, whole = episode.conversation.reply(episode.reply)
             episode.close_turn(text)
             if whole:
                 assert episode.environment is not None
-                steps[slot] = lambda e=episode.environment, t=text: check_step(e.step(t))
+                steps[episode.row] = lambda e=episode.environment, t=text: check_step(e.step(t))
                 episode.waits = True
                 continue
             episode.rewards.append(self._config.unfinished_reward)
             detail = f"no end of turn within {self._config.max_turn_tokens} tokens"
-            finished[episode.row] = episode.finish(TURN_TOO_LONG, detail)
-            slots[slot] = None
-        calls.submit(steps)
+            self._end(slot, TURN_TOO_LONG, detail)
+        self._calls.submit(steps)
 
-    def _hear(
-        self,
-        slots: list[LiveEpisode | None],
-        scheduler: LaneScheduler,
-        tasks: Sequence[Task],
-        calls: "Calls[int, Answer]",
-        finished: dict[int, Trajectory],
-        stats: RolloutStats,
-    ) -> None:
+    def _hear(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> None:
         """Takes what environments say within the patience; waits on while no slot has work."""
         start_s = time.perf_counter()
-        idle = True
-        while idle:
+        waits_on = True
+        while waits_on:
             left_s = max(0.0, self._config.patience_s - (time.perf_counter() - start_s))
-            for slot, said in calls.take(left_s, at_least_one=_is_idle(slots)).items():
-                episode = slots[slot]
-                assert episode is not None
-                over = self._take(episode, said)
-                if over is not None:
-                    finished[episode.row] = over
-                    slots[slot] = None
-            refilled = self._refill(slots, scheduler, tasks, calls)
-            idle = refilled or (any(slots) and _is_idle(slots))
-        stats.env_wait_s += time.perf_counter() - start_s
+            answers = self._calls.take(left_s, at_least_one=self._is_idle())
+            for slot, episode in enumerate(self._slots):
+                if episode is not None and episode.row in answers:
+                    self._take(slot, episode, answers[episode.row])
+            refilled = self._refill(scheduler, tasks)
+            waits_on = refilled or (any(self._slots) and self._is_idle())
+        self._stats.env_wait_s += time.perf_counter() - start_s
 
-    def _take(self, episode: LiveEpisode, said: "Answer | Failure") -> Trajectory | None:
-        """The environment's start or step; the trajectory if the episode is over."""
+    def _is_idle(self) -> bool:
+        """Whether a round would have nothing to do."""
+        return not any(episode is not None and episode.has_work for episode in self._slots)
+
+    def _take(self, slot: int, episode: LiveEpisode, said: "Answer | Failure") -> None:
+        """The environment's start or step."""
         if isinstance(said, Failure):
-            return episode.finish(said.stop_reason, said.detail)
-        episode.waits = False
+            return self._end(slot, said.stop_reason, said.detail)
         conversation = episode.conversation
         if isinstance(said, StepResult):
             episode.rewards.append(float(said.reward))
             if said.done:
-                return episode.finish(said.stop_reason, said.detail)
+                return self._end(slot, said.stop_reason, said.detail)
             message = said.messages or said.text
             render = conversation.answer
         else:
@@ -238,48 +246,42 @@ class Collector:
         try:
             episode.hear(message, render(message))
         except ValueError as error:
-            return episode.finish(UNENCODABLE, str(error))
-        return None
+            self._end(slot, UNENCODABLE, str(error))
 
-    def _orders(
-        self,
-        slots: list[LiveEpisode | None],
-        prefixes: PrefixIndex,
-        stats: RolloutStats,
-        sampling: Sampling,
-        version: int,
-    ) -> np.ndarray:
+    def _orders(self, sampling: Sampling, version: int) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
-        num_slots, chunk_size = len(slots), self._config.chunk_size
-        names = ("count", "restart", "fork", "speak", "seed", "source", "shared")
-        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names}
+        num_slots, chunk_size = len(self._slots), self._config.chunk_size
+        names = ("count", "seed", "source", "shared")
+        flags = ("restart", "fork", "rewind", "speak", "resume")
+        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
         chunk = np.zeros((num_slots, chunk_size), np.int32)
-        for slot, episode in enumerate(slots):
+        for slot in self._stopped:
+            columns["rewind"][slot] = 1
+        self._stopped.clear()
+        for slot, episode in enumerate(self._slots):
             if episode is None or not episode.queue:
                 continue
-            if self._config.share_prefixes and (episode.fresh or episode.forks):
-                shared = prefixes.find(slot, episode.queue)
+            begins = {"restart": episode.fresh, "fork": episode.forks, "rewind": episode.rewinds}
+            if any(begins.values()):
+                shared = self._take_over(slot, episode)
                 if shared is None:
                     continue
-                prefixes.begin(slot, episode.queue, shared)
-                episode.queue = episode.queue[shared.length :]
                 columns["source"][slot] = shared.source - slot
                 columns["shared"][slot] = shared.length
-                stats.shared_tokens += shared.length
-            part, episode.queue = episode.queue[:chunk_size], episode.queue[chunk_size:]
+            columns["seed"][slot], columns["row"][slot] = episode.task.episode, episode.row
+            for flag, is_set in begins.items():
+                columns[flag][slot] = is_set
+            part, news = episode.take(chunk_size)
             chunk[slot, : len(part)] = part
             columns["count"][slot] = len(part)
-            columns["restart"][slot] = episode.fresh
-            columns["fork"][slot] = episode.forks
-            columns["speak"][slot] = not episode.queue
-            columns["seed"][slot] = episode.task.episode
-            columns["row"][slot] = episode.row
-            stats.prefill_tokens += len(part) - episode.heads_pending
-            episode.fresh = episode.heads_pending = episode.forks = False
+            self._stats.prefill_tokens += news
+            if not episode.queue:
+                columns["resume"][slot] = episode.speaking
+                columns["speak"][slot] = not (episode.speaking or episode.waits)
         # Only now: no slot takes over what is appended in the same round.
         for slot, number in enumerate(columns["count"]):
-            prefixes.append(slot, number)
+            self._prefixes.append(slot, number)
         return pack_orders(
             chunk=chunk,
             sampling=sampling_rows(sampling, num_slots),
@@ -287,13 +289,23 @@ class Collector:
             **columns,
         )
 
-    def _listen(
-        self, slots: list[LiveEpisode | None], report: Report, version: int, stats: RolloutStats
-    ) -> list[int]:
+    def _take_over(self, slot: int, episode: LiveEpisode) -> Shared | None:
+        """What a sample that begins has not to read itself; None: it waits for who is reading."""
+        if not self._config.share_prefixes:
+            return Shared(source=slot, length=0)
+        shared = self._prefixes.find(slot, episode.queue)
+        if shared is not None:
+            self._prefixes.begin(slot, episode.queue, shared)
+            _, news = episode.take(shared.length)
+            self._stats.shared_tokens += news
+        return shared
+
+    def _listen(self, report: Report, version: int) -> list[int]:
         """Takes down what was sampled. Returns the slots whose turn is over."""
         ended = []
         in_flight = 0
-        for slot, episode in enumerate(slots):
+        stats = self._stats
+        for slot, episode in enumerate(self._slots):
             if episode is None:
                 continue
             count = int(report.count[slot])
@@ -302,15 +314,11 @@ class Collector:
                 episode.logprobs += report.logprobs[slot, :count].tolist()
                 episode.versions += [version] * count
                 episode.length += count
+                episode.speaking = bool(report.active[slot])
                 stats.rollout_tokens += count
-                if not report.active[slot]:
+                if not episode.speaking:
                     ended.append(slot)
             in_flight += episode.length - episode.origin - len(episode.queue)
             stats.context_tokens_max = max(stats.context_tokens_max, episode.length)
         stats.tokens_in_flight_max = max(stats.tokens_in_flight_max, in_flight)
         return ended
-
-
-def _is_idle(slots: Sequence[LiveEpisode | None]) -> bool:
-    """Whether a round would have nothing to do."""
-    return all(episode is None or episode.waits for episode in slots)

@@ -24,11 +24,12 @@ class Task:
 class LiveEpisode:
     """An episode in a slot.
 
-    `waits`: its environment is at work, and it has nothing to do until that answers. `queue` holds
-    ids that are still to be appended; `heads_pending`: its first is the token sampled last, which
-    goes into the cache now. `fresh`: nothing was appended yet. `forks`: the queue is the prompt of
-    a new sample. `length` counts the episode's tokens, the first `origin` of which belong to
-    earlier samples.
+    `waits`: its environment is at work, and the policy has nothing to say until that answers.
+    `queue` holds ids that are still to be appended; the first `again` of them are no news: the
+    token sampled last, which goes into the cache now, or what other weights have read before.
+    `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
+    the queue begins with all of this sample again. `speaking`: in the middle of a turn. `length`
+    counts the episode's tokens, the first `origin` of which belong to earlier samples.
     """
 
     task: Task
@@ -40,9 +41,11 @@ class LiveEpisode:
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     queue: list[int] = dataclasses.field(default_factory=list)
-    heads_pending: bool = False
+    again: int = 0
     fresh: bool = True
     forks: bool = False
+    rewinds: bool = False
+    speaking: bool = False
     origin: int = 0
     length: int = 0
     reply: list[int] = dataclasses.field(default_factory=list)
@@ -54,10 +57,14 @@ class LiveEpisode:
 
         Or to begin a new sample, which knows of no pending token.
         """
-        self.heads_pending = not self.fresh and not heard.forks
-        self.forks = heard.forks
-        pending = [self.turns[-1].token_ids[-1]] if self.heads_pending else []
-        self.queue = [*pending, *heard.ids]
+        self.waits = False
+        if heard.forks:
+            # What was to be read again is left behind with the sample before.
+            self.queue, self.again, self.rewinds, self.forks = [], 0, False, True
+        elif self.turns:
+            self.queue = [*self.queue, self.turns[-1].token_ids[-1]]
+            self.again += 1
+        self.queue = [*self.queue, *heard.ids]
         messages = tuple((message.role, message.text) for message in messages_of(said))
         self.turns.append(
             Turn(
@@ -72,8 +79,50 @@ class LiveEpisode:
             self.origin = self.length
         self.length += len(heard.ids)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether it takes part in the next round."""
+        return self.speaking or bool(self.queue)
+
+    def take(self, number: int) -> tuple[list[int], int]:
+        """The next so many ids off the queue, for the cache; and how many of them are news."""
+        part, self.queue = self.queue[:number], self.queue[number:]
+        again = min(self.again, len(part))
+        self.again -= again
+        if part:
+            self.fresh = self.forks = self.rewinds = False
+        return part, len(part) - again
+
+    def rewind(self) -> int:
+        """Its cache is worth nothing any more: all that was read is to be read again.
+
+        Returns how many ids that are.
+        """
+        if self.fresh or self.forks:
+            return 0
+        # The end of the queue is news; what stands before it was read, or was to be again.
+        news = len(self.queue) - self.again
+        ids = [token for turn in self.turns for token in turn.token_ids][self.origin :]
+        ids += self.reply
+        # An answer brings the token before it along, when it comes.
+        self.queue = ids[:-1] if self.waits else ids
+        self.again = len(self.queue) - news
+        self.rewinds = True
+        return self.again
+
+    def abort(self) -> None:
+        """What was said and not answered, by whomever, is given up."""
+        self.queue = []
+        if self.reply:
+            self.close_turn(self.conversation.reply(self.reply)[0])
+        if self.turns and self.turns[-1].author == "environment":
+            self.turns.pop()
+        if len(self.rewards) < sum(turn.author == "policy" for turn in self.turns):
+            self.rewards.append(0.0)
+
     def close_turn(self, text: str) -> None:
         """The policy's turn is over."""
+        self.speaking = False
         self.turns.append(
             Turn(
                 author="policy",

@@ -86,8 +86,10 @@ class Orders(NamedTuple):
     in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
     with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
     `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
-    behind these. `speak` lets the policy begin a turn behind the chunk. A slot with nothing to
-    append goes on with its turn where it is in one.
+    behind these; so it does behind `rewind`, which empties the cache of a sample that is to be read
+    again, by other weights. `speak` lets the policy begin a turn behind the chunk, `resume` go on
+    with the one it was in when its sample was rewound. A slot with nothing to append goes on with
+    its turn where it is in one.
 
     Sources are read slot by slot, in their order: a slot that took something over has it for those
     behind it.
@@ -97,7 +99,9 @@ class Orders(NamedTuple):
     count: jax.Array
     restart: jax.Array
     fork: jax.Array
+    rewind: jax.Array
     speak: jax.Array
+    resume: jax.Array
     seed: jax.Array
     row: jax.Array
     source: jax.Array
@@ -106,7 +110,7 @@ class Orders(NamedTuple):
     version: jax.Array
 
 
-_RESTART, _SPEAK, _FORK = 1, 2, 4
+_RESTART, _SPEAK, _FORK, _REWIND, _RESUME = 1, 2, 4, 8, 16
 
 
 def pack_orders(
@@ -120,11 +124,13 @@ def pack_orders(
     sampling: SamplingRows,
     version: int,
     fork: np.ndarray | int = 0,
+    rewind: np.ndarray | int = 0,
+    resume: np.ndarray | int = 0,
     source: np.ndarray | int = 0,
     shared: np.ndarray | int = 0,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
-    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK
+    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
     same = [np.broadcast_to(number, count.shape) for number in (version, source, shared)]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
     columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
@@ -139,7 +145,9 @@ def _unpack_orders(packed: jax.Array) -> Orders:
         count=count,
         restart=flags & _RESTART > 0,
         fork=flags & _FORK > 0,
+        rewind=flags & _REWIND > 0,
         speak=flags & _SPEAK > 0,
+        resume=flags & _RESUME > 0,
         seed=seed,
         row=row,
         source=source,
@@ -255,16 +263,17 @@ def play(
         logits_BV, caches = _append(config, rules, params, state, orders, replicate, layout)
         experience = _record_chunk(state, orders)
         begins = orders.speak & (orders.count > 0)
+        speaks_now = begins | orders.resume & (orders.count > 0)
         state = dataclasses.replace(
             state,
             caches=caches,
             experience=experience,
             cached=state.cached + orders.count,
-            active=state.active | begins,
+            active=state.active | speaks_now,
             turn=state.turn + begins,
             turn_tokens=jnp.where(begins, 0, state.turn_tokens),
         )
-        return _sample_next(rules, key, state, logits_BV, begins, out)
+        return _sample_next(rules, key, state, logits_BV, speaks_now, out)
 
     def decode_one(carry: Any) -> Any:
         state, out = carry
@@ -298,8 +307,8 @@ def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> 
     return dataclasses.replace(
         state,
         origin=origin,
-        cached=jnp.where(orders.restart | orders.fork, orders.shared, state.cached),
-        active=state.active & ~orders.restart,
+        cached=jnp.where(orders.restart | orders.fork | orders.rewind, orders.shared, state.cached),
+        active=state.active & ~orders.restart & ~orders.rewind,
         turn=taken(zero, state.turn),
         seed=taken(orders.seed, state.seed),
         row=row,

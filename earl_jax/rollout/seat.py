@@ -1,0 +1,27 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Where a rollout runs, and with which weights."""
+
+import dataclasses
+
+from earl_jax.models.parameters import Params
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.slots import DecodeState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Weights on a rollout layout, and their version: the number of RL steps that made them."""
+
+    params: Params
+    version: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Where a rollout runs: an engine, the policy on its layout, and the state of its slots."""
+
+    engine: PolicyEngine
+    policy: Policy
+    state: DecodeState
+    places: int

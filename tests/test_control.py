@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts that are paused, whose episodes are aborted, whose weights change under them."""
+
+import functools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_collect import (
+    CONFIG,
+    MODEL,
+    Talker,
+    Watched,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+    weights,
+)
+
+from earl_jax.envs.environment import Start
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.logprobs import score_logits
+from earl_jax.rollout.control import RolloutControl
+from earl_jax.rollout.seat import Policy
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+NUM_TASKS = 40
+PLACES = 64
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def games(pool):
+    return collect(pool, tasks(NUM_TASKS))
+
+
+class Script(RolloutControl):
+    """Does before the round of each number what is written for it."""
+
+    def __init__(self, script):
+        super().__init__()
+        self.script, self.round = script, 0
+
+    def take(self):
+        self.script.get(self.round, lambda control: None)(self)
+        self.round += 1
+        return super().take()
+
+
+def swap_to(seed: int, cache: str):
+    """Weights of this seed, whose version is the seed."""
+
+    def swap(control):
+        control.swap(
+            lambda player: Policy(params=player.load_params(weights(seed)), version=seed),
+            cache=cache,
+        )
+
+    return swap
+
+
+@functools.cache
+def _scores(seed: int):
+    """Log-probs of rows of ids under the weights of a seed, by the trainer's forward pass."""
+    params = jax.tree.map(np.asarray, weights(seed))
+    params["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+
+    @jax.jit
+    def score(tokens_BT, segments_BT):
+        hidden = forward_rows(MODEL, layout, params, tokens_BT, segments_BT)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params))
+        return jax.vmap(lambda logits, ids: score_logits(logits, ids, 1.0).logprobs)(
+            logits_BTV[:, :-1], tokens_BT[:, 1:]
+        )
+
+    return score
+
+
+def furthest(trajectories) -> float:
+    """How far off a token's log-prob is from that of the weights which its version names."""
+    ids = np.zeros((len(trajectories), PLACES), np.int32)
+    segments = np.zeros_like(ids)
+    for row, trajectory in enumerate(trajectories):
+        whole = [token for turn in trajectory.turns for token in turn.token_ids]
+        ids[row, : len(whole)], segments[row, : len(whole)] = whole, 1
+    worst = 0.0
+    for row, trajectory in enumerate(trajectories):
+        place = 0
+        for turn in trajectory.turns:
+            for offset, version in enumerate(turn.versions):
+                expected = np.asarray(_scores(version)(ids, segments))[row, place + offset - 1]
+                worst = max(worst, abs(float(expected) - turn.logprobs[offset]))
+            place += len(turn.token_ids)
+    return worst
+
+
+class Lecture(Talker):
+    """Begins with more than three chunks of words; some answers take their time."""
+
+    def __init__(self, seed: int, delay_s: float):
+        super().__init__(seed)
+        self.delay_s = delay_s
+
+    def start(self):
+        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
+
+    def step(self, reply):
+        time.sleep(self.delay_s)
+        return super().step(reply)
+
+
+def lecture(task):
+    return Lecture(task.env_seed, 0.02 * (task.episode % 3 == 0))
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+@pytest.mark.parametrize("rounds", [(1,), (2,), (4,), (5, 6), (3, 7, 8, 12)], ids=str)
+def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, share_prefixes):
+    """In the middle of prompts, of turns, of answers that are awaited, of reading again."""
+    script = {number: swap_to(1 + i, "recompute") for i, number in enumerate(rounds)}
+    changes = {"share_prefixes": share_prefixes, "patience_s": 0.0, "burst": 1}
+    rollout = collect(
+        pool,
+        tasks(NUM_TASKS),
+        lecture,
+        places=PLACES,
+        player=engine(burst=1),
+        control=Script(script),
+        **changes,
+    )
+    check_rows(rollout, NUM_TASKS)
+    versions = {v for t in rollout.trajectories for turn in t.turns for v in turn.versions}
+    assert len(rounds) in versions
+    assert rollout.stats.recomputed_tokens > 0
+    assert all(t.stop_reason == "win" for t in rollout.trajectories)
+    assert furthest(rollout.trajectories) < 1e-5
+    heard = sum(
+        len(turn.token_ids)
+        for t in rollout.trajectories
+        for turn in t.turns
+        if turn.author == "environment"
+    )
+    assert rollout.stats.prefill_tokens + rollout.stats.shared_tokens == heard
+
+
+def test_a_cache_that_is_kept_shows_in_the_logprobs_and_the_versions_say_so(pool):
+    rollout = collect(
+        pool, tasks(NUM_TASKS), lecture, places=PLACES, control=Script({5: swap_to(1, "keep")})
+    )
+    check_rows(rollout, NUM_TASKS)
+    assert rollout.stats.recomputed_tokens == 0
+    pure, mixed = [], []
+    for trajectory in rollout.trajectories:
+        versions = [v for turn in trajectory.turns for v in turn.versions]
+        assert versions == sorted(versions), "weights only ever become newer"
+        # Under way at the change: those that old weights have read something of.
+        (mixed if versions[0] == 0 and versions[-1] == 1 else pure).append(trajectory)
+    assert len(mixed) >= 8 and any(t.turns[1].versions[0] == 1 for t in pure)
+    assert furthest(mixed) > 1e-3
+    began_later = [t for t in pure if t.row % 6 > 3]
+    assert began_later and furthest(began_later) < 1e-5
+
+
+def test_what_was_sampled_before_a_change_stays(pool, games):
+    rollout = collect(pool, tasks(NUM_TASKS), control=Script({2: swap_to(1, "recompute")}))
+    for before, after in zip(games.trajectories, rollout.trajectories, strict=True):
+        for one, other in zip(before.turns, after.turns, strict=False):
+            if 1 in other.versions:
+                break
+            assert one.token_ids == other.token_ids
+
+
+def test_a_change_to_the_same_weights_changes_nothing(pool, games):
+    for cache in ("keep", "recompute"):
+        script = {number: swap_to(0, cache) for number in (1, 2, 4)}
+        rollout = collect(pool, tasks(NUM_TASKS), control=Script(script))
+        check_rows(rollout, NUM_TASKS)
+        assert_same_episodes(games.trajectories, rollout.trajectories)
+
+
+def test_an_aborted_episode_ends_with_what_it_has_and_the_others_do_not_notice(pool, games):
+    """One that waits for its environment, one that has not begun, one that is in no rollout."""
+    control = RolloutControl()
+    asked = threading.Event()
+
+    def abort_itself():
+        control.abort(4, "enough")
+        asked.wait(60)
+
+    def make(task):
+        if task.episode == 39:
+            # The last of its lane: it begins when episode 4 was aborted, and lets it answer.
+            return Watched(task, asked.set)
+        return Watched(task, abort_itself if task.episode == 4 else lambda: None)
+
+    control.abort(9, "not wanted")
+    control.abort(1000)
+    rollout = collect(pool, tasks(NUM_TASKS), make, control=control, patience_s=0.0)
+    four, nine = rollout.trajectories[4], rollout.trajectories[9]
+    assert (four.stop_reason, four.detail) == ("aborted", "enough")
+    assert four.turns == games.trajectories[4].turns[:2] and four.turn_rewards == (0.0,)
+    assert (nine.stop_reason, nine.detail) == ("aborted", "not wanted")
+    assert nine.turns == nine.turn_rewards == ()
+    check_rows(rollout, NUM_TASKS)
+    others = [i for i in range(NUM_TASKS) if i not in (4, 9)]
+    assert_same_episodes(
+        [games.trajectories[i] for i in others], [rollout.trajectories[i] for i in others]
+    )
+
+
+def test_an_episode_is_aborted_in_the_middle_of_its_turn(pool):
+    """The tokens so far are its last turn; nothing is written behind them."""
+    script = {3: lambda control: [control.abort(episode) for episode in (0, 1, 7)]}
+    rollout = collect(
+        pool,
+        tasks(NUM_TASKS),
+        params=weights(ends_turns=False),
+        player=engine(burst=1),
+        control=Script(script),
+        burst=1,
+    )
+    check_rows(rollout, NUM_TASKS)
+    for trajectory in rollout.trajectories:
+        spoken = len(trajectory.turns[1].token_ids)
+        if trajectory.episode in (0, 1, 7):
+            assert trajectory.stop_reason == "aborted" and 0 < spoken < CONFIG.max_turn_tokens
+            assert trajectory.turn_rewards == (0.0,)
+        else:
+            assert trajectory.stop_reason == "turn_too_long"
+            assert spoken == CONFIG.max_turn_tokens
+
+
+def test_a_paused_rollout_stands_still_and_goes_on_as_if_nothing_had_been(pool, games):
+    control, started, done = RolloutControl(), [], []
+
+    def make(task):
+        started.append(task)
+        return Watched(task, lambda: None)
+
+    control.pause()
+    thread = threading.Thread(
+        target=lambda: done.append(collect(pool, tasks(NUM_TASKS), make, control=control))
+    )
+    thread.start()
+    time.sleep(0.2)
+    assert not started
+    control.resume()
+    thread.join(timeout=120)
+    assert_same_episodes(games.trajectories, done[0].trajectories)
+
+
+def test_an_unknown_way_with_caches_is_refused():
+    with pytest.raises(ValueError, match=r"cache is 'drop'; it must be 'keep' or 'recompute'"):
+        RolloutControl().swap(lambda player: None, cache="drop")
