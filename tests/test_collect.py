@@ -448,7 +448,8 @@ def test_environments_that_misbehave_end_their_own_episode_only():
         when, fault, _ = faults[task.episode]
         return Faulty(task.env_seed, when, fault)
 
-    pool = EnvironmentPool(2, timeout_s=0.5)
+    # Long enough for a sound environment on a busy machine.
+    pool = EnvironmentPool(2, timeout_s=2.0)
     try:
         healthy = collect(pool, tasks(30), lambda task: Talker(task.env_seed))
         rollout = collect(pool, tasks(30), make)

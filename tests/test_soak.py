@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Thousands of episodes of random shape: each ends once, as it should, and nothing leaks."""
+
+import collections
+import random
+import threading
+import time
+
+import pytest
+from test_collect import CONFIG, check_rows, collect, engine, tasks, weights
+
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout.control import RolloutControl
+from earl_jax.rollout.seat import Policy
+
+NUM_ROLLOUTS = 45
+PLACES = 256
+ENDS = ("done", "raises", "garbage", "unencodable", "at start", "aborted")
+
+
+class Shape:
+    """An environment drawn at random: how long it talks, how it ends, how fast it is.
+
+    Some change the policy's weights while they are at it.
+    """
+
+    def __init__(self, episode: int, control: RolloutControl):
+        rng = random.Random(episode)
+        self.control, self.episode = control, episode
+        self.end = rng.choices(ENDS, (8, 1, 1, 1, 1, 1))[0]
+        self.lengths = [rng.choice([1, 2, 9, 30]) for _ in range(rng.randrange(1, 5))]
+        self.delay_s = rng.choice([0, 0, 0, 0.001])
+        self.swaps = rng.choice([None] * 20 + ["keep", "recompute"])
+        self.started = 0
+
+    @property
+    def stop_reason(self) -> str:
+        faults = {"done": "win", "aborted": "aborted", "unencodable": "unencodable"}
+        return faults.get(self.end, "environment_error")
+
+    def say(self) -> str:
+        return "8" * self.lengths.pop()
+
+    def start(self) -> Start:
+        self.started += 1
+        if self.end == "at start":
+            raise OSError("no board")
+        return Start(text=self.say(), role="x")
+
+    def step(self, reply: str) -> StepResult:
+        time.sleep(self.delay_s)
+        if self.swaps:
+            version = self.episode % 1000
+            self.control.swap(
+                lambda player: Policy(
+                    params=player.load_params(weights(version % 2)), version=version
+                ),
+                cache=self.swaps,
+            )
+        if self.lengths:
+            return StepResult(text=self.say(), reward=0.5, done=False)
+        if self.end == "raises":
+            raise OSError("the board fell over")
+        if self.end == "garbage":
+            return {"text": reply}  # pyright: ignore[reportReturnType]
+        if self.end == "unencodable":
+            return StepResult(text="\ud800", reward=0.5, done=False)
+        if self.end == "aborted":
+            self.control.abort(self.episode)
+            # It would go on for ever, were it not aborted.
+            return StepResult(text="8", reward=0.5, done=False)
+        return StepResult(reward=0.5, done=True, stop_reason="win")
+
+
+@pytest.mark.slow
+def test_every_episode_ends_once_and_nothing_leaks():
+    pool = EnvironmentPool(3, timeout_s=60.0)
+    threads = threading.active_count()
+    reasons = collections.Counter()
+    for number in range(NUM_ROLLOUTS):
+        control, made = RolloutControl(), {}
+
+        def make(task, control=control, made=made):
+            made[task.episode] = Shape(task.episode, control)
+            return made[task.episode]
+
+        rng = random.Random(number)
+        todo = tasks(rng.randrange(1, CONFIG.episodes_per_step + 1), first=1000 * number)
+        rollout = collect(
+            pool,
+            todo,
+            make,
+            places=PLACES,
+            player=engine(append_rows=1),
+            control=control,
+            share_prefixes=number % 2 == 0,
+            patience_s=rng.choice([0.0, 0.001, 60.0]),
+        )
+        assert [t.episode for t in rollout.trajectories] == [task.episode for task in todo]
+        for trajectory in rollout.trajectories:
+            shape = made[trajectory.episode]
+            assert shape.started == 1
+            assert trajectory.stop_reason == shape.stop_reason, shape.end
+            reasons[trajectory.stop_reason] += 1
+        check_rows(rollout, len(todo))
+    assert sum(reasons.values()) > 1000
+    assert set(reasons) == {"win", "aborted", "unencodable", "environment_error"}
+    assert threading.active_count() == threads
+    pool.close()
