@@ -20,7 +20,7 @@ from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import _jetstream
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine, Serving
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -69,7 +69,7 @@ def make_engine() -> PolicyEngine:
         chunk_size=4,
         rules=rules,
         seed=SEED,
-        max_prefill_length=MAX_PREFILL,
+        serving=Serving(max_prefill_length=MAX_PREFILL, places=ROOM),
     )
     return PolicyEngine(config, make_layout(MeshShape(data=8)), tokenizer())
 
