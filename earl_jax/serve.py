@@ -21,7 +21,8 @@ examples:
   python -m earl_jax.serve --workdir=runs/tictactoe_tiny_cpu
       the newest checkpoint of a run
   python -m earl_jax.serve --model=Qwen2.5-0.5B-Instruct --temperature=0.7 --top_p=0.8
-      a folder with a checkpoint of transformers, or what a run exported
+      a folder with a checkpoint of transformers, or what a run exported; a name as ORG/NAME that is
+      no folder is asked of the model hub
 
 A request is a text or token ids, and max_tokens. A text is taken as it is, control tokens included:
 no chat template is applied. To chat, render the template and send what comes of it. The answer is a
@@ -45,7 +46,9 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     )
     policy = parser.add_mutually_exclusive_group(required=True)
     policy.add_argument("--workdir", type=Path, help="the folder of a run")
-    policy.add_argument("--model", type=Path, help="a folder with a checkpoint of transformers")
+    policy.add_argument(
+        "--model", help="a folder with a checkpoint of transformers, or its name on a hub"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=9000, help="0: any that is free (%(default)s)")
     parser.add_argument(
@@ -108,9 +111,6 @@ class _Policy:
 def serve_command(arguments: Sequence[str]) -> None:
     """The whole command, until it is ended. Raises ValueError for bad input."""
     flags = parse_flags(arguments)
-    # Until the server is up; then it ends open requests first.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: sys.exit(0))
     from earl_jax.sharding.layout import MeshShape
 
     sampling = _check_flags(flags)
@@ -260,17 +260,19 @@ def _model_policy(flags: argparse.Namespace, mesh: Any) -> _Policy:
     """A checkpoint of `transformers`."""
     from earl_jax.envs.tokenizer import load_tokenizer
     from earl_jax.models.generation import read_generation_settings
-    from earl_jax.models.hf_weights import load_parameters, open_checkpoint
+    from earl_jax.models.hf_read import load_parameters, open_checkpoint
+    from earl_jax.models.hub import find_folder
 
     # Cheap first: a mistake shows before the devices start.
-    checkpoint = open_checkpoint(flags.model)
-    tokenizer = load_tokenizer(flags.model)
+    folder = find_folder(flags.model, "--model")
+    checkpoint = open_checkpoint(folder)
+    tokenizer = load_tokenizer(folder)
     if len(tokenizer) > checkpoint.vocab_size:
         raise ValueError(
             f"--model={flags.model} has a tokenizer of {len(tokenizer)} entries, but a model of "
             f"{checkpoint.vocab_size}"
         )
-    generation = read_generation_settings(flags.model)
+    generation = read_generation_settings(folder)
     if generation.sampling:
         named = ", ".join(f"{name}={value!r}" for name, value in generation.sampling.items())
         print(
@@ -286,7 +288,7 @@ def _model_policy(flags: argparse.Namespace, mesh: Any) -> _Policy:
     dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
     mesh = mesh or MeshShape(data=len(jax.devices()))
     return _Policy(
-        name=str(flags.model),
+        name=flags.model,
         model=dataclasses.replace(checkpoint.model, compute_dtype=dtype),
         vocab_size=checkpoint.vocab_size,
         tokenizer=tokenizer,
@@ -304,6 +306,9 @@ def _max_context(checkpoint: Any) -> int:
 
 def main() -> None:
     """The entry point."""
+    # Until the server is up; then it ends open requests first.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     sys.exit(exit_status(lambda: serve_command(sys.argv[1:])))
 
 
