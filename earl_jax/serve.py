@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Policy:
-    """What is served. `params` are fp32, layers stacked; `max_context` of the model, in tokens."""
+    """What is served. `max_context` of the model, in tokens.
+
+    `load` gives the parameters, fp32 with layers stacked; they may lie on the layout given, or
+    elsewhere.
+    """
 
     name: str
     model: Any
@@ -105,7 +109,7 @@ class _Policy:
     tokenizer: Any
     end_ids: tuple[int, ...]
     max_context: int
-    params: Any
+    load: Callable[[Any], Any]
 
 
 def serve_command(arguments: Sequence[str]) -> None:
@@ -115,7 +119,10 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     sampling = _check_flags(flags)
     mesh = MeshShape.parse(flags.mesh) if flags.mesh else None
-    policy = _run_policy(flags) if flags.workdir else _model_policy(flags, mesh)
+    if flags.workdir:
+        policy = _run_policy(flags)
+    else:
+        policy = _model_policy(flags, mesh.num_devices if mesh else 1)
 
     import jax
 
@@ -152,7 +159,9 @@ def serve_command(arguments: Sequence[str]) -> None:
         layout,
         policy.tokenizer,
     )
-    params = publish(policy.params, engine.parameter_shapes, engine.parameter_shardings).params
+    params = publish(
+        policy.load(layout), engine.parameter_shapes, engine.parameter_shardings
+    ).params
     name = policy.name
     del policy  # its fp32 weights
     warm_up(engine, params)
@@ -240,7 +249,7 @@ def _run_policy(flags: argparse.Namespace) -> _Policy:
     from earl_jax.run import read_newest
 
     world, position, _ = read_newest(config, flags.workdir)
-    model = world.model
+    model, params = world.model, world.policy(position.state)
     if flags.compute_dtype:
         model = dataclasses.replace(model, compute_dtype=flags.compute_dtype)
     return _Policy(
@@ -252,11 +261,11 @@ def _run_policy(flags: argparse.Namespace) -> _Policy:
         max_context=_max_context(world.checkpoint)
         if world.checkpoint
         else config.rollout.context_buckets[-1],
-        params=position.state.params,
+        load=lambda layout: params,
     )
 
 
-def _model_policy(flags: argparse.Namespace, mesh: Any) -> _Policy:
+def _model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> _Policy:
     """A checkpoint of `transformers`."""
     from earl_jax.envs.tokenizer import load_tokenizer
     from earl_jax.models.generation import read_generation_settings
@@ -279,14 +288,8 @@ def _model_policy(flags: argparse.Namespace, mesh: Any) -> _Policy:
             f"{generation.path}: {named} not used; the flags say how tokens are drawn",
             file=sys.stderr,
         )
-    start_jax(flags.platform or "auto", mesh.num_devices if mesh else 1)
-
-    import jax
-
-    from earl_jax.sharding.layout import MeshShape, make_layout
-
+    start_jax(flags.platform or "auto", num_cpu_devices)
     dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
-    mesh = mesh or MeshShape(data=len(jax.devices()))
     return _Policy(
         name=flags.model,
         model=dataclasses.replace(checkpoint.model, compute_dtype=dtype),
@@ -294,7 +297,7 @@ def _model_policy(flags: argparse.Namespace, mesh: Any) -> _Policy:
         tokenizer=tokenizer,
         end_ids=generation.end_ids_of(tokenizer),
         max_context=_max_context(checkpoint),
-        params=load_parameters(checkpoint, make_layout(mesh)),
+        load=lambda layout: load_parameters(checkpoint, layout),
     )
 
 

@@ -359,7 +359,8 @@ def test_jetstreams_own_driver_serves_many_requests_at_once():
     assert found["ids"][1:] == expected[1:]
     unfinished = found["ids"][0][: said.shape[1]]
     assert len(unfinished) > 12 and unfinished == expected[0][: len(unfinished)]
-    assert found["text"] == tokenizer().decode(expected[-1])
+    # Token by token: JetStream's own text. An id that is no token counts too.
+    assert found["text"] == "".join(tokenizer().decode([i]) or "\ufffd" for i in expected[-1])
     assert found["alive"] == []
     # Some were stopped by the end of turn, some by their limit.
     lengths = [len(ids) for ids in expected]

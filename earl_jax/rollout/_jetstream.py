@@ -7,6 +7,7 @@ logger to DEBUG; its orchestrator calls `jax.tree_map`, which JAX removed, and a
 in its threads by killing the process. What is mended here is only that.
 """
 
+import copy
 import importlib.metadata
 import itertools
 import logging
@@ -90,6 +91,12 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
         self._tokenizer, self._end_ids = tokenizer, tuple(end_ids)
         self._known_ids = frozenset(tokenizer.get_vocab().values())
+        # What is underneath can be used by several threads at once, but for its settings: each
+        # encoding of the tokenizer itself, as of a `ChatRenderer`, may leave others behind.
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.encode_special_tokens = False
+        self._backend.no_truncation()
+        self._backend.no_padding()
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of a text that is taken as it is; control tokens in it are what they say.
@@ -99,8 +106,7 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         """
         bos = self._tokenizer.bos_token
         whole = bool(bos) and text.startswith(bos)
-        # Of the tokenizer underneath: it can be used by several threads at once.
-        return self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=not whole).ids
+        return self._backend.encode(text, add_special_tokens=not whole).ids
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
         """Ids padded to the next of JetStream's prefill lengths, and how many count."""
@@ -116,7 +122,7 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         vocabulary is often padded), become U+FFFD.
         """
         return "".join(
-            self._tokenizer.backend_tokenizer.decode(list(run), skip_special_tokens=False)
+            self._backend.decode(list(run), skip_special_tokens=False)
             if known
             else _REPLACEMENT * len(list(run))
             for known, run in itertools.groupby(token_ids, key=self._known_ids.__contains__)

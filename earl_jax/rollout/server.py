@@ -36,7 +36,7 @@ from earl_jax.rollout.requests import (
 MAX_REQUEST_BYTES = 2**20
 # A client whose machine is gone without a word is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
-GRACE_S = 5.0
+LAST_CALL_S, GRACE_S = 0.2, 5.0
 
 
 class PolicyServicer(orchestrator.LLMOrchestrator):
@@ -217,6 +217,8 @@ async def _serve(
                 "the server is being stopped; send the request again later",
             )
         )
+        # For requests that are on their way: gRPC would end them with CANCELLED and no word.
+        await asyncio.sleep(LAST_CALL_S)
         await server.stop(GRACE_S)
     finally:
         # Last, because its threads speak to the loop.
