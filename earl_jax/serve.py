@@ -187,6 +187,7 @@ def _check_flags(flags: argparse.Namespace) -> Any:
     """What needs no model; returns the Sampling. Raises ValueError."""
     from earl_jax.rollout._jetstream import PREFILL_LENGTHS
     from earl_jax.rollout.config import Sampling
+    from earl_jax.rollout.server import check_address
 
     for name, low, high in (
         ("port", 0, 65535),
@@ -217,6 +218,7 @@ def _check_flags(flags: argparse.Namespace) -> Any:
         temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, min_p=flags.min_p
     )
     sampling.validate("--")
+    check_address(flags.host, flags.port)
     return sampling
 
 

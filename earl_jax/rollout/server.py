@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import itertools
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -194,10 +195,7 @@ async def _serve(
     try:
         bound = server.add_insecure_port(address(host, port))
     except RuntimeError as error:
-        raise ValueError(
-            f"--host={host} --port={port} cannot be used ({error}); another program may have the "
-            "port: choose another one, or 0 for any that is free"
-        ) from error
+        raise ValueError(_unusable(host, port, error)) from error
 
     def end() -> None:
         loop.call_soon_threadsafe(stop.set)
@@ -243,6 +241,28 @@ def _handlers(servicer: PolicyServicer) -> Any:
                 response_serializer=jetstream_pb2.HealthCheckResponse.SerializeToString,
             ),
         },
+    )
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError for an address that a server could not have now."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[
+            0
+        ]
+        with socket.socket(family, kind, protocol) as tried:
+            # As gRPC does: a port whose last server has just ended is free.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(where)
+    except OSError as error:
+        raise ValueError(_unusable(host, port, error)) from error
+
+
+def _unusable(host: str, port: int, error: Exception) -> str:
+    return (
+        f"--host={host} --port={port} cannot be used ({error}); --host must be an address of this "
+        "machine, and no other program may have the port: choose another one, or 0 for any that is "
+        "free"
     )
 
 
