@@ -30,6 +30,11 @@ stream of messages, one for each token, with its id, and its text where the prom
 at an end of turn, which is not sent, or after max_tokens. A request that cannot be served is
 answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EXHAUSTED.
 
+A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
+temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
+stop_strings and stop_token_ids. The trailing metadata `finish-reason` is end_of_turn, max_tokens,
+stop_string or stop_token_id.
+
 SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
 the devices failed.
 """

@@ -7,6 +7,7 @@ The client uses JetStream's own messages and nothing of ours.
 
 import contextlib
 import functools
+import json
 import os
 import re
 import signal
@@ -103,6 +104,17 @@ def request(prompt, max_tokens: int, **fields):
     return jetstream_pb2.DecodeRequest(max_tokens=max_tokens, **fields)
 
 
+def sampled(**wishes) -> tuple[tuple[str, str], ...]:
+    """Metadata that say how a reply is drawn."""
+    return (("sampling", json.dumps(wishes)),)
+
+
+def finish_reason(call) -> str:
+    """Why a reply that was read to its end ended."""
+    [reason] = [value for key, value in call.trailing_metadata() if key == "finish-reason"]
+    return reason
+
+
 def ids_of(call) -> list[int]:
     return [i for r in call for s in r.stream_content.samples for i in s.token_ids]
 
@@ -118,26 +130,26 @@ def refusal(call) -> tuple[grpc.StatusCode, str]:
 
 
 @functools.cache
-def make_step(model: ModelConfig, places: int):
+def logits_step(model: ModelConfig, places: int):
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
     def step(params, tokens_T, length):
         segments_BT = (jnp.arange(places) < length).astype(jnp.int32)[None]
         hidden_BTD = forward_rows(model, layout, params, tokens_T[None], segments_BT)
-        return jnp.argmax(hidden_BTD[0, length - 1] @ head_weights(params))
+        return hidden_BTD[0, length - 1] @ head_weights(params)
 
     return step
 
 
 def greedy(model: ModelConfig, params, prompt, count: int, stops) -> list[int]:
     """The likeliest tokens, up to a stop: a full forward pass for each, no cache."""
-    step = make_step(model, CONTEXT)
+    step = logits_step(model, CONTEXT)
     row, length = np.zeros(CONTEXT, np.int32), len(prompt)
     row[:length] = prompt
     said = []
     for place in range(length, length + count):
-        token = int(step(params, row, place))
+        token = int(jnp.argmax(step(params, row, place)))
         if token in stops:
             break
         said.append(token)
@@ -154,9 +166,13 @@ def loaded():
 
 def expected(prompt, count: int) -> list[int]:
     """What the server of the fixture must say."""
+    return greedy(*loaded(), prompt, count, end_ids())
+
+
+def end_ids() -> set[int]:
+    """What ends a reply."""
     tokenizer = load_tokenizer(MODEL)
-    stops = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    return greedy(*loaded(), prompt, count, stops)
+    return {tokenizer.eos_token_id, tokenizer.pad_token_id}
 
 
 def prompt(number: int, length: int) -> list[int]:

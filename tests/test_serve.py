@@ -11,20 +11,27 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2
 from served import (
+    CONTEXT,
     MODEL,
     ROOT,
     Code,
     Server,
+    end_ids,
     expected,
+    finish_reason,
     greedy,
     ids_of,
+    loaded,
+    logits_step,
     prompt,
     refusal,
     request,
+    sampled,
     serving,
 )
 from test_families import reference
@@ -34,6 +41,9 @@ from earl_jax.config import CheckpointConfig, make_config
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.lora import fingerprint
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.engine import MAX_SEED
+from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.serve import serve_command
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
@@ -91,6 +101,73 @@ def test_a_text_is_its_ids_and_comes_back_as_text(server):
     # Random weights also say bytes that are no characters, and ids that are no tokens.
     assert "".join(sample.text for sample in samples) == ChatRenderer(tokenizer).decode(said)
     assert not any(s.stream_content.samples[0].text for s in server.stub.Decode(request(ids, 3)))
+
+
+# What a request may ask for.
+
+
+def test_a_request_says_how_its_reply_is_drawn_whoever_is_beside_it(server):
+    """Seeds, temperatures and cuts: alone, and again shuffled among others, bit for bit."""
+    plain = {"temperature": 1, "top_k": 0}
+    asked = [
+        *({**plain, "seed": seed} for seed in (0, 1, MAX_SEED)),
+        {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "seed": 0},
+        {"temperature": 3, "top_k": 20, "min_p": 0.01, "seed": 0},
+    ]
+    ids = prompt(50, 12)
+
+    def ask(wishes):
+        return server.stub.Decode(request(ids, 40), metadata=sampled(**wishes))
+
+    alone = [ids_of(ask(wishes)) for wishes in asked]
+    assert len({tuple(said) for said in alone}) == len(asked)
+    assert all(said == drawn(ids, 40, wishes) for said, wishes in zip(alone, asked, strict=True))
+    rng = np.random.default_rng(0)
+    order = rng.permutation([*range(len(asked))] * 2 + [-1] * 6)
+    calls = [ask(asked[i] if i >= 0 else plain) for i in order]
+    said = [ids_of(call) for call in calls]
+    assert all(said[k] == alone[i] for k, i in enumerate(order) if i >= 0)
+    # Who names no seed has one of his own; who wants the likeliest gets it.
+    own = [tuple(said[k]) for k, i in enumerate(order) if i < 0]
+    assert len(set(own)) == len(own)
+    assert ids_of(ask({"temperature": 0})) == expected(ids, 40)
+
+
+@jax.jit
+def draw(logits_V, seed, place, rows):
+    """As the server draws with --seed=0."""
+    uniform = token_uniforms(jax.random.key(0), jnp.array([MAX_SEED + 1 + seed]), place[None])
+    return sample(uniform, logits_V[None], rows)[0][0]
+
+
+def drawn(ids, count: int, wishes) -> list[int]:
+    """What a seeded request must be answered: a full forward pass for each token."""
+    model, params = loaded()
+    forward = logits_step(model, CONTEXT)
+    draws = {name: value for name, value in wishes.items() if name != "seed"}
+    rows = sampling_rows(Sampling(**draws), 1)
+    row, said = np.zeros(CONTEXT, np.int32), []
+    row[: len(ids)] = ids
+    for place in range(len(ids), len(ids) + count):
+        token = int(draw(forward(params, row, place), wishes["seed"], place, rows))
+        if token in end_ids():
+            break
+        row[place] = token
+        said.append(token)
+    return said
+
+
+def test_a_token_id_of_the_request_ends_its_reply(server):
+    """It is not sent, as the end of a turn is not; requests beside it know nothing of it."""
+    ids = prompt(51, 12)
+    whole = expected(ids, 60)
+    assert len(whole) == 60
+    stop = whole[20]
+    first = whole.index(stop)
+    call = server.stub.Decode(request(ids, 60), metadata=sampled(stop_token_ids=[3, stop]))
+    beside = server.stub.Decode(request(ids, 60))
+    assert ids_of(call) == whole[:first] and finish_reason(call) == "stop_token_id"
+    assert ids_of(beside) == whole and finish_reason(beside) == "max_tokens"
 
 
 def save_run(folder: Path, rank: int):
@@ -194,6 +271,50 @@ def test_bad_requests_are_told_what_is_wrong_and_disturb_no_other(server):
     after = [server.stub.Decode(request(*asked)) for asked in good[4:]]
     assert [ids_of(call) for call in before + after] == [expected(*asked) for asked in good]
     assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
+
+
+BAD_WISHES = {
+    "no JSON": ("temperature=1", r"'sampling' is no JSON \(.*\); send such as \{\"temperature"),
+    "deep": ("[" * 7000, "'sampling' is no JSON"),
+    "no object": ("[1]", "'sampling' must be an object such as"),
+    "unknown": (
+        '{"temprature": 1}',
+        "sampling.temprature is not .*did you mean 'temperature'",
+    ),
+    "unknown far": (
+        '{"x": 1}',
+        "sampling.x is not known; known are temperature, top_k,",
+    ),
+    "type": ('{"temperature": "hot"}', "sampling.temperature must be a number; got 'hot'"),
+    "truth": ('{"top_k": true}', "sampling.top_k must be a whole number; got True"),
+    "range": ('{"top_p": 0}', r"sampling.top_p is 0.0; it must lie in \(0, 1\]"),
+    "not finite": ('{"temperature": 1e999}', "sampling.temperature is inf; it must be finite"),
+    "no number": ('{"temperature": NaN}', "sampling.temperature is nan; it must be finite"),
+    "huge": ('{"top_k": 99999999999999999999}', "sampling.top_k is 99999999999999999999"),
+    "contradiction": ('{"temperature": 0, "top_k": 3}', "have no effect beside it; remove them"),
+    "idle seed": ('{"temperature": 0, "seed": 3}', "sampling.seed has no effect at temperature 0"),
+    "seed": ('{"seed": -1}', "sampling.seed is -1; it must lie between 0 and 1073741823"),
+    "no list": ('{"stop_strings": "x"}', "sampling.stop_strings must be a list of str; got 'x'"),
+    "empty stop": ('{"stop_strings": [""]}', "sampling.stop_strings holds an empty string"),
+    "strange stop": (
+        '{"stop_token_ids": [1, 320]}',
+        "stop_token_ids holds 320; .* from 0 to 319",
+    ),
+}
+
+
+def test_wishes_that_cannot_be_met_are_told_what_is_wrong(server):
+    for name, (text, words) in BAD_WISHES.items():
+        call = server.stub.Decode(request("abc", 4), metadata=[("sampling", text)])
+        code, details = refusal(call)
+        assert code == Code.INVALID_ARGUMENT, (name, code, details)
+        assert re.search(words, details), (name, details)
+    twice = [*sampled(seed=1), *sampled(seed=2)]
+    _, details = refusal(server.stub.Decode(request("abc", 4), metadata=twice))
+    assert "have 2 values of 'sampling'; send one" in details
+    # Other metadata are nobody's business.
+    call = server.stub.Decode(request(prompt(1, 5), 4), metadata=[("traceparent", "x")])
+    assert ids_of(call) == expected(prompt(1, 5), 4)
 
 
 def test_a_message_larger_than_any_prompt_is_not_even_read(server):

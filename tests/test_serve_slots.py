@@ -14,17 +14,21 @@ import grpc
 import pytest
 from jetstream.core.proto import jetstream_pb2
 from served import (
+    MODEL,
     SAYING,
     Code,
     Server,
+    finish_reason,
     ids_of,
     refusal,
     request,
+    sampled,
     save_parrot,
     saying,
     serving,
 )
 
+from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.rollout import engine as engine_module
 from earl_jax.serve import main
 
@@ -56,6 +60,45 @@ def test_characters_of_several_tokens_come_whole(parrot):
     # Cut in the middle of the first character.
     [cut] = [r.stream_content.samples[0] for r in parrot.stub.Decode(request("<", 1))][1:]
     assert cut.text == "\ufffd" and not cut.token_ids
+
+
+def test_a_stop_string_ends_a_reply_and_its_ids_say_where(parrot):
+    """Ids are those that were sampled, the last of which completes the string; text ends before it.
+
+    The characters of SAYING are of one to four tokens.
+    """
+    tokenizer, said = load_tokenizer(MODEL), saying()
+
+    def ask(what, count=100, **wishes):
+        call = parrot.stub.Decode(request(what, count), metadata=sampled(**wishes))
+        samples = [r.stream_content.samples[0] for r in call]
+        ids = [i for sample in samples for i in sample.token_ids]
+        return "".join(sample.text for sample in samples), ids, finish_reason(call)
+
+    def ids_up_to(text: str) -> list[int]:
+        return said[: len(tokenizer.encode(text))]
+
+    assert ask("<") == (SAYING[1:], said, "end_of_turn")
+    assert ask("<", stop_strings=["🙂"]) == ("日", ids_up_to("日🙂"), "stop_string")
+    assert ask("<", stop_strings=["ok", "é"]) == ("日🙂", ids_up_to("日🙂é"), "stop_string")
+    assert ask("<", stop_strings=["日"]) == ("", ids_up_to("日"), "stop_string")
+    # It begins, is not finished, and is told at the end.
+    assert ask("<", stop_strings=["ok!"]) == (SAYING[1:], said, "end_of_turn")
+    assert ask("<", 2, stop_strings=["日🙂"])[1:] == (said[:2], "max_tokens")
+    # For ids the same ids, and no text.
+    [mark] = tokenizer.encode("<")
+    assert ask([mark], stop_strings=["🙂"]) == ("", ids_up_to("日🙂"), "stop_string")
+
+
+def test_replies_that_stop_give_their_slots_back(parrot):
+    """Each would take thousands of tokens more."""
+    tokenizer = load_tokenizer(MODEL)
+    [x] = tokenizer.encode("x")
+    for wishes in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
+        for _ in range(2 * NUM_SLOTS):
+            call = parrot.stub.Decode(request("x", 8000), metadata=sampled(**wishes))
+            assert ids_of(call) == ([x] * 4 if "stop_strings" in wishes else [])
+    all_slots_answer(parrot)
 
 
 def forever(server: Server, count: int = 8000):

@@ -17,7 +17,24 @@ import numpy as np
 
 from earl_jax.rollout._jetstream import orchestrator
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.requests import RequestError
+from earl_jax.rollout.requests import RequestError, Wishes
+
+
+class _PrefillEngine:
+    """The engine as JetStream's prefill thread knows it: `prefill` heeds the request at hand."""
+
+    def __init__(self, engine: PolicyEngine) -> None:
+        self._engine = engine
+        self.wishes: Wishes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def prefill(self, **prompt: Any) -> Any:
+        wishes = self.wishes
+        if wishes is None:
+            return self._engine.prefill(**prompt)
+        return self._engine.prefill(**prompt, sampling=wishes.sampling, seed=wishes.seed)
 
 
 class PolicyDriver(orchestrator.Driver):
@@ -35,10 +52,12 @@ class PolicyDriver(orchestrator.Driver):
         self.failure: BaseException | None = None
         self._on_failure = on_failure
         self._open: dict[str, Any] = {}
+        self._wishes: dict[str, Wishes] = {}
+        self._prefill_engine = _PrefillEngine(engine)
         self._opening = threading.Lock()
         self._in_prefill = ""
         super().__init__(
-            prefill_engines=[engine],
+            prefill_engines=[self._prefill_engine],
             generate_engines=[engine],
             prefill_params=[params],
             generate_params=[params],
@@ -52,6 +71,11 @@ class PolicyDriver(orchestrator.Driver):
         return self._generate_slots[0].qsize()
 
     # Called by the servicer.
+
+    def expect(self, name: str, wishes: Wishes) -> None:
+        """Says how the request of this name, which is about to be placed, is drawn."""
+        with self._opening:
+            self._wishes[name] = wishes
 
     def place_request_on_prefill_queue(self, request: Any) -> None:
         """Called by JetStream's servicer for a request that was checked."""
@@ -68,6 +92,7 @@ class PolicyDriver(orchestrator.Driver):
         that were decoded ahead of their reading.
         """
         with self._opening:
+            self._wishes.pop(name, None)
             request = self._open.pop(name, None)
         if request is None:
             return
@@ -101,6 +126,8 @@ class PolicyDriver(orchestrator.Driver):
         self, request: Any, tokenizer: Any, is_bos: bool, max_prefill_length: int
     ) -> Any:
         self._in_prefill = request.history_path
+        with self._opening:
+            self._prefill_engine.wishes = self._wishes.pop(self._in_prefill, None)
         return super()._process_prefill_content(request, tokenizer, is_bos, max_prefill_length)
 
     def _prefill_thread(self, idx: int) -> None:

@@ -3,12 +3,20 @@
 """What JetStream may be asked: requests are checked here, before any of its threads sees them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
+
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.engine import MAX_SEED
+
+# The key of the metadata that says how a reply is drawn and where it stops, as JSON.
+SAMPLING_KEY = "sampling"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +26,20 @@ class RequestLimits:
     vocab_size: int
     max_prompt_tokens: int
     places: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """How one reply is drawn and where it stops, beside what ends every reply.
+
+    `seed` None: one that no other request has. The reply ends before the first of
+    `stop_token_ids`, and its text before the first of `stop_strings`.
+    """
+
+    sampling: Sampling
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 class RequestError(Exception):
@@ -109,6 +131,99 @@ def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> Non
             f"token id {low if low < 0 else high} is not in the vocabulary; ids go from 0 to "
             f"{limits.vocab_size - 1}"
         )
+
+
+_SAMPLING_FIELDS = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "seed": int,
+    "stop_strings": str,
+    "stop_token_ids": int,
+}
+_EXAMPLE = '{"temperature": 0.7, "seed": 1, "stop_strings": ["\\n"]}'
+
+
+def read_wishes(metadata: Any, default: Sampling, vocab_size: int) -> Wishes:
+    """What the metadata of a request ask for; `default` where they say nothing.
+
+    Raises RequestError.
+    """
+    texts = [value for key, value in metadata or () if key == SAMPLING_KEY]
+    if not texts:
+        return Wishes(sampling=default)
+    if len(texts) > 1:
+        raise _invalid(f"the metadata have {len(texts)} values of '{SAMPLING_KEY}'; send one")
+    try:
+        given = json.loads(texts[0])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid(
+            f"the metadata's '{SAMPLING_KEY}' is no JSON ({error}); send such as {_EXAMPLE}"
+        ) from None
+    if not isinstance(given, dict):
+        raise _invalid(f"the metadata's '{SAMPLING_KEY}' must be an object such as {_EXAMPLE}")
+    return _wishes(given, default, vocab_size)
+
+
+def _wishes(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> Wishes:
+    fields = {name: _field(name, value) for name, value in given.items()}
+    drawn = {
+        name: fields.pop(name)
+        for name in ("temperature", "top_k", "top_p", "min_p") & fields.keys()
+    }
+    # Who wants the likeliest token wants nothing of the server's own cuts.
+    sampling = dataclasses.replace(
+        Sampling() if drawn.get("temperature") == 0 else default, **drawn
+    )
+    try:
+        sampling.validate(f"{SAMPLING_KEY}.")
+    except ValueError as error:
+        raise _invalid(str(error)) from None
+    wishes = Wishes(sampling=sampling, **fields)
+    if wishes.seed is not None:
+        if not 0 <= wishes.seed <= MAX_SEED:
+            raise _invalid(
+                f"{SAMPLING_KEY}.seed is {wishes.seed}; it must lie between 0 and {MAX_SEED}"
+            )
+        if sampling.temperature == 0:
+            raise _invalid(
+                f"{SAMPLING_KEY}.seed has no effect at temperature 0, which draws nothing; remove "
+                "it, or set a temperature"
+            )
+    if "" in wishes.stop_strings:
+        raise _invalid(f"{SAMPLING_KEY}.stop_strings holds an empty string; remove it")
+    strange = [token for token in wishes.stop_token_ids if not 0 <= token < vocab_size]
+    if strange:
+        raise _invalid(
+            f"{SAMPLING_KEY}.stop_token_ids holds {strange[0]}; ids go from 0 to {vocab_size - 1}"
+        )
+    return wishes
+
+
+def _field(name: str, value: Any) -> Any:
+    """A field's value as `Wishes` holds it. Raises RequestError for another type."""
+    if name not in _SAMPLING_FIELDS:
+        near = difflib.get_close_matches(name, _SAMPLING_FIELDS, 1)
+        raise _invalid(
+            f"{SAMPLING_KEY}.{name} is not known"
+            + (
+                f"; did you mean '{near[0]}'?"
+                if near
+                else f"; known are {', '.join(_SAMPLING_FIELDS)}"
+            )
+        )
+    kind = _SAMPLING_FIELDS[name]
+    if name.startswith("stop_"):
+        if isinstance(value, list) and all(type(entry) is kind for entry in value):
+            return tuple(value)
+        raise _invalid(
+            f"{SAMPLING_KEY}.{name} must be a list of {kind.__name__}; got {value!r:.80}"
+        )
+    if type(value) is kind or (kind is float and type(value) is int and abs(value) < 2**31):
+        return kind(value)
+    words = {int: "a whole number", float: "a number"}[kind]
+    raise _invalid(f"{SAMPLING_KEY}.{name} must be {words}; got {value!r:.80}")
 
 
 def _invalid(words: str) -> RequestError:

@@ -8,16 +8,17 @@ text here, because JetStream decodes token by token, which breaks characters of 
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 
-from earl_jax.envs.text_stream import TextStream
+from earl_jax.envs.text_stream import StopStrings, TextStream
 from earl_jax.rollout._jetstream import (
     PREFILL_LENGTHS,
     jetstream_pb2,
@@ -28,16 +29,55 @@ from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.requests import (
     RequestError,
     RequestLimits,
+    Wishes,
     check_fields,
     check_ids,
+    read_wishes,
     reader,
 )
 
 # 32 bytes for each token of the longest prompt that JetStream can pad.
 MAX_REQUEST_BYTES = 2**20
+# The key of the trailing metadata that says why a reply ended.
+FINISH_KEY = "finish-reason"
 # A client whose machine is gone without a word is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
 LAST_CALL_S, GRACE_S = 0.2, 5.0
+
+
+class _Reply:
+    """What one request has been sent, and whether it stops here."""
+
+    def __init__(
+        self, wishes: Wishes, decode: Callable[[Sequence[int]], str], *, is_text: bool
+    ) -> None:
+        self.stopped_by, self.count = "", 0
+        self._stop_ids, self._is_text = frozenset(wishes.stop_token_ids), is_text
+        self._stops = StopStrings(wishes.stop_strings)
+        # Ids alone need no text, but where text ends them.
+        self._stream = TextStream(decode) if is_text or wishes.stop_strings else None
+
+    def take(self, sample: Any) -> bool:
+        """Adds its text to a sample. False for one that is not to be sent."""
+        if not self._stop_ids.isdisjoint(sample.token_ids):
+            self.stopped_by = "stop_token_id"
+            return False
+        self.count += len(sample.token_ids)
+        if self._stream is not None:
+            sample.text = self._told(self._stream.push(sample.token_ids))
+        return True
+
+    def flush(self) -> str:
+        """The text that was held back, at the end of the reply."""
+        if self._stream is None or self._stops.found is not None:
+            return ""
+        return self._told(self._stream.flush()) + (self._stops.flush() if self._is_text else "")
+
+    def _told(self, text: str) -> str:
+        text = self._stops.push(text)
+        if self._stops.found is not None:
+            self.stopped_by = "stop_string"
+        return text if self._is_text else ""
 
 
 class PolicyServicer(orchestrator.LLMOrchestrator):
@@ -49,6 +89,7 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
     def __init__(self, driver: PolicyDriver, engine: PolicyEngine, max_waiting: int) -> None:
         super().__init__(driver)
         serving = engine.config.serving
+        self._sampling = serving.sampling
         self._limits = RequestLimits(
             vocab_size=engine.config.vocab_size,
             max_prompt_tokens=serving.max_prefill_length,
@@ -67,25 +108,32 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
         """The reply, a message for each token; text too where the prompt is text."""
         try:
             check_fields(request, self._limits)
+            metadata = context.invocation_metadata()
+            wishes = read_wishes(metadata, self._sampling, self._limits.vocab_size)
             name = self._enter(context)
             # The driver works in ids, and knows the request by its session_cache.
             checked = jetstream_pb2.DecodeRequest(session_cache=name, max_tokens=request.max_tokens)
             checked.token_content.token_ids.extend(await self._prompt_ids(request))
             if self.closed:
                 raise self.closed
-            stream = None
-            if request.HasField("text_content"):
-                stream = TextStream(self._tokenizer.decode)
-            async for response in super().Decode(checked, context):
-                [sample] = response.stream_content.samples
-                if stream is not None:
-                    sample.text = stream.push(sample.token_ids)
-                # The last message of JetStream is empty: it stands for the end.
-                if sample.token_ids:
-                    yield response
-            rest = stream.flush() if stream is not None else ""
+            self._driver.expect(name, wishes)
+            is_text = request.HasField("text_content")
+            reply = _Reply(wishes, self._tokenizer.decode, is_text=is_text)
+            async with contextlib.aclosing(super().Decode(checked, context)) as responses:
+                async for response in responses:
+                    [sample] = response.stream_content.samples
+                    # The last message of JetStream is empty: it stands for the end.
+                    if sample.token_ids and reply.take(sample):
+                        yield response
+                    if reply.stopped_by:
+                        break
+            rest = reply.flush()
             if rest:
                 yield _message(rest)
+            reason = reply.stopped_by or (
+                "max_tokens" if reply.count == request.max_tokens else "end_of_turn"
+            )
+            context.set_trailing_metadata(((FINISH_KEY, reason),))
         except RequestError as error:
             await context.abort(error.code, error.words)
 
