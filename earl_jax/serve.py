@@ -139,7 +139,9 @@ def serve_command(arguments: Sequence[str]) -> None:
     from earl_jax.weights import publish
 
     mesh = mesh or MeshShape(data=len(jax.devices()))
-    obstacle = check_tensor_axis(policy.model, policy.vocab_size, mesh.tensor, mesh.fsdp)
+    obstacle = check_tensor_axis(
+        policy.model, policy.vocab_size, mesh.tensor, mesh.fsdp, mesh.expert
+    )
     if obstacle:
         raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
     layout = make_layout(mesh)

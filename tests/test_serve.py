@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m earl_jax.serve: what it serves, what it refuses; over gRPC, from real processes."""
 
-import dataclasses
 import re
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,6 @@ from served import (
     end_ids,
     expected,
     finish_reason,
-    greedy,
     ids_of,
     loaded,
     logits_step,
@@ -36,17 +33,12 @@ from served import (
 )
 from test_families import reference
 
-from earl_jax.checkpoint import Checkpoints, open_workdir
-from earl_jax.config import CheckpointConfig, make_config
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.models.lora import fingerprint
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import MAX_SEED
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.serve import serve_command
-from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 
 NUM_SLOTS = 4
 
@@ -168,55 +160,6 @@ def test_a_token_id_of_the_request_ends_its_reply(server):
     beside = server.stub.Decode(request(ids, 60))
     assert ids_of(call) == whole[:first] and finish_reason(call) == "stop_token_id"
     assert ids_of(beside) == whole and finish_reason(beside) == "max_tokens"
-
-
-def save_run(folder: Path, rank: int):
-    """A run as training leaves it: config, tokenizer, a checkpoint of random weights.
-
-    With a `rank`, these are adapters. Returns its world and what the decoder computes with.
-    """
-    config = make_config(
-        {
-            "model": {"width": 32, "ffn_size": 64},
-            "devices": {"num_cpu_devices": 4},
-            "rollout": {"num_slots": 8, "episodes_per_step": 16},
-            "train": {"learning_rate": 0.001, "lora": {"rank": rank} if rank else {}},
-        }
-    )
-    open_workdir(folder, config.as_dict())
-    world = World(config, folder / "tokenizer")
-    state = world.init_train_state(MeshShape())
-    rng = np.random.default_rng(0)
-    noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
-    state = dataclasses.replace(state, params=noisy)
-    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    placement = {"rollout_mesh": "data=4", "train_mesh": "data=4", "places": 32}
-    position = {"placement": placement, "history": [], "throughput": {}}
-    if state.base is not None:
-        position["base_fingerprint"] = int(fingerprint(state.base))
-    checkpoints.save(7, state, position)
-    checkpoints.close()
-    return world, world.policy(state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 4])
-def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_path):
-    """Cut over both axes it says what one device says, to messages as the run renders them."""
-    folder = tmp_path / "run"
-    world, params = save_run(folder, rank)
-    before = sorted(path for path in folder.rglob("*"))
-    rendered = world.renderer.render_opening(world.renderer.opening("tic_tac_toe. you play x."))
-    stops = {*world.renderer.end_of_turn_ids, world.renderer.pad_id}
-    asked = [list(rendered.ids), *(prompt(i, 5 + 7 * i) for i in range(7))]
-    want = [greedy(world.model, params, ids, 24, stops) for ids in asked]
-    flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0")
-    with serving(cache, f"--workdir={folder}", *flags) as server:
-        calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
-        assert [ids_of(call) for call in calls] == want
-        assert ids_of(server.stub.Decode(request(rendered.text, 24))) == want[0]
-        assert "after step 7" in server.ready_line and "data=2,tensor=2" in server.ready_line
-    assert sorted(path for path in folder.rglob("*")) == before
 
 
 # What is refused.
