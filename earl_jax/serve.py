@@ -267,9 +267,10 @@ def _run_policy(flags: argparse.Namespace) -> _Policy:
         vocab_size=world.vocab_size,
         tokenizer=world.tokenizer,
         end_ids=world.renderer.end_of_turn_ids,
+        # Nothing limits it without a checkpoint; the longest episodes may be over the buckets.
         max_context=_max_context(world.checkpoint)
         if world.checkpoint
-        else config.rollout.context_buckets[-1],
+        else 2 * config.rollout.context_buckets[-1],
         load=lambda layout: params,
     )
 
