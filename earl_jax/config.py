@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import difflib
 import importlib.util
+import json
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ class EvalConfig:
             raise ValueError(
                 f"config.eval.every_steps is {self.every_steps}; it must be at least 1"
             )
-        self.sampling.validate("config.eval")
+        self.sampling.validate("config.eval.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -293,6 +294,18 @@ def load_config_file(path: str | Path) -> ConfigDict:
     if not isinstance(given, ConfigDict):
         raise ValueError(f"--config={path}: get_config() must return an ml_collections.ConfigDict")
     return given
+
+
+def read_workdir_config(workdir: Path) -> Config:
+    """The config of the run in a workdir. Raises ValueError where there is none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--workdir={workdir} holds no run: there is no {path}")
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return make_config(given)
 
 
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:

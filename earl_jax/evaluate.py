@@ -34,12 +34,9 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args(arguments)
 
-    from earl_jax.config import make_config
+    from earl_jax.config import read_workdir_config
 
-    path = flags.workdir / "config.json"
-    if not path.is_file():
-        raise ValueError(f"--workdir={flags.workdir} holds no run: there is no {path}")
-    config = make_config(json.loads(path.read_text()))
+    config = read_workdir_config(flags.workdir)
     games = config.eval.final_games if flags.games is None else flags.games
     if games < 2 or games % 2:
         raise ValueError(f"--games={games}; it must be an even number of at least 2")

@@ -89,6 +89,19 @@ def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, di
     Raises:
         ValueError: there is no such checkpoint.
     """
+    world, position, placement = read_newest(config, workdir)
+    evaluation, _ = evaluate(world, placement, position, games=games)
+    return position.step, evaluation
+
+
+def read_newest(config: Config, workdir: Path) -> tuple[World, Position, Placement]:
+    """The world of a run, and where its newest checkpoint that can be read stands.
+
+    Nothing in the workdir is changed.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
     folder = workdir / "checkpoints"
     if not folder.is_dir():
         raise ValueError(f"{workdir} holds no checkpoint yet: there is no {folder}")
@@ -101,10 +114,8 @@ def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, di
             print(f"the checkpoint of step {step} is damaged ({_words(error)})", file=sys.stderr)
             continue
         state = _with_base(world, saved, state, placement)
-        position = Position(step=step, state=state, history=_history(saved))
-        evaluation, _ = evaluate(world, placement, position, games=games)
         checkpoints.close()
-        return step, evaluation
+        return world, Position(step=step, state=state, history=_history(saved)), placement
     raise ValueError(f"{folder} holds no checkpoint that can be read")
 
 

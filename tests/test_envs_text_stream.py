@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.text_stream import TextStream
+from earl_jax.envs.text_stream import StopStrings, TextStream
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer
 
 OURS = build_tokenizer(["naïve café 你好 🙂🙃"], 300)
@@ -107,3 +107,45 @@ def test_a_beginning_is_held_and_nothing_else(end):
     cut = len("é🙂".encode()) - end
     given = stream.push(byte_ids("é🙂".encode()[:cut]))
     assert given == ("é🙂" if end == 0 else "é")
+
+
+# Stop strings.
+
+
+def test_a_stop_string_by_hand():
+    stops = StopStrings(["END"])
+    assert [stops.push(piece) for piece in ("aE", "Nb", "cEND", "d")] == ["a", "ENb", "c", ""]
+    assert stops.found == "END" and stops.flush() == ""
+    # What might have become one comes at the end; a text may be only that.
+    stops = StopStrings(["END"])
+    assert [stops.push("xEEN"), stops.flush()] == ["xE", "EN"] and stops.found is None
+    # It overlaps itself: the first "aa" is not the beginning of "aab" here, the second is.
+    stops = StopStrings(["aab"])
+    assert [stops.push(piece) for piece in "aaab"] == ["", "", "a", ""]
+    assert stops.found == "aab"
+    # The one that is complete first; the longer one where both are.
+    assert StopStrings(["abc", "b"]).push("xabc") == "xa"
+    assert StopStrings(["b", "ab"]).push("xab") == "x"
+    assert StopStrings([]).push("everything") == "everything"
+
+
+STOPS = st.lists(st.text("abé", min_size=1, max_size=4), max_size=4)
+
+
+@given(text=st.text("abé", max_size=30), strings=STOPS, data=st.data())
+def test_stop_strings_do_not_depend_on_how_a_text_is_cut(text, strings, data):
+    """As a search from the left over the whole text finds them."""
+    found = None
+    for end in range(len(text) + 1):
+        complete = [string for string in strings if text[:end].endswith(string)]
+        if complete:
+            found = max(complete, key=len)
+            break
+    expected = text if found is None else text[: end - len(found)]
+    stops, said, rest = StopStrings(strings), "", text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        said, rest = said + stops.push(rest[:size]), rest[size:]
+        assert expected.startswith(said)
+    assert said + stops.flush() == expected
+    assert stops.found == found

@@ -20,7 +20,7 @@ from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import _jetstream
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import MAX_SEED, EngineConfig, PolicyEngine, Serving
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -69,7 +69,7 @@ def make_engine() -> PolicyEngine:
         chunk_size=4,
         rules=rules,
         seed=SEED,
-        max_prefill_length=MAX_PREFILL,
+        serving=Serving(max_prefill_length=MAX_PREFILL, places=ROOM),
     )
     return PolicyEngine(config, make_layout(MeshShape(data=8)), tokenizer())
 
@@ -98,7 +98,9 @@ def padded(ids: np.ndarray) -> np.ndarray:
     return np.pad(ids, (0, max(16, 1 << (len(ids) - 1).bit_length()) - len(ids)))
 
 
-def continuations(prompts: list[np.ndarray], seeds: list[int], steps: int) -> np.ndarray:
+def continuations(
+    prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
+) -> np.ndarray:
     """What the policy says behind each prompt: a full forward pass for each token, no cache."""
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
@@ -108,9 +110,8 @@ def continuations(prompts: list[np.ndarray], seeds: list[int], steps: int) -> np
         hidden = forward_rows(MODEL, layout, stacked_params(), tokens_BT, segments_BT)
         last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
         uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
-        return sample(
-            uniforms, last @ stacked_params()["head"], sampling_rows(Sampling(), len(prompts))
-        )[0]
+        logits = last @ stacked_params()["head"]
+        return sample(uniforms, logits, sampling_rows(sampling or Sampling(), len(prompts)))[0]
 
     rows = np.stack([np.pad(ids, (0, ROOM - len(ids))) for ids in prompts])
     start = np.array([len(ids) for ids in prompts])
@@ -233,6 +234,55 @@ def test_one_prefix_may_fill_many_slots(engine, params):
         tokens = [result.get_result_at_slot(slot).tokens.item() for slot in (2, 5)]
         assert tokens[0] == tokens[1]
     assert prefix.cached.tolist() == [9]
+
+
+def test_a_prompt_is_drawn_by_its_own_sampling_and_seed_whoever_is_beside_it(engine, params):
+    """Each twice, in another slot and order, and among others that say nothing of either."""
+    ids, length, steps = prompt(60, 9), 9, 10
+    asked = [
+        (Sampling(temperature=0.7), 5),
+        (Sampling(temperature=0.7), MAX_SEED),
+        (Sampling(temperature=3.0, top_k=4), 5),
+        (Sampling(temperature=2.0, top_p=0.8, min_p=0.02), 0),
+        (Sampling(temperature=0.0), None),
+        (None, 5),
+    ]
+
+    def play(order: list[int]) -> dict[int, tuple[int, list[int]]]:
+        state, said = engine.init_decode_state(), {}
+        engine.prefill(params=params, padded_tokens=padded(ids), true_length=length)
+        for slot, number in enumerate(order):
+            sampling, seed = asked[number]
+            prefix = engine.prefill(
+                params=params,
+                padded_tokens=padded(ids),
+                true_length=length,
+                sampling=sampling,
+                seed=seed,
+            )
+            state = engine.insert(prefix, state, slot)
+            said[number] = (slot, int(prefix.seed[0]), [])
+        for _ in range(steps):
+            state, result = engine.generate(params, state)
+            for slot, _, tokens in said.values():
+                tokens.append(result.get_result_at_slot(slot).tokens.item())
+        return {number: (seed, tokens) for number, (_, seed, tokens) in said.items()}
+
+    first, second = play([0, 1, 2, 3, 4, 5]), play([5, 3, 4, 0, 2, 1])
+    seeded = [number for number, (_, seed) in enumerate(asked) if seed is not None]
+    assert len({first[number][0] for number in seeded}) == 3
+    for number, (sampling, _) in enumerate(asked):
+        seed, tokens = first[number]
+        assert second[number][1] == tokens
+        expected = continuations([ids], [seed], steps, sampling)
+        assert tokens == expected[0].tolist(), number
+    assert len({tuple(tokens) for _, tokens in first.values()}) == len(asked)
+
+
+@pytest.mark.parametrize("seed", [-1, MAX_SEED + 1])
+def test_seeds_out_of_range_are_refused(engine, params, seed):
+    with pytest.raises(ValueError, match=f"seed is {seed}; it must lie between 0 and 1073741823"):
+        engine.prefill(params=params, padded_tokens=padded(prompt(1, 3)), true_length=3, seed=seed)
 
 
 def test_tokens_beyond_the_room_are_not_valid(engine, params):
@@ -359,7 +409,8 @@ def test_jetstreams_own_driver_serves_many_requests_at_once():
     assert found["ids"][1:] == expected[1:]
     unfinished = found["ids"][0][: said.shape[1]]
     assert len(unfinished) > 12 and unfinished == expected[0][: len(unfinished)]
-    assert found["text"] == tokenizer().decode(expected[-1])
+    # Token by token: JetStream's own text. An id that is no token counts too.
+    assert found["text"] == "".join(tokenizer().decode([i]) or "\ufffd" for i in expected[-1])
     assert found["alive"] == []
     # Some were stopped by the end of turn, some by their limit.
     lengths = [len(ids) for ids in expected]

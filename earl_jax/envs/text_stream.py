@@ -61,3 +61,46 @@ class TextStream:
                 self._ids = self._ids[-kept:]
                 self._given -= len(front)
                 return
+
+
+class StopStrings:
+    """Lets a text through piece by piece, up to the first of some strings.
+
+    First is the one that is complete first; of those that end at the same place, the longest. How
+    the text is cut into pieces changes nothing: what may be the beginning of a stop string is held
+    back until it is known.
+
+    Example: until "END", "aE", "Nb" and "cEND" give "a", "ENb" and "c".
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        """`strings` are not empty; none of them at all lets everything through."""
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """What this piece settles; "" once a stop string was found."""
+        if self.found is not None:
+            return ""
+        text = self._held + text
+        places = ((text.find(string), string) for string in self._strings)
+        ends = [(start + len(string), start, string) for start, string in places if start >= 0]
+        if ends:
+            _, start, self.found = min(ends)
+            self._held = ""
+            return text[:start]
+        held = max((_overlap(text, string) for string in self._strings), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def flush(self) -> str:
+        """What is left at the end: the beginning of a stop string that did not come."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, string: str) -> int:
+    """How much of the end of `text` is a beginning of `string`, which is not in it."""
+    longest = min(len(text), len(string) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)

@@ -10,8 +10,10 @@ FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
-def find_folder(path: str) -> Path:
+def find_folder(path: str, setting: str = "config.model.path") -> Path:
     """`path` itself where it is there; else "org/name" is downloaded, or found in the hub's cache.
+
+    `setting` is what errors call it.
 
     Which hub, and where its cache is, `huggingface_hub` takes from HF_ENDPOINT, HF_HOME and
     HF_HUB_OFFLINE.
@@ -24,7 +26,7 @@ def find_folder(path: str) -> Path:
         return folder
     if not _NAME.fullmatch(path):
         raise ValueError(
-            f"config.model.path is {path!r}, and there is no such folder; give the folder of a "
+            f"{setting} is {path!r}, and there is no such folder; give the folder of a "
             "checkpoint, or a hub's name for one, ORG/NAME"
         )
     # Here, because it takes a second to import.
@@ -36,7 +38,7 @@ def find_folder(path: str) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"config.model.path is {path!r}; there is no such folder, and no hub gives a model of "
+            f"{setting} is {path!r}; there is no such folder, and no hub gives a model of "
             f"this name ({type(error).__name__}: {reason}). Give the folder of a checkpoint, or "
             "download it where there is a network"
         ) from error

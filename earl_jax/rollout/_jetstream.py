@@ -7,10 +7,13 @@ logger to DEBUG; its orchestrator calls `jax.tree_map`, which JAX removed, and a
 in its threads by killing the process. What is mended here is only that.
 """
 
+import copy
 import importlib.metadata
+import itertools
 import logging
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,7 @@ def _import_jetstream() -> tuple[Any, ...]:
         sys.modules[name] = module
     try:
         from jetstream.core import orchestrator
+        from jetstream.core.proto import jetstream_pb2
         from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
     finally:
         for name in _STAND_INS:
@@ -56,45 +60,94 @@ def _import_jetstream() -> tuple[Any, ...]:
         root.handlers[:] = handlers
     # It would free a prefix as soon as one slot has it; a whole group may want the same one.
     orchestrator.delete_pytree = lambda tree: None
-    return engine_api, orchestrator, token_utils, tokenizer_api, tokenizer_pb2
+    return (
+        engine_api,
+        orchestrator,
+        token_utils,
+        tokenizer_api,
+        tokenizer_pb2,
+        jetstream_pb2,
+    )
 
 
-engine_api, orchestrator, token_utils, tokenizer_api, tokenizer_pb2 = _import_jetstream()
+(
+    engine_api,
+    orchestrator,
+    token_utils,
+    tokenizer_api,
+    tokenizer_pb2,
+    jetstream_pb2,
+) = _import_jetstream()
 Engine = engine_api.Engine
 ResultTokens = engine_api.ResultTokens
+# The lengths to which it pads prompts; `max_prefill_length` must be one of them.
+PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))
+_REPLACEMENT = "\ufffd"
 
 
 class ServedTokenizer(tokenizer_api.Tokenizer):
-    """JetStream's view of a `transformers` tokenizer."""
+    """JetStream's view of a `transformers` tokenizer; each of `end_ids` ends a reply."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
+        self._tokenizer, self._end_ids = tokenizer, tuple(end_ids)
+        self._known_ids = frozenset(tokenizer.get_vocab().values())
+        # What is underneath can be used by several threads at once, but for its settings: each
+        # encoding of the tokenizer itself, as of a `ChatRenderer`, may leave others behind.
+        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.encode_special_tokens = False
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def ids_of(self, text: str) -> list[int]:
+        """Ids of a text that is taken as it is; control tokens in it are what they say.
+
+        A beginning-of-text token is put before it where the tokenizer is made so, and the text does
+        not begin with it.
+        """
+        bos = self._tokenizer.bos_token
+        whole = bool(bos) and text.startswith(bos)
+        return self._backend.encode(text, add_special_tokens=not whole).ids
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
         """Ids padded to the next of JetStream's prefill lengths, and how many count."""
-        ids = np.asarray(self._tokenizer.encode(s, add_special_tokens=False), np.int32)
-        # The Driver asks for a beginning-of-text token; there is none.
+        # The Driver would put a beginning-of-text token before every text.
         kwargs["is_bos"] = False
+        ids = np.asarray(self.ids_of(s), np.int32)
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **kwargs)
 
-    def decode(self, token_ids: list[int], **kwargs: Any) -> str:
-        """The text of these ids."""
-        return self._tokenizer.decode(token_ids)
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        """The text of these ids, whatever they are.
+
+        Control tokens are visible; bytes that are no UTF-8, and ids that are no tokens (a model's
+        vocabulary is often padded), become U+FFFD.
+        """
+        return "".join(
+            self._backend.decode(list(run), skip_special_tokens=False)
+            if known
+            else _REPLACEMENT * len(list(run))
+            for known, run in itertools.groupby(token_ids, key=self._known_ids.__contains__)
+        )
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token."""
-        return self._tokenizer.pad_token_id
+        """Id of the padding token, or of any other: what pads is never looked at."""
+        return self._tokenizer.pad_token_id or 0
 
     @property
-    def eos_id(self) -> int:
-        """Id that ends a turn."""
+    def eos_id(self) -> int | None:
+        """Id that ends a text, where there is one."""
         return self._tokenizer.eos_token_id
 
     @property
     def bos_id(self) -> int:
-        """There is no beginning-of-text token; JetStream wants a number."""
-        return self._tokenizer.pad_token_id
+        """JetStream wants a number; it is not used, see `encode`."""
+        return self.pad_id
+
+    @property
+    def stop_tokens(self) -> set[int]:
+        """Ids that end a reply: the ends of turn, and what ends or pads a text."""
+        ends = {*self._end_ids, self.eos_id, self._tokenizer.pad_token_id}
+        return {token for token in ends if token is not None}
 
 
 def tokenizer_parameters() -> Any:

@@ -21,24 +21,24 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def validate(self, path: str) -> None:
-        """Raises ValueError naming the field under `path` that breaks a rule."""
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
-                f"{path}.temperature is {self.temperature}; it must be finite and at least 0 "
+                f"{where}temperature is {self.temperature}; it must be finite and at least 0 "
                 "(0 takes the likeliest token)"
             )
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"{path}.top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
+            raise ValueError(f"{where}top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"{path}.top_p is {self.top_p}; it must lie in (0, 1] (1: all tokens)")
+            raise ValueError(f"{where}top_p is {self.top_p}; it must lie in (0, 1] (1: all tokens)")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"{path}.min_p is {self.min_p}; it must lie in [0, 1] (0: all tokens)")
+            raise ValueError(f"{where}min_p is {self.min_p}; it must lie in [0, 1] (0: all tokens)")
         cuts = (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
         if self.temperature == 0 and cuts:
             raise ValueError(
-                f"{path}.temperature is 0, which takes the likeliest token: {path}.top_k, "
-                f"{path}.top_p and {path}.min_p have no effect beside it; remove them"
+                f"{where}temperature is 0, which takes the likeliest token: {where}top_k, "
+                f"{where}top_p and {where}min_p have no effect beside it; remove them"
             )
 
 

@@ -9,6 +9,7 @@ versions written down beside the KV cache. Both run on the same DecodeState.
 
 import dataclasses
 import functools
+import threading
 from typing import Any
 
 import jax
@@ -29,10 +30,26 @@ from earl_jax.models.parameters import (
 from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
+from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, SlotRules
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
+
+# A prompt's own seed lies in 1 to MAX_SEED; those that are named begin behind it.
+MAX_SEED = 2**30 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What JetStream's calls are compiled for.
+
+    Prompts of up to `max_prefill_length` tokens (a power of two, from 16: JetStream pads to these);
+    `places` for a prompt and its reply; how tokens are drawn for who does not say.
+    """
+
+    max_prefill_length: int = 64
+    places: int = 128
+    sampling: Sampling = Sampling()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +57,8 @@ class EngineConfig:
     """What one engine's programs are compiled for.
 
     `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
-    `chunk_size` tokens of a prompt or an answer are appended per slot and round.
+    `chunk_size` tokens of a prompt or an answer are appended per slot and round. `serving` is for
+    JetStream's calls alone.
     """
 
     model: ModelConfig
@@ -50,18 +68,22 @@ class EngineConfig:
     chunk_size: int
     rules: SlotRules
     seed: int
-    max_prefill_length: int = 64
+    serving: Serving = Serving()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A prompt that was read: caches of one row, its length, and the token sampled behind it."""
+    """A prompt that was read: caches of one row, its length, and the token sampled behind it.
+
+    That token, and those behind it, are drawn with `seed` by `sampling`, of one row.
+    """
 
     caches: list[LayerCache]
     cached: jax.Array
     pending: jax.Array
     seed: jax.Array
+    sampling: SamplingRows
 
 
 class PolicyEngine(Engine):
@@ -92,6 +114,9 @@ class PolicyEngine(Engine):
         self.config, self.layout = config, layout
         self._tokenizer = tokenizer
         self._num_prefills = 0
+        # JetStream calls from several threads. Programs that hold collectives must reach all
+        # devices in one order.
+        self._dispatching = threading.Lock()
         self._key_data = jax.random.key_data(jax.random.key(config.seed))
         specs = unstacked_specs(
             parameter_specs(config.model, config.vocab_size), config.model.num_layers
@@ -159,9 +184,7 @@ class PolicyEngine(Engine):
         # Not donated: no buffer that grows can be used again, and JAX warns of each.
         self._grow = jax.jit(slots.grow, static_argnums=1, out_shardings=self.state_shardings)
         # A prompt is one row: every row shard reads it alike.
-        self._prefill = jax.jit(
-            over_rows(functools.partial(_prefill, model, rules, layout), P(), P())
-        )
+        self._prefill = jax.jit(over_rows(functools.partial(_prefill, model, layout), P(), P()))
         self._insert = jax.jit(_insert, donate_argnums=1, out_shardings=self.state_shardings)
 
     # What a rollout calls.
@@ -221,16 +244,25 @@ class PolicyEngine(Engine):
         *,
         params: Params,
         existing_prefix: Prefix | None = None,
-        padded_tokens: jax.Array,
+        padded_tokens: jax.Array | np.ndarray,
         true_length: int,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
     ) -> Prefix:
         """Reads a prompt, and samples the token behind it.
 
-        `padded_tokens` i32[T] of which the first `true_length` count; with `existing_prefix` they
-        continue that one, whose pending token is replaced.
+        Args:
+            params: as `load_params` places them.
+            existing_prefix: what the tokens continue; its pending token is replaced.
+            padded_tokens: i32[T], of which the first `true_length` count.
+            true_length: how many.
+            sampling: how the reply is drawn; as the prefix, or else `config.serving`, says.
+            seed: of the reply, 0 to MAX_SEED: the same prompt then has the same reply. That of the
+                prefix, or else one that no other prompt has.
 
         Raises:
-            ValueError: the prompt is empty, or with its prefix longer than `max_prefill_length`.
+            ValueError: the prompt is empty, or with its prefix longer than `max_prefill_length`;
+                a seed out of range.
         """
         read = 0 if existing_prefix is None else int(existing_prefix.cached[0])
         places, limit = len(padded_tokens), self.max_prefill_length
@@ -239,33 +271,49 @@ class PolicyEngine(Engine):
                 f"a prompt of {true_length} tokens in {places} places, behind {read} tokens read "
                 f"before; the engine takes 1 to {limit} in all"
             )
-        self._num_prefills += 1
-        if existing_prefix is None:
-            zero = jnp.zeros((1,), jnp.int32)
-            caches = empty_cache(self.config.model, 1, self.max_prefill_length)
-            existing_prefix = Prefix(
-                caches=caches, cached=zero, pending=zero, seed=zero + self._num_prefills
+        if seed is not None and not 0 <= seed <= MAX_SEED:
+            raise ValueError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
+        with self._dispatching:
+            prefix = existing_prefix or self._empty_prefix()
+            if seed is not None:
+                prefix = dataclasses.replace(prefix, seed=_named_seed(seed))
+            if sampling is not None:
+                prefix = dataclasses.replace(prefix, sampling=sampling_rows(sampling, 1))
+            return self._prefill(
+                params, prefix, jnp.asarray(padded_tokens), true_length, self._key_data
             )
-        return self._prefill(
-            params, existing_prefix, jnp.asarray(padded_tokens), true_length, self._key_data
+
+    def _empty_prefix(self) -> Prefix:
+        """No prompt yet, and a seed that no other one has, nor is given."""
+        self._num_prefills = self._num_prefills % MAX_SEED + 1
+        zero = jnp.zeros((1,), jnp.int32)
+        return Prefix(
+            caches=empty_cache(self.config.model, 1, self.max_prefill_length),
+            cached=zero,
+            pending=zero,
+            seed=zero + self._num_prefills,
+            sampling=sampling_rows(self.config.serving.sampling, 1),
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prompt that was read into a slot. Donates `decode_state`, not `prefix`."""
-        return self._insert(prefix, decode_state, slot)
+        with self._dispatching:
+            return self._insert(prefix, decode_state, slot)
 
     def generate(
         self, params: Params, decode_state: DecodeState
     ) -> tuple[DecodeState, ResultTokens]:
         """The next token of every slot. Donates `decode_state`."""
-        state, data = self._generate(params, decode_state, self._key_data)
+        with self._dispatching:
+            state, data = self._generate(params, decode_state, self._key_data)
         return state, ResultTokens(
             data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
         )
 
-    def init_decode_state(self, places: int | None = None) -> DecodeState:
-        """Empty slots for serving; room for twice the longest prompt unless told."""
-        return self.empty_state(places or 2 * self.max_prefill_length)
+    def init_decode_state(self) -> DecodeState:
+        """Empty slots for serving."""
+        with self._dispatching:
+            return self.empty_state(self.config.serving.places)
 
     def get_prefix_destination_sharding(self) -> Any:
         """Where a prefix made by another engine is to be put before `insert`: on every device."""
@@ -277,7 +325,7 @@ class PolicyEngine(Engine):
 
     def build_tokenizer(self, metadata: Any) -> Any:
         """JetStream's view of our tokenizer."""
-        return ServedTokenizer(self._tokenizer)
+        return ServedTokenizer(self._tokenizer, self.config.rules.end_of_turn_ids)
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -292,7 +340,7 @@ class PolicyEngine(Engine):
     @property
     def max_prefill_length(self) -> int:
         """The longest prompt that `prefill` takes, in tokens."""
-        return self.config.max_prefill_length
+        return self.config.serving.max_prefill_length
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -305,9 +353,12 @@ class PolicyEngine(Engine):
         return None
 
 
+def _named_seed(seed: int) -> jax.Array:
+    return jnp.full((1,), MAX_SEED + 1 + seed, jnp.int32)
+
+
 def _prefill(
     config: ModelConfig,
-    rules: SlotRules,
     layout: Layout,
     params: Params,
     prefix: Prefix,
@@ -321,7 +372,7 @@ def _prefill(
     )
     cached = prefix.cached + count
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
-    token, _ = sample(uniform, logits_BV, sampling_rows(Sampling(), 1))
+    token, _ = sample(uniform, logits_BV, prefix.sampling)
     return dataclasses.replace(prefix, caches=caches, cached=cached, pending=token)
 
 
@@ -348,5 +399,5 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
         turn_tokens=put(state.turn_tokens, jnp.ones((1,), jnp.int32)),
         seed=put(state.seed, prefix.seed),
         row=put(state.row, jnp.full((1,), NO_ROW)),
-        sampling=jax.tree.map(put, state.sampling, sampling_rows(Sampling(), 1)),
+        sampling=jax.tree.map(put, state.sampling, prefix.sampling),
     )

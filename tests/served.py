@@ -1,0 +1,219 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A server process of python -m earl_jax.serve, a client of it, and what it must say.
+
+The client uses JetStream's own messages and nothing of ours.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import grpc
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+from test_families import REFERENCE
+
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hf_write import save_checkpoint
+from earl_jax.models.parameters import is_spec, parameter_specs
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+ROOT = Path(__file__).parent.parent
+MODEL = REFERENCE / "qwen2_tied"
+CONTEXT, VOCAB = 128, 320
+# What the parrot says behind "<", in a vocabulary in which most of these are several tokens.
+SAYING = "<日🙂é ok"
+PARROT_CONTEXT = 8192
+
+Code = grpc.StatusCode
+
+
+# A server process, and a client.
+
+
+class Server:
+    """A running server process: its address once it is ready, and its end."""
+
+    def __init__(self, line: list[str], cache: Path):
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+        self.process = subprocess.Popen(
+            line,
+            cwd=ROOT,
+            env=kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.errors: list[str] = []
+        self._reading = threading.Thread(target=lambda: self.errors.extend(self.process.stderr))
+        self._reading.start()
+        self.ready_line = self.process.stdout.readline()
+        found = re.search(r" at (127\.0\.0\.1:\d+):", self.ready_line)
+        if not found:
+            self.end()
+            raise AssertionError(f"{self.ready_line}{''.join(self.errors)}")
+        self.address = found[1]
+        self.channel = grpc.insecure_channel(self.address)
+        self.stub = jetstream_pb2_grpc.OrchestratorStub(self.channel)
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Its status after this signal, or after it has ended on its own."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(60)
+        finally:
+            self.process.kill()
+            self._reading.join()
+            self.process.stdout.close()
+            self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(cache: Path, *flags: str):
+    line = [sys.executable, "-m", "earl_jax.serve", "--port=0", *flags]
+    server = Server(line, cache)
+    try:
+        yield server
+    finally:
+        with contextlib.closing(server.channel):
+            status = server.end()
+    assert status == 0, "".join(server.errors)
+
+
+def request(prompt, max_tokens: int, **fields):
+    """A DecodeRequest for a text or for ids."""
+    if isinstance(prompt, str):
+        fields["text_content"] = {"text": prompt}
+    else:
+        fields["token_content"] = {"token_ids": [int(token) for token in prompt]}
+    return jetstream_pb2.DecodeRequest(max_tokens=max_tokens, **fields)
+
+
+def sampled(**wishes) -> tuple[tuple[str, str], ...]:
+    """Metadata that say how a reply is drawn."""
+    return (("sampling", json.dumps(wishes)),)
+
+
+def finish_reason(call) -> str:
+    """Why a reply that was read to its end ended."""
+    [reason] = [value for key, value in call.trailing_metadata() if key == "finish-reason"]
+    return reason
+
+
+def ids_of(call) -> list[int]:
+    return [i for r in call for s in r.stream_content.samples for i in s.token_ids]
+
+
+def refusal(call) -> tuple[grpc.StatusCode, str]:
+    """How a call that must fail does."""
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    return caught.value.code(), caught.value.details()
+
+
+# What is expected.
+
+
+@functools.cache
+def logits_step(model: ModelConfig, places: int):
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+
+    @jax.jit
+    def step(params, tokens_T, length):
+        segments_BT = (jnp.arange(places) < length).astype(jnp.int32)[None]
+        hidden_BTD = forward_rows(model, layout, params, tokens_T[None], segments_BT)
+        return hidden_BTD[0, length - 1] @ head_weights(params)
+
+    return step
+
+
+def greedy(model: ModelConfig, params, prompt, count: int, stops) -> list[int]:
+    """The likeliest tokens, up to a stop: a full forward pass for each, no cache."""
+    step = logits_step(model, CONTEXT)
+    row, length = np.zeros(CONTEXT, np.int32), len(prompt)
+    row[:length] = prompt
+    said = []
+    for place in range(length, length + count):
+        token = int(jnp.argmax(step(params, row, place)))
+        if token in stops:
+            break
+        said.append(token)
+        if place < CONTEXT:
+            row[place] = token
+    return said
+
+
+@functools.cache
+def loaded():
+    checkpoint = open_checkpoint(MODEL)
+    return checkpoint.model, load_parameters(checkpoint, make_layout(MeshShape()))
+
+
+def expected(prompt, count: int) -> list[int]:
+    """What the server of the fixture must say."""
+    return greedy(*loaded(), prompt, count, end_ids())
+
+
+def end_ids() -> set[int]:
+    """What ends a reply."""
+    tokenizer = load_tokenizer(MODEL)
+    return {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return np.random.default_rng(number).integers(4, VOCAB, length).tolist()
+
+
+def save_parrot(folder: Path) -> None:
+    """A checkpoint whose next token depends on the last alone.
+
+    Its layers add nothing. SAYING is said to its end; "x" is followed by "x" without end.
+    """
+    tokenizer = load_tokenizer(MODEL)
+    model = ModelConfig(
+        num_layers=1, width=64, num_heads=2, num_kv_heads=1, head_size=8, ffn_size=8
+    )
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda spec: np.full(spec.shape, 0 if spec.deviation else spec.constant, np.float32),
+        parameter_specs(model, VOCAB),
+        is_leaf=is_spec,
+    )
+    embed_VD = rng.normal(size=(VOCAB, model.width)).astype(np.float32)
+    embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
+    head_DV = np.zeros((model.width, VOCAB), np.float32)
+    said = [*tokenizer.encode(SAYING), tokenizer.eos_token_id]
+    assert len(set(said)) == len(said)
+    [forever] = tokenizer.encode("x")
+    for token, after in [*zip(said, said[1:], strict=False), (forever, forever)]:
+        head_DV[:, after] += embed_VD[token]
+    params |= {"embed": embed_VD, "head": head_DV}
+    save_checkpoint(
+        folder,
+        params,
+        model=model,
+        vocab_size=VOCAB,
+        tokenizer=tokenizer,
+        dtype="float32",
+        max_positions=PARROT_CONTEXT,
+    )
+
+
+def saying() -> list[int]:
+    """What the parrot answers to "<"."""
+    return load_tokenizer(MODEL).encode(SAYING)[1:]

@@ -1,0 +1,349 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""python -m earl_jax.serve: what it serves, what it refuses; over gRPC, from real processes."""
+
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jetstream.core.proto import jetstream_pb2
+from served import (
+    CONTEXT,
+    MODEL,
+    ROOT,
+    Code,
+    Server,
+    end_ids,
+    expected,
+    finish_reason,
+    ids_of,
+    loaded,
+    logits_step,
+    prompt,
+    refusal,
+    request,
+    sampled,
+    serving,
+)
+from test_families import reference
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.engine import MAX_SEED
+from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
+from earl_jax.serve import serve_command
+
+NUM_SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def server(cache):
+    """A temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
+    flags = (f"--model={MODEL}", f"--num_slots={NUM_SLOTS}", "--temperature=5", "--top_k=1")
+    with serving(cache, *flags) as server:
+        yield server
+
+
+# What is served.
+
+
+def test_tokens_are_those_of_transformers_and_of_the_decoder(server):
+    ids = reference("qwen2_tied")["prompt"].ravel().tolist()
+    continuation = reference("qwen2_tied")["continuation"].ravel().tolist()
+    assert ids_of(server.stub.Decode(request(ids, len(continuation)))) == continuation
+    assert expected(ids, len(continuation)) == continuation
+    assert "prompts of up to 64 tokens, 128 with their replies" in server.ready_line
+
+
+def test_many_requests_at_once_on_few_slots(server):
+    """Thirty on four slots: of all lengths up to the longest prompt and the last place."""
+    asked = [
+        (prompt(i, length), count)
+        for i, (length, count) in enumerate(
+            [(1, 127), (64, 64), (16, 1), (17, 30), (63, 65)] + [(3 + i, 20) for i in range(25)]
+        )
+    ]
+    calls = [server.stub.Decode(request(ids, count)) for ids, count in asked]
+    assert [ids_of(call) for call in calls] == [expected(ids, count) for ids, count in asked]
+
+
+def test_a_text_is_its_ids_and_comes_back_as_text(server):
+    """Control tokens in a text are what they say: so a client renders its own chat."""
+    tokenizer = load_tokenizer(MODEL)
+    message = {"role": "user", "content": "héllo 🙂"}
+    text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.convert_tokens_to_ids("<|user|>") in ids
+    samples = [r.stream_content.samples[0] for r in server.stub.Decode(request(text, 40))]
+    said = [i for sample in samples for i in sample.token_ids]
+    assert said == expected(ids, 40)
+    # Random weights also say bytes that are no characters, and ids that are no tokens.
+    assert "".join(sample.text for sample in samples) == ChatRenderer(tokenizer).decode(said)
+    assert not any(s.stream_content.samples[0].text for s in server.stub.Decode(request(ids, 3)))
+
+
+# What a request may ask for.
+
+
+def test_a_request_says_how_its_reply_is_drawn_whoever_is_beside_it(server):
+    """Seeds, temperatures and cuts: alone, and again shuffled among others, bit for bit."""
+    plain = {"temperature": 1, "top_k": 0}
+    asked = [
+        *({**plain, "seed": seed} for seed in (0, 1, MAX_SEED)),
+        {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "seed": 0},
+        {"temperature": 3, "top_k": 20, "min_p": 0.01, "seed": 0},
+    ]
+    ids = prompt(50, 12)
+
+    def ask(wishes):
+        return server.stub.Decode(request(ids, 40), metadata=sampled(**wishes))
+
+    alone = [ids_of(ask(wishes)) for wishes in asked]
+    assert len({tuple(said) for said in alone}) == len(asked)
+    assert all(said == drawn(ids, 40, wishes) for said, wishes in zip(alone, asked, strict=True))
+    rng = np.random.default_rng(0)
+    order = rng.permutation([*range(len(asked))] * 2 + [-1] * 6)
+    calls = [ask(asked[i] if i >= 0 else plain) for i in order]
+    said = [ids_of(call) for call in calls]
+    assert all(said[k] == alone[i] for k, i in enumerate(order) if i >= 0)
+    # Who names no seed has one of his own; who wants the likeliest gets it.
+    own = [tuple(said[k]) for k, i in enumerate(order) if i < 0]
+    assert len(set(own)) == len(own)
+    assert ids_of(ask({"temperature": 0})) == expected(ids, 40)
+
+
+@jax.jit
+def draw(logits_V, seed, place, rows):
+    """As the server draws with --seed=0."""
+    uniform = token_uniforms(jax.random.key(0), jnp.array([MAX_SEED + 1 + seed]), place[None])
+    return sample(uniform, logits_V[None], rows)[0][0]
+
+
+def drawn(ids, count: int, wishes) -> list[int]:
+    """What a seeded request must be answered: a full forward pass for each token."""
+    model, params = loaded()
+    forward = logits_step(model, CONTEXT)
+    draws = {name: value for name, value in wishes.items() if name != "seed"}
+    rows = sampling_rows(Sampling(**draws), 1)
+    row, said = np.zeros(CONTEXT, np.int32), []
+    row[: len(ids)] = ids
+    for place in range(len(ids), len(ids) + count):
+        token = int(draw(forward(params, row, place), wishes["seed"], place, rows))
+        if token in end_ids():
+            break
+        row[place] = token
+        said.append(token)
+    return said
+
+
+def test_a_token_id_of_the_request_ends_its_reply(server):
+    """It is not sent, as the end of a turn is not; requests beside it know nothing of it."""
+    ids = prompt(51, 12)
+    whole = expected(ids, 60)
+    assert len(whole) == 60
+    stop = whole[20]
+    first = whole.index(stop)
+    call = server.stub.Decode(request(ids, 60), metadata=sampled(stop_token_ids=[3, stop]))
+    beside = server.stub.Decode(request(ids, 60))
+    assert ids_of(call) == whole[:first] and finish_reason(call) == "stop_token_id"
+    assert ids_of(beside) == whole and finish_reason(beside) == "max_tokens"
+
+
+# What is refused.
+
+
+def raw(*parts: bytes) -> bytes:
+    return b"".join(parts)
+
+
+ASKED_FOR_FOUR = request("abc", 4).SerializeToString()
+BAD = {
+    "no content": (jetstream_pb2.DecodeRequest(max_tokens=4), "has no prompt; set text_content"),
+    "nothing at all": (jetstream_pb2.DecodeRequest(), "has no prompt"),
+    "empty text": (request("", 4), "text_content.text is empty"),
+    "no ids": (request([], 4), "the prompt has no tokens"),
+    "long ids": (request([5] * 65, 4), "prompt has 65 tokens; .* at most 64 .*max_prompt_tokens"),
+    "long text": (request("\t" * 65, 4), "prompt has 65 tokens; .* at most 64"),
+    "huge text": (request("x" * 500_000, 4), "prompt has 500000 tokens; .* at most 64"),
+    "no room": (request([5] * 64, 65), "64 tokens and max_tokens=65 .*129 places; .* at most 64"),
+    "no room for text": (request("\t", 2**31 - 1), "there are 128: lower max_tokens .* 127"),
+    "no max_tokens": (request("abc", 0), "max_tokens is 0; it must be at least 1"),
+    "negative max_tokens": (request([5], -3), "max_tokens is -3; it must be at least 1"),
+    "id too high": (request([5, 320], 4), "token id 320 is not .* from 0 to 319"),
+    "id far too high": (request([5, 2**31 - 1], 4), "token id 2147483647 is not"),
+    "negative id": (request([5, -1, 7], 4), "token id -1 is not in the vocabulary"),
+    "session": (request("abc", 4, session_cache="mine"), "session_cache and priority have no"),
+    "priority": (request("abc", 4, priority=1), "session_cache and priority have no effect"),
+    "unknown field": (raw(ASKED_FOR_FOUR, b"\x38\x02"), "field 7 of the request is not known"),
+    "no message": (b"\xff\xff\xff", "no jetstream_proto.DecodeRequest .*corrupt"),
+    "cut short": (ASKED_FOR_FOUR[:-1], "no jetstream_proto.DecodeRequest"),
+    "lone surrogate": (b"\x20\x04\x2a\x05\x0a\x03\xed\xa0\x80", "UTF-8, which has no lone surr"),
+    "no UTF-8": (b"\x20\x04\x2a\x03\x0a\x01\xff", "text must be UTF-8"),
+}
+
+
+def send(server: Server, message):
+    """A call for a message, or for bytes as they are."""
+    data = message if isinstance(message, bytes) else message.SerializeToString()
+    read = jetstream_pb2.DecodeResponse.FromString
+    path = "/jetstream_proto.Orchestrator/Decode"
+    return server.channel.unary_stream(path, response_deserializer=read)(data)
+
+
+def test_bad_requests_are_told_what_is_wrong_and_disturb_no_other(server):
+    """Good ones before, between and behind them say what they say alone."""
+    good = [(prompt(100 + i, 10 + i), 40) for i in range(8)]
+    before = [server.stub.Decode(request(*asked)) for asked in good[:4]]
+    for name, (message, words) in BAD.items():
+        code, details = refusal(send(server, message))
+        assert code == Code.INVALID_ARGUMENT, (name, code, details)
+        assert re.search(words, details), (name, details)
+    after = [server.stub.Decode(request(*asked)) for asked in good[4:]]
+    assert [ids_of(call) for call in before + after] == [expected(*asked) for asked in good]
+    assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
+
+
+BAD_WISHES = {
+    "no JSON": ("temperature=1", r"'sampling' is no JSON \(.*\); send such as \{\"temperature"),
+    "deep": ("[" * 7000, "'sampling' is no JSON"),
+    "no object": ("[1]", "'sampling' must be an object such as"),
+    "unknown": (
+        '{"temprature": 1}',
+        "sampling.temprature is not .*did you mean 'temperature'",
+    ),
+    "unknown far": (
+        '{"x": 1}',
+        "sampling.x is not known; known are temperature, top_k,",
+    ),
+    "type": ('{"temperature": "hot"}', "sampling.temperature must be a number; got 'hot'"),
+    "truth": ('{"top_k": true}', "sampling.top_k must be a whole number; got True"),
+    "range": ('{"top_p": 0}', r"sampling.top_p is 0.0; it must lie in \(0, 1\]"),
+    "not finite": ('{"temperature": 1e999}', "sampling.temperature is inf; it must be finite"),
+    "no number": ('{"temperature": NaN}', "sampling.temperature is nan; it must be finite"),
+    "huge": ('{"top_k": 99999999999999999999}', "sampling.top_k is 99999999999999999999"),
+    "contradiction": ('{"temperature": 0, "top_k": 3}', "have no effect beside it; remove them"),
+    "idle seed": ('{"temperature": 0, "seed": 3}', "sampling.seed has no effect at temperature 0"),
+    "seed": ('{"seed": -1}', "sampling.seed is -1; it must lie between 0 and 1073741823"),
+    "no list": ('{"stop_strings": "x"}', "sampling.stop_strings must be a list of str; got 'x'"),
+    "empty stop": ('{"stop_strings": [""]}', "sampling.stop_strings holds an empty string"),
+    "strange stop": (
+        '{"stop_token_ids": [1, 320]}',
+        "stop_token_ids holds 320; .* from 0 to 319",
+    ),
+}
+
+
+def test_wishes_that_cannot_be_met_are_told_what_is_wrong(server):
+    for name, (text, words) in BAD_WISHES.items():
+        call = server.stub.Decode(request("abc", 4), metadata=[("sampling", text)])
+        code, details = refusal(call)
+        assert code == Code.INVALID_ARGUMENT, (name, code, details)
+        assert re.search(words, details), (name, details)
+    twice = [*sampled(seed=1), *sampled(seed=2)]
+    _, details = refusal(server.stub.Decode(request("abc", 4), metadata=twice))
+    assert "have 2 values of 'sampling'; send one" in details
+    # Other metadata are nobody's business.
+    call = server.stub.Decode(request(prompt(1, 5), 4), metadata=[("traceparent", "x")])
+    assert ids_of(call) == expected(prompt(1, 5), 4)
+
+
+def test_a_message_larger_than_any_prompt_is_not_even_read(server):
+    code, details = refusal(server.stub.Decode(request("x" * 2**21, 4)))
+    assert code == Code.RESOURCE_EXHAUSTED and "larger than max" in details
+
+
+@pytest.mark.slow
+def test_ten_thousand_malformed_requests_disturb_nobody(server):
+    start = time.perf_counter()
+    kinds = [message for name, (message, _) in BAD.items() if name != "huge text"]
+    refused = 0
+    for first in range(0, 10_000, 100):
+        calls = [send(server, kinds[i % len(kinds)]) for i in range(first, first + 100)]
+        good = server.stub.Decode(request(prompt(first, 12), 30))
+        refused += sum(refusal(call)[0] == Code.INVALID_ARGUMENT for call in calls)
+        assert ids_of(good) == expected(prompt(first, 12), 30)
+    print(f"10,000 malformed requests: {time.perf_counter() - start:.1f} s")
+    assert refused == 10_000
+    assert server.process.poll() is None and server.errors == []
+
+
+@pytest.mark.slow
+def test_short_requests_one_after_the_other_are_all_answered(cache):
+    """On one slot, JetStream's own assertion fails now and then: see PolicyDriver."""
+    with serving(cache, f"--model={MODEL}", "--num_slots=1", "--temperature=0") as server:
+        ids = prompt(7, 3)
+        for _ in range(1000):
+            assert ids_of(server.stub.Decode(request(ids, 2))) == expected(ids, 2)
+
+
+# Mistakes in what is given.
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--model=nowhere"], r"--model is 'nowhere', and there is no such folder"),
+        (["--workdir=nowhere"], r"--workdir=nowhere holds no run"),
+        (["--port=70000"], r"--port=70000; it must lie between 0 and 65535"),
+        (["--num_slots=0"], r"--num_slots=0; it must lie between 1"),
+        (["--max_waiting=-1"], r"--max_waiting=-1; it must lie between 0"),
+        (["--max_tokens=0"], r"--max_tokens=0; it must lie between 1"),
+        (["--max_prompt_tokens=100"], r"powers of two: choose one of 16, 32, .*32768"),
+        (["--temperature=-1"], r"--temperature is -1.0; it must be finite and at least 0"),
+        (["--top_p=0"], r"--top_p is 0.0; it must lie in \(0, 1\]"),
+        (["--temperature=0", "--top_k=3"], r"--top_k, --top_p and --min_p have no effect"),
+        (["--temperature=0", "--seed=3"], r"--seed=3 has no effect with --temperature=0"),
+        (["--mesh=rows=2"], r"mesh shape 'rows=2': cannot read"),
+        (["--workdir=x", "--platform=cpu"], r"--platform has no effect beside --workdir"),
+    ],
+)
+def test_mistakes_are_refused_in_words(flags, words):
+    policy = [] if flags[0].startswith(("--model", "--workdir")) else [f"--model={MODEL}"]
+    with pytest.raises(ValueError, match=words):
+        serve_command([*policy, "--port=0", *flags])
+
+
+def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_read():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = f"--host=127.0.0.1 --port={port} cannot be used .*in use.*another one, or 0 for any"
+        with pytest.raises(ValueError, match=words):
+            serve_command(["--model=nowhere", f"--port={port}"])
+    with pytest.raises(ValueError, match="--host=192.0.2.1 .* must be an address of this machine"):
+        serve_command(["--model=nowhere", "--host=192.0.2.1"])
+
+
+def test_a_policy_must_be_named(capsys):
+    for flags in ([], [f"--model={MODEL}", "--workdir=runs/x"], ["--models=x"]):
+        with pytest.raises(SystemExit) as ended:
+            serve_command(flags)
+        assert ended.value.code == 2
+    assert "--workdir --model is required" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_mistakes_that_need_the_model_end_with_status_2():
+    def refused(*flags: str) -> str:
+        line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0", *flags]
+        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "need a context of 192 tokens" in refused("--max_prompt_tokens=64", "--max_tokens=128")
+    assert "--num_slots=3 does not divide" in refused("--mesh=data=2", "--num_slots=3")
+    assert "--mesh=data=1,tensor=3 cannot hold" in refused("--mesh=tensor=3")

@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""python -m earl_jax.serve: runs, families of models and meshes; over gRPC, from real processes."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+from served import (
+    greedy,
+    ids_of,
+    prompt,
+    request,
+    serving,
+)
+from test_families import REFERENCE, reference
+from transformers import PreTrainedTokenizerFast
+
+from earl_jax.checkpoint import Checkpoints, open_workdir
+from earl_jax.config import CheckpointConfig, make_config
+from earl_jax.envs.tokenizer import save_tokenizer
+from earl_jax.models.lora import fingerprint
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.world import World
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def save_run(folder: Path, rank: int):
+    """A run as training leaves it: config, tokenizer, a checkpoint of random weights.
+
+    With a `rank`, these are adapters. Returns its world and what the decoder computes with.
+    """
+    config = make_config(
+        {
+            "model": {"width": 32, "ffn_size": 64},
+            "devices": {"num_cpu_devices": 4},
+            "rollout": {"num_slots": 8, "episodes_per_step": 16},
+            "train": {"learning_rate": 0.001, "lora": {"rank": rank} if rank else {}},
+        }
+    )
+    open_workdir(folder, config.as_dict())
+    world = World(config, folder / "tokenizer")
+    state = world.init_train_state(MeshShape())
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
+    state = dataclasses.replace(state, params=noisy)
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    placement = {"rollout_mesh": "data=4", "train_mesh": "data=4", "places": 32}
+    position = {"placement": placement, "history": [], "throughput": {}}
+    if state.base is not None:
+        position["base_fingerprint"] = int(fingerprint(state.base))
+    checkpoints.save(7, state, position)
+    checkpoints.close()
+    return world, world.policy(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_path):
+    """Cut over both axes it says what one device says, to messages as the run renders them."""
+    folder = tmp_path / "run"
+    world, params = save_run(folder, rank)
+    before = sorted(path for path in folder.rglob("*"))
+    rendered = world.renderer.render_opening(world.renderer.opening("tic_tac_toe. you play x."))
+    stops = {*world.renderer.end_of_turn_ids, world.renderer.pad_id}
+    asked = [list(rendered.ids), *(prompt(i, 5 + 7 * i) for i in range(7))]
+    want = [greedy(world.model, params, ids, 24, stops) for ids in asked]
+    flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0")
+    with serving(cache, f"--workdir={folder}", *flags) as server:
+        calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
+        assert [ids_of(call) for call in calls] == want
+        assert ids_of(server.stub.Decode(request(rendered.text, 24))) == want[0]
+        assert "after step 7" in server.ready_line and "data=2,tensor=2" in server.ready_line
+    assert sorted(path for path in folder.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, mesh", [("qwen3_moe", "data=2,expert=2"), ("gemma3", "data=2"), ("mistral", "tensor=2")]
+)
+def test_other_families_say_what_transformers_says(name, mesh, cache, tmp_path):
+    """Experts, windows and soft caps, each cut in its own way."""
+    ids = reference(name)["prompt"].ravel().tolist()
+    continuation = reference(name)["continuation"].ravel().tolist()
+    # A vocabulary that knows one token, which is not said.
+    end = next(i for i in range(128) if i not in continuation)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<end>": end}, "<end>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    folder = shutil.copytree(REFERENCE / name, tmp_path / name)
+    save_tokenizer(tokenizer, folder)
+    flags = (f"--mesh={mesh}", "--num_slots=4", "--temperature=0")
+    with serving(cache, f"--model={folder}", *flags) as server:
+        asked = server.stub.Decode(request(ids, len(continuation)))
+        beside = [server.stub.Decode(request(ids, count)) for count in range(1, 10)]
+        assert ids_of(asked) == continuation
+        assert [ids_of(call) for call in beside] == [continuation[:n] for n in range(1, 10)]

@@ -1,0 +1,244 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""python -m earl_jax.serve: its slots, its end, its failures; over gRPC, from real processes."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from jetstream.core.proto import jetstream_pb2
+from served import (
+    MODEL,
+    SAYING,
+    Code,
+    Server,
+    finish_reason,
+    ids_of,
+    refusal,
+    request,
+    sampled,
+    save_parrot,
+    saying,
+    serving,
+)
+
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.rollout import engine as engine_module
+from earl_jax.serve import main
+
+NUM_SLOTS, MAX_WAITING = 4, 4
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def parrot(cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "parrot"
+    save_parrot(folder)
+    flags = ("--max_prompt_tokens=16", "--max_tokens=8000", f"--max_waiting={MAX_WAITING}")
+    with serving(
+        cache, f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
+    ) as server:
+        yield server
+
+
+def test_characters_of_several_tokens_come_whole(parrot):
+    replies = [r.stream_content.samples[0] for r in parrot.stub.Decode(request("<", 100))]
+    assert [i for s in replies for i in s.token_ids] == saying()
+    texts = [sample.text for sample in replies]
+    assert "".join(texts) == SAYING[1:]
+    assert {"日", "🙂", "é", ""} <= set(texts) and "\ufffd" not in "".join(texts)
+    # Cut in the middle of the first character.
+    [cut] = [r.stream_content.samples[0] for r in parrot.stub.Decode(request("<", 1))][1:]
+    assert cut.text == "\ufffd" and not cut.token_ids
+
+
+def test_a_stop_string_ends_a_reply_and_its_ids_say_where(parrot):
+    """Ids are those that were sampled, the last of which completes the string; text ends before it.
+
+    The characters of SAYING are of one to four tokens.
+    """
+    tokenizer, said = load_tokenizer(MODEL), saying()
+
+    def ask(what, count=100, **wishes):
+        call = parrot.stub.Decode(request(what, count), metadata=sampled(**wishes))
+        samples = [r.stream_content.samples[0] for r in call]
+        ids = [i for sample in samples for i in sample.token_ids]
+        return "".join(sample.text for sample in samples), ids, finish_reason(call)
+
+    def ids_up_to(text: str) -> list[int]:
+        return said[: len(tokenizer.encode(text))]
+
+    assert ask("<") == (SAYING[1:], said, "end_of_turn")
+    assert ask("<", stop_strings=["🙂"]) == ("日", ids_up_to("日🙂"), "stop_string")
+    assert ask("<", stop_strings=["ok", "é"]) == ("日🙂", ids_up_to("日🙂é"), "stop_string")
+    assert ask("<", stop_strings=["日"]) == ("", ids_up_to("日"), "stop_string")
+    # It begins, is not finished, and is told at the end.
+    assert ask("<", stop_strings=["ok!"]) == (SAYING[1:], said, "end_of_turn")
+    assert ask("<", 2, stop_strings=["日🙂"])[1:] == (said[:2], "max_tokens")
+    # For ids the same ids, and no text.
+    [mark] = tokenizer.encode("<")
+    assert ask([mark], stop_strings=["🙂"]) == ("", ids_up_to("日🙂"), "stop_string")
+
+
+def test_replies_that_stop_give_their_slots_back(parrot):
+    """Each would take thousands of tokens more."""
+    tokenizer = load_tokenizer(MODEL)
+    [x] = tokenizer.encode("x")
+    for wishes in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
+        for _ in range(2 * NUM_SLOTS):
+            call = parrot.stub.Decode(request("x", 8000), metadata=sampled(**wishes))
+            assert ids_of(call) == ([x] * 4 if "stop_strings" in wishes else [])
+    all_slots_answer(parrot)
+
+
+def forever(server: Server, count: int = 8000):
+    """A request that takes so many tokens of a parrot, of which one has come."""
+    call = server.stub.Decode(request("x", count))
+    next(call)
+    return call
+
+
+def all_slots_answer(server: Server) -> None:
+    """As many requests as there are slots and waiting places, none of which is refused."""
+    deadline = time.monotonic() + 60
+    while True:
+        calls = [server.stub.Decode(request("<", 50)) for _ in range(NUM_SLOTS + MAX_WAITING)]
+        try:
+            said = [ids_of(call) for call in calls]
+        except grpc.RpcError as error:
+            # The server hears of a client's end a moment later.
+            assert error.code() == Code.RESOURCE_EXHAUSTED and time.monotonic() < deadline
+            continue
+        assert said == [saying()] * len(calls)
+        return
+
+
+def test_more_requests_than_may_wait_are_refused(parrot):
+    calls = [forever(parrot) for _ in range(NUM_SLOTS)]
+    waiting = [parrot.stub.Decode(request("x", 8000)) for _ in range(MAX_WAITING)]
+    # In the order of sending: those before are in when this one is refused.
+    code, words = refusal(parrot.stub.Decode(request("x", 1)))
+    assert code == Code.RESOURCE_EXHAUSTED
+    assert re.search(r"^8 requests are open, .*--max_waiting.*try again later$", words)
+    for call in calls + waiting:
+        call.cancel()
+    all_slots_answer(parrot)
+
+
+def test_clients_that_cancel_give_their_slots_back(parrot):
+    """Long before their 8000 tokens; a request beside them goes on from token to token."""
+    beside = forever(parrot)
+    for _ in range(5):
+        gone = [forever(parrot) for _ in range(NUM_SLOTS - 1)]
+        for call in gone:
+            call.cancel()
+    assert ids_of(parrot.stub.Decode(request("<", 50))) == saying()
+    assert not beside.done()
+    beside.cancel()
+    all_slots_answer(parrot)
+
+
+CLIENT = """
+import sys, time, grpc
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
+stub = jetstream_pb2_grpc.OrchestratorStub(grpc.insecure_channel(sys.argv[1]))
+asked = jetstream_pb2.DecodeRequest(max_tokens=8000, text_content={"text": "x"})
+calls = [stub.Decode(asked) for _ in range(4)]
+for call in calls:
+    next(call)
+print("all slots are mine", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_client_that_is_killed_leaves_nothing_behind(parrot):
+    tasks = Path(f"/proc/{parrot.process.pid}/task")
+    before = len(list(tasks.iterdir())) if tasks.exists() else 0
+    line = [sys.executable, "-c", CLIENT, parrot.address]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout and client.stdout.readline() == "all slots are mine\n"
+        client.kill()
+    all_slots_answer(parrot)
+    assert not before or len(list(tasks.iterdir())) < before + 8  # gRPC keeps a few of its own
+
+
+# Its end.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_and_its_requests(cache, tmp_path, number):
+    save_parrot(tmp_path / "parrot")
+    flags = (f"--model={tmp_path / 'parrot'}", "--max_tokens=7000", "--num_slots=2")
+    line = [sys.executable, "-m", "earl_jax.serve", "--port=0", "--temperature=0", *flags]
+    server = Server(line, cache)
+    with contextlib.closing(server.channel):
+        calls = [forever(server, 5000) for _ in range(2)]
+        calls += [server.stub.Decode(request("x", 5000)) for _ in range(3)]
+        server.process.send_signal(number)
+        answers = [refusal(call) for call in calls]
+        assert server.end() == 0
+    assert {code for code, _ in answers} == {Code.UNAVAILABLE}
+    assert all("stopped; send the request again later" in words for _, words in answers)
+    assert server.errors == []
+
+
+POISON, FATAL = 5, 6
+
+
+def serve_faulty(model: str) -> None:
+    """The command with an engine that fails at certain prompts, as a device might."""
+
+    class FaultyEngine(engine_module.PolicyEngine):
+        doomed = False
+
+        def prefill(self, *, padded_tokens, **given):
+            if padded_tokens[0] == POISON:
+                raise RuntimeError("RESOURCE_EXHAUSTED: no memory for this prompt")
+            self.doomed |= bool(padded_tokens[0] == FATAL)
+            return super().prefill(padded_tokens=padded_tokens, **given)
+
+        def generate(self, params, decode_state):
+            if self.doomed:
+                raise RuntimeError("the device is lost\nand more")
+            return super().generate(params, decode_state)
+
+    engine_module.PolicyEngine = FaultyEngine
+    sys.argv[1:] = [f"--model={model}", "--port=0", "--temperature=0", "--num_slots=2"]
+    main()
+
+
+@pytest.mark.slow
+def test_failures_are_answered(cache, tmp_path):
+    """One prompt's is its own; a lost device ends all requests and the server, with a word."""
+    save_parrot(tmp_path / "parrot")
+    code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_faulty; "
+    code += f"serve_faulty({str(tmp_path / 'parrot')!r})"
+    server = Server([sys.executable, "-c", code], cache)
+    with contextlib.closing(server.channel):
+        beside = forever(server, 1000)
+        for _ in range(3):
+            code, words = refusal(server.stub.Decode(request([POISON], 4)))
+            assert code == Code.INTERNAL
+            assert "could not read this prompt (RuntimeError: RESOURCE_EXHAUSTED" in words
+        assert ids_of(server.stub.Decode(request("<", 50))) == saying()
+        assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
+        assert len(ids_of(beside)) == 999
+        open_calls = [forever(server, 1000), server.stub.Decode(request([FATAL], 4))]
+        for call in open_calls:
+            code, words = refusal(call)
+            assert code == Code.INTERNAL
+            assert "the server failed, and ends (RuntimeError: the device is lost)" in words
+        assert server.process.wait(60) == 1
+    server.end()
+    assert "the server cannot go on:" in "".join(server.errors)
