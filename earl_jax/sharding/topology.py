@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chips that are not here: devices to compile for, and what their data sheets say.
 
-`make_topology("v5e:4x4")` needs nothing. Its `devices()` loads that platform's compiler, which is an
-optional extra; `make_layout` takes them, and what is then lowered from placed shapes compiles:
+`make_topology("v5e:4x4")` needs nothing. Its `devices()` loads that platform's compiler, which is
+an optional extra; `make_layout` takes them, and what is then lowered from placed shapes compiles:
 
     jax.config.update("jax_platforms", "cpu")  # first of all: else plugins look for their chips
     layout = make_layout(MeshShape(data=4, tensor=4), make_topology("v5e:4x4").devices())
@@ -137,8 +137,8 @@ class Topology:
             return list(load(self))
         except NotImplementedError as error:
             raise ValueError(
-                f"topology {self}: JAX looked for a real GPU before, found none and gave the plugin "
-                "up; call jax.config.update('jax_platforms', 'cpu') first"
+                f"topology {self}: JAX looked for a real GPU before and, finding none, gave its "
+                "plugin up; call jax.config.update('jax_platforms', 'cpu') first"
             ) from error
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(f"topology {self}: its compiler says: {error}") from error
