@@ -184,6 +184,8 @@ def _tpu_devices(topology: Topology) -> Any:
         raise ValueError(missing)
     # Else libtpu asks the cloud's metadata server, for minutes, what machine this is.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Else one process of a machine at a time, which protects chips and not compilers.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return topologies.get_topology_desc(platform="tpu", topology_name=str(topology)).devices
 
 
