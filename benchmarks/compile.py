@@ -19,64 +19,14 @@ import time
 from collections import Counter
 from typing import Any, Literal
 
-from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.presets import PRESETS
 
 GIB = 2**30
 
-_QWEN25 = ModelConfig(head_size=128, rope_theta=1e6, attention_bias=True, compute_dtype="bfloat16")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """A model as published, and the entries of its embedding."""
-
-    model: ModelConfig
-    vocab_size: int
-
-
-MODELS = {
-    "Qwen2.5-7B": Sizes(
-        model=dataclasses.replace(
-            _QWEN25, num_layers=28, width=3584, num_heads=28, num_kv_heads=4, ffn_size=18944
-        ),
-        vocab_size=152064,
-    ),
-    "Qwen2.5-72B": Sizes(
-        model=dataclasses.replace(
-            _QWEN25, num_layers=80, width=8192, num_heads=64, num_kv_heads=8, ffn_size=29568
-        ),
-        vocab_size=152064,
-    ),
-    "Qwen3-8B": Sizes(
-        model=ModelConfig(
-            num_layers=36,
-            width=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            head_size=128,
-            ffn_size=12288,
-            rope_theta=1e6,
-            query_key_norm=True,
-            compute_dtype="bfloat16",
-        ),
-        vocab_size=151936,
-    ),
-    "Llama-3.1-8B": Sizes(
-        model=ModelConfig(
-            num_layers=32,
-            width=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            head_size=128,
-            ffn_size=14336,
-            rope_theta=5e5,
-            rope_scaling=RopeScaling(factor=8.0),
-            norm_eps=1e-5,
-            compute_dtype="bfloat16",
-        ),
-        vocab_size=128256,
-    ),
-}
+# Entries of the published embeddings, by family.
+VOCAB_SIZES = {"qwen2.5": 152_064, "qwen3": 151_936, "llama3.1": 128_256, "mistral": 32_768}
+VOCAB_SIZES |= {"gemma3": 262_144}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,6 +44,16 @@ class Case:
     rows: int
     length: int
 
+    @property
+    def config(self) -> ModelConfig:
+        """The model, computing in bf16."""
+        return dataclasses.replace(PRESETS[self.model], compute_dtype="bfloat16")
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of its embedding."""
+        return VOCAB_SIZES[self.model.split("-")[0]]
+
     def __str__(self) -> str:
         what = "update" if self.stage == "train" else "round"
         return (
@@ -109,14 +69,18 @@ def _cases(model: str, topology: str, train: str, rollout: str) -> tuple[Case, C
 
 
 CASES = (
-    *_cases("Qwen2.5-7B", "v5e:4x4", "fsdp=4,tensor=4", "data=4,tensor=4"),
-    *_cases("Qwen2.5-7B", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
-    *_cases("Qwen3-8B", "v5e:4x4", "fsdp=4,tensor=4", "data=2,tensor=8"),
-    *_cases("Qwen3-8B", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
-    *_cases("Llama-3.1-8B", "v6e:4x4", "fsdp=16", "data=8,tensor=2"),
-    *_cases("Llama-3.1-8B", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
-    *_cases("Qwen2.5-72B", "v5p:4x4x4", "fsdp=16,tensor=4", "data=16,tensor=4"),
-    *_cases("Qwen2.5-72B", "h100:16x8", "fsdp=16,tensor=8", "data=16,tensor=8"),
+    *_cases("qwen2.5-7b", "v5e:4x4", "fsdp=4,tensor=4", "data=4,tensor=4"),
+    *_cases("qwen2.5-7b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
+    *_cases("qwen3-8b", "v5e:4x4", "fsdp=4,tensor=4", "data=2,tensor=8"),
+    *_cases("qwen3-8b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
+    *_cases("llama3.1-8b", "v6e:4x4", "fsdp=16", "data=8,tensor=2"),
+    *_cases("llama3.1-8b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
+    *_cases("mistral-7b", "v6e:4x4", "fsdp=16", "data=8,tensor=2"),
+    *_cases("mistral-7b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
+    *_cases("gemma3-12b", "v5p:2x2x4", "fsdp=8,tensor=2", "data=8,tensor=2"),
+    *_cases("gemma3-12b", "h100:2x8", "fsdp=16", "data=8,tensor=2"),
+    *_cases("qwen2.5-72b", "v5p:4x4x4", "fsdp=16,tensor=4", "data=16,tensor=4"),
+    *_cases("qwen2.5-72b", "h100:16x8", "fsdp=16,tensor=8", "data=16,tensor=8"),
 )
 
 CHUNK, BURST = 128, 16
@@ -134,20 +98,19 @@ def _lower_update(case: Case, layout: Any) -> Any:
     from earl_jax.train import step as train_step
     from earl_jax.train.config import TrainConfig
 
-    sizes = MODELS[case.model]
     config = TrainConfig(remat=True, micro_batches=case.rows)
     step = train_step.make_train_step(
-        sizes.model,
+        case.config,
         config,
         layout,
-        vocab_size=sizes.vocab_size,
+        vocab_size=case.vocab_size,
         temperature=1.0,
         objective="policy_gradient",
     )
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        train_step.state_shapes(sizes.model, config, sizes.vocab_size),
-        train_step.state_shardings(sizes.model, config, sizes.vocab_size, layout),
+        train_step.state_shapes(case.config, config, case.vocab_size),
+        train_step.state_shardings(case.config, config, case.vocab_size, layout),
     )
     batch = train_step.batch_shapes(case.rows * layout.num_row_shards, case.length, layout)
     return step.lower(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
@@ -157,15 +120,14 @@ def _lower_round(case: Case, layout: Any) -> Any:
     from earl_jax.rollout.engine import EngineConfig, PolicyEngine
     from earl_jax.rollout.slots import SlotRules
 
-    sizes = MODELS[case.model]
     slots = case.rows * layout.num_row_shards
     config = EngineConfig(
-        model=sizes.model,
-        vocab_size=sizes.vocab_size,
+        model=case.config,
+        vocab_size=case.vocab_size,
         num_slots=slots,
         num_rows=slots,
         chunk_size=CHUNK,
-        rules=SlotRules(burst=BURST, max_turn_tokens=1024, end_of_turn_id=0),
+        rules=SlotRules(burst=BURST, max_turn_tokens=1024, end_of_turn_ids=(0,)),
         seed=0,
     )
     return PolicyEngine(config, layout).lower_play(case.length)
@@ -202,7 +164,9 @@ def measure(case: Case) -> dict[str, Any]:
         "temporaries": analysis.temp_size_in_bytes,
         "program": program_bytes(compiled),
         "hbm": topology.chip.hbm_bytes,
-        "kernel": choose_kernel("auto", layout).kernel if case.stage == "train" else "blockwise",
+        "kernel": choose_kernel("auto", layout, case.config).kernel
+        if case.stage == "train"
+        else "blockwise",
         "collectives": Counter(COLLECTIVE.findall(compiled.as_text())),
         "lower_s": lowered_s,
         "compile_s": time.perf_counter() - start - lowered_s,

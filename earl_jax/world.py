@@ -105,7 +105,7 @@ class World:
         )
         # The first mesh speaks for all of them: they have the same devices.
         self.train_attention = choose_kernel(
-            config.train.attention, self.layout(self.train_candidates[0])
+            config.train.attention, self.layout(self.train_candidates[0]), self.model
         )
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:

@@ -31,13 +31,12 @@ def splash_rows(
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
     """`attention` of whole rows over themselves (S = T), token t of a row standing at place t.
 
     On each device for its rows and heads, without a collective: XLA cannot cut the kernel itself.
-    Queries of segment 0 look at each other, which is finite and never read. `interpret` runs the
-    kernel's steps as ordinary operations, on any platform.
+    Queries of segment 0 look at each other, which is finite and never read. On CPUs the kernel's
+    steps run as ordinary operations, which is slow: for tests.
 
     Returns:
         out_BTKGH in the type of the query.
@@ -52,7 +51,7 @@ def splash_rows(
             scale=scale,
             softcap=softcap,
             window=window,
-            interpret=interpret,
+            interpret=layout.platform == "cpu",
         )
 
     sides = layout.activation_spec("BKSH")

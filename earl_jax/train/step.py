@@ -178,7 +178,7 @@ def score_batch(
         batch.tokens,
         batch.segment_ids,
         remat=config.remat,
-        kernel=choose_kernel(config.attention, layout).kernel,
+        kernel=choose_kernel(config.attention, layout, model).kernel,
     )
     scores = score_tokens(
         layout,
