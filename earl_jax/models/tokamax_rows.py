@@ -4,15 +4,15 @@
 
 tokamax is an optional extra, for Python 3.12 and later. Its mask by ranges, which says for every
 query where the keys begin that it looks at, has no public name yet: hence one known version.
+
+It asks JAX's default device which GPU it is for, whenever any pass of it is traced. To compile for
+GPUs that are not here, lower under `jax.default_device` of one of their topology.
 """
 
-import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,10 @@ def tokamax_obstacle(layout: Layout, model: ModelConfig) -> str | None:
     if (found := importlib.metadata.version("tokamax")) != VERSION:
         return f"tokamax {found} is installed, and only {VERSION} is known to work"
     if layout.platform:
-        capability = getattr(_device(layout), "compute_capability", "0")
+        default = jax.config.jax_default_device or jax.devices()[0]
+        capability = getattr(default, "compute_capability", None)
+        if capability is None:
+            return "tokamax goes by JAX's default device, which is not one of these GPUs"
         if not CAPABILITIES[0] <= float(capability) < CAPABILITIES[1]:
             return f"tokamax cannot train on GPUs of compute capability {capability}"
     if model.compute_dtype != "bfloat16":
@@ -76,11 +79,10 @@ def tokamax_rows(
     if window is not None:
         first_BT = jnp.maximum(first_BT, order_BT - (window - 1))
     implementation = "xla" if layout.platform == "cpu" else "mosaic_gpu"
-    call = functools.partial(_call, implementation, scale, softcap)
     sides = layout.activation_spec("BKSH")
     queries = layout.activation_spec("BTKGH")
     return jax.shard_map(
-        _differentiable(layout, call),
+        functools.partial(_call, implementation, scale, softcap),
         mesh=layout.mesh,
         in_specs=(queries, sides, sides, layout.activation_spec("BT")),
         out_specs=queries,
@@ -110,40 +112,3 @@ def _call(
         logits_soft_cap=softcap or None,
     )
     return out.reshape(query_BTKGH.shape).astype(query_BTKGH.dtype)
-
-
-def _differentiable(layout: Layout, call: Any) -> Any:
-    """`call` with both of its passes traced in `_setting`: the second is, long after the first."""
-
-    @jax.custom_vjp
-    def attend(query, key, value, first):
-        with _setting(layout):
-            return call(query, key, value, first)
-
-    def forward(query, key, value, first):
-        with _setting(layout):
-            return jax.vjp(lambda *sides: call(*sides, first), query, key, value)
-
-    def backward(pull_back, gradient):
-        with _setting(layout):
-            return *pull_back(gradient), None
-
-    attend.defvjp(forward, backward)
-    return attend
-
-
-@contextlib.contextmanager
-def _setting(layout: Layout) -> Iterator[None]:
-    """What tokamax takes for granted while it is traced."""
-    with contextlib.ExitStack() as settings:
-        settings.enter_context(jax.numpy_rank_promotion("allow"))
-        if layout.platform == "gpu" and jax.default_backend() != "gpu":
-            # It asks JAX's default device which GPU it is for. That is none where a program is
-            # compiled for GPUs that are not here.
-            settings.enter_context(jax.default_device(_device(layout)))
-        yield
-
-
-def _device(layout: Layout) -> Any:
-    assert isinstance(layout.mesh, jax.sharding.Mesh)
-    return layout.mesh.devices.flat[0]
