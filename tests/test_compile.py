@@ -1,40 +1,50 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's round as the compilers of real chips make it, where they are installed."""
+"""Every family's update and round as the compilers of real chips make them, where those are.
+
+The same at real sizes: benchmarks/compile.py.
+"""
 
 import collections
+import dataclasses
 import functools
+import math
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from test_engine import COLLECTIVE
 from test_topology import need_compiler
 
-from earl_jax.models.config import ModelConfig
+from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.kv_cache import cache_bytes
+from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
 
-MODEL = ModelConfig(
-    num_layers=3,
-    width=256,
-    num_heads=8,
-    num_kv_heads=4,
-    head_size=64,
-    ffn_size=512,
-    compute_dtype="bfloat16",
-)
+SMALL = {"num_layers": 2, "width": 256, "num_heads": 8, "num_kv_heads": 4, "head_size": 64}
+SMALL |= {"ffn_size": 512, "compute_dtype": "bfloat16"}
+FAMILIES = {
+    name: dataclasses.replace(
+        PRESETS[name], **SMALL, windows=(128, 0)[: len(PRESETS[name].windows)]
+    )
+    for name in ("qwen2.5-7b", "qwen3-8b", "llama3.1-8b", "mistral-7b", "gemma3-12b")
+}
 KIND = r"\b(all-reduce|all-gather)(?:-start)?\("
 PLACES, SLOTS, VOCAB = 4096, 32, 1024
 BOTH = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x4", "h100:1x8")]
+every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @functools.cache
-def compiled_round(name: str, shape: MeshShape):
+def compiled_round(family: str, name: str, shape: MeshShape):
     config = EngineConfig(
-        model=MODEL,
+        model=FAMILIES[family],
         vocab_size=VOCAB,
         num_slots=SLOTS,
         num_rows=SLOTS,
@@ -43,11 +53,14 @@ def compiled_round(name: str, shape: MeshShape):
         seed=0,
     )
     layout = make_layout(shape, make_topology(name).devices())
-    return PolicyEngine(config, layout).lower_play(PLACES).compile()
+    lowered = PolicyEngine(config, layout).lower_play(PLACES)
+    # The least effort, which is half a minute a round against minutes.
+    quick = {"exec_time_optimization_effort": -1.0} if layout.platform == "tpu" else None
+    return lowered.compile(quick)
 
 
-def collectives(name: str, shape: MeshShape) -> collections.Counter[str]:
-    lines = compiled_round(name, shape).as_text().splitlines()
+def collectives(family: str, name: str, shape: MeshShape) -> collections.Counter[str]:
+    lines = compiled_round(family, name, shape).as_text().splitlines()
     kinds = [re.search(KIND, line.split(" = ", 1)[1]) for line in lines if COLLECTIVE.search(line)]
     return collections.Counter(kind[1] if kind else "other" for kind in kinds)
 
@@ -55,22 +68,55 @@ def collectives(name: str, shape: MeshShape) -> collections.Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
 def test_without_a_tensor_axis_a_round_has_no_collective(name):
-    assert not collectives(name, MeshShape(data=8))
+    assert not collectives("qwen3-8b", name, MeshShape(data=8))
 
 
 @pytest.mark.slow
+@every_family
 @pytest.mark.parametrize("name", BOTH)
-def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(name):
+def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(family, name):
     """As on CPU (test_engine.py), for the chunk and for the loop over tokens."""
-    counts = collectives(name, MeshShape(data=2, tensor=4))
-    assert counts == {"all-reduce": 2 * (1 + 2 * MODEL.num_layers), "all-gather": 2}
+    counts = collectives(family, name, MeshShape(data=2, tensor=4))
+    num_layers = FAMILIES[family].num_layers
+    assert counts == {"all-reduce": 2 * (1 + 2 * num_layers), "all-gather": 2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH[1:])
 def test_a_round_on_gpus_holds_the_cache_once(name):
     """TPUs copy it into the order that they want inside a loop."""
-    analysis = compiled_round(name, MeshShape(data=8)).memory_analysis()
-    cache = cache_bytes(MODEL, SLOTS // 8, PLACES)
+    analysis = compiled_round("qwen3-8b", name, MeshShape(data=8)).memory_analysis()
+    cache = cache_bytes(FAMILIES["qwen3-8b"], SLOTS // 8, PLACES)
     assert analysis.alias_size_in_bytes > cache
     assert analysis.temp_size_in_bytes < cache / 2
+
+
+@pytest.mark.slow
+@every_family
+@pytest.mark.parametrize("name", BOTH)
+def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, name):
+    layout = make_layout(MeshShape(fsdp=2, tensor=4), make_topology(name).devices())
+    model, config = FAMILIES[family], TrainConfig(remat=True)
+    step = make_train_step(
+        model, config, layout, vocab_size=VOCAB, temperature=1.0, objective="policy_gradient"
+    )
+    shapes = state_shapes(model, config, VOCAB)
+    shardings = state_shardings(model, config, VOCAB, layout)
+    state = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
+    # Kernels ask it which chip they are for.
+    with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
+        assert layout.platform != "tpu" or choose_kernel("auto", layout, model).kernel == "splash"
+        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
+        lowered = step.lower(state, batch_shapes(4, 1000, layout), controls)
+    analysis = lowered.compile().memory_analysis()
+    parts = jax.tree.map(
+        lambda shape, where: 4 * math.prod(where.shard_shape(shape.shape)), shapes, shardings
+    )
+    # Arrays are padded to tiles, the batch is some KiB, and the state is donated.
+    assert sum(jax.tree.leaves(parts)) <= analysis.argument_size_in_bytes
+    assert analysis.argument_size_in_bytes < 1.1 * sum(jax.tree.leaves(parts)) + 2**18
+    assert analysis.output_size_in_bytes - analysis.alias_size_in_bytes < 2**16
