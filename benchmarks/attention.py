@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of attention over whole rows, by the compilers' own figures.
 
-    uv run --extra tpu-topology --extra gpu-topology python benchmarks/attention.py
+    uv run --python=3.12 --all-extras python benchmarks/attention.py
 
 One row of packed segments, causal, 16 query heads on 8 key/value heads of 128, bf16, on one device:
 MiB of temporaries, "forward / forward and backward", for each platform's kernels and for dense
@@ -27,7 +27,7 @@ PLATFORMS = (
     ("CPU", None, ("dense", "blockwise")),
     ("TPU v5e", "v5e:2x2", ("dense", "blockwise", "splash")),
     ("TPU v5p", "v5p:2x2x1", ("blockwise", "splash")),
-    ("H100", "h100:1x1", ("dense", "blockwise")),
+    ("H100", "h100:1x1", ("dense", "blockwise", "tokamax")),
 )
 
 
@@ -55,10 +55,12 @@ def temporaries(kernel: str, layout: Layout, length: int, backward: bool) -> int
 
         return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
 
-    if backward:
-        lowered = jax.jit(both).lower(query, side, side, segments, query)
-    else:
-        lowered = jax.jit(forward).lower(query, side, side, segments)
+    # Kernels ask it which chip they are for.
+    with jax.default_device(layout.mesh.devices.flat[0]):
+        if backward:
+            lowered = jax.jit(both).lower(query, side, side, segments, query)
+        else:
+            lowered = jax.jit(forward).lower(query, side, side, segments)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real models compiled for chips that are not here: bytes per device, by the chip's own compiler.
 
-    uv run --extra tpu-topology --extra gpu-topology python benchmarks/compile.py [--only=TEXT]
+    uv run --python=3.12 --all-extras python benchmarks/compile.py [--only=TEXT]
 
 Training steps (policy gradient, AdamW, fp32 masters, bf16 compute, remat) and rounds of the engine
 (a chunk appended, then a burst decoded). From shapes alone: no weight exists at any time. Each case

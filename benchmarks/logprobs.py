@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs over a long vocabulary: what chunks save, and what rounded logits cost.
 
-    uv run --extra tpu-topology --extra gpu-topology python benchmarks/logprobs.py
+    uv run --python=3.12 --all-extras python benchmarks/logprobs.py
 
 8,192 tokens of one row, width 1,024, vocabulary 151,936, bf16. Memory: temporaries of the gradient
 to hidden states and head, by each platform's compiler; ours scores log-probs and entropy, the naive
