@@ -71,6 +71,10 @@ def _cases(model: str, topology: str, train: str, rollout: str) -> tuple[Case, C
 CASES = (
     *_cases("qwen2.5-7b", "v5e:4x4", "fsdp=4,tensor=4", "data=4,tensor=4"),
     *_cases("qwen2.5-7b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
+    *_cases("qwen2.5-72b", "v5p:4x4x4", "fsdp=16,tensor=4", "data=16,tensor=4"),
+    *_cases("qwen2.5-72b", "h100:16x8", "fsdp=16,tensor=8", "data=16,tensor=8"),
+    *_cases("qwen3-30b-a3b", "v5p:2x2x4", "fsdp=4,expert=4", "data=4,expert=4"),
+    *_cases("qwen3-30b-a3b", "h100:2x8", "fsdp=4,expert=4", "data=4,expert=4"),
     *_cases("qwen3-8b", "v5e:4x4", "fsdp=4,tensor=4", "data=2,tensor=8"),
     *_cases("qwen3-8b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
     *_cases("llama3.1-8b", "v6e:4x4", "fsdp=16", "data=8,tensor=2"),
@@ -79,8 +83,6 @@ CASES = (
     *_cases("mistral-7b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
     *_cases("gemma3-12b", "v5p:2x2x4", "fsdp=8,tensor=2", "data=8,tensor=2"),
     *_cases("gemma3-12b", "h100:2x8", "fsdp=16", "data=8,tensor=2"),
-    *_cases("qwen2.5-72b", "v5p:4x4x4", "fsdp=16,tensor=4", "data=16,tensor=4"),
-    *_cases("qwen2.5-72b", "h100:16x8", "fsdp=16,tensor=8", "data=16,tensor=8"),
 )
 
 CHUNK, BURST = 128, 16
@@ -148,18 +150,20 @@ def measure(case: Case) -> dict[str, Any]:
 
     jax.config.update("jax_platforms", "cpu")
     from earl_jax.selector.memory import program_bytes
-    from earl_jax.sharding.layout import MeshShape, make_layout
+    from earl_jax.sharding.layout import ROLLOUT_ROWS, TRAINING_ROWS, MeshShape, make_layout
     from earl_jax.sharding.topology import make_topology
 
     topology = make_topology(case.topology)
-    layout = make_layout(MeshShape.parse(case.mesh), topology.devices())
+    row_axes = {"train": TRAINING_ROWS, "rollout": ROLLOUT_ROWS}[case.stage]
+    layout = make_layout(MeshShape.parse(case.mesh), topology.devices(), row_axes=row_axes)
     start = time.perf_counter()
     lowered, kernel = lower(case, layout)
     lowered_s = time.perf_counter() - start
-    # At full effort a TPU compiler takes 15 s and more for each layer of an unrolled program. With
-    # the least it took a tenth of that, and 1.47 GiB where it had taken 1.45 (2 layers, v5e).
-    quick = topology.chip.platform == "tpu" and case.stage == "rollout"
-    compiled = lowered.compile({"exec_time_optimization_effort": -1.0} if quick else None)
+    if topology.chip.platform == "tpu" and case.stage == "rollout":
+        # At full effort a TPU compiler takes 15 s and more for each layer of an unrolled program.
+        # With the least it took a tenth, and 1.47 GiB where it had taken 1.45 (2 layers, v5e).
+        jax.config.update("jax_optimization_level", "O1")
+    compiled = lowered.compile()
     analysis = compiled.memory_analysis()
     return {
         "arguments": analysis.argument_size_in_bytes,

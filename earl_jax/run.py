@@ -62,7 +62,6 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
         resumed = _resume(world, checkpoints, progress, workdir)
         position, placement = resumed or (None, _new_placement(world, progress))
-        progress.note(f"attention in training: {world.train_attention}")
         with MetricsLog(workdir / "metrics.jsonl", tensorboard) as metrics_log:
             keeper = _Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop)
             position = keeper.go_on(position) if position else keeper.begin()

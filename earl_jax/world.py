@@ -104,9 +104,9 @@ class World:
             num_devices, config.selector.train_meshes, self._train_obstacle, experts
         )
         # The first mesh speaks for all of them: they have the same devices.
-        self.train_attention = choose_kernel(
-            config.train.attention, self.layout(self.train_candidates[0]), self.model
-        )
+        first = self.train_layout(self.train_candidates[0])
+        choice = choose_kernel(config.train.attention, first, self.model)
+        self.notes.append(f"attention in training: {choice}")
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         return check_tensor_axis(

@@ -22,7 +22,7 @@ from earl_jax.models.kv_cache import cache_bytes
 from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
@@ -35,9 +35,20 @@ FAMILIES = {
     )
     for name in ("qwen2.5-7b", "qwen3-8b", "llama3.1-8b", "mistral-7b", "gemma3-12b")
 }
+FAMILIES["qwen3-30b-a3b"] = dataclasses.replace(
+    PRESETS["qwen3-30b-a3b"], **SMALL, num_experts=8, experts_per_token=2, expert_ffn_size=128
+)
 KIND = r"\b(all-reduce|all-gather)(?:-start)?\("
 PLACES, SLOTS, VOCAB = 4096, 32, 1024
 BOTH = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x4", "h100:1x8")]
+
+
+def cut(family: str, **axes: int) -> MeshShape:
+    """Eight devices, over which everything that a token's layers hold is cut in four."""
+    sizes = {"expert": 2, "tensor": 2} if FAMILIES[family].num_experts else {"tensor": 4}
+    return MeshShape(**axes, **sizes)
+
+
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -54,9 +65,14 @@ def compiled_round(family: str, name: str, shape: MeshShape):
     )
     layout = make_layout(shape, make_topology(name).devices())
     lowered = PolicyEngine(config, layout).lower_play(PLACES)
-    # The least effort, which is half a minute a round against minutes.
-    quick = {"exec_time_optimization_effort": -1.0} if layout.platform == "tpu" else None
-    return lowered.compile(quick)
+    before = jax.config.read("jax_optimization_level")
+    if layout.platform == "tpu":
+        # At full effort, minutes.
+        jax.config.update("jax_optimization_level", "O1")
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_optimization_level", before)
 
 
 def collectives(family: str, name: str, shape: MeshShape) -> collections.Counter[str]:
@@ -76,7 +92,7 @@ def test_without_a_tensor_axis_a_round_has_no_collective(name):
 @pytest.mark.parametrize("name", BOTH)
 def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(family, name):
     """As on CPU (test_engine.py), for the chunk and for the loop over tokens."""
-    counts = collectives(family, name, MeshShape(data=2, tensor=4))
+    counts = collectives(family, name, cut(family, data=2))
     num_layers = FAMILIES[family].num_layers
     assert counts == {"all-reduce": 2 * (1 + 2 * num_layers), "all-gather": 2}
 
@@ -95,7 +111,8 @@ def test_a_round_on_gpus_holds_the_cache_once(name):
 @every_family
 @pytest.mark.parametrize("name", BOTH)
 def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, name):
-    layout = make_layout(MeshShape(fsdp=2, tensor=4), make_topology(name).devices())
+    devices = make_topology(name).devices()
+    layout = make_layout(cut(family, fsdp=2), devices, row_axes=TRAINING_ROWS)
     model, config = FAMILIES[family], TrainConfig(remat=True)
     step = make_train_step(
         model, config, layout, vocab_size=VOCAB, temperature=1.0, objective="policy_gradient"

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splash attention, JAX's Pallas kernel for TPUs, for whole training rows.
 
-Its scores never leave the chip's vector memory: compiled for a v5e it takes no temporaries that
-grow with the length, where the blockwise reference takes a block's scores of the whole row.
+Scores never leave the chip's vector memory. Temporaries are copies of the inputs in the order that
+the kernel wants, about as many bytes as the blockwise reference takes (benchmarks/attention.md).
 """
 
 from collections.abc import Callable
