@@ -65,7 +65,7 @@ def compiled_round(family: str, name: str, shape: MeshShape):
     )
     layout = make_layout(shape, make_topology(name).devices())
     lowered = PolicyEngine(config, layout).lower_play(PLACES)
-    before = jax.config.read("jax_optimization_level")
+    before = jax.config.jax_optimization_level
     if layout.platform == "tpu":
         # At full effort, minutes.
         jax.config.update("jax_optimization_level", "O1")
