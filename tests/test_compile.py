@@ -90,8 +90,11 @@ def test_without_a_tensor_axis_a_round_has_no_collective(name):
 @pytest.mark.slow
 @every_family
 @pytest.mark.parametrize("name", BOTH)
-def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(family, name):
+def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(family, name, request):
     """As on CPU (test_engine.py), for the chunk and for the loop over tokens."""
+    if FAMILIES[family].num_experts and name.startswith("v5e"):
+        reason = "XLA for TPUs cuts the report, behind both loops, over `expert`: 4 permutes"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     counts = collectives(family, name, cut(family, data=2))
     num_layers = FAMILIES[family].num_layers
     assert counts == {"all-reduce": 2 * (1 + 2 * num_layers), "all-gather": 2}
