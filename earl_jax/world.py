@@ -24,6 +24,7 @@ from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokeni
 from earl_jax.models.generation import read_generation_settings
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
+from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
@@ -102,6 +103,10 @@ class World:
         self.train_candidates = train_candidates(
             num_devices, config.selector.train_meshes, self._train_obstacle, experts
         )
+        # The first mesh speaks for all of them: they have the same devices.
+        first = self.train_layout(self.train_candidates[0])
+        choice = choose_kernel(config.train.attention, first, self.model)
+        self.notes.append(f"attention in training: {choice}")
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         return check_tensor_axis(

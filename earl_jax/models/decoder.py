@@ -18,6 +18,7 @@ from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention import Places, Window, attention, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.experts import experts_of_rows, experts_of_shard
+from earl_jax.models.kernels import Kernel, attend_rows
 from earl_jax.models.kv_cache import LayerCache, write
 from earl_jax.models.lora import project
 from earl_jax.models.parameters import Params
@@ -67,13 +68,18 @@ def layer_kind(config: ModelConfig, index: int) -> LayerKind:
     return LayerKind(window, frequencies)
 
 
+def _windows_to_scan(config: ModelConfig) -> tuple[int, ...]:
+    """The window of each layer as a scan over layers can carry it."""
+    return tuple(window or WITHOUT_END for window in config.layer_windows)
+
+
 def _kinds_to_scan(config: ModelConfig) -> LayerKind | None:
     """The kinds of all layers, stacked; None where all are alike."""
     if len(set(config.layer_windows)) == 1:
         return None
     kinds = [layer_kind(config, index) for index in range(config.num_layers)]
     return LayerKind(
-        jnp.array([kind.window or WITHOUT_END for kind in kinds], jnp.int32),
+        jnp.array(_windows_to_scan(config), jnp.int32),
         jnp.stack([kind.frequencies for kind in kinds]),
     )
 
@@ -159,10 +165,12 @@ def forward_rows(
     segment_ids_BT: jax.Array,
     *,
     remat: bool = False,
+    kernel: Kernel = "blockwise",
 ) -> jax.Array:
     """Hidden states before the head for whole rows, causal within each segment.
 
     Positions count from the start of each segment; segment 0 is padding and looks at nothing real.
+    `kernel` computes the attention (kernels.py).
 
     Returns:
         x_BTD in the compute type, normalised.
@@ -170,8 +178,6 @@ def forward_rows(
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     positions_BT = positions_in_segments(segment_ids_BT)
-    order_BT = jax.lax.broadcasted_iota(jnp.int32, tokens_BT.shape, 1)
-    places = Places(order_BT, segment_ids_BT)
 
     mix_experts = functools.partial(experts_of_rows, config, layout)
 
@@ -180,15 +186,17 @@ def forward_rows(
         kind = layer_kind(config, 0) if kind is None else kind
 
         def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
-            return attention(
-                layout.constrain(query_BTKGH, "BTKGH"),
-                layout.constrain(key_BTKH.transpose(0, 2, 1, 3), "BKSH"),
-                layout.constrain(value_BTKH.transpose(0, 2, 1, 3), "BKSH"),
-                places,
-                places,
+            return attend_rows(
+                kernel,
+                layout,
+                query_BTKGH,
+                key_BTKH.transpose(0, 2, 1, 3),
+                value_BTKH.transpose(0, 2, 1, 3),
+                segment_ids_BT,
                 scale=config.attention_scale,
                 softcap=config.attention_softcap,
                 window=kind.window,
+                windows=_windows_to_scan(config),
             )
 
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)

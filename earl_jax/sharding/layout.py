@@ -100,6 +100,13 @@ class Layout:
         """Into how many pieces rows are cut."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
+    @property
+    def platform(self) -> str | None:
+        """Of which platform the devices are: "cpu", "gpu" or "tpu"; None for an abstract mesh."""
+        if isinstance(self.mesh, AbstractMesh):
+            return None
+        return self.mesh.devices.flat[0].platform
+
     def activation_spec(self, letters: str) -> P:
         """Placement of an activation with these axes; a dot is an axis that stays whole."""
         return _spec(letters, {**ACTIVATION_RULES, "B": self.row_axes, "N": self.row_axes})

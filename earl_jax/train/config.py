@@ -9,6 +9,7 @@ from earl_jax.models.config import LoraConfig
 
 ESTIMATORS = ("reinforce", "grpo")
 SCHEDULES = ("constant", "linear", "cosine")
+ATTENTION = ("auto", "blockwise", "splash", "tokamax")
 
 # Not infinity: a number that is infinite is a mistake too.
 _LARGEST = 1e30
@@ -44,6 +45,8 @@ class TrainConfig:
     `warmup_steps` RL steps and then follows `schedule` down to `final_learning_rate`; the entropy
     bonus goes linearly from `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk`
     tokens of every row are scored at a time. `remat` recomputes activations in the backward pass.
+    `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
+    and Blackwell GPUs; "auto" takes the best that there is for the devices.
 
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
     `demonstration_updates` supervised updates on games of random legal moves, at
@@ -70,6 +73,7 @@ class TrainConfig:
     epochs: int = 1
     micro_batches: int = 1
     remat: bool = False
+    attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512
     demonstration_steps: int = 0
     demonstration_updates: int = 1
@@ -79,7 +83,11 @@ class TrainConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         self.lora.validate()
-        for field, allowed in (("advantage", ESTIMATORS), ("schedule", SCHEDULES)):
+        for field, allowed in (
+            ("advantage", ESTIMATORS),
+            ("schedule", SCHEDULES),
+            ("attention", ATTENTION),
+        ):
             if getattr(self, field) not in allowed:
                 raise ValueError(
                     f"config.train.{field} is {getattr(self, field)!r}; choose one of "

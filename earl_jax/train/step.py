@@ -14,6 +14,7 @@ import optax
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import (
@@ -171,7 +172,13 @@ def score_batch(
     Place t is scored from the hidden state at t - 1; place 0 gets zeros.
     """
     hidden_BTD = forward_rows(
-        model, layout, params, batch.tokens, batch.segment_ids, remat=config.remat
+        model,
+        layout,
+        params,
+        batch.tokens,
+        batch.segment_ids,
+        remat=config.remat,
+        kernel=choose_kernel(config.attention, layout, model).kernel,
     )
     scores = score_tokens(
         layout,

@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which attention kernel whole rows get: chosen by platform, overridden by a setting.
+
+Only rows of training have a choice. The engine's chunks stand at places of their own in a cache
+(`attention.attention` is what serves them): none of these kernels takes such queries.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.attention import Places, Window, attention
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.tokamax_rows import tokamax_obstacle, tokamax_rows
+from earl_jax.sharding.layout import Layout
+
+Kernel = Literal["blockwise", "splash", "tokamax"]
+
+_NAMES: dict[str, str] = {
+    "blockwise": "our blockwise attention",
+    "splash": "splash attention, a Pallas kernel",
+    "tokamax": "tokamax's flash attention",
+}
+# By platform; where that does not run, blockwise.
+_BEST: dict[str | None, Kernel] = {"tpu": "splash", "gpu": "tokamax"}
+
+
+class Choice(NamedTuple):
+    """A kernel, and in words why it is that one."""
+
+    kernel: Kernel
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.kernel]}, because {self.reason}"
+
+
+def choose_kernel(setting: str, layout: Layout, model: ModelConfig) -> Choice:
+    """The kernel for this model's rows on this layout; `setting` is config.train.attention.
+
+    An abstract mesh has no platform: it takes what it is told.
+
+    Raises:
+        ValueError: the kernel that was asked for does not run on the layout's devices.
+    """
+    if setting != "auto":
+        kernel = cast(Kernel, setting)
+        if obstacle := _obstacle(kernel, layout, model):
+            raise ValueError(
+                f"config.train.attention is {setting!r}, but {obstacle}: choose 'auto' or "
+                "'blockwise'"
+            )
+        return Choice(kernel, "config.train.attention says so")
+    best = _BEST.get(layout.platform)
+    if best is None:
+        devices = f"{layout.platform} devices" if layout.platform else "an abstract mesh"
+        return Choice("blockwise", f"there is no other kernel for {devices}")
+    if obstacle := _obstacle(best, layout, model):
+        return Choice("blockwise", obstacle)
+    return Choice(best, f"the devices are {layout.platform} devices")
+
+
+def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
+    """Why it does not run there, in words; None where it does."""
+    if kernel == "splash" and layout.platform not in ("tpu", None):
+        return f"its kernel is for TPUs and these are {layout.platform} devices"
+    return tokamax_obstacle(layout, model) if kernel == "tokamax" else None
+
+
+def attend_rows(
+    kernel: Kernel,
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: Window = None,
+    windows: Sequence[int] = (),
+) -> jax.Array:
+    """`attention` of whole rows over themselves, by this kernel. Placed as `layout` says.
+
+    A `window` on the device must be one of `windows`: splash is made for a window, and the kernels
+    of all of them stand in the program.
+    """
+    query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
+    key_BKSH = layout.constrain(key_BKSH, "BKSH")
+    value_BKSH = layout.constrain(value_BKSH, "BKSH")
+    attend = {"blockwise": _blockwise, "splash": _splash, "tokamax": tokamax_rows}[kernel]
+    attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
+    inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
+    if kernel != "splash" or not isinstance(window, jax.Array):
+        return attend(*inputs, window=window)
+    known = sorted(set(windows))
+    branches = [functools.partial(attend, window=size) for size in known]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(known), window), branches, *inputs)
+
+
+def _blockwise(
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    **settings: Any,
+) -> jax.Array:
+    order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
+    places = Places(order_BT, segment_ids_BT)
+    return attention(query_BTKGH, key_BKSH, value_BKSH, places, places, **settings)
+
+
+def _splash(*inputs: Any, **settings: Any) -> jax.Array:
+    # Importing Pallas takes half a second, which only those who use it should wait for.
+    from earl_jax.models.splash import splash_rows
+
+    return splash_rows(*inputs, **settings)

@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every family's update and round as the compilers of real chips make them, where those are.
+
+The same at real sizes: benchmarks/compile.py.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_engine import COLLECTIVE
+from test_topology import need_compiler
+
+from earl_jax.models.kernels import choose_kernel
+from earl_jax.models.kv_cache import cache_bytes
+from earl_jax.models.presets import PRESETS
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.slots import SlotRules
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.topology import make_topology
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
+
+SMALL = {"num_layers": 2, "width": 256, "num_heads": 8, "num_kv_heads": 4, "head_size": 64}
+SMALL |= {"ffn_size": 512, "compute_dtype": "bfloat16"}
+FAMILIES = {
+    name: dataclasses.replace(
+        PRESETS[name], **SMALL, windows=(128, 0)[: len(PRESETS[name].windows)]
+    )
+    for name in ("qwen2.5-7b", "qwen3-8b", "llama3.1-8b", "mistral-7b", "gemma3-12b")
+}
+FAMILIES["qwen3-30b-a3b"] = dataclasses.replace(
+    PRESETS["qwen3-30b-a3b"], **SMALL, num_experts=8, experts_per_token=2, expert_ffn_size=128
+)
+KIND = r"\b(all-reduce|all-gather)(?:-start)?\("
+PLACES, SLOTS, VOCAB = 4096, 32, 1024
+BOTH = [pytest.param(n, marks=need_compiler(n)) for n in ("v5e:2x4", "h100:1x8")]
+
+
+def cut(family: str, **axes: int) -> MeshShape:
+    """Eight devices, over which everything that a token's layers hold is cut in four."""
+    sizes = {"expert": 2, "tensor": 2} if FAMILIES[family].num_experts else {"tensor": 4}
+    return MeshShape(**axes, **sizes)
+
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@functools.cache
+def compiled_round(family: str, name: str, shape: MeshShape):
+    config = EngineConfig(
+        model=FAMILIES[family],
+        vocab_size=VOCAB,
+        num_slots=SLOTS,
+        num_rows=SLOTS,
+        chunk_size=16,
+        rules=SlotRules(burst=8, max_turn_tokens=64, end_of_turn_ids=(0,)),
+        seed=0,
+    )
+    layout = make_layout(shape, make_topology(name).devices())
+    lowered = PolicyEngine(config, layout).lower_play(PLACES)
+    before = jax.config.jax_optimization_level
+    if layout.platform == "tpu":
+        # At full effort, minutes.
+        jax.config.update("jax_optimization_level", "O1")
+    try:
+        return lowered.compile()
+    finally:
+        jax.config.update("jax_optimization_level", before)
+
+
+def collectives(family: str, name: str, shape: MeshShape) -> collections.Counter[str]:
+    lines = compiled_round(family, name, shape).as_text().splitlines()
+    kinds = [re.search(KIND, line.split(" = ", 1)[1]) for line in lines if COLLECTIVE.search(line)]
+    return collections.Counter(kind[1] if kind else "other" for kind in kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH)
+def test_without_a_tensor_axis_a_round_has_no_collective(name):
+    assert not collectives("qwen3-8b", name, MeshShape(data=8))
+
+
+@pytest.mark.slow
+@every_family
+@pytest.mark.parametrize("name", BOTH)
+def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(family, name, request):
+    """As on CPU (test_engine.py), for the chunk and for the loop over tokens."""
+    if FAMILIES[family].num_experts and name.startswith("v5e"):
+        reason = "XLA for TPUs cuts the report, behind both loops, over `expert`: 4 permutes"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+    counts = collectives(family, name, cut(family, data=2))
+    num_layers = FAMILIES[family].num_layers
+    assert counts == {"all-reduce": 2 * (1 + 2 * num_layers), "all-gather": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH[1:])
+def test_a_round_on_gpus_holds_the_cache_once(name):
+    """TPUs copy it into the order that they want inside a loop."""
+    analysis = compiled_round("qwen3-8b", name, MeshShape(data=8)).memory_analysis()
+    cache = cache_bytes(FAMILIES["qwen3-8b"], SLOTS // 8, PLACES)
+    assert analysis.alias_size_in_bytes > cache
+    assert analysis.temp_size_in_bytes < cache / 2
+
+
+@pytest.mark.slow
+@every_family
+@pytest.mark.parametrize("name", BOTH)
+def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, name):
+    devices = make_topology(name).devices()
+    layout = make_layout(cut(family, fsdp=2), devices, row_axes=TRAINING_ROWS)
+    model, config = FAMILIES[family], TrainConfig(remat=True)
+    step = make_train_step(
+        model, config, layout, vocab_size=VOCAB, temperature=1.0, objective="policy_gradient"
+    )
+    shapes = state_shapes(model, config, VOCAB)
+    shardings = state_shardings(model, config, VOCAB, layout)
+    state = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
+    # Kernels ask it which chip they are for.
+    with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
+        assert layout.platform != "tpu" or choose_kernel("auto", layout, model).kernel == "splash"
+        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
+        lowered = step.lower(state, batch_shapes(4, 1000, layout), controls)
+    analysis = lowered.compile().memory_analysis()
+    parts = jax.tree.map(
+        lambda shape, where: 4 * math.prod(where.shard_shape(shape.shape)), shapes, shardings
+    )
+    # Arrays are padded to tiles, the batch is some KiB, and the state is donated.
+    assert sum(jax.tree.leaves(parts)) <= analysis.argument_size_in_bytes
+    assert analysis.argument_size_in_bytes < 1.1 * sum(jax.tree.leaves(parts)) + 2**18
+    assert analysis.output_size_in_bytes - analysis.alias_size_in_bytes < 2**16

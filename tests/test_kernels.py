@@ -1,0 +1,282 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Every kernel is the reference, forward and backward; which one runs is chosen and said."""
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_topology import need_compiler
+
+from earl_jax.config import make_config
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_rows
+from earl_jax.models.kernels import attend_rows, choose_kernel
+from earl_jax.models.parameters import init_parameters, parameter_specs
+from earl_jax.sharding.layout import Layout, MeshShape, make_abstract_layout, make_layout
+from earl_jax.sharding.topology import make_topology
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
+
+KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 16
+SPLIT = MeshShape(data=2, tensor=2)
+TINY = ModelConfig(
+    num_layers=2,
+    width=128,
+    num_heads=8,
+    num_kv_heads=4,
+    head_size=64,
+    ffn_size=256,
+    compute_dtype="bfloat16",
+)
+has_tokamax = importlib.util.find_spec("tokamax") is not None
+need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
+
+
+def make_rows(length: int):
+    """Queries, keys, values, and segments: three in the first row, with padding, one in the other.
+
+    The second segment of the first row goes over the kernel's first block of 128.
+    """
+    rng = np.random.default_rng(length)
+    query = rng.normal(size=(2, length, KV_HEADS, GROUPS, HEAD_SIZE)) * 2
+    sides = rng.normal(size=(2, 2, KV_HEADS, length, HEAD_SIZE))
+    segments = np.ones((2, length), np.int32)
+    cuts = (length // 4, 3 * length // 4, length - 3)
+    for number, first in zip((2, 3, 0), cuts, strict=True):
+        segments[0, first:] = number
+    return [jnp.asarray(array, jnp.float32) for array in (query, *sides)], jnp.asarray(segments)
+
+
+def out_and_gradients(attend, query, key, value, segments):
+    """What is attended to, and gradients of a weighted sum of it; padding counts for nothing."""
+    weights = jnp.asarray(np.random.default_rng(7).normal(size=query.shape), jnp.float32)
+    real = (segments > 0)[:, :, None, None, None]
+
+    def total(query, key, value):
+        out = jnp.where(real, attend(query, key, value, segments), 0.0)
+        return jnp.sum(out * weights), out
+
+    grad = jax.jit(jax.grad(total, argnums=(0, 1, 2), has_aux=True))
+    gradients, out = grad(query, key, value)
+    return [out, *gradients]
+
+
+def default_device_of(layout: Layout):
+    """For what is compiled for devices that are not here."""
+    return jax.default_device(layout.mesh.devices.flat[0])  # pyright: ignore
+
+
+# Lengths: below a block, no multiple of one, two blocks of 512 with padding.
+CASES = [
+    (40, None, 0.0),
+    (200, 5, 1.5),
+    pytest.param(200, None, 0.0, marks=pytest.mark.slow),
+    pytest.param(200, 1, 0.0, marks=pytest.mark.slow),
+    pytest.param(256, 130, 1.5, marks=pytest.mark.slow),
+    pytest.param(600, 300, 0.0, marks=pytest.mark.slow),
+]
+KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("length", "window", "softcap"), CASES)
+def test_a_kernel_is_the_reference_forward_and_backward(kernel, length, window, softcap):
+    """On a mesh that cuts rows and heads, against the reference on one device."""
+    arrays, segments = make_rows(length)
+    settings = {"scale": HEAD_SIZE**-0.5, "softcap": softcap, "window": window}
+    attend = functools.partial(attend_rows, kernel, make_layout(SPLIT), **settings)
+    reference = functools.partial(attend_rows, "blockwise", make_layout(MeshShape()), **settings)
+    # tokamax's reference counts on what conftest.py forbids.
+    with jax.numpy_rank_promotion("allow" if kernel == "tokamax" else "raise"):
+        ours = out_and_gradients(lambda q, k, v, s: attend(q, k, v, s), *arrays, segments)
+    theirs = out_and_gradients(lambda q, k, v, s: reference(q, k, v, s), *arrays, segments)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    # The comparison means something: without its window or its cap, or across segments, it fails.
+    if window or softcap:
+        plain = functools.partial(attend_rows, "blockwise", make_layout(MeshShape()), scale=0.25)
+        without = plain(*arrays, segments)
+        assert np.abs(np.asarray(without) - ours[0]).max() > 0.1
+    across = reference(*arrays, jnp.ones_like(segments))
+    assert window == 1 or np.abs(np.asarray(across) - ours[0])[:, :-3].max() > 0.1
+
+
+# Every third layer looks over all, as some do in Gemma 3; scores are capped as in Gemma 2.
+WINDOWED = ModelConfig(
+    num_layers=3, windows=(5, 9, 0), window_rope_theta=100.0, attention_softcap=2.0
+)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kernel(kernel, remat):
+    layout = make_layout(SPLIT)
+    specs = parameter_specs(WINDOWED, 64)
+    params = init_parameters(specs, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 40), 0, 64)
+    segments = jnp.asarray(np.repeat([[1, 2], [1, 0]], [25, 15], axis=1), jnp.int32)
+
+    def loss(params, kernel):
+        hidden = forward_rows(
+            WINDOWED, layout, params, tokens, segments, remat=remat, kernel=kernel
+        )
+        return jnp.sum(jnp.where(segments[..., None] > 0, jnp.sin(hidden), 0.0))
+
+    grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    with jax.numpy_rank_promotion("allow" if kernel == "tokamax" else "raise"):
+        ours, theirs = grad(params, kernel), grad(params, "blockwise")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), ours, theirs)
+
+
+def test_on_cpu_the_reference_is_chosen_and_the_reason_given():
+    layout = make_layout(MeshShape(data=8))
+    choice = choose_kernel("auto", layout, TINY)
+    assert choice.kernel == "blockwise"
+    assert str(choice) == (
+        "our blockwise attention, because there is no other kernel for cpu devices"
+    )
+    said = str(choose_kernel("blockwise", layout, TINY))
+    assert said.endswith("config.train.attention says so")
+
+
+@pytest.mark.parametrize(("kernel", "chips"), [("splash", "TPUs"), ("tokamax", "GPUs")])
+def test_a_kernel_that_cannot_run_here_is_an_error_that_says_what_can(kernel, chips):
+    with pytest.raises(ValueError, match=f"'{kernel}', .* for {chips} .* cpu devices: .*'auto'"):
+        choose_kernel(kernel, make_layout(MeshShape(data=8)), TINY)
+
+
+def test_an_abstract_mesh_takes_what_it_is_told():
+    layout = make_abstract_layout(MeshShape(data=8))
+    assert choose_kernel("auto", layout, TINY).kernel == "blockwise"
+    assert choose_kernel("splash", layout, TINY).kernel == "splash"
+
+
+@need_compiler("h100:1x8")
+@pytest.mark.parametrize(
+    ("found", "words"), [(None, "not installed .*--extra tokamax"), ("0.0.12", "tokamax 0.0.12 is")]
+)
+def test_gpus_without_the_known_tokamax_get_the_reference(monkeypatch, found, words):
+    layout = make_layout(MeshShape(data=8), make_topology("h100:1x8").devices())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
+    choice = choose_kernel("auto", layout, TINY)
+    assert choice.kernel == "blockwise" and re.search(words, choice.reason)
+    with pytest.raises(ValueError, match=f"attention is 'tokamax', but .*{words}"):
+        choose_kernel("tokamax", layout, TINY)
+
+
+@need_compiler("h100:1x8")
+@need_tokamax
+def test_gpus_with_tokamax_use_it_for_what_it_can_compute():
+    layout = make_layout(MeshShape(data=8), make_topology("h100:1x8").devices())
+    with default_device_of(layout):
+        assert choose_kernel("auto", layout, TINY) == ("tokamax", "the devices are gpu devices")
+        choice = choose_kernel("auto", layout, WINDOWED)
+    assert choice.kernel == "blockwise" and "compute_dtype is 'float32'" in choice.reason
+    choice = choose_kernel("auto", layout, TINY)
+    assert choice.kernel == "blockwise" and "JAX's default device, which is not" in choice.reason
+
+
+def test_an_unknown_kernel_is_an_error_that_lists_those_known():
+    with pytest.raises(
+        ValueError, match="train.attention .*'flash'.* 'auto', 'blockwise', 'splash', 'tok"
+    ):
+        make_config({"train": {"attention": "flash"}})
+
+
+GPU_KERNEL = "tokamax" if has_tokamax else "blockwise"
+CUSTOM_CALLS = {"splash": "tpu_custom_call", "tokamax": "mosaic_gpu"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        pytest.param("v5e:4x4", "splash", marks=need_compiler("v5e:4x4")),
+        pytest.param("h100:2x8", GPU_KERNEL, marks=need_compiler("h100:2x8")),
+    ],
+)
+@pytest.mark.parametrize("windows", [(), (100, 0)])
+def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, windows):
+    layout = make_layout(MeshShape(data=2, fsdp=2, tensor=4), make_topology(name).devices())
+    model = dataclasses.replace(TINY, windows=windows)
+
+    def program_text(attention: str) -> str:
+        config = TrainConfig(attention=attention, remat=True)  # pyright: ignore[reportArgumentType]
+        step = make_train_step(
+            model, config, layout, vocab_size=256, temperature=1.0, objective="policy_gradient"
+        )
+        state = jax.tree.map(
+            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+            state_shapes(model, config, 256),
+            state_shardings(model, config, 256, layout),
+        )
+        controls = jax.ShapeDtypeStruct((2,), jnp.float32)
+        with default_device_of(layout):
+            assert attention != "auto" or choose_kernel("auto", layout, model).kernel == kernel
+            lowered = step.lower(state, batch_shapes(8, 1000, layout), controls)
+        return lowered.compile().as_text()
+
+    def calls(text: str) -> set[str]:
+        return {kernel for kernel, target in CUSTOM_CALLS.items() if target in text}
+
+    assert calls(program_text("auto")) == {kernel} - {"blockwise"}
+    assert not calls(program_text("blockwise"))
+
+
+COMPILED = [
+    pytest.param(name, "splash", marks=need_compiler(name))
+    for name in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2")
+]
+COMPILED.append(
+    pytest.param("h100:1x4", "tokamax", marks=[need_compiler("h100:1x4"), need_tokamax])
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "kernel"), COMPILED)
+# Head sizes of the families; lengths of one block, of many, and of a part.
+@pytest.mark.parametrize(
+    ("length", "head_size", "window", "softcap"),
+    [(4096, 128, None, 0.0), (4000, 64, None, 0.0), (2048, 256, 1024, 50.0), (40, 16, None, 0.0)],
+)
+def test_a_kernel_compiles_for_its_chips_and_makes_no_scores(
+    name, kernel, length, head_size, window, softcap
+):
+    layout = make_layout(SPLIT, make_topology(name).devices())
+
+    def shape(letters: str, *sizes: int, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.activations(letters))
+
+    side = shape("BKSH", 2, 2, length, head_size)
+    arguments = (shape("BTKGH", 2, length, 2, 4, head_size), side, side)
+
+    def total(query, key, value, segments):
+        out = attend_rows(
+            kernel,
+            layout,
+            query,
+            key,
+            value,
+            segments,
+            scale=head_size**-0.5,
+            softcap=softcap,
+            window=window,
+        )
+        return jnp.sum(out.astype(jnp.float32))
+
+    grad = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    with default_device_of(layout):
+        lowered = grad.lower(*arguments, shape("BT", 2, length, dtype=jnp.int32))
+    compiled = lowered.compile()
+    assert CUSTOM_CALLS[kernel] in compiled.as_text()
+    # Temporaries are some arrays of the query's size, never the scores, 4 x length^2 bytes a head.
+    query_bytes = length * 4 * head_size * 2
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * query_bytes + 2**21

@@ -1,0 +1,104 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Chips that are not here have names, facts and, where their compiler is, devices."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.topology import CHIPS, make_topology, missing_compiler
+
+
+def need_compiler(name: str):
+    missing = missing_compiler(make_topology(name))
+    return pytest.mark.skipif(missing is not None, reason=str(missing))
+
+
+@pytest.mark.parametrize(
+    ("name", "chip", "grid", "num_devices"),
+    [
+        ("v5e:4x4", "v5e", (4, 4), 16),
+        ("v5p:4x4x8", "v5p", (4, 4, 8), 128),
+        ("v6e:16x16", "v6e", (16, 16), 256),
+        ("h100:16x8", "h100", (16, 8), 128),
+    ],
+)
+def test_a_name_gives_chip_and_grid(name, chip, grid, num_devices):
+    topology = make_topology(name)
+    assert (topology.chip.name, topology.grid, topology.num_devices) == (chip, grid, num_devices)
+    assert str(topology) == name
+
+
+def test_every_example_can_be_read_and_its_facts_are_of_one_kind():
+    for chip in CHIPS.values():
+        assert make_topology(chip.example).chip is chip
+        # Bytes and bytes per second, not bits, nor GB: a second empties the memory many times.
+        assert 20 < chip.hbm_bytes_per_s / chip.hbm_bytes < 100
+        assert 100 < chip.bf16_flops_per_s / chip.hbm_bytes_per_s < 1000
+        assert chip.network_bytes_per_s < chip.link_bytes_per_s < chip.hbm_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("v9:4x4", "'v9:4x4' is not known; those known are like 'v5e:4x4', 'v5p:4x4x8'"),
+        ("", "'' is not known"),
+        ("v5e", "2 sizes behind the colon, .*'v5e:4x4'"),
+        ("v5e:4x4x4", "2 sizes"),
+        ("v5p:4x4", "3 sizes"),
+        ("v5e:4x0", "of at least 1"),
+        ("v5e:4xfour", "2 sizes"),
+        ("v5e:4x²", "2 sizes"),
+        ("h100:128", r"'h100:16x8' \(hosts x GPUs of a host\)"),
+    ],
+)
+def test_a_name_that_cannot_be_read_is_answered_with_those_that_can(name, words):
+    with pytest.raises(ValueError, match=words):
+        make_topology(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"), [("v5e:2x2", "tpu-topology"), ("h100:1x8", "gpu-topology")]
+)
+def test_a_missing_compiler_names_its_extra(monkeypatch, name, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ValueError, match=f"{name} needs .* `uv sync --extra {extra}`"):
+        make_topology(name).devices()
+
+
+@need_compiler("v5e:4x4")
+def test_a_grid_that_no_host_makes_is_the_users_mistake():
+    with pytest.raises(ValueError, match="topology v5e:3x3: its compiler says: .*2x2x1"):
+        make_topology("v5e:3x3").devices()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("v5e:4x4", marks=need_compiler("v5e:4x4")),
+        pytest.param("v5p:2x2x4", marks=need_compiler("v5p:2x2x4")),
+        pytest.param("v6e:4x4", marks=need_compiler("v6e:4x4")),
+        pytest.param("h100:2x8", marks=need_compiler("h100:2x8")),
+        pytest.param("h200:2x8", marks=need_compiler("h200:2x8")),
+    ],
+)
+def test_a_program_compiles_for_devices_that_are_not_here(name):
+    topology = make_topology(name)
+    devices = topology.devices()
+    assert len(devices) == topology.num_devices == 16
+    assert (
+        len({device.process_index for device in devices})
+        == {"tpu": 4, "gpu": 2}[topology.chip.platform]
+    )
+    layout = make_layout(MeshShape(data=4, tensor=4), devices)
+    shape = jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=layout.activations("B."))
+    program = jax.jit(lambda x: 2 * x, out_shardings=layout.activations("BK"))
+    analysis = program.lower(shape).compile().memory_analysis()
+    # Rows are cut in 4 and whole over `tensor`; the result is cut in 4 x 4.
+    assert analysis.argument_size_in_bytes == 512 * 256 * 4 // 4
+    assert analysis.output_size_in_bytes - 512 * 256 * 4 // 16 in range(1024)
+    np.testing.assert_array_equal(jax.jit(lambda x: 2 * x)(np.arange(3)), [0, 2, 4])
