@@ -38,7 +38,8 @@ def tokamax_obstacle(layout: Layout, model: ModelConfig) -> str | None:
     if (found := importlib.metadata.version("tokamax")) != VERSION:
         return f"tokamax {found} is installed, and only {VERSION} is known to work"
     if layout.platform:
-        default = jax.config.jax_default_device or jax.devices()[0]
+        chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+        default = chosen or jax.devices()[0]
         capability = getattr(default, "compute_capability", None)
         if capability is None:
             return "tokamax goes by JAX's default device, which is not one of these GPUs"
