@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from earl_jax.models.blocks import Region, block_shape, fill
+from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.families import Family, Weight, family_named
 from earl_jax.models.hf_settings import read_settings
@@ -37,6 +37,7 @@ DTYPES: Mapping[str, Any] = {
 # What was read of a mapped file counts as this process's memory until the file is closed.
 MAX_MAPPED_BYTES = 32 * 2**20
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises what `load_parameters` would, as far as it shows without reading a weight."""
+    """Raises what `load_parameters` would, as far as it shows before the weights are read."""
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
     with _Tensors(checkpoint.folder) as tensors:
         _check(tensors, specs, weights_of(specs, checkpoint.family), checkpoint.model)
@@ -138,8 +139,14 @@ class _Tensors:
             try:
                 names = json.loads(index.read_text())["weight_map"]
                 self.files = {name: folder / file for name, file in names.items()}
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(f"{index} is damaged: {error!r}") from error
+            for name, file in names.items():
+                if Path(file).name != file:
+                    raise ValueError(
+                        f"{index} says that {name} is in {file!r}; only the name of a file beside "
+                        "it can stand there"
+                    )
         elif (folder / SINGLE).is_file():
             keys = self._handle("its list of tensors", folder / SINGLE).keys()
             self.files = dict.fromkeys(keys, folder / SINGLE)
@@ -237,11 +244,32 @@ def _check(
                 f"{name} in {tensors.files[name]} is of type {found.get_dtype()}; only "
                 f"{', '.join(_READABLE)} can be read"
             )
+    if model.tie_embeddings:
+        _check_copy(tensors)
     for name, file in tensors.files.items():
         # Old files hold the rotary frequencies, which are computed here, and a copy of a tied head.
-        copied = model.tie_embeddings and name == "lm_head.weight"
+        copied = model.tie_embeddings and name == _HEAD
         if name not in expected and not copied and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{name} in {file} is not part of the model that config.json gives")
+
+
+def _check_copy(tensors: _Tensors) -> None:
+    """A head beside a tied embedding is the same: `transformers` would compute with another."""
+    if _HEAD not in tensors.files:
+        return
+    embedding, head = (tensors.slice_of(name) for name in (_EMBEDDING, _HEAD))
+    shape = tuple(embedding.get_shape())
+    rows = max(1, BLOCK_BYTES // (4 * shape[1]))
+    same = tuple(head.get_shape()) == shape and head.get_dtype() == embedding.get_dtype()
+    for start in range(0, shape[0], rows) if same else ():
+        part = (slice(start, min(start + rows, shape[0])),)
+        left, right = (tensors.read(name, part) for name in (_EMBEDDING, _HEAD))
+        same = same and left.tobytes() == right.tobytes()
+    if not same:
+        raise ValueError(
+            f"{_HEAD} in {tensors.files[_HEAD]} is not the same as {_EMBEDDING}, but config.json "
+            "ties them (tie_word_embeddings): set it to false there, or remove the tensor"
+        )
 
 
 def _read(
