@@ -21,6 +21,10 @@ from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.train.step import TrainState
 
 
+class DamagedCheckpoint(ValueError):
+    """What lies on the disk cannot be what was saved."""
+
+
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
@@ -45,23 +49,30 @@ class Checkpoints:
         )
 
     def position(self, step: int) -> dict[str, Any]:
-        """The loop's position at this step. Raises whatever a damaged checkpoint raises."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(position=ocp.args.JsonRestore())
-        )
-        return restored["position"]
+        """The loop's position at this step. Raises DamagedCheckpoint."""
+        return self._read(step, position=ocp.args.JsonRestore())["position"]
 
     def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """The TrainState at this step, each device reading its part; without a base."""
+        """The TrainState at this step, each device reading its part; without a base.
+
+        Raises:
+            DamagedCheckpoint: it cannot be what was saved.
+        """
         placed = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
             _kept(shapes),
             _kept(shardings),
         )
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(placed))
-        )
-        return TrainState(**restored["state"])
+        return TrainState(**self._read(step, state=ocp.args.StandardRestore(placed))["state"])
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError) as error:
+            # All that orbax was seen to raise for files that are cut short, gone, or full of
+            # something else (0.12). Any other exception would be a defect of a program.
+            words = (str(error).splitlines() or [""])[0][:200]
+            raise DamagedCheckpoint(f"{type(error).__name__}: {words}") from error
 
     def discard(self, step: int) -> None:
         """Sets a damaged checkpoint aside, as `damaged_STEP`: its step can be saved again."""

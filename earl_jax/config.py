@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
 
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
@@ -311,21 +312,46 @@ def read_workdir_config(workdir: Path) -> Config:
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
     """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
 
+    A file may leave a value to the command line: `config_dict.required_placeholder(str)`.
+
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
-            rule, or a key without effect.
+            rule, a key without effect, or one that was to be given and is not.
     """
-    values = given.to_dict() if isinstance(given, ConfigDict) else copy.deepcopy(dict(given))
+    required: list[str] = []
+    if isinstance(given, ConfigDict):
+        values = _plain(given, "", required)
+    else:
+        values = copy.deepcopy(dict(given))
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
             raise ValueError(f"--config.{override}: write it as --config.{path}=VALUE")
         _set(values, path.split("."), _parse(text), path)
+    for path in required:
+        if path not in (override.partition("=")[0] for override in overrides):
+            raise ValueError(
+                f"config.{path} is left open by this config; give it: --config.{path}=VALUE"
+            )
     if isinstance(values.get("model"), Mapping):
         values["model"] = fill_section(values["model"])
     config = _build(Config, values, "config")
     config.validate()
     return config
+
+
+def _plain(given: ConfigDict, prefix: str, required: list[str]) -> dict[str, Any]:
+    """As `to_dict`, but for values that are left open: their paths are added to `required`."""
+    values = {}
+    for key in given:
+        try:
+            value = given[key]
+        except RequiredValueError:
+            required.append(f"{prefix}{key}")
+            continue
+        nested = isinstance(value, ConfigDict)
+        values[key] = _plain(value, f"{prefix}{key}.", required) if nested else value
+    return values
 
 
 def _set(values: dict[str, Any], names: list[str], value: Any, path: str) -> None:

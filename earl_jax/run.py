@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.calibrate import Calibration, open_table
-from earl_jax.checkpoint import Checkpoints, open_workdir
+from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
@@ -42,6 +42,9 @@ from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
 REPORT_EPISODES = 12
+# What a checkpoint holds beside the TrainState.
+_POSITION_KEYS = {"placement", "history", "throughput"}
+_ADAPTERS_KEYS = {"base_fingerprint"}
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
@@ -109,13 +112,12 @@ def read_newest(config: Config, workdir: Path) -> tuple[World, Position, Placeme
     checkpoints = Checkpoints(folder, config.checkpoint)
     for step in checkpoints.steps():
         try:
-            saved, state, placement = _restore(world, checkpoints, step)
-        except Exception as error:  # noqa: BLE001 - damage shows itself in any way
-            print(f"the checkpoint of step {step} is damaged ({_words(error)})", file=sys.stderr)
+            position, placement = _restore(world, checkpoints, step)
+        except DamagedCheckpoint as damage:
+            print(f"the checkpoint of step {step} is damaged ({damage})", file=sys.stderr)
             continue
-        state = _with_base(world, saved, state, placement)
         checkpoints.close()
-        return world, Position(step=step, state=state, history=_history(saved)), placement
+        return world, position, placement
     raise ValueError(f"{folder} holds no checkpoint that can be read")
 
 
@@ -139,18 +141,17 @@ def _resume(
     """
     for step in checkpoints.steps():
         try:
-            saved, state, placement = _restore(world, checkpoints, step, progress.note)
-        except Exception as error:  # noqa: BLE001 - damage shows itself in any way
+            position, placement = _restore(world, checkpoints, step, progress.note)
+        except DamagedCheckpoint as damage:
             progress.note(
-                f"the checkpoint of step {step} is damaged ({_words(error)}); it is set aside, and "
-                "the one before is used"
+                f"the checkpoint of step {step} is damaged ({damage}); it is set aside, and the "
+                "one before is used"
             )
             checkpoints.discard(step)
             continue
-        state = _with_base(world, saved, state, placement)
         _drop_after(workdir, step)
         progress.note(f"resuming {workdir} after step {step} of {world.config.num_steps}")
-        return Position(step=step, state=state, history=_history(saved)), placement
+        return position, placement
     # Nothing can be resumed; what an earlier start may have written is of no run.
     _drop_after(workdir, -1)
     return None
@@ -161,17 +162,31 @@ def _restore(
     checkpoints: Checkpoints,
     step: int,
     say: Callable[[str], None] = lambda text: None,
-) -> tuple[dict[str, Any], TrainState, Placement]:
-    """What was saved at this step; the measurements it was chosen by come with it."""
+) -> tuple[Position, Placement]:
+    """What was saved at this step; the measurements it was chosen by come with it.
+
+    Raises:
+        DamagedCheckpoint: it cannot be what was saved.
+        ValueError: the base that its adapters were trained on is not there.
+    """
     saved = checkpoints.position(step)
     kept, _ = open_table(world)
-    # What this run chose by comes before what others have measured since.
-    table = ThroughputTable.from_dict(kept.path, kept.as_dict() | saved["throughput"])
-    placement = Placement(world, Calibration(world, table, say))
-    placement.restore(saved["placement"])
+    needed = _POSITION_KEYS | (_ADAPTERS_KEYS if world.config.train.lora.rank else set())
+    absent = needed - saved.keys() if isinstance(saved, dict) else needed
+    if absent:
+        raise DamagedCheckpoint(f"its position is without {', '.join(sorted(absent))}")
+    try:
+        # What this run chose by comes before what others have measured since.
+        table = ThroughputTable.from_dict(kept.path, kept.as_dict() | saved["throughput"])
+        placement = Placement(world, Calibration(world, table, say))
+        placement.restore(saved["placement"])
+    except ValueError as error:
+        raise DamagedCheckpoint(f"its position is not one: {error}") from error
     shardings = world.train_state_shardings(placement.in_training)
     state = checkpoints.state(step, world.train_state_shapes(), shardings)
-    return saved, state, placement
+    state = _with_base(world, saved, state, placement)
+    history = LoadHistory.from_list(saved["history"])
+    return Position(step=step, state=state, history=history), placement
 
 
 def _with_base(
@@ -193,14 +208,6 @@ def _with_base(
             "run's adapters were trained on; use that version, or name another --workdir"
         )
     return dataclasses.replace(state, base=base)
-
-
-def _history(saved: dict[str, Any]) -> LoadHistory:
-    return LoadHistory.from_list(saved["history"])
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _drop_after(workdir: Path, step: int) -> None:

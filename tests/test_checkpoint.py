@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.checkpoint import Checkpoints, open_workdir
+from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.config import CheckpointConfig, make_config
 from earl_jax.models.config import ModelConfig
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -123,6 +123,26 @@ def flip_a_bit(folder):
     path.write_bytes(bytes(data))
 
 
+def fill_with_garbage(folder):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"\xff\x00{garbage" * 50)
+
+
+def truncate_every_file(folder):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def delete_what_says_which_arrays_there_are(folder):
+    (folder / "state" / "_METADATA").unlink()
+
+
+def delete_the_manifest(folder):
+    (folder / "state" / "manifest.ocdbt").unlink()
+
+
 def empty_the_position(folder):
     for path in (folder / "position").iterdir():
         if path.is_file():
@@ -158,10 +178,10 @@ def next_process():
 
 
 def failure(read):
-    """What a read raises, in words; None if nothing."""
+    """The damage that a read finds, in words; None if none. Anything else rises."""
     try:
         read()
-    except Exception as error:  # noqa: BLE001 - damage shows itself in any way
+    except DamagedCheckpoint as error:
         return str(error)
     return None
 
@@ -193,6 +213,10 @@ def set_newest_aside(folder):
         truncate,
         delete_data,
         flip_a_bit,
+        fill_with_garbage,
+        truncate_every_file,
+        delete_what_says_which_arrays_there_are,
+        delete_the_manifest,
         empty_the_position,
         lose_the_state,
         lose_the_position,

@@ -8,7 +8,7 @@ import json
 import re
 
 import pytest
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from earl_jax.config import Config, load_config_file, make_config
 
@@ -345,7 +345,7 @@ def test_the_same_keys_are_fine_where_they_do_something():
 # Files.
 
 GOOD_FILE = """
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 def get_config():
     return ConfigDict({"num_steps": 3})
 """
@@ -387,3 +387,13 @@ def test_a_missing_config_file_names_the_nearest(tmp_path):
         load_config_file(tmp_path / "nowhere" / "zzz.py")
     with pytest.raises(ValueError, match="no such file"):
         load_config_file(tmp_path)
+
+
+def test_what_a_file_leaves_open_must_be_given():
+    given = ConfigDict({"seed": 3, "model": {"path": config_dict.required_placeholder(str)}})
+    with pytest.raises(ValueError, match=r"config.model.path is left open .*--config.model.path="):
+        make_config(given)
+    with pytest.raises(ValueError, match="config.model.path is left open"):
+        make_config(given, ["model.paths=/here"])
+    config = make_config(given, ["model.path=/here"])
+    assert (config.seed, config.model.path) == (3, "/here")

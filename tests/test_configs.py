@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from reference.make_checkpoint import write_checkpoint
 
 from earl_jax.config import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
@@ -24,10 +25,27 @@ FILES = sorted((ROOT / "configs").glob("*.py"))
 PLATFORMS = {"auto": "cpu", "cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """The config in a file, with what it leaves to the command line."""
+    folder = tmp_path_factory.mktemp("configs") / "checkpoint"
+    write_checkpoint(folder, tied=False, seed=0)
+
+    def make(path):
+        given = load_config_file(path)
+        try:
+            return make_config(given)
+        except ValueError as error:
+            assert "config.model.path is left open by this config; give it: --" in str(error)
+            return make_config(given, [f"model.path={folder}"])
+
+    return make
+
+
 @pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
-def world(request):
+def world(request, made):
     """The config's World. Its device count must be that of these tests until a config has more."""
-    config = make_config(load_config_file(request.param))
+    config = made(request.param)
     assert config.devices.num_cpu_devices == len(jax.devices()) == 8
     return World(config)
 
@@ -61,8 +79,8 @@ def test_the_docstring_has_the_command_that_runs_it(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_name_says_what_and_where(path):
-    config = make_config(load_config_file(path))
+def test_the_name_says_what_and_where(path, made):
+    config = made(path)
     game = config.env.game.split("(")[0].replace("_", "")
     assert path.stem.replace("_", "").startswith(game)
     if config.devices.platform != "auto":
@@ -80,10 +98,10 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
         layout = make_abstract_layout(shape)
         state = placed(
             world.train_state_shapes(),
-            train_step.state_shardings(config.model, config.train, world.vocab_size, layout),
+            train_step.state_shardings(world.model, config.train, world.vocab_size, layout),
         )
         step = make_train_step(
-            config.model,
+            world.model,
             config.train,
             layout,
             vocab_size=world.vocab_size,

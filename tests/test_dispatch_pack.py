@@ -21,15 +21,6 @@ from earl_jax.trajectory import Experience
 ROWS, PLACES, TURNS = 16, 20, 8
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """LLVM's expensive passes off: compiling is most of what these tests do."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def layout_of(text: str) -> Layout:
     """A layout over all devices, or over those of "data=4 on 4 5 6 7"."""
     shape, _, ids = text.partition(" on ")

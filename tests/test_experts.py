@@ -53,8 +53,6 @@ MODEL = ModelConfig(
     expert_ffn_size=16,
     init_scale=4.0,
 )
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @functools.cache
@@ -173,7 +171,7 @@ def test_gradients_are_those_of_every_expert_on_every_token():
         return mix_experts(MODEL, layer, x_TD, EVERY_EXPERT)
 
     ours, theirs = (
-        quick_jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * cotangent_TD), argnums=(0, 1)))(
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * cotangent_TD), argnums=(0, 1)))(
             layer, x_TD
         )
         for f in (sorted_by_expert, everywhere)
@@ -231,7 +229,7 @@ def gradients(mesh: str, length: int = 12):
         return -jnp.sum(jnp.where(segments[:, 1:] > 0, scores.logprobs, 0.0)), hidden
 
     placed = jax.device_put(params(), parameter_shardings(parameter_specs(MODEL, VOCAB), layout))
-    grads, hidden = quick_jit(jax.grad(loss, has_aux=True))(placed)
+    grads, hidden = jax.jit(jax.grad(loss, has_aux=True))(placed)
     return jax.tree.map(np.asarray, (grads, hidden))
 
 
@@ -299,7 +297,7 @@ def test_logprobs_of_the_engine_are_the_trainers():
     for row, h in enumerate(heard.values()):
         tokens[row, : len(h.ids)] = h.ids
     layout = make_layout(MeshShape(data=2, expert=4), row_axes=TRAINING_ROWS)
-    score = quick_jit(
+    score = jax.jit(
         lambda params, tokens: (
             score_tokens(
                 layout,
@@ -402,7 +400,7 @@ def test_adapters_of_attention_are_trained_beside_frozen_experts():
             given.model, config, temperature=1.0, objective="policy_gradient", **sizes
         )
         arguments = (state, batch, np.array([1e-3, 0.0], np.float32))
-        state, metrics = step.lower(*arguments).compile(compiler_options=QUICK)(*arguments)
+        state, metrics = step.lower(*arguments).compile()(*arguments)
         assert read_metrics(metrics).grad_norm > 0
         updated.append(jax.tree.map(np.asarray, (state.params, state.base)))
     assert set(updated[0][0]["layers"]) == {"query", "out"}

@@ -38,21 +38,16 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
 
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 # Of the references' tokens, where gradients are taken: beyond their windows.
 LENGTH = 24
 MIXED = (MESHES[-1], EXPERT_MESHES[-1])
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 
 
 @functools.cache
 def make_logits(model: ModelConfig):
     layout = make_layout(MeshShape())
 
-    @quick_jit
+    @jax.jit
     def logits(params, tokens_BT):
         hidden_BTD = forward_rows(model, layout, params, tokens_BT, jnp.ones_like(tokens_BT))
         logits_BTV = jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params))
@@ -90,7 +85,7 @@ def test_greedy_decoding_with_a_cache_is_that_of_transformers(name):
     expected = reference(name)["continuation"]
     params = unstack_layers(loaded(name), model.num_layers)
 
-    @quick_jit
+    @jax.jit
     def decode(params, caches, prompt_BT):
         def one(carry, _):
             token_B, cached_B, caches = carry
@@ -118,7 +113,7 @@ def test_cached_decoding_equals_the_full_forward(name):
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
     full = make_logits(model)(loaded(name), tokens)
     params = unstack_layers(loaded(name), model.num_layers)
-    chunk = quick_jit(functools.partial(forward_chunk, model))
+    chunk = jax.jit(functools.partial(forward_chunk, model))
     caches, size = empty_cache(model, len(tokens), tokens.shape[1]), 6
     for start in range(0, tokens.shape[1], size):
         counts = np.full(len(tokens), size, np.int32)
@@ -189,7 +184,7 @@ def gradients(name: str, mesh: MeshShape):
         )
         return -jnp.mean(scores.logprobs)
 
-    return quick_jit(jax.value_and_grad(loss))(load_parameters(given, layout))
+    return jax.jit(jax.value_and_grad(loss))(load_parameters(given, layout))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +216,7 @@ def test_the_trainer_scores_what_transformers_computes(name):
     segments = np.repeat([[1, 2]], tokens.shape[1], axis=1)
     config = TrainConfig(logprob_chunk=40, remat=True)
 
-    @quick_jit
+    @jax.jit
     def score(params, tokens, segment_ids):
         batch = SimpleNamespace(tokens=tokens, segment_ids=segment_ids)
         return score_batch(given.model, config, layout, 0.7, params, batch).logprobs

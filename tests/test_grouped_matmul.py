@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each row times the matrix of its group, in both directions, and at the cost of its rows."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +14,6 @@ from earl_jax.models.grouped_matmul import (
     grouped_matmul,
 )
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-quick_jit = functools.partial(jax.jit, compiler_options=QUICK)
 WIDTH, FFN = 12, 20
 # Groups that end inside blocks and with them, span several, share one, are empty; rows left over.
 SIZES = {
@@ -43,7 +39,7 @@ def test_each_row_is_multiplied_with_the_matrix_of_its_group(name, left_over):
     if sum(SIZES[name]) + left_over == 0:
         left_over = 3
     x, weights, sizes, group = make(SIZES[name], left_over)
-    out = np.asarray(quick_jit(blocked_matmul)(x, weights, sizes))
+    out = np.asarray(jax.jit(blocked_matmul)(x, weights, sizes))
     expected = np.einsum("md,mdf->mf", x[: len(group)], weights[group])
     np.testing.assert_allclose(out[: len(group)], expected, atol=1e-5)
     assert not out[len(group) :].any()
@@ -57,7 +53,7 @@ def test_gradients_are_those_of_the_products(name):
     def total(x, weights):
         return jnp.sum(blocked_matmul(x, weights, sizes) * cotangent)
 
-    x_gradient, weights_gradient = quick_jit(jax.grad(total, argnums=(0, 1)))(x, weights)
+    x_gradient, weights_gradient = jax.jit(jax.grad(total, argnums=(0, 1)))(x, weights)
     count = len(group)
     expected = np.einsum("mf,mdf->md", cotangent[:count], weights[group])
     np.testing.assert_allclose(x_gradient[:count], expected, atol=2e-5)
@@ -70,8 +66,8 @@ def test_gradients_are_those_of_the_products(name):
 def test_few_rows_and_many_give_the_same():
     x, weights, sizes, group = make(SIZES["all"], 400)
     assert len(x) > MAX_MASKED_ROWS > len(group)
-    many = quick_jit(grouped_matmul)(x, weights, sizes)
-    few = quick_jit(grouped_matmul)(x[: len(group)], weights, sizes)
+    many = jax.jit(grouped_matmul)(x, weights, sizes)
+    few = jax.jit(grouped_matmul)(x[: len(group)], weights, sizes)
     np.testing.assert_allclose(many[: len(group)], few, atol=1e-5)
 
 
@@ -83,7 +79,7 @@ def test_bf16_is_summed_in_fp32():
     def total(weights):
         return jnp.sum(blocked_matmul(x, weights, sizes).astype(jnp.float32) * cotangent)
 
-    gradient = quick_jit(jax.grad(total))(weights)
+    gradient = jax.jit(jax.grad(total))(weights)
     assert gradient.dtype == jnp.bfloat16
     hit = group[:, None] == np.arange(len(sizes))
     rounded = np.asarray(jnp.asarray(cotangent, jnp.bfloat16), np.float32)

@@ -144,6 +144,65 @@ def test_a_truncated_file_is_an_error(copied, tmp_path):
         load(several)
 
 
+def change_index(folder: Path, change):
+    """Changes the weight_map of a copy of qwen3, which is in four files."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        (
+            "model-00009.safetensors",
+            f"{UP} cannot be read from .*/model-00009.safetensors: No such",
+        ),
+        ("model-00004-of-00004.safetensors", f"{UP} cannot be .*/model-00004.*not contain .*{UP}"),
+        ("empty.safetensors", f"{UP} cannot be read from .*/empty.safetensors: .*header"),
+        ("garbage.safetensors", f"{UP} cannot be read from .*/garbage.safetensors: .*header"),
+        ("../beside/MODEL", f"index.json says that {UP} is in '../beside/MODEL'; only the name"),
+        ("/beside/MODEL", f"index.json says that {UP} is in '/beside/MODEL'; only the name"),
+        ("..", f"{UP} cannot be read from .*/several/..: "),
+        (3, "index.json is damaged"),
+        (None, f"{UP} is missing; it is not in model-00001-of"),
+    ],
+    ids=str,
+)
+def test_an_index_that_does_not_fit_is_an_error(tmp_path, file, words):
+    folder = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
+    (folder / "empty.safetensors").write_bytes(b"")
+    (folder / "garbage.safetensors").write_bytes(b"\xff" * 500)
+    # A folder beside it has the very tensor: it is not to be read.
+    shutil.copytree(REFERENCE / "qwen3", tmp_path / "beside")
+    change_index(folder, lambda files: files.pop(UP) if file is None else files.update({UP: file}))
+    with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": []}', "{}", "\x00"])
+def test_an_index_that_is_none_is_an_error(tmp_path, text):
+    folder = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
+        load(folder)
+
+
+def test_one_file_or_several_are_the_same(tmp_path):
+    folder = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "one"))
+    together = {}
+    for file in folder.glob("*.safetensors"):
+        together |= load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(together, folder / "model.safetensors")
+    assert_equal_trees(load(folder), loaded("qwen3"))
+
+
 def change_tensors(folder: Path, change):
     found = load_file(folder / "model.safetensors")
     change(found)
@@ -166,6 +225,29 @@ BIAS = "model.layers.1.self_attn.k_proj.bias"
 def test_tensors_that_do_not_fit_are_errors(copied, change, words):
     change_tensors(copied, change)
     with pytest.raises(ValueError, match=words):
+        load(copied)
+
+
+def test_an_untied_head_must_be_there(tmp_path):
+    folder = Path(shutil.copytree(REFERENCE / "qwen2", tmp_path / "untied"))
+    change_tensors(folder, lambda found: found.pop("lm_head.weight"))
+    with pytest.raises(ValueError, match="lm_head.weight is missing; it is not in model.safetens"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda head: head[:-1], lambda head: head.astype(np.float16), lambda head: head * 2],
+    ids=["shape", "type", "values"],
+)
+def test_a_tied_head_that_differs_is_an_error(copied, change):
+    """`transformers` 5 computes with it, whatever config.json says."""
+
+    def add(found):
+        found["lm_head.weight"] = np.ascontiguousarray(change(found["model.embed_tokens.weight"]))
+
+    change_tensors(copied, add)
+    with pytest.raises(ValueError, match="lm_head.weight in .*/model.safetensors is not the same"):
         load(copied)
 
 

@@ -17,15 +17,6 @@ ROWS, LENGTH, WIDTH, VOCAB = 8, 23, 32, 64
 ONE_DEVICE = MeshShape()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """LLVM's expensive passes off: compiling is most of what these tests do."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def make_inputs(dtype=jnp.float32):
     """Hidden states and a head that give logits of deviation about 3."""
     rng = np.random.default_rng(0)

@@ -68,7 +68,6 @@ CONFIG = TrainConfig(lora=LORA, max_grad_norm=1e9)
 CONTROLS = np.array([1e-2, 0.05], np.float32)
 ONE_DEVICE = MeshShape()
 MIXED = MeshShape(data=2, fsdp=2, tensor=2)
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def every_layout() -> list[MeshShape]:
@@ -125,14 +124,14 @@ def compiled_step(shape: MeshShape, config: TrainConfig = CONFIG, objective="pol
     )
     controls = jax.ShapeDtypeStruct((2,), jnp.float32)
     lowered = step.lower(state, batch_shapes(ROWS, LENGTH, layout), controls)
-    return lowered.compile(compiler_options=QUICK)
+    return lowered.compile()
 
 
 def logits_of(params: Any, shape: MeshShape = ONE_DEVICE) -> np.ndarray:
     """f32[ROWS, LENGTH, V], as the trainer computes them."""
     layout, batch = make_layout(shape), make_batch()
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def logits(params):
         hidden_BTD = forward_rows(MODEL, layout, params, batch.tokens, batch.segment_ids)
         return jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params))
@@ -384,7 +383,7 @@ def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     state = placed(source)
     result = published(state, target)
     caches, tokens = empty_cache(MODEL, ROWS, LENGTH), make_batch().tokens
-    chunk = jax.jit(functools.partial(forward_chunk, MODEL), compiler_options=QUICK)
+    chunk = jax.jit(functools.partial(forward_chunk, MODEL))
     counts = np.full(ROWS, LENGTH, np.int32)
     logits, _ = chunk(result.params, caches, tokens, counts * 0, counts)
     expected = logits_of(policy(placed(source)), source)[:, -1]

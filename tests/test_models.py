@@ -44,24 +44,8 @@ MODEL = ModelConfig(
 )
 
 
-# The same for what is jitted here, and more: 0.8 s instead of 5 for a training step.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """LLVM's expensive passes off: compiling is most of what these tests do."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def init_jitted(specs, key):
-    return jax.jit(lambda key: init_parameters(specs, key), compiler_options=QUICK)(key)
+    return jax.jit(lambda key: init_parameters(specs, key))(key)
 
 
 @functools.cache
@@ -81,7 +65,7 @@ def make_logits(model: ModelConfig):
     """Logits of whole rows on one device, [B, T, V]."""
     layout = make_layout(MeshShape())
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def logits(params, tokens_BT, segment_ids_BT):
         hidden_BTD = forward_rows(model, layout, params, tokens_BT, segment_ids_BT)
         head_DV = head_weights(params).astype(hidden_BTD.dtype)
@@ -389,7 +373,7 @@ def test_no_token_sees_a_later_one_nor_padding(full_logits):
 
 @functools.cache
 def jitted_chunk(model: ModelConfig):
-    return jax.jit(functools.partial(forward_chunk, model), compiler_options=QUICK)
+    return jax.jit(functools.partial(forward_chunk, model))
 
 
 def decode(model, params, tokens, lengths, counts_of, full, tolerance):
@@ -575,9 +559,7 @@ def test_initial_values_are_the_same_on_every_layout():
     alone = init_jitted(few, jax.random.key(5))
     for shape in every_layout():
         shardings = parameter_shardings(few, make_layout(shape))
-        init = jax.jit(
-            lambda key: init_parameters(few, key), out_shardings=shardings, compiler_options=QUICK
-        )
+        init = jax.jit(lambda key: init_parameters(few, key), out_shardings=shardings)
         jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(5)), alone)
 
 

@@ -81,14 +81,37 @@ def timeless(line: dict) -> dict:
     return {key: value for key, value in line.items() if key not in TIMES}
 
 
-def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
-    """Every array of the checkpoint, read by orbax in this process."""
-    import jax
+def final_state(workdir: Path, step: int) -> dict:
+    """The arrays of the checkpoint, read by orbax in this process."""
     import orbax.checkpoint as ocp
 
     with ocp.CheckpointManager(workdir / "checkpoints") as manager:
         restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(restored["state"])]
+    return restored["state"]
+
+
+def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
+    """Every array of the checkpoint."""
+    import jax
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(final_state(workdir, step))]
+
+
+def terminate_after(cache: Path, line: list[str], metrics: Path, step: int) -> int:
+    """Runs until a step is in the metrics, then sends SIGTERM; returns the last step taken."""
+    process = subprocess.Popen(
+        line, cwd=ROOT, env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and f'{{"step": {step}, "time_s"' in metrics.read_text():
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    assert b"stopped by SIGTERM after step" in output
+    return max(row["step"] for row in read_metrics(metrics))
 
 
 @pytest.fixture(scope="module")
@@ -194,20 +217,8 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
 def test_sigterm_saves_and_the_same_command_goes_on(cache, tmp_path):
     workdir = tmp_path / "terminated"
     line = tiny(workdir, **{"checkpoint.every_steps": 1000, "num_steps": 8})
-    process = subprocess.Popen(
-        line, cwd=ROOT, env=environment(cache), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
     metrics = workdir / "metrics.jsonl"
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and '{"step": 2, "time_s"' in metrics.read_text():
-            break
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    assert b"stopped by SIGTERM after step" in output
-    reached = max(row["step"] for row in read_metrics(metrics))
+    reached = terminate_after(cache, line, metrics, 2)
     assert reached < 8
     done = run(cache, *line)
     assert done.returncode == 0, done.stderr
@@ -450,6 +461,103 @@ def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path
     failed = run(cache, *line, f"--config.model.path={broken}")
     assert failed.returncode == 2 and "model.safetensors" in failed.stderr
     assert "measured" not in failed.stdout
+
+
+@pytest.fixture(scope="module")
+def qwen2_run(cache, tmp_path_factory):
+    """Connect Four from a Qwen2 folder, stopped after step 2, resumed, exported after step 5."""
+    folder = tmp_path_factory.mktemp("qwen2")
+    source, workdir = folder / "checkpoint", folder / "run"
+    made = run(cache, sys.executable, "tests/reference/make_checkpoint.py", str(source))
+    assert made.returncode == 0, made.stderr
+    flags = {
+        "model.path": source,
+        "num_steps": 5,
+        "rollout.num_slots": 16,
+        "rollout.episodes_per_step": 16,
+        "selector.rollout_meshes": "('data=4,tensor=2',)",
+        "selector.train_meshes": "('data=2,fsdp=4',)",
+        "selector.measure_rounds": 1,
+        "train.demonstration_steps": 1,
+        "checkpoint.every_steps": 1000,
+        "eval.games": 16,
+        "eval.final_games": 16,
+    }
+    config = "--config=configs/connect_four_qwen2_cpu.py"
+    line = command("main", config, f"--workdir={workdir}", **flags)
+    reached = terminate_after(cache, line, workdir / "metrics.jsonl", 2)
+    assert reached < 5 and not (workdir / "export").exists()
+    done = run(cache, *line)
+    assert done.returncode == 0, done.stderr
+    assert f"after step {reached} of 5" in done.stdout and "exported" in done.stdout
+    return source, workdir
+
+
+def logits_of(model, params) -> np.ndarray:
+    """On 60 tokens, far more than an opening's."""
+    import jax
+    import jax.numpy as jnp
+
+    from earl_jax.models.decoder import forward_rows, head_weights
+    from earl_jax.sharding.layout import MeshShape, make_layout
+
+    tokens_BT = np.random.default_rng(0).integers(0, 321, (2, 60)).astype(np.int32)
+    layout = make_layout(MeshShape())
+    hidden_BTD = jax.jit(lambda p: forward_rows(model, layout, p, tokens_BT, tokens_BT * 0 + 1))(
+        params
+    )
+    return np.asarray(jnp.einsum("BTD,DV->BTV", hidden_BTD, head_weights(params)))
+
+
+@pytest.mark.slow
+def test_a_qwen2_folder_trains_stops_resumes_and_comes_out_again(qwen2_run):
+    import jax
+
+    from earl_jax.models.hf_read import load_parameters, open_checkpoint
+    from earl_jax.sharding.layout import MeshShape, make_layout
+
+    source, workdir = qwen2_run
+    steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+    assert [row["step"] for row in steps] == list(range(1, 6))
+    assert all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
+    assert all(row["dispatch_host_bytes"] == row["publish_host_bytes"] == 0 for row in steps)
+    folder = workdir / "export" / "step_000005"
+    given, out = open_checkpoint(source), open_checkpoint(folder)
+    assert (out.model, out.vocab_size) == (given.model, given.vocab_size)
+    assert out.settings["model_type"] == "qwen2" and out.model.attention_bias
+    one = make_layout(MeshShape())
+    saved = jax.tree.map(np.asarray, final_state(workdir, 5)["params"])
+    for mesh in (MeshShape(), MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)):
+        exported = jax.tree.map(np.asarray, load_parameters(out, make_layout(mesh)))
+        assert jax.tree.structure(exported) == jax.tree.structure(saved)
+        jax.tree.map(np.testing.assert_array_equal, exported, saved)
+    logits = logits_of(out.model, load_parameters(out, one))
+    np.testing.assert_array_equal(logits, logits_of(out.model, saved))
+    assert np.abs(logits - logits_of(given.model, load_parameters(given, one))).max() > 1e-3
+    names = ("tokenizer.json", "chat_template.jinja", "generation_config.json")
+    for name in names:
+        assert (folder / name).read_text() == (source / name).read_text(), name
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    from earl_jax.models.hf_read import load_parameters, open_checkpoint
+    from earl_jax.sharding.layout import MeshShape, make_layout
+
+    folder = qwen2_run[1] / "export" / "step_000005"
+    out = open_checkpoint(folder)
+    model, told = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    tokens = np.random.default_rng(0).integers(0, 321, (2, 60))
+    with torch.no_grad():
+        theirs = model(torch.from_numpy(tokens)).logits.numpy()
+    ours = logits_of(out.model, load_parameters(out, make_layout(MeshShape())))
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 @pytest.mark.slow

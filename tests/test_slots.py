@@ -168,15 +168,9 @@ def make_scripts(number: int, *, first: int = 0, turns: int = 3) -> dict[int, Sc
     return scripts
 
 
-# Compiling dominates this file: least effort, which takes 1.6 s instead of 2.5 s a program.
-QUICK = {"xla_backend_optimization_level": 0}
-
-
 @functools.cache
 def jitted_play(rules: SlotRules = RULES) -> Any:
-    return jax.jit(
-        functools.partial(slots.play, MODEL, rules), static_argnums=4, compiler_options=QUICK
-    )
+    return jax.jit(functools.partial(slots.play, MODEL, rules), static_argnums=4)
 
 
 def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
@@ -200,7 +194,7 @@ def _full_forward():
         hidden = forward_rows(MODEL, layout, weights, tokens_BT, segments_BT)
         return jnp.einsum("BTD,DV->BTV", hidden, head_weights(weights))
 
-    return jax.jit(logits, compiler_options=QUICK)
+    return jax.jit(logits)
 
 
 def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray:
@@ -211,7 +205,7 @@ def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray
     return np.asarray(_full_forward()(stacked_params(), tokens, segments))
 
 
-_score = jax.jit(score_logits, compiler_options=QUICK)
+_score = jax.jit(score_logits)
 
 
 def check_logprobs(heard: Mapping[int, Heard], temperature: Mapping[int, float] | None = None):
@@ -268,7 +262,7 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
     logits_BTV = full_forward([h.ids for h in heard.values()])
     places = np.arange(PLACES - 1)
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def sample_everywhere(logits_TV, seed):
         seeds = jnp.full(len(places), seed)
         uniforms = slots.token_uniforms(jax.random.key(7), seeds, jnp.asarray(places + 1))
@@ -292,7 +286,7 @@ def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
     tokens = np.zeros((NUM_SLOTS, PLACES), np.int32)
     for row, h in enumerate(heard.values()):
         tokens[row, : len(h.ids)] = h.ids
-    _, caches = jax.jit(functools.partial(forward_chunk, MODEL), compiler_options=QUICK)(
+    _, caches = jax.jit(functools.partial(forward_chunk, MODEL))(
         params(), empty_cache(MODEL, NUM_SLOTS, PLACES), tokens, np.zeros_like(lengths), lengths
     )
     for layer, reference in zip(state.caches, caches, strict=True):
@@ -312,7 +306,7 @@ def test_appending_in_pieces_gives_the_logits_of_one_prefill():
     tokens = rng.integers(0, VOCAB, (NUM_SLOTS, PLACES)).astype(np.int32)
     lengths = rng.integers(10, PLACES, NUM_SLOTS)
     logits_BTV = full_forward([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
-    append = jax.jit(functools.partial(forward_chunk, MODEL), compiler_options=QUICK)
+    append = jax.jit(functools.partial(forward_chunk, MODEL))
     caches, cached = empty_cache(MODEL, NUM_SLOTS, PLACES), np.zeros(NUM_SLOTS, np.int32)
     while (cached < lengths).any():
         counts = np.minimum(rng.integers(0, 8, NUM_SLOTS), lengths - cached).astype(np.int32)

@@ -44,13 +44,6 @@ ONE_DEVICE = MeshShape()
 ALL_AXES = MeshShape(data=2, fsdp=2, tensor=2)
 
 
-# Without LLVM's expensive passes.
-QUICK = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
-
-
 def every_layout() -> list[MeshShape]:
     """What the selector can return for this model on eight devices."""
 
@@ -64,7 +57,7 @@ def every_layout() -> list[MeshShape]:
 def make_params() -> Any:
     """On the host."""
     specs = parameter_specs(MODEL, VOCAB)
-    init = jax.jit(lambda key: init_parameters(specs, key), compiler_options=QUICK)
+    init = jax.jit(lambda key: init_parameters(specs, key))
     params = init(jax.random.key(0))
     return jax.tree.map(np.array, params)
 
@@ -74,7 +67,6 @@ def own_scores():
     """`score_batch` on one device, jitted: batch -> (logprobs, entropy) on the host."""
     score = jax.jit(
         functools.partial(score_batch, MODEL, CONFIG, make_layout(ONE_DEVICE), TEMPERATURE),
-        compiler_options=QUICK,
     )
     return lambda batch: [np.asarray(part) for part in score(make_params(), batch)]
 
@@ -137,7 +129,7 @@ def compiled_step(shape: MeshShape, config: TrainConfig, objective):
     )
     controls = jax.ShapeDtypeStruct((2,), jnp.float32)
     lowered = step.lower(state, batch_shapes(ROWS, LENGTH, layout), controls)
-    return lowered.compile(compiler_options=QUICK)
+    return lowered.compile()
 
 
 def first_state(shape: MeshShape, config: TrainConfig = CONFIG) -> TrainState:
@@ -211,7 +203,7 @@ def reference_loss(params, batch: TrajectoryBatch):
 @pytest.fixture(scope="module")
 def reference():
     """Gradients of `reference_loss` and its numbers, unsharded."""
-    grad = jax.jit(jax.grad(reference_loss, has_aux=True), compiler_options=QUICK)
+    grad = jax.jit(jax.grad(reference_loss, has_aux=True))
     grads, numbers = grad(make_params(), make_batch())
     grads = jax.tree.map(np.asarray, grads)
     numbers = {name: float(number) for name, number in numbers.items()}

@@ -38,15 +38,6 @@ def some(specs: Any) -> Any:
     return {**specs, "layers": layers}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compiles():
-    """LLVM's expensive passes off: compiling is most of what these tests do."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def can_cut(shape: MeshShape) -> str | None:
     return check_tensor_axis(MODEL, VOCAB, shape.tensor, shape.fsdp)
 

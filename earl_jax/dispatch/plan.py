@@ -17,19 +17,19 @@ import jax
 from jax.sharding import NamedSharding
 
 from earl_jax.sharding.transfer_plan import (
+    Traffic,
     TransferPlan,
     bytes_text,
     check_divides,
     device_table_lines,
     plan_transfers,
     shard_ranges,
-    sum_links,
     table_lines,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DispatchPlan:
+class DispatchPlan(Traffic):
     """The `TransferPlan` of each named leaf of a tree, and their sums.
 
     `moved_bytes` is exact for leaves that go as pieces and the lower bound for compiled ones.
@@ -46,26 +46,6 @@ class DispatchPlan:
     def kept_bytes(self) -> dict[int, int]:
         """Bytes per device that it needs and already holds."""
         return _sum_counts(plan.kept_bytes for _, plan in self.leaves)
-
-    @functools.cached_property
-    def sent_bytes(self) -> dict[int, int]:
-        """Bytes per sending device."""
-        return sum_links(self.link_bytes, 0)
-
-    @functools.cached_property
-    def received_bytes(self) -> dict[int, int]:
-        """Bytes per receiving device."""
-        return sum_links(self.link_bytes, 1)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that travel between devices."""
-        return sum(self.link_bytes.values())
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Bytes that the targets already hold."""
-        return sum(self.kept_bytes.values())
 
     def __str__(self) -> str:
         """One line per leaf and their sum, who sends how much to whom, and each device's share."""

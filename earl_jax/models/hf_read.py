@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the format of `transformers`, read by slice onto the devices.
 
-A device gets its slice of each tensor and nothing else; the host holds one tensor of one layer at a
-time. Which tensor is which parameter is said in families.py; hf_write.py is the way out.
+A device gets its slice of each tensor and nothing else, block by block (blocks.py). Which tensor is
+which parameter is said in families.py; hf_write.py is the way out.
 """
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -17,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.families import Family, Weight, family_named
 from earl_jax.models.hf_settings import read_settings
@@ -35,7 +34,10 @@ DTYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
+# What was read of a mapped file counts as this process's memory until the file is closed.
+MAX_MAPPED_BYTES = 32 * 2**20
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,35 +97,23 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
         _check(tensors, specs, weights, checkpoint.model)
 
         def load(path: Any, spec: ParameterSpec) -> jax.Array:
-            weight = weights[key_of(path)]
-            if "{layer}" not in weight.name:
-                return _read(tensors, weight.name, weight, spec, layout, dtype)
-            one = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-            stacked = jnp.zeros(spec.shape, DTYPES[dtype], device=layout.parameters(spec.axes))
-            for layer in range(spec.shape[0]):
-                name = weight.name.replace("{layer}", str(layer))
-                placed = _read(tensors, name, weight, one, layout, dtype)
-                stacked = _put_layer(stacked.sharding)(stacked, placed, np.int32(layer))
-                # The next layer is read when this one has left the host.
-                stacked.block_until_ready()
-            return stacked
+            weight, sharding = weights[key_of(path)], layout.parameters(spec.axes)
+            block = tensor_blocks(weight, spec.axes, sharding.shard_shape(spec.shape))
+            names = {index: name for name, index in tensor_names(weight, checkpoint.model)}
+
+            def read(region: Region) -> np.ndarray:
+                return _read(tensors, names, weight, spec, region, dtype)
+
+            return fill(spec.shape, DTYPES[dtype], sharding, block, read)
 
         return jax.tree_util.tree_map_with_path(load, specs, is_leaf=is_spec)
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises what `load_parameters` would, as far as it shows without reading a weight."""
+    """Raises what `load_parameters` would, as far as it shows before the weights are read."""
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
     with _Tensors(checkpoint.folder) as tensors:
         _check(tensors, specs, weights_of(specs, checkpoint.family), checkpoint.model)
-
-
-@functools.lru_cache(maxsize=64)
-def _put_layer(sharding: Any) -> Any:
-    def put(stacked: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
-
-    return jax.jit(put, donate_argnums=0, out_shardings=sharding)
 
 
 def key_of(path: Any) -> str:
@@ -143,13 +133,20 @@ class _Tensors:
     def __init__(self, folder: Path) -> None:
         self._stack = contextlib.ExitStack()
         self._open: dict[Path, Any] = {}
+        self._mapped_bytes = 0
         index = folder / INDEX
         if index.is_file():
             try:
                 names = json.loads(index.read_text())["weight_map"]
                 self.files = {name: folder / file for name, file in names.items()}
-            except (ValueError, KeyError, AttributeError, TypeError) as error:
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
                 raise ValueError(f"{index} is damaged: {error!r}") from error
+            for name, file in names.items():
+                if Path(file).name != file:
+                    raise ValueError(
+                        f"{index} says that {name} is in {file!r}; only the name of a file beside "
+                        "it can stand there"
+                    )
         elif (folder / SINGLE).is_file():
             keys = self._handle("its list of tensors", folder / SINGLE).keys()
             self.files = dict.fromkeys(keys, folder / SINGLE)
@@ -170,6 +167,19 @@ class _Tensors:
                 raise ValueError(f"{name} cannot be read from {file}: {error}") from error
             self._open[file] = handle
         return self._open[file]
+
+    def read(self, name: str, cuts: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, in the type that it is stored in."""
+        try:
+            values = self.slice_of(name)[cuts]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{name} cannot be read from {self.files[name]}: {error}") from error
+        self._mapped_bytes += values.nbytes
+        if self._mapped_bytes > MAX_MAPPED_BYTES:
+            self._stack.close()
+            self._open.clear()
+            self._mapped_bytes = 0
+        return values
 
     def slice_of(self, name: str) -> Any:
         """The tensor, of which nothing is read before it is indexed."""
@@ -196,6 +206,20 @@ def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tupl
         yield weight.name.format(layer=layer, expert=expert), index
 
 
+def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks of a device's part: of one tensor each, cut as that can be cut in its file."""
+    num_stacked = len(axes) - len(weight.axes.replace(" ", ""))
+    # Of letters that are one axis of the tensor, the first can be cut.
+    outer = "".join(group[0] for group in weight.axes.split())
+    return block_shape(axes, local_shape, num_stacked, outer)
+
+
+def axes_order(weight: Weight, axes: str) -> list[int]:
+    """Where the tensor has our axes; those that are stacked are none of it."""
+    theirs = weight.axes.replace(" ", "")
+    return [theirs.index(letter) for letter in axes if letter in theirs]
+
+
 def _check(
     tensors: _Tensors, specs: Any, weights: Mapping[str, Weight], model: ModelConfig
 ) -> None:
@@ -220,62 +244,56 @@ def _check(
                 f"{name} in {tensors.files[name]} is of type {found.get_dtype()}; only "
                 f"{', '.join(_READABLE)} can be read"
             )
+    if model.tie_embeddings:
+        _check_copy(tensors)
     for name, file in tensors.files.items():
         # Old files hold the rotary frequencies, which are computed here, and a copy of a tied head.
-        copied = model.tie_embeddings and name == "lm_head.weight"
+        copied = model.tie_embeddings and name == _HEAD
         if name not in expected and not copied and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{name} in {file} is not part of the model that config.json gives")
 
 
+def _check_copy(tensors: _Tensors) -> None:
+    """A head beside a tied embedding is the same: `transformers` would compute with another."""
+    if _HEAD not in tensors.files:
+        return
+    embedding, head = (tensors.slice_of(name) for name in (_EMBEDDING, _HEAD))
+    shape = tuple(embedding.get_shape())
+    rows = max(1, BLOCK_BYTES // (4 * shape[1]))
+    same = tuple(head.get_shape()) == shape and head.get_dtype() == embedding.get_dtype()
+    for start in range(0, shape[0], rows) if same else ():
+        part = (slice(start, min(start + rows, shape[0])),)
+        left, right = (tensors.read(name, part) for name in (_EMBEDDING, _HEAD))
+        same = same and left.tobytes() == right.tobytes()
+    if not same:
+        raise ValueError(
+            f"{_HEAD} in {tensors.files[_HEAD]} is not the same as {_EMBEDDING}, but config.json "
+            "ties them (tie_word_embeddings): set it to false there, or remove the tensor"
+        )
+
+
 def _read(
-    tensors: _Tensors, name: str, weight: Weight, spec: ParameterSpec, layout: Layout, dtype: str
-) -> jax.Array:
-    """One tensor, or one of each expert, on its devices, of this type, in our order of axes.
-
-    Each region is read once.
-    """
+    tensors: _Tensors,
+    names: Mapping[tuple[int, ...], str],
+    weight: Weight,
+    spec: ParameterSpec,
+    region: Region,
+    dtype: str,
+) -> np.ndarray:
+    """A region of the parameter, of one tensor only, in this type and our order of axes."""
     sizes, _ = tensor_sizes(spec, weight)
-    theirs = weight.axes.replace(" ", "")
-    order = [theirs.index(letter) for letter in spec.axes if letter in theirs]
-
-    def read(region: tuple[tuple[int, int], ...]) -> np.ndarray:
-        ranges = dict(zip(spec.axes, region, strict=True))
-        if "{expert}" not in name:
-            return read_one(name, ranges)
-        pieces = np.empty([stop - start for start, stop in region], DTYPES[dtype])
-        for piece, expert in zip(pieces, range(*ranges["E"]), strict=True):
-            piece[...] = read_one(name.replace("{expert}", str(expert)), ranges)
-        return pieces
-
-    def read_one(name: str, ranges: Mapping[str, tuple[int, int]]) -> np.ndarray:
-        tensor = tensors.slice_of(name)
-        cuts, lengths, inner = [], [], []
-        for group in weight.axes.split():
-            # The first letter of a group is cut in the file; the others are beside it, whole.
-            step = math.prod(sizes[letter] for letter in group[1:])
-            start, stop = ranges[group[0]]
-            cuts.append(slice(start * step, stop * step))
-            lengths += [stop - start, *(sizes[letter] for letter in group[1:])]
-            inner += [slice(None), *(slice(*ranges[letter]) for letter in group[1:])]
-        try:
-            values = tensor[tuple(cuts)]
-        except (SafetensorError, OSError) as error:
-            file = tensors.files[name]
-            raise ValueError(f"{name} cannot be read from {file}: {error}") from error
-        piece = values.reshape(lengths)[tuple(inner)].transpose(order)
-        return np.ascontiguousarray(piece, dtype=DTYPES[dtype])
-
-    sharding = layout.parameters(spec.axes)
-    devices_of: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
-        bounds = [part.indices(size) for part, size in zip(index or (), spec.shape, strict=True)]
-        region = tuple((start, stop) for start, stop, _ in bounds)
-        devices_of.setdefault(region, []).append(device)
-    # Region by region: with all of them at once, the host would hold the tensor twice.
-    placed = [
-        jax.block_until_ready([jax.device_put(piece, device) for device in devices])
-        for piece, devices in ((read(region), devices) for region, devices in devices_of.items())
-    ]
-    return jax.make_array_from_single_device_arrays(
-        spec.shape, sharding, [array for arrays in placed for array in arrays]
-    )
+    ranges = dict(zip(spec.axes, region, strict=True))
+    cuts, lengths, inner = [], [], []
+    for group in weight.axes.split():
+        # The first letter of a group is cut in the file; the others are beside it, whole.
+        step = math.prod(sizes[letter] for letter in group[1:])
+        start, stop = ranges[group[0]]
+        cuts.append(slice(start * step, stop * step))
+        lengths += [stop - start, *(sizes[letter] for letter in group[1:])]
+        inner += [slice(None), *(slice(*ranges[letter]) for letter in group[1:])]
+    num_stacked = len(spec.axes) - len(lengths)
+    name = names[tuple(start for start, _ in region[:num_stacked])]
+    values = tensors.read(name, tuple(cuts))
+    values = values.reshape(lengths)[tuple(inner)].transpose(axes_order(weight, spec.axes))
+    shape = [stop - start for start, stop in region]
+    return np.ascontiguousarray(values, dtype=DTYPES[dtype]).reshape(shape)

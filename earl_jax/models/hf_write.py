@@ -1,21 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in the format of `transformers`, written; hf_read.py is the way in."""
+"""Checkpoints in the format of `transformers`, written; hf_read.py is the way in.
+
+The host holds one tensor at a time, which comes from the devices block by block (blocks.py).
+"""
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
+from jax.sharding import NamedSharding
 
+from earl_jax.models.blocks import drain
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.families import Weight, family_of
 from earl_jax.models.hf_read import (
@@ -23,7 +28,9 @@ from earl_jax.models.hf_read import (
     INDEX,
     SINGLE,
     Checkpoint,
+    axes_order,
     key_of,
+    tensor_blocks,
     tensor_names,
     tensor_sizes,
     weights_of,
@@ -31,7 +38,10 @@ from earl_jax.models.hf_read import (
 from earl_jax.models.hf_settings import write_settings
 from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import Params, is_spec, parameter_specs
+from earl_jax.sharding.layout import MeshShape, make_layout
 
+# By the names of DTYPES.
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 MAX_SHARD_BYTES = 4 * 2**30
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -136,12 +146,8 @@ def _write_weights(
     files: dict[str, str] = {}
     for number, shard in enumerate(plan, start=1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
-        tensors = {
-            tensor.name: _tensor(leaves[tensor.key], tensor, np.dtype(DTYPES[dtype]))
-            for tensor in shard
-        }
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(tensors, file)
+        _write_file(folder / file, shard, leaves, dtype)
+        files |= {tensor.name: file for tensor in shard}
     if len(plan) > 1:
         total = sum(tensor.num_bytes for shard in plan for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -173,7 +179,7 @@ def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Pl
                 key=key_of(path),
                 index=index,
                 weight=weight,
-                axes=spec.axes[len(index) :],
+                axes=spec.axes,
                 shape=shape,
                 num_bytes=math.prod(shape) * itemsize,
             )
@@ -192,12 +198,57 @@ def _shards(
     return shards
 
 
-_merged = jax.jit(merged)
+def _write_file(
+    path: Path, shard: list[_Planned], leaves: Mapping[str, jax.Array | Adapted], dtype: str
+) -> None:
+    """A file of safetensors, tensor by tensor: its library would hold all of them, twice."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in shard:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": _STORED[dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard:
+            # Under a name it would live on beside the next.
+            file.write(_tensor(leaves[tensor.key], tensor, np.dtype(DTYPES[dtype])).data)
 
 
 def _tensor(leaf: jax.Array | Adapted, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
-    """The tensor as its file has it."""
-    one = jax.tree.map(lambda part: part[tensor.index], leaf) if tensor.index else leaf
-    values = np.asarray(_merged(one) if is_adapted(one) else one)
-    order = [tensor.axes.index(letter) for letter in tensor.weight.axes.replace(" ", "")]
-    return np.ascontiguousarray(values.transpose(order).reshape(tensor.shape).astype(dtype))
+    """The bytes of the tensor as its file has it."""
+    axes, weight, index = tensor.axes, tensor.weight, tensor.index
+    if isinstance(leaf, Adapted):
+        array, index = _merged_layer(leaf, index[0]), (0, *index[1:])
+    else:
+        array = leaf
+    assert array.is_fully_addressable, "one process must see the whole model"
+    if not isinstance(array.sharding, NamedSharding):
+        device = make_layout(MeshShape(), list(array.devices()))
+        array = jax.device_put(array, device.parameters(axes))
+    block = tensor_blocks(weight, axes, array.sharding.shard_shape(array.shape))
+    sizes = dict(zip(axes, array.shape, strict=True))
+    values = np.empty([sizes[letter] for letter in weight.axes.replace(" ", "")], dtype)
+    ours = values.transpose(axes_order(weight, axes))
+    for region, part in drain(array, block, index):
+        ours[tuple(slice(*cut) for cut in region[len(index) :])] = part[(0,) * len(index)]
+    return values.reshape(-1).view(np.uint8)
+
+
+def _merged_layer(leaf: Adapted, layer: int) -> jax.Array:
+    """One layer of the merged weight, where the weight lies; layers are still its first axis."""
+    return _merge(leaf.weight.sharding)(leaf, np.int32(layer))
+
+
+@functools.lru_cache(maxsize=64)
+def _merge(sharding: Any) -> Any:
+    def merge(leaf: Adapted, layer: jax.Array) -> jax.Array:
+        take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=layer, slice_size=1)
+        return merged(jax.tree.map(take, leaf))
+
+    return jax.jit(merge, out_shardings=sharding)

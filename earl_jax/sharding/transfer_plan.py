@@ -12,7 +12,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
@@ -35,8 +35,41 @@ class Piece:
     num_bytes: int
 
 
+class Traffic:
+    """Sums over what goes from device to device (`link_bytes`) and what stays (`kept_bytes`)."""
+
+    link_bytes: Any  # (source device, target device) -> bytes
+    kept_bytes: Any  # device -> bytes
+
+    @functools.cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes per sending device."""
+        return self._sum_ends(0)
+
+    @functools.cached_property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes per receiving device."""
+        return self._sum_ends(1)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that travel between devices."""
+        return sum(self.link_bytes.values())
+
+    @property
+    def in_place_bytes(self) -> int:
+        """Bytes that the targets already hold."""
+        return sum(self.kept_bytes.values())
+
+    def _sum_ends(self, end: int) -> dict[int, int]:
+        totals: Counter[int] = Counter()
+        for link, num_bytes in self.link_bytes.items():
+            totals[link[end]] += num_bytes
+        return dict(sorted(totals.items()))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferPlan:
+class TransferPlan(Traffic):
     """How one array gets from one placement to another.
 
     `pieces` cover every target device's ranges exactly once; a piece from a device to itself stays
@@ -69,26 +102,6 @@ class TransferPlan:
             if piece.source_device == piece.target_device:
                 kept[piece.target_device] += piece.num_bytes
         return dict(sorted(kept.items()))
-
-    @functools.cached_property
-    def sent_bytes(self) -> dict[int, int]:
-        """Bytes per sending device."""
-        return sum_links(self.link_bytes, 0)
-
-    @functools.cached_property
-    def received_bytes(self) -> dict[int, int]:
-        """Bytes per receiving device."""
-        return sum_links(self.link_bytes, 1)
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that travel between devices."""
-        return sum(self.link_bytes.values())
-
-    @property
-    def in_place_bytes(self) -> int:
-        """Bytes that the targets already hold."""
-        return sum(self.kept_bytes.values())
 
     @functools.cached_property
     def _moved_pieces(self) -> list[Piece]:
@@ -251,14 +264,6 @@ def device_table_lines(
         for device in sorted({*sent, *received, *kept})
     ]
     return table_lines(("device", "sends", "receives", "keeps"), rows)
-
-
-def sum_links(link_bytes: Mapping[tuple[int, int], int], end: int) -> dict[int, int]:
-    """Bytes per device at one end of its links: 0 for the senders, 1 for the receivers."""
-    totals: Counter[int] = Counter()
-    for link, num_bytes in link_bytes.items():
-        totals[link[end]] += num_bytes
-    return dict(sorted(totals.items()))
 
 
 class _Grid:

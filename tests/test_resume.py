@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Resuming: a damaged checkpoint is set aside, a defect of the program is not taken for damage.
+
+tests/test_checkpoint.py has the ways in which files are damaged.
+"""
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.checkpoint import Checkpoints
+from earl_jax.config import make_config
+from earl_jax.run import _resume
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.world import World
+
+D8 = MeshShape(data=8)
+POSITION = {
+    "placement": {"rollout_mesh": "data=8", "train_mesh": "data=8", "places": 24},
+    "history": [],
+    "throughput": {},
+}
+
+
+def make_world(*overrides):
+    given = {
+        "model": {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_size": 16},
+        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",)},
+    }
+    return World(make_config(given, overrides))
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world()
+
+
+@pytest.fixture
+def resume(world, tmp_path, monkeypatch):
+    """A workdir with checkpoints of steps 1 and 2, and the call that resumes it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield from resumed(world, tmp_path, POSITION)
+
+
+def resumed(world, tmp_path, position):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", world.config.checkpoint)
+    for step in (1, 2):
+        checkpoints.save(step, world.init_train_state(D8), position)
+    checkpoints.wait()
+    notes = []
+
+    def call():
+        progress = types.SimpleNamespace(note=notes.append)
+        return _resume(world, checkpoints, progress, tmp_path)
+
+    yield types.SimpleNamespace(call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps)
+    checkpoints.close()
+
+
+def test_the_newest_is_used(resume, world):
+    position, placement = resume.call()
+    assert position.step == 2 and placement.as_dict() == POSITION["placement"]
+    jax.tree.map(np.testing.assert_array_equal, position.state, world.init_train_state(D8))
+    assert len(resume.notes) == 1 and "after step 2" in resume.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('"placement"', '"plaxement"', "without placement"),
+        ('"rollout_mesh": "data=8"', '"rollout_mesh": "dbta=8"', "cannot read 'dbta=8'"),
+        ('"throughput": {}', '"throughput": {"a": 1}', "not a throughput table"),
+        ("{", "[", "JSONDecodeError"),
+    ],
+)
+def test_a_position_that_is_none_is_damage(resume, old, new, words):
+    path = resume.workdir / "checkpoints/2/position/metadata"
+    text = path.read_text().replace('":', '": ').replace('":  ', '": ')
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    position, _ = resume.call()
+    assert position.step == 1 and resume.steps() == [1]
+    assert words in resume.notes[0] and "step 2 is damaged" in resume.notes[0]
+    assert (resume.workdir / "damaged_2").is_dir()
+
+
+@pytest.fixture(scope="module")
+def adapters_world():
+    return make_world("train.lora.rank=1")
+
+
+@pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
+def test_adapters_without_their_base(adapters_world, tmp_path, monkeypatch, found):
+    """Another base is no damage: nothing is set aside. A position that names none is one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    position = POSITION if found is None else {**POSITION, "base_fingerprint": found}
+    for resume in resumed(adapters_world, tmp_path, position):
+        if found is None:
+            assert resume.call() is None and resume.steps() == []
+            assert all("without base_fingerprint" in note for note in resume.notes)
+        else:
+            with pytest.raises(ValueError, match="draws other weights from config.seed"):
+                resume.call()
+            assert resume.steps() == [2, 1] and not resume.notes
+
+
+@pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, ValueError, AssertionError])
+@pytest.mark.parametrize("where", ["train_state_shapes", "train_state_shardings"])
+def test_a_defect_is_not_taken_for_damage(resume, monkeypatch, kind, where):
+    def defect(self, *_):
+        raise kind("a defect")
+
+    monkeypatch.setattr(World, where, defect)
+    with pytest.raises(kind, match="a defect"):
+        resume.call()
+    assert resume.steps() == [2, 1] and not resume.notes
+    assert not list(resume.workdir.glob("damaged_*"))
