@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.orders import NO_ROW, pack_orders
 from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.slots import NO_ROW, pack_orders
 from earl_jax.selector.choose import Option
 from earl_jax.selector.memory import program_bytes
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table

@@ -13,7 +13,7 @@ from reference.make_checkpoint import write_checkpoint
 from earl_jax.config import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.slots import ORDER_COLUMNS
+from earl_jax.rollout.orders import ORDER_COLUMNS
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.train import step as train_step

@@ -14,8 +14,8 @@ from earl_jax.calibrate import Calibration, open_table
 from earl_jax.config import make_config
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.orders import pack_orders
 from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.slots import pack_orders
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape

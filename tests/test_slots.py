@@ -22,8 +22,9 @@ from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import slots
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.orders import NO_ROW, Report, pack_orders, unpack_report
 from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.slots import NO_ROW, SlotRules, pack_orders, unpack_report
+from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
@@ -75,7 +76,7 @@ class Heard:
 
 
 def converse(
-    play: Callable[[Any, np.ndarray], tuple[Any, slots.Report]],
+    play: Callable[[Any, np.ndarray], tuple[Any, Report]],
     state: Any,
     scripts: Mapping[int, Script],
     *,
@@ -125,7 +126,7 @@ def give_chunk(columns: dict[str, np.ndarray], slot: int, h: Heard, script: Scri
     h.fresh = False
 
 
-def take_down(report: slots.Report, slot: int, h: Heard, script: Script, version: int) -> None:
+def take_down(report: Report, slot: int, h: Heard, script: Script, version: int) -> None:
     count = int(report.count[slot])
     tokens, logprobs = report.tokens[slot, :count], report.logprobs[slot, :count]
     h.note(tokens.tolist(), h.turn, logprobs.tolist(), version)

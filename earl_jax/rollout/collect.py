@@ -31,11 +31,11 @@ from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.orders import NO_ROW, Report, pack_orders
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.seat import Seat
-from earl_jax.rollout.slots import NO_ROW, Report, pack_orders
 from earl_jax.trajectory import Experience, Trajectory
 
 # What an environment says when its call comes back: how it begins, or what a step led to.

@@ -30,8 +30,9 @@ from earl_jax.models.parameters import (
 from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.orders import NO_ROW, ORDER_COLUMNS, Report, unpack_report
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
-from earl_jax.rollout.slots import NO_ROW, DecodeState, Report, SlotRules
+from earl_jax.rollout.slots import DecodeState, SlotRules
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
 
@@ -213,7 +214,7 @@ class PolicyEngine(Engine):
         """
         sent = jax.device_put(orders, self._rows)
         state, packed = self._play(params, state, sent, self._key_data)
-        return state, slots.unpack_report(np.asarray(packed))
+        return state, unpack_report(np.asarray(packed))
 
     def lower_play(self, places: int) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""
@@ -225,7 +226,7 @@ class PolicyEngine(Engine):
                 shardings,
             )
 
-        width = slots.ORDER_COLUMNS + self.config.chunk_size
+        width = ORDER_COLUMNS + self.config.chunk_size
         return self._play.lower(
             placed(self.parameter_shapes, self.parameter_shardings),
             placed(self.state_shapes(places), self.state_shardings),

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import LayerCache, empty_cache
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.orders import NO_ROW, Orders, pack_report, unpack_orders
 from earl_jax.rollout.sampling import (
     SamplingRows,
     sample,
@@ -35,9 +35,6 @@ from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
 
 Replicate = Callable[[jax.Array], jax.Array]
-
-NO_ROW = -1
-ORDER_COLUMNS = 11
 
 
 @jax.tree_util.register_dataclass
@@ -76,115 +73,6 @@ class SlotRules(NamedTuple):
     max_turn_tokens: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = 8
-
-
-class Orders(NamedTuple):
-    """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
-
-    `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
-    and takes `seed`, `row`, `sampling` over; `fork` empties its cache alone: the episode goes on
-    in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
-    with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
-    `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
-    behind these; so it does behind `rewind`, which empties the cache of a sample that is to be read
-    again, by other weights. `speak` lets the policy begin a turn behind the chunk, `resume` go on
-    with the one it was in when its sample was rewound. A slot with nothing to append goes on with
-    its turn where it is in one.
-
-    Sources are read slot by slot, in their order: a slot that took something over has it for those
-    behind it.
-    """
-
-    chunk: jax.Array
-    count: jax.Array
-    restart: jax.Array
-    fork: jax.Array
-    rewind: jax.Array
-    speak: jax.Array
-    resume: jax.Array
-    seed: jax.Array
-    row: jax.Array
-    source: jax.Array
-    shared: jax.Array
-    sampling: SamplingRows
-    version: jax.Array
-
-
-_RESTART, _SPEAK, _FORK, _REWIND, _RESUME = 1, 2, 4, 8, 16
-
-
-def pack_orders(
-    *,
-    chunk: np.ndarray,
-    count: np.ndarray,
-    restart: np.ndarray,
-    speak: np.ndarray,
-    seed: np.ndarray,
-    row: np.ndarray,
-    sampling: SamplingRows,
-    version: int,
-    fork: np.ndarray | int = 0,
-    rewind: np.ndarray | int = 0,
-    resume: np.ndarray | int = 0,
-    source: np.ndarray | int = 0,
-    shared: np.ndarray | int = 0,
-) -> np.ndarray:
-    """One i32 array per round, because each array sent costs more than its bytes."""
-    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
-    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared)]
-    drawn = [np.asarray(column).view(np.int32) for column in sampling]
-    columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
-    return np.concatenate([columns, chunk], axis=1).astype(np.int32)
-
-
-def _unpack_orders(packed: jax.Array) -> Orders:
-    count, flags, seed, row, version, source, shared, *drawn = packed[:, :ORDER_COLUMNS].T
-    bits = SamplingRows(*drawn)
-    return Orders(
-        chunk=packed[:, ORDER_COLUMNS:],
-        count=count,
-        restart=flags & _RESTART > 0,
-        fork=flags & _FORK > 0,
-        rewind=flags & _REWIND > 0,
-        speak=flags & _SPEAK > 0,
-        resume=flags & _RESUME > 0,
-        seed=seed,
-        row=row,
-        source=source,
-        shared=shared,
-        sampling=SamplingRows(
-            temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
-            top_k=bits.top_k,
-            top_p=jax.lax.bitcast_convert_type(bits.top_p, jnp.float32),
-            min_p=jax.lax.bitcast_convert_type(bits.min_p, jnp.float32),
-        ),
-        version=version,
-    )
-
-
-class Report(NamedTuple):
-    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    count: np.ndarray
-    active: np.ndarray
-
-
-def _pack_report(tokens: jax.Array, logprobs: jax.Array, count: jax.Array, active: jax.Array):
-    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
-    return jnp.concatenate([tokens, bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
-
-
-def unpack_report(packed: np.ndarray) -> Report:
-    """The inverse of the packing at the end of `play`, on the host."""
-    burst = (packed.shape[1] - 2) // 2
-    return Report(
-        tokens=packed[:, :burst],
-        logprobs=np.ascontiguousarray(packed[:, burst : 2 * burst]).view(np.float32),
-        count=packed[:, -2],
-        active=packed[:, -1].astype(bool),
-    )
 
 
 def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> DecodeState:
@@ -248,7 +136,7 @@ def play(
     Returns:
         The new state, and the packed Report.
     """
-    orders = _unpack_orders(packed_orders)
+    orders = unpack_orders(packed_orders)
     state = _shift_rows(state, -first_row)
     state = _restart(_take_over(state, orders, first_row), orders, first_row)
     slots = state.cached.shape[0]
@@ -298,7 +186,7 @@ def play(
     )
     state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
     tokens, logprobs, count = out
-    return _shift_rows(state, first_row), _pack_report(tokens, logprobs, count, state.active)
+    return _shift_rows(state, first_row), pack_report(tokens, logprobs, count, state.active)
 
 
 def _shift_rows(state: DecodeState, by: jax.Array | int) -> DecodeState:

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between host and devices in a round: the host's orders, and what came of them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.rollout.sampling import SamplingRows
+
+NO_ROW = -1
+ORDER_COLUMNS = 11
+
+
+class Orders(NamedTuple):
+    """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
+
+    `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
+    and takes `seed`, `row`, `sampling` over; `fork` empties its cache alone: the episode goes on
+    in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
+    with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
+    `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
+    behind these; so it does behind `rewind`, which empties the cache of a sample that is to be read
+    again, by other weights. `speak` lets the policy begin a turn behind the chunk, `resume` go on
+    with the one it was in when its sample was rewound. A slot with nothing to append goes on with
+    its turn where it is in one.
+
+    Sources are read slot by slot, in their order: a slot that took something over has it for those
+    behind it.
+    """
+
+    chunk: jax.Array
+    count: jax.Array
+    restart: jax.Array
+    fork: jax.Array
+    rewind: jax.Array
+    speak: jax.Array
+    resume: jax.Array
+    seed: jax.Array
+    row: jax.Array
+    source: jax.Array
+    shared: jax.Array
+    sampling: SamplingRows
+    version: jax.Array
+
+
+_RESTART, _SPEAK, _FORK, _REWIND, _RESUME = 1, 2, 4, 8, 16
+
+
+def pack_orders(
+    *,
+    chunk: np.ndarray,
+    count: np.ndarray,
+    restart: np.ndarray,
+    speak: np.ndarray,
+    seed: np.ndarray,
+    row: np.ndarray,
+    sampling: SamplingRows,
+    version: int,
+    fork: np.ndarray | int = 0,
+    rewind: np.ndarray | int = 0,
+    resume: np.ndarray | int = 0,
+    source: np.ndarray | int = 0,
+    shared: np.ndarray | int = 0,
+) -> np.ndarray:
+    """One i32 array per round, because each array sent costs more than its bytes."""
+    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
+    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared)]
+    drawn = [np.asarray(column).view(np.int32) for column in sampling]
+    columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
+    return np.concatenate([columns, chunk], axis=1).astype(np.int32)
+
+
+def unpack_orders(packed: jax.Array) -> Orders:
+    """The inverse of `pack_orders`, on the devices."""
+    count, flags, seed, row, version, source, shared, *drawn = packed[:, :ORDER_COLUMNS].T
+    bits = SamplingRows(*drawn)
+    return Orders(
+        chunk=packed[:, ORDER_COLUMNS:],
+        count=count,
+        restart=flags & _RESTART > 0,
+        fork=flags & _FORK > 0,
+        rewind=flags & _REWIND > 0,
+        speak=flags & _SPEAK > 0,
+        resume=flags & _RESUME > 0,
+        seed=seed,
+        row=row,
+        source=source,
+        shared=shared,
+        sampling=SamplingRows(
+            temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
+            top_k=bits.top_k,
+            top_p=jax.lax.bitcast_convert_type(bits.top_p, jnp.float32),
+            min_p=jax.lax.bitcast_convert_type(bits.min_p, jnp.float32),
+        ),
+        version=version,
+    )
+
+
+class Report(NamedTuple):
+    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    count: np.ndarray
+    active: np.ndarray
+
+
+def pack_report(
+    tokens: jax.Array, logprobs: jax.Array, count: jax.Array, active: jax.Array
+) -> jax.Array:
+    """One i32 array [B, 2K + 2] for the host."""
+    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+    return jnp.concatenate([tokens, bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
+
+
+def unpack_report(packed: np.ndarray) -> Report:
+    """The inverse of `pack_report`, on the host."""
+    burst = (packed.shape[1] - 2) // 2
+    return Report(
+        tokens=packed[:, :burst],
+        logprobs=np.ascontiguousarray(packed[:, burst : 2 * burst]).view(np.float32),
+        count=packed[:, -2],
+        active=packed[:, -1].astype(bool),
+    )
