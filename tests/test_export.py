@@ -149,17 +149,21 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
 
     policy, whole, folder = write_both(tmp_path, name, adapters_of(name))
     tokens = torch.from_numpy(reference(name)["tokens"]).long()
-    base = AutoModelForCausalLM.from_pretrained(REFERENCE / name, dtype=torch.float32)
+    # The soft cap of attention is passed over by "sdpa", and by "eager" unless it is told.
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    softcap = checkpoint(name).model.attention_softcap
+    capped = {"softcap": softcap} if softcap else {}
+    base = AutoModelForCausalLM.from_pretrained(REFERENCE / name, **options)
     with torch.no_grad():
-        unchanged = base(tokens).logits.numpy()
+        unchanged = base(tokens, **capped).logits.numpy()
     adapted = peft.PeftModel.from_pretrained(base, folder)
-    automatic = peft.AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    merged = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
+    automatic = peft.AutoPeftModelForCausalLM.from_pretrained(folder, **options)
+    merged = AutoModelForCausalLM.from_pretrained(whole, **options)
     expected = own_logits(name, policy)
     assert np.abs(expected - unchanged).max() > 0.5
     for model in (adapted, automatic, merged):
         with torch.no_grad():
-            logits = model(tokens).logits.numpy()
+            logits = model(tokens, **capped).logits.numpy()
         error = np.abs(logits - expected).max()
         print(f"{name}, {type(model).__name__}: largest error of a logit {error:.1e}")
         assert error <= 1e-4
