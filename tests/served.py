@@ -202,7 +202,7 @@ def save_parrot(folder: Path) -> None:
     [forever] = tokenizer.encode("x")
     for token, after in [*zip(said, said[1:], strict=False), (forever, forever)]:
         head_DV[:, after] += embed_VD[token]
-    params |= {"embed": embed_VD, "head": head_DV}
+    params = jax.tree.map(jnp.asarray, params | {"embed": embed_VD, "head": head_DV})
     save_checkpoint(
         folder,
         params,
