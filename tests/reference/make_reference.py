@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the folders beside it: small random models, and what `transformers` computes with them.
 
-    uv venv --python 3.11 /tmp/torchenv
-    uv pip install --python /tmp/torchenv/bin/python torch transformers==5.23.0 open-spiel jinja2
-    PYTHONPATH=. /tmp/torchenv/bin/python tests/reference/make_reference.py
+    uv venv --python 3.11 torchenv
+    uv pip install --python torchenv/bin/python torch transformers==5.23.0 open-spiel jinja2
+    PYTHONPATH=. torchenv/bin/python tests/reference/make_reference.py
 
 Each folder is a checkpoint as `save_pretrained` writes it, and `reference.npz`: `tokens` i32[2, 48]
 with their `logits` f32[2, 48, V], and `prompt` i32[8] with its greedy `continuation` i32[64]. All
