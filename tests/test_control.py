@@ -244,6 +244,23 @@ def test_an_episode_is_aborted_in_the_middle_of_its_turn(pool):
             assert spoken == CONFIG.max_turn_tokens
 
 
+def test_who_waits_for_a_prompt_whose_reader_is_aborted_reads_it_itself(pool):
+    """Two slots of one lane; the first is aborted when it has read one chunk of four."""
+    script = {1: lambda control: control.abort(0)}
+    rollout = collect(
+        pool,
+        tasks(2),
+        lambda task: Lecture(0, 0.0),
+        places=PLACES,
+        control=Script(script),
+        share_prefixes=True,
+    )
+    aborted, other = rollout.trajectories
+    assert (aborted.stop_reason, aborted.turns) == ("aborted", ())
+    assert other.stop_reason == "win" and furthest([other]) < 1e-5
+    assert rollout.stats.shared_tokens == CONFIG.chunk_size
+
+
 def test_a_paused_rollout_stands_still_and_goes_on_as_if_nothing_had_been(pool, games):
     control, started, done = RolloutControl(), [], []
 

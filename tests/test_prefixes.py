@@ -61,6 +61,18 @@ def test_who_begins_alike_waits_for_the_one_that_reads(index):
     assert index.find(2, prompt) == Shared(source=1, length=12)
 
 
+def test_nobody_waits_for_one_that_stopped_or_waits_itself(index):
+    prompt = [*SYSTEM, 30, 31, 32, 33, 34]
+    index.begin(1, prompt, index.find(1, prompt))
+    index.stop(1)
+    assert index.find(2, prompt) == Shared(source=0, length=8)
+    index.begin(1, prompt, index.find(1, prompt))
+    assert index.find(2, prompt) is None
+    other = [*SYSTEM, 50]
+    assert index.find(1, other) == Shared(source=1, length=8)
+    assert index.find(2, prompt) == Shared(source=0, length=8)
+
+
 def test_what_is_taken_over_is_there_for_the_next(index):
     """Within a round slots take over one after the other; what is appended comes later."""
     prompt = [*SYSTEM, 30, 31, 32, 33, 34]

@@ -153,6 +153,7 @@ class Collector:
         assert episode is not None
         self._finished[episode.row] = episode.finish(stop_reason, detail)
         self._slots[slot] = None
+        self._prefixes.stop(slot)
 
     def _obey(self, requests: Requests, seat: Seat) -> Seat:
         """Ends what is to be aborted, and changes weights."""

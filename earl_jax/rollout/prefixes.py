@@ -43,6 +43,8 @@ class PrefixIndex:
 
         It waits for a slot that is about to append more of the same than there is now.
         """
+        # Who asks has not begun: nobody must wait for what it was to append before.
+        self.stop(slot)
         first = slot - slot % self._slots_per_lane
         lane = range(first, first + self._slots_per_lane)
         # Its own cache before another's: that copies nothing.
@@ -66,6 +68,10 @@ class PrefixIndex:
         coming = self._coming[slot]
         self._cached[slot] += coming[:number]
         self._coming[slot] = coming[number:]
+
+    def stop(self, slot: int) -> None:
+        """The slot appends no more of its prompt."""
+        self._coming[slot] = []
 
     def _common(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
         """Tokens of the prompt that can be taken over from a cache of these."""
