@@ -3,6 +3,7 @@
 """Serves a policy: python -m earl_jax.serve --workdir=DIR | --model=HF_DIR [--port=9000]."""
 
 import argparse
+import asyncio
 import dataclasses
 import signal
 import sys
@@ -180,7 +181,7 @@ def serve_command(arguments: Sequence[str]) -> None:
             flush=True,
         )
 
-    serve(
+    serving = serve(
         engine,
         params,
         host=flags.host,
@@ -188,6 +189,7 @@ def serve_command(arguments: Sequence[str]) -> None:
         max_waiting=flags.max_waiting,
         on_ready=say,
     )
+    asyncio.run(serving)
 
 
 def _check_flags(flags: argparse.Namespace) -> Any:

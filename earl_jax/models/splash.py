@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+from earl_jax.models.attention_shards import on_each_shard
 from earl_jax.sharding.layout import Layout
 
 # The kernel's own unit: lengths and head sizes are padded to multiples of it.
@@ -54,15 +55,7 @@ def splash_rows(
             interpret=layout.platform == "cpu",
         )
 
-    sides = layout.activation_spec("BKSH")
-    queries = layout.activation_spec("BTKGH")
-    return jax.shard_map(
-        attend_shard,
-        mesh=layout.mesh,
-        in_specs=(queries, sides, sides, layout.activation_spec("BT")),
-        out_specs=queries,
-        check_vma=False,
-    )(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT)
+    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT)
 
 
 def _attend(

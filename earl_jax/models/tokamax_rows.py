@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.models.attention import Window
+from earl_jax.models.attention_shards import on_each_shard
 from earl_jax.models.config import ModelConfig
 from earl_jax.sharding.layout import Layout
 
@@ -80,15 +81,8 @@ def tokamax_rows(
     if window is not None:
         first_BT = jnp.maximum(first_BT, order_BT - (window - 1))
     implementation = "xla" if layout.platform == "cpu" else "mosaic_gpu"
-    sides = layout.activation_spec("BKSH")
-    queries = layout.activation_spec("BTKGH")
-    return jax.shard_map(
-        functools.partial(_call, implementation, scale, softcap),
-        mesh=layout.mesh,
-        in_specs=(queries, sides, sides, layout.activation_spec("BT")),
-        out_specs=queries,
-        check_vma=False,
-    )(query_BTKGH, key_BKSH, value_BKSH, first_BT)
+    attend_shard = functools.partial(_call, implementation, scale, softcap)
+    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, first_BT)
 
 
 def _call(

@@ -196,7 +196,7 @@ def warm_up(engine: PolicyEngine, params: Any) -> None:
     result.convert_to_numpy()
 
 
-def serve(
+async def serve(
     engine: PolicyEngine,
     params: Any,
     *,
@@ -219,17 +219,6 @@ def serve(
         ValueError: the address cannot be used.
         RuntimeError: the devices or JetStream failed; open requests were told.
     """
-    asyncio.run(_serve(engine, params, host, port, max_waiting, on_ready))
-
-
-async def _serve(
-    engine: PolicyEngine,
-    params: Any,
-    host: str,
-    port: int,
-    max_waiting: int,
-    on_ready: Callable[[str], None],
-) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     server = grpc.aio.server(
         options=[
