@@ -15,6 +15,7 @@ from test_slots import (
     CHUNK,
     END,
     MODEL,
+    PAGE_SIZE,
     PLACES,
     RULES,
     VOCAB,
@@ -42,6 +43,7 @@ CONFIG = EngineConfig(
     chunk_size=CHUNK,
     rules=RULES,
     seed=7,
+    page_size=PAGE_SIZE,
 )
 # Every mesh of eight devices that the selector can return for this model.
 CANDIDATES = rollout_candidates(
@@ -222,7 +224,9 @@ def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.
     assert counter.num_bytes == NUM_SLOTS * (2 * RULES.burst + 2) * 4
     assert not report.count.any() and not report.active.any()
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.caches, state.experience)))
+    assert all(
+        leaf.is_deleted() for leaf in jax.tree.leaves((state.cache.layers, state.experience))
+    )
     assert not np.asarray(after.experience.tokens).any()
 
 
@@ -241,6 +245,6 @@ def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
     engine = PolicyEngine(dataclasses.replace(CONFIG, model=model), make_layout(MeshShape(data=8)))
     types = {leaf.dtype for leaf in jax.tree.leaves(engine.parameter_shapes)}
     shapes = engine.state_shapes(PLACES)
-    types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.caches)}
+    types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.cache.layers)}
     assert types == {jnp.dtype(jnp.bfloat16)}
     assert shapes.experience.logprobs.dtype == jnp.float32

@@ -86,21 +86,21 @@ def test_greedy_decoding_with_a_cache_is_that_of_transformers(name):
     params = unstack_layers(loaded(name), model.num_layers)
 
     @jax.jit
-    def decode(params, caches, prompt_BT):
+    def decode(params, cache, prompt_BT):
         def one(carry, _):
-            token_B, cached_B, caches = carry
-            logits_BV, caches = forward_chunk(
-                model, params, caches, token_B[:, None], cached_B, jnp.ones(1, jnp.int32)
+            token_B, cached_B, cache = carry
+            logits_BV, cache = forward_chunk(
+                model, params, cache, token_B[:, None], cached_B, jnp.ones(1, jnp.int32)
             )
             token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-            return (token_B, cached_B + 1, caches), token_B
+            return (token_B, cached_B + 1, cache), token_B
 
         count_B = jnp.full(1, prompt_BT.shape[1], jnp.int32)
-        logits_BV, caches = forward_chunk(
-            model, params, caches, prompt_BT, jnp.zeros(1, jnp.int32), count_B
+        logits_BV, cache = forward_chunk(
+            model, params, cache, prompt_BT, jnp.zeros(1, jnp.int32), count_B
         )
         first_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        _, rest = jax.lax.scan(one, (first_B, count_B, caches), length=len(expected) - 1)
+        _, rest = jax.lax.scan(one, (first_B, count_B, cache), length=len(expected) - 1)
         return jnp.concatenate([first_B, rest[:, 0]])
 
     found = decode(params, empty_cache(model, 1, len(prompt) + len(expected)), prompt[None])
@@ -114,11 +114,11 @@ def test_cached_decoding_equals_the_full_forward(name):
     full = make_logits(model)(loaded(name), tokens)
     params = unstack_layers(loaded(name), model.num_layers)
     chunk = jax.jit(functools.partial(forward_chunk, model))
-    caches, size = empty_cache(model, len(tokens), tokens.shape[1]), 6
+    cache, size = empty_cache(model, len(tokens), tokens.shape[1]), 6
     for start in range(0, tokens.shape[1], size):
         counts = np.full(len(tokens), size, np.int32)
-        logits, caches = chunk(
-            params, caches, tokens[:, start : start + size], counts * 0 + start, counts
+        logits, cache = chunk(
+            params, cache, tokens[:, start : start + size], counts * 0 + start, counts
         )
         np.testing.assert_allclose(logits, full[:, start + size - 1], atol=2e-5)
 

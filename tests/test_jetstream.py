@@ -215,7 +215,7 @@ def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
         params=params, existing_prefix=prefix, padded_tokens=padded(second), true_length=6
     )
     assert two.cached.tolist() == one.cached.tolist() == [17]
-    for ours, theirs in zip(jax.tree.leaves(two.caches), jax.tree.leaves(one.caches), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(two.cache), jax.tree.leaves(one.cache), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
         assert not np.asarray(ours)[:, :, 17:].any()
     expected = continuations([whole, whole], [int(one.seed[0]), int(prefix.seed[0])], 1)

@@ -382,10 +382,10 @@ PAIRS = [
 def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     state = placed(source)
     result = published(state, target)
-    caches, tokens = empty_cache(MODEL, ROWS, LENGTH), make_batch().tokens
+    cache, tokens = empty_cache(MODEL, ROWS, LENGTH), make_batch().tokens
     chunk = jax.jit(functools.partial(forward_chunk, MODEL))
     counts = np.full(ROWS, LENGTH, np.int32)
-    logits, _ = chunk(result.params, caches, tokens, counts * 0, counts)
+    logits, _ = chunk(result.params, cache, tokens, counts * 0, counts)
     expected = logits_of(policy(placed(source)), source)[:, -1]
     base = logits_of(on_host().base)[:, -1]
     found, trained, base = (

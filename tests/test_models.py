@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import rows_of
 
 from earl_jax.models.attention import BLOCK_SIZE, Places, _attend, attention
 from earl_jax.models.config import ModelConfig
@@ -20,7 +21,7 @@ from earl_jax.models.decoder import (
     positions_in_segments,
     rms_norm,
 )
-from earl_jax.models.kv_cache import LayerCache, cache_bytes, empty_cache, write
+from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_cache
 from earl_jax.models.parameters import (
     check_tensor_axis,
     init_parameters,
@@ -257,40 +258,6 @@ def test_positions_count_within_segments():
     )
 
 
-def test_a_cache_write_lands_where_it_should_and_nowhere_else():
-    side = -jnp.arange(3 * 1 * 6 * 1, dtype=jnp.float32).reshape(3, 1, 6, 1)
-    new = jnp.array([[11.0, 12, 13], [21, 22, 23], [31, 32, 33]]).reshape(3, 3, 1, 1)
-    # Row 0: two entries at 1 and 2. Row 1: none. Row 2: three at 3, 4, 5.
-    out = write(side, new, jnp.array([1, 4, 3]), jnp.array([2, 0, 3]))
-    np.testing.assert_array_equal(
-        out[:, 0, :, 0],
-        [[0, 11, 12, -3, -4, -5], [-6, -7, -8, -9, -10, -11], [-12, -13, -14, 31, 32, 33]],
-    )
-
-
-def test_a_cache_write_keeps_heads_and_sizes_apart():
-    rng = np.random.default_rng(3)
-    side = rng.normal(size=(2, 3, 5, 4)).astype(np.float32)
-    new = rng.normal(size=(2, 2, 3, 4)).astype(np.float32)
-    out = write(jnp.asarray(side), jnp.asarray(new), jnp.array([2, 0]), jnp.array([2, 1]))
-    expected = side.copy()
-    for k in range(3):
-        expected[0, k, 2], expected[0, k, 3] = new[0, 0, k], new[0, 1, k]
-        expected[1, k, 0] = new[1, 0, k]
-    np.testing.assert_array_equal(out, expected)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
-    model = dataclasses.replace(MODEL, compute_dtype=dtype)
-    caches = empty_cache(model, 3, 10)
-    # 2 layers x (key, value) x 3 rows x 2 heads x 10 places x 8 numbers.
-    numbers = 2 * 2 * 3 * 2 * 10 * 8
-    assert cache_bytes(model, 3, 10) == numbers * jnp.dtype(dtype).itemsize
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(caches)) == cache_bytes(model, 3, 10)
-    assert caches[0].key.shape == (3, 2, 10, 8)
-
-
 # The whole model.
 
 
@@ -379,9 +346,12 @@ def jitted_chunk(model: ModelConfig):
 def decode(model, params, tokens, lengths, counts_of, full, tolerance):
     """Decodes rows of `lengths` tokens in chunks and compares each step with the full forward."""
     width = counts_of.width
-    caches = empty_cache(model, ROWS, LENGTH + 3)
-    # Garbage in the caches must not be seen, whoever had the slot before.
-    caches = jax.tree.map(lambda leaf: leaf + 7.0, caches)
+    cache = empty_cache(model, ROWS, LENGTH + 3, page_size=4)
+    room = cache.table.shape[1] * 4
+    # Garbage in the pages must not be seen, whoever had them before; nor is their order any.
+    table = np.random.default_rng(5).permutation(cache.num_pages).reshape(cache.table.shape)
+    layers = jax.tree.map(lambda leaf: leaf + 7.0, cache.layers)
+    cache = PagedCache(layers=layers, table=jnp.asarray(table, jnp.int32))
     cached = np.zeros(ROWS, np.int32)
     num_idle = 0
     while (cached < lengths).any():
@@ -389,18 +359,15 @@ def decode(model, params, tokens, lengths, counts_of, full, tolerance):
         chunk = np.full((ROWS, width), VOCAB - 1, np.int32)
         for row in range(ROWS):
             chunk[row, : counts[row]] = tokens[row, cached[row] : cached[row] + counts[row]]
-        logits, new = jitted_chunk(model)(params, caches, chunk, cached, counts)
+        logits, new = jitted_chunk(model)(params, cache, chunk, cached, counts)
         idle = counts == 0
         num_idle += idle.sum()
-        for old_layer, new_layer in zip(caches, new, strict=True):
+        for old_layer, new_layer in zip(rows_of(cache), rows_of(new), strict=True):
             for side in ("key", "value"):
-                old_side, new_side = (
-                    np.asarray(getattr(layer, side), np.float32) for layer in (old_layer, new_layer)
-                )
-                np.testing.assert_array_equal(new_side[idle], old_side[idle])
-                behind = np.arange(LENGTH + 3)[None, :] >= (cached + counts)[:, None]
-                assert (new_side.swapaxes(1, 2)[behind] == 7.0).all()
-        caches, cached = new, cached + counts
+                np.testing.assert_array_equal(new_layer[side][idle], old_layer[side][idle])
+                behind = np.arange(room)[None, :] >= (cached + counts)[:, None]
+                assert (new_layer[side].swapaxes(1, 2)[behind] == 7.0).all()
+        cache, cached = new, cached + counts
         expected = full[np.arange(ROWS), cached - 1]
         np.testing.assert_allclose(logits[~idle], expected[~idle], atol=tolerance)
     assert num_idle > 0
@@ -454,7 +421,7 @@ def test_tied_embeddings_have_no_head_and_use_the_embedding():
     tokens = make_tokens()[:, :7]
     chunk = functools.partial(
         jitted_chunk(model),
-        caches=empty_cache(model, ROWS, 8),
+        cache=empty_cache(model, ROWS, 8),
         tokens_BT=tokens,
         cached_B=np.zeros(ROWS, np.int32),
         counts_B=np.full(ROWS, 7, np.int32),

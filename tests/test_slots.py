@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import rows_of
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
@@ -32,6 +33,8 @@ MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_s
 VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
 RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_ids=(END,))
 NUM_SLOTS = 8
+# Four pages are full at PLACES, and the last one is not.
+PAGE_SIZE = 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +187,7 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
 
 
 def empty(places: int = PLACES):
-    return slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places)
+    return slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places, PAGE_SIZE)
 
 
 @functools.cache
@@ -287,19 +290,21 @@ def test_the_cache_after_many_turns_is_that_of_one_prefill(played):
     tokens = np.zeros((NUM_SLOTS, PLACES), np.int32)
     for row, h in enumerate(heard.values()):
         tokens[row, : len(h.ids)] = h.ids
-    _, caches = jax.jit(functools.partial(forward_chunk, MODEL))(
-        params(), empty_cache(MODEL, NUM_SLOTS, PLACES), tokens, np.zeros_like(lengths), lengths
+    _, cache = jax.jit(functools.partial(forward_chunk, MODEL))(
+        params(),
+        empty_cache(MODEL, NUM_SLOTS, PLACES, PAGE_SIZE),
+        tokens,
+        np.zeros_like(lengths),
+        lengths,
     )
-    for layer, reference in zip(state.caches, caches, strict=True):
+    for layer, reference in zip(rows_of(state.cache), rows_of(cache), strict=True):
         for side in ("key", "value"):
             for slot, length in enumerate(lengths):
                 np.testing.assert_allclose(
-                    getattr(layer, side)[slot, :, :length],
-                    getattr(reference, side)[slot, :, :length],
-                    atol=1e-5,
+                    layer[side][slot, :, :length], reference[side][slot, :, :length], atol=1e-5
                 )
                 # The pending token, and whatever would follow, is not in the cache.
-                assert not np.asarray(getattr(layer, side))[slot, :, length:].any()
+                assert not layer[side][slot, :, length:].any()
 
 
 def test_appending_in_pieces_gives_the_logits_of_one_prefill():
@@ -308,13 +313,13 @@ def test_appending_in_pieces_gives_the_logits_of_one_prefill():
     lengths = rng.integers(10, PLACES, NUM_SLOTS)
     logits_BTV = full_forward([row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
     append = jax.jit(functools.partial(forward_chunk, MODEL))
-    caches, cached = empty_cache(MODEL, NUM_SLOTS, PLACES), np.zeros(NUM_SLOTS, np.int32)
+    cache, cached = empty_cache(MODEL, NUM_SLOTS, PLACES, PAGE_SIZE), np.zeros(NUM_SLOTS, np.int32)
     while (cached < lengths).any():
         counts = np.minimum(rng.integers(0, 8, NUM_SLOTS), lengths - cached).astype(np.int32)
         chunk = np.zeros((NUM_SLOTS, 7), np.int32)
         for row, (start, count) in enumerate(zip(cached, counts, strict=True)):
             chunk[row, :count] = tokens[row, start : start + count]
-        logits_BV, caches = append(params(), caches, chunk, cached, counts)
+        logits_BV, cache = append(params(), cache, chunk, cached, counts)
         cached = cached + counts
         for row in np.flatnonzero(counts):
             np.testing.assert_allclose(logits_BV[row], logits_BTV[row, cached[row] - 1], atol=2e-5)
@@ -486,9 +491,11 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     np.testing.assert_allclose(report.logprobs, expected.logprobs, atol=1e-5)
     np.testing.assert_array_equal(state.cached, read.cached)
     np.testing.assert_array_equal(state.experience.tokens, read.experience.tokens)
-    for ours, theirs in zip(state.caches, read.caches, strict=True):
+    for ours, theirs in zip(rows_of(state.cache), rows_of(read.cache), strict=True):
         places = int(read.cached.min())
-        np.testing.assert_allclose(ours.key[:, :, :places], theirs.key[:, :, :places], atol=1e-5)
+        np.testing.assert_allclose(
+            ours["key"][:, :, :places], theirs["key"][:, :, :places], atol=1e-5
+        )
 
 
 def test_growing_in_the_middle_of_episodes_changes_nothing(played):

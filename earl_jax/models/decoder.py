@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.models.activations import ACTIVATIONS
-from earl_jax.models.attention import Places, Window, attention, cap
+from earl_jax.models.attention import Window, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.kernels import Kernel, attend_rows
-from earl_jax.models.kv_cache import LayerCache, write
+from earl_jax.models.kv_cache import PagedCache, write
 from earl_jax.models.lora import project
+from earl_jax.models.paged_attention import attend_pages, plan_reading
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.sharding.layout import Layout
@@ -221,13 +222,13 @@ def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:
 def forward_chunk(
     config: ModelConfig,
     params: Params,
-    caches: list[LayerCache],
+    cache: PagedCache,
     tokens_BT: jax.Array,
     cached_B: jax.Array,
     counts_B: jax.Array,
     *,
     layout: Layout | None = None,
-) -> tuple[jax.Array, list[LayerCache]]:
+) -> tuple[jax.Array, PagedCache]:
     """The next `counts_B[b]` tokens of each row b (at most T), after `cached_B[b]` cached ones.
 
     Rows with a count of 0 are left as they are; what is returned for them means nothing. `params`
@@ -235,31 +236,27 @@ def forward_chunk(
     its `shard_map` over rows; None: weights are whole on one device.
 
     Returns:
-        logits_BV f32 after each row's last new token, and the caches with the new tokens in them.
+        logits_BV f32 after each row's last new token, and the cache with the new tokens in it.
     """
-    positions_BT = cached_B[:, None] + jnp.arange(tokens_BT.shape[1])[None, :]
-    places_BS = jax.lax.broadcasted_iota(jnp.int32, (tokens_BT.shape[0], caches[0].key.shape[2]), 1)
-    # One episode a row: what is behind a query's own place is not yet written, or of another time.
-    query_places = Places(positions_BT, jnp.ones_like(positions_BT))
-    key_places = Places(places_BS, jnp.ones_like(places_BS))
+    length = tokens_BT.shape[1]
+    positions_BT = cached_B[:, None] + jnp.arange(length)[None, :]
     x_BTD = _embed(config, params["embed"], tokens_BT)
     mix_experts = functools.partial(experts_of_shard, config, layout)
-    new_caches = []
-    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        kind = layer_kind(config, index)
+    kinds = [layer_kind(config, index) for index in range(config.num_layers)]
+    readings = {
+        window: plan_reading(cache, cached_B, counts_B, length, window)
+        for window in dict.fromkeys(kind.window for kind in kinds)
+    }
+    new_layers = []
+    for kind, layer, pages in zip(kinds, params["layers"], cache.layers, strict=True):
 
-        def attend(query_BTKGH, key_BTKH, value_BTKH, cache=cache, window=kind.window):
-            cache = LayerCache(
-                key=write(cache.key, key_BTKH, cached_B, counts_B),
-                value=write(cache.value, value_BTKH, cached_B, counts_B),
-            )
-            new_caches.append(cache)
-            return attention(
+        def attend(query_BTKGH, key_BTKH, value_BTKH, pages=pages, window=kind.window):
+            pages = write(pages, cache.table, key_BTKH, value_BTKH, cached_B, counts_B)
+            new_layers.append(pages)
+            return attend_pages(
                 query_BTKGH,
-                cache.key,
-                cache.value,
-                query_places,
-                key_places,
+                pages,
+                readings[window],
                 scale=config.attention_scale,
                 softcap=config.attention_softcap,
                 window=window,
@@ -272,4 +269,4 @@ def forward_chunk(
     logits_BV = jnp.einsum(
         "BD,DV->BV", x_BD, head_weights(params), preferred_element_type=jnp.float32
     )
-    return cap(logits_BV, config.final_softcap), new_caches
+    return cap(logits_BV, config.final_softcap), PagedCache(layers=new_layers, table=cache.table)

@@ -1,9 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache: per layer one array for keys and one for values, [B, K, S, H].
+"""The KV cache in pages: a pool of pages a layer, and a table that says which pages a row has.
 
-[B, K, S, H] and not [B, S, K, H]: decoding one token for 64 rows over 512 places took 2.9 ms
-against 21 ms on a CPU (fp32, 2026-11), and saves a copy of one side of the cache on an H100.
+A page holds `page_size` consecutive places of one row; page j of a row holds the places from
+j * page_size on, wherever it lies in the pool. So what is held follows what is used, rows that
+begin alike may share pages, and nothing moves when a row grows.
+
+Keys are stored [Z, K, H, S] and values [Z, K, S, H]: then neither of the two products of decoding
+sums over the innermost axis, which XLA's CPU code does one number at a time (64 rows over 576
+places, fp32: 20.3 ms a layer against 1.1 ms for the keys, 2026-11).
 """
 
 import dataclasses
@@ -17,37 +22,90 @@ from earl_jax.models.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """Keys and values of one layer, [B, K, S, H] each, in the model's compute type."""
+    """The pages of one layer in the model's compute type: key_ZKHS and value_ZKSH."""
 
     key: jax.Array
     value: jax.Array
 
 
-def empty_cache(config: ModelConfig, rows: int, places: int) -> list[LayerCache]:
-    """Zeros for every layer."""
-    shape = (rows, config.num_kv_heads, places, config.head_size)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedCache:
+    """Pools of Z pages, one a layer, and `table` i32[B,J]: the pages of each of B rows.
+
+    Every layer has the same table. Entries behind a row's length are not read, nor written.
+    """
+
+    layers: list[LayerCache]
+    table: jax.Array
+
+    @property
+    def page_size(self) -> int:
+        """Places of a page."""
+        return self.layers[0].value.shape[2]
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a pool."""
+        return self.layers[0].value.shape[0]
+
+
+def pages_for(places: int, page_size: int) -> int:
+    """Pages that hold so many places."""
+    return -(-places // page_size)
+
+
+def empty_cache(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> PagedCache:
+    """Zeros, and a table that gives every row its own `pages_for(places)` pages, in order."""
+    per_row = pages_for(places, page_size)
+    return PagedCache(
+        layers=empty_pages(config, rows * per_row, page_size),
+        table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
+    )
+
+
+def empty_pages(config: ModelConfig, pages: int, page_size: int) -> list[LayerCache]:
+    """Pools of zeros, one a layer."""
     dtype = jnp.dtype(config.compute_dtype)
+    heads, size = config.num_kv_heads, config.head_size
     return [
-        LayerCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+        LayerCache(
+            key=jnp.zeros((pages, heads, size, page_size), dtype),
+            value=jnp.zeros((pages, heads, page_size, size), dtype),
+        )
         for _ in range(config.num_layers)
     ]
 
 
-def cache_bytes(config: ModelConfig, rows: int, places: int) -> int:
-    """Bytes of `empty_cache` before it is split over devices."""
-    numbers = rows * places * config.num_kv_heads * config.head_size
+def cache_bytes(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> int:
+    """Bytes of the pages of `empty_cache` before they are split over devices."""
+    numbers = rows * pages_for(places, page_size) * page_size
+    numbers *= config.num_kv_heads * config.head_size
     return 2 * config.num_layers * numbers * jnp.dtype(config.compute_dtype).itemsize
 
 
-def write(side_BKSH: jax.Array, new_BTKH: jax.Array, starts_B: jax.Array, counts_B: jax.Array):
-    """Writes row b's first `counts_B[b]` new entries at places `starts_B[b]`, ... of its cache.
+def write(
+    layer: LayerCache,
+    table_BJ: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
+    starts_B: jax.Array,
+    counts_B: jax.Array,
+) -> LayerCache:
+    """Row b's first `counts_B[b]` new keys and values at its places `starts_B[b]`, ...
 
-    A gather and a select instead of a scatter: XLA's CPU and TPU scatters go update by update, and
-    attention reads the whole side anyway.
+    What would lie behind the table's last page is dropped.
     """
-    places_BS = jnp.arange(side_BKSH.shape[2])[None, :] - starts_B[:, None]
-    written_BS = (places_BS >= 0) & (places_BS < counts_B[:, None])
-    source_BS = jnp.clip(places_BS, 0, new_BTKH.shape[1] - 1)
-    moved_BSKH = jnp.take_along_axis(new_BTKH, source_BS[:, :, None, None], axis=1)
-    moved_BKSH = moved_BSKH.transpose(0, 2, 1, 3).astype(side_BKSH.dtype)
-    return jnp.where(written_BS[:, None, :, None], moved_BKSH, side_BKSH)
+    num_pages, _, page_size, _ = layer.value.shape
+    offsets_BT = jnp.arange(key_BTKH.shape[1])[None, :]
+    places_BT = starts_B[:, None] + offsets_BT
+    index_BT = places_BT // page_size
+    pages_BT = jnp.take_along_axis(table_BJ, index_BT, axis=1, mode="clip")
+    written_BT = (offsets_BT < counts_B[:, None]) & (index_BT < table_BJ.shape[1])
+    pages_BT = jnp.where(written_BT, pages_BT, num_pages)
+    inside_BT = places_BT % page_size
+    dtype = layer.key.dtype
+    return LayerCache(
+        key=layer.key.at[pages_BT, :, :, inside_BT].set(key_BTKH.astype(dtype), mode="drop"),
+        value=layer.value.at[pages_BT, :, inside_BT].set(value_BTKH.astype(dtype), mode="drop"),
+    )

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk
-from earl_jax.models.kv_cache import LayerCache, empty_cache
+from earl_jax.models.kv_cache import PagedCache, empty_cache
 from earl_jax.models.parameters import (
     Params,
     parameter_shapes,
@@ -58,8 +58,8 @@ class EngineConfig:
     """What one engine's programs are compiled for.
 
     `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
-    `chunk_size` tokens of a prompt or an answer are appended per slot and round. `serving` is for
-    JetStream's calls alone.
+    `chunk_size` tokens of a prompt or an answer are appended per slot and round. The KV cache comes
+    in pages of `page_size` tokens. `serving` is for JetStream's calls alone.
     """
 
     model: ModelConfig
@@ -69,18 +69,19 @@ class EngineConfig:
     chunk_size: int
     rules: SlotRules
     seed: int
+    page_size: int = 64
     serving: Serving = Serving()
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A prompt that was read: caches of one row, its length, and the token sampled behind it.
+    """A prompt that was read: the cache of one row, its length, and the token sampled behind it.
 
     That token, and those behind it, are drawn with `seed` by `sampling`, of one row.
     """
 
-    caches: list[LayerCache]
+    cache: PagedCache
     cached: jax.Array
     pending: jax.Array
     seed: jax.Array
@@ -129,14 +130,13 @@ class PolicyEngine(Engine):
         )
         self._rows = layout.activations("B")
         self.state_shardings = jax.tree.map(
-            lambda leaf: layout.activations("BK" if leaf.ndim == 4 else "B"), self.state_shapes(1)
+            lambda leaf: layout.activations("ZK" if leaf.ndim == 4 else "B"), self.state_shapes(1)
         )
         self._build_programs()
 
     def _build_programs(self) -> None:
         config, layout = self.config, self.layout
         model, rules = config.model, config.rules
-        rows_per_shard = config.num_rows // layout.num_row_shards
         row_axes = layout.row_axes
 
         def replicate(logits_BV: jax.Array) -> jax.Array:
@@ -147,14 +147,13 @@ class PolicyEngine(Engine):
 
         def play_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
             key = jax.random.wrap_key_data(key_data)
-            first_row = jax.lax.axis_index(row_axes) * rows_per_shard
-            return slots.play(
-                model, rules, params, state, orders, key, first_row, replicate, layout
-            )
+            shard = jax.lax.axis_index(row_axes)
+            return slots.play(model, rules, params, state, orders, key, shard, replicate, layout)
 
         def generate_shard(params: Params, state: DecodeState, key_data: jax.Array):
             key = jax.random.wrap_key_data(key_data)
-            return slots.generate_one(model, rules, params, state, key, replicate, layout)
+            shard = jax.lax.axis_index(row_axes)
+            return slots.generate_one(model, rules, params, state, key, shard, replicate, layout)
 
         def over_rows(function: Any, in_specs: Any, out_specs: Any = P(row_axes)) -> Any:  # noqa: B008
             # Manual over rows; the axes within them stay automatic and follow the weights'
@@ -178,7 +177,7 @@ class PolicyEngine(Engine):
             over_rows(generate_shard, (P(), P(row_axes), P())), donate_argnums=1, out_shardings=out
         )
         self._empty = jax.jit(
-            lambda places: slots.empty_state(model, config.num_slots, config.num_rows, places),
+            self._new_state,
             static_argnums=0,
             out_shardings=self.state_shardings,
         )
@@ -192,9 +191,12 @@ class PolicyEngine(Engine):
 
     def state_shapes(self, places: int) -> DecodeState:
         """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
+        return jax.eval_shape(lambda: self._new_state(places))
+
+    def _new_state(self, places: int) -> DecodeState:
         config = self.config
-        return jax.eval_shape(
-            lambda: slots.empty_state(config.model, config.num_slots, config.num_rows, places)
+        return slots.empty_state(
+            config.model, config.num_slots, config.num_rows, places, config.page_size
         )
 
     def empty_state(self, places: int) -> DecodeState:
@@ -289,7 +291,7 @@ class PolicyEngine(Engine):
         self._num_prefills = self._num_prefills % MAX_SEED + 1
         zero = jnp.zeros((1,), jnp.int32)
         return Prefix(
-            caches=empty_cache(self.config.model, 1, self.max_prefill_length),
+            cache=empty_cache(self.config.model, 1, self.max_prefill_length, self.config.page_size),
             cached=zero,
             pending=zero,
             seed=zero + self._num_prefills,
@@ -368,13 +370,13 @@ def _prefill(
     key_data: jax.Array,
 ) -> Prefix:
     count = jnp.asarray(true_length, jnp.int32)[None]
-    logits_BV, caches = forward_chunk(
-        config, params, prefix.caches, tokens_T[None], prefix.cached, count, layout=layout
+    logits_BV, cache = forward_chunk(
+        config, params, prefix.cache, tokens_T[None], prefix.cached, count, layout=layout
     )
     cached = prefix.cached + count
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
     token, _ = sample(uniform, logits_BV, prefix.sampling)
-    return dataclasses.replace(prefix, caches=caches, cached=cached, pending=token)
+    return dataclasses.replace(prefix, cache=cache, cached=cached, pending=token)
 
 
 def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
@@ -385,13 +387,22 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
         chosen = chosen_B.reshape(-1, *(1,) * (old.ndim - 1))
         return jnp.where(chosen, new.astype(old.dtype), old)
 
-    def put_side(old_BKSH: jax.Array, new_BKSH: jax.Array) -> jax.Array:
-        room = old_BKSH.shape[2] - new_BKSH.shape[2]
-        return put(old_BKSH, jnp.pad(new_BKSH, ((0, 0), (0, 0), (0, room), (0, 0))))
+    # For serving every slot has its own pages, in order (`empty_cache`).
+    page_Z = jnp.arange(state.cache.num_pages)
+    per_slot = state.cache.table.shape[1]
+    mine_Z = page_Z // per_slot == slot
+    number_Z = page_Z % per_slot
+
+    def put_pages(old: jax.Array, new: jax.Array) -> jax.Array:
+        inserted = jnp.take(new, number_Z, axis=0, mode="clip")
+        return jnp.where(mine_Z[:, None, None, None], inserted, old)
 
     return dataclasses.replace(
         state,
-        caches=jax.tree.map(put_side, state.caches, prefix.caches),
+        cache=dataclasses.replace(
+            state.cache,
+            layers=jax.tree.map(put_pages, state.cache.layers, prefix.cache.layers),
+        ),
         origin=put(state.origin, jnp.zeros((1,), jnp.int32)),
         cached=put(state.cached, prefix.cached),
         pending=put(state.pending, prefix.pending),

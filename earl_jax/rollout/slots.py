@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
-from earl_jax.models.kv_cache import LayerCache, empty_cache
+from earl_jax.models.kv_cache import PagedCache, empty_cache, pages_for
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_ROW, Orders, pack_report, unpack_orders
@@ -48,7 +48,7 @@ class DecodeState:
     the episode's row in `experience`, NO_ROW where nothing is written down.
     """
 
-    caches: list[LayerCache]
+    cache: PagedCache
     experience: Experience
     origin: jax.Array
     cached: jax.Array
@@ -75,14 +75,16 @@ class SlotRules(NamedTuple):
     append_rows: int = 8
 
 
-def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> DecodeState:
+def empty_state(
+    config: ModelConfig, slots: int, rows: int, places: int, page_size: int = 64
+) -> DecodeState:
     """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens."""
 
     def numbers(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
 
     return DecodeState(
-        caches=empty_cache(config, slots, places),
+        cache=empty_cache(config, slots, places, page_size),
         experience=Experience(
             tokens=numbers(rows, places),
             turn_ids=numbers(rows, places),
@@ -103,17 +105,28 @@ def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> Deco
 
 
 def grow(state: DecodeState, places: int) -> DecodeState:
-    """The same state with room for `places` tokens per episode."""
+    """The same state with room for `places` tokens per episode, with pages for all of them."""
+    cache = state.cache
+    slots, had = cache.table.shape
+    has = pages_for(places, cache.page_size)
 
-    def pad(leaf: jax.Array, axis: int) -> jax.Array:
+    def pad(leaf: jax.Array, axis: int, to: int) -> jax.Array:
         widths = [(0, 0)] * leaf.ndim
-        widths[axis] = (0, places - leaf.shape[axis])
+        widths[axis] = (0, to - leaf.shape[axis])
         return jnp.pad(leaf, widths)
 
+    def pad_pool(side: jax.Array) -> jax.Array:
+        apart = side.reshape(slots, had, *side.shape[1:])
+        return pad(apart, 1, has).reshape(slots * has, *side.shape[1:])
+
+    # Pages of one slot stay together, so that they stay on its data shard.
     return dataclasses.replace(
         state,
-        caches=jax.tree.map(lambda side: pad(side, 2), state.caches),
-        experience=jax.tree.map(lambda field: pad(field, 1), state.experience),
+        cache=PagedCache(
+            layers=jax.tree.map(pad_pool, cache.layers),
+            table=jnp.arange(slots * has, dtype=jnp.int32).reshape(slots, has),
+        ),
+        experience=jax.tree.map(lambda field: pad(field, 1, places), state.experience),
     )
 
 
@@ -124,11 +137,11 @@ def play(
     state: DecodeState,
     packed_orders: jax.Array,
     key: jax.Array,
-    first_row: jax.Array | int,
+    shard: jax.Array | int,
     replicate: Replicate = lambda logits_BV: logits_BV,
     layout: Layout | None = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """One round for one data shard, whose buffers begin at global row `first_row`.
+    """One round for one data shard, the how-many-th of equal ones `shard` says.
 
     `replicate` puts logits whole on every device of the shard before they are sampled from;
     `layout` is that of `forward_chunk`.
@@ -137,7 +150,8 @@ def play(
         The new state, and the packed Report.
     """
     orders = unpack_orders(packed_orders)
-    state = _shift_rows(state, -first_row)
+    first_row = shard * state.experience.tokens.shape[0]
+    state = _shift(state, -first_row, -shard * state.cache.num_pages)
     state = _restart(_take_over(state, orders, first_row), orders, first_row)
     slots = state.cached.shape[0]
     out = (
@@ -148,13 +162,13 @@ def play(
 
     def append_chunks(carry: Any) -> Any:
         state, out = carry
-        logits_BV, caches = _append(config, rules, params, state, orders, replicate, layout)
+        logits_BV, cache = _append(config, rules, params, state, orders, replicate, layout)
         experience = _record_chunk(state, orders)
         begins = orders.speak & (orders.count > 0)
         speaks_now = begins | orders.resume & (orders.count > 0)
         state = dataclasses.replace(
             state,
-            caches=caches,
+            cache=cache,
             experience=experience,
             cached=state.cached + orders.count,
             active=state.active | speaks_now,
@@ -186,12 +200,17 @@ def play(
     )
     state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
     tokens, logprobs, count = out
-    return _shift_rows(state, first_row), pack_report(tokens, logprobs, count, state.active)
+    state = _shift(state, first_row, shard * state.cache.num_pages)
+    return state, pack_report(tokens, logprobs, count, state.active)
 
 
-def _shift_rows(state: DecodeState, by: jax.Array | int) -> DecodeState:
-    """Global rows to rows of this shard's buffers, or back."""
-    return dataclasses.replace(state, row=jnp.where(state.row == NO_ROW, NO_ROW, state.row + by))
+def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) -> DecodeState:
+    """Global rows and pages to those of this shard's buffers, or back."""
+    return dataclasses.replace(
+        state,
+        row=jnp.where(state.row == NO_ROW, NO_ROW, state.row + rows),
+        cache=dataclasses.replace(state.cache, table=state.cache.table + pages),
+    )
 
 
 def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> DecodeState:
@@ -237,26 +256,29 @@ def _take_over(state: DecodeState, orders: Orders, first_row: jax.Array | int) -
     offsets = jnp.arange(state.experience.tokens.shape[1])
 
     def copy(index: jax.Array, carry: Any) -> Any:
-        caches, tokens = carry
+        layers, tokens = carry
         slot = order_B[index]
         source = slot + orders.source[slot]
+        table = state.cache.table
 
         def copy_side(side: jax.Array) -> jax.Array:
-            taken = jax.lax.dynamic_index_in_dim(side, source, 0)
-            return jax.lax.dynamic_update_slice_in_dim(side, taken, slot, 0)
+            return side.at[table[slot]].set(side[table[source]])
 
         places = offsets - origins[slot]
         inside = (places >= 0) & (places < orders.shared[slot])
         inside &= (rows[slot] >= 0) & (state.row[source] >= 0)
         read = jnp.take(tokens[state.row[source]], places + state.origin[source], mode="clip")
         row = jnp.where(inside, read, tokens[rows[slot]])
-        return jax.tree.map(copy_side, caches), tokens.at[rows[slot]].set(row)
+        return jax.tree.map(copy_side, layers), tokens.at[rows[slot]].set(row)
 
-    caches, tokens = jax.lax.fori_loop(
-        0, jnp.sum(takes), copy, (state.caches, state.experience.tokens)
+    layers, tokens = jax.lax.fori_loop(
+        0, jnp.sum(takes), copy, (state.cache.layers, state.experience.tokens)
     )
-    experience = dataclasses.replace(state.experience, tokens=tokens)
-    return dataclasses.replace(state, caches=caches, experience=experience)
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(state.cache, layers=layers),
+        experience=dataclasses.replace(state.experience, tokens=tokens),
+    )
 
 
 def _append(
@@ -267,24 +289,24 @@ def _append(
     orders: Orders,
     replicate: Replicate,
     layout: Layout | None,
-) -> tuple[jax.Array, list[LayerCache]]:
-    """The chunks into the caches, `rules.append_rows` slots at a time, those without one left out.
+) -> tuple[jax.Array, PagedCache]:
+    """The chunks into the cache, `rules.append_rows` slots at a time, those without one left out.
 
     Returns:
-        logits_BV behind each chunk, and the caches.
+        logits_BV behind each chunk, and the cache.
     """
     slots, some = state.cached.shape[0], rules.append_rows
     if slots <= some:
-        logits_BV, caches = forward_chunk(
+        logits_BV, cache = forward_chunk(
             config,
             params,
-            state.caches,
+            state.cache,
             orders.chunk,
             state.cached,
             orders.count,
             layout=layout,
         )
-        return replicate(logits_BV), caches
+        return replicate(logits_BV), cache
     has_chunk = orders.count > 0
     # Filled up with slots that do not exist: what is written there is dropped.
     steps = (jnp.sum(has_chunk) + some - 1) // some
@@ -293,28 +315,24 @@ def _append(
     order_B = jnp.where(place_B < jnp.sum(has_chunk), order_B, slots + place_B)
 
     def append_some(index: jax.Array, carry: Any) -> Any:
-        logits_BV, caches = carry
+        logits_BV, layers = carry
         chosen = jax.lax.dynamic_slice_in_dim(order_B, index * some, some)
         exists = chosen < slots
         row = jnp.minimum(chosen, slots - 1)
-        logits, part = forward_chunk(
+        logits, cache = forward_chunk(
             config,
             params,
-            jax.tree.map(lambda side: side[row], caches),
+            PagedCache(layers=layers, table=state.cache.table[row]),
             orders.chunk[row],
             state.cached[row],
             jnp.where(exists, orders.count[row], 0),
             layout=layout,
         )
-        caches = jax.tree.map(
-            lambda side, new: side.at[chosen].set(new, mode="drop", unique_indices=True),
-            caches,
-            part,
-        )
-        return logits_BV.at[chosen].set(replicate(logits), mode="drop"), caches
+        return logits_BV.at[chosen].set(replicate(logits), mode="drop"), cache.layers
 
     logits_BV = jnp.zeros((slots, head_weights(params).shape[1]), jnp.float32)
-    return jax.lax.fori_loop(0, steps, append_some, (logits_BV, state.caches))
+    logits_BV, layers = jax.lax.fori_loop(0, steps, append_some, (logits_BV, state.cache.layers))
+    return logits_BV, dataclasses.replace(state.cache, layers=layers)
 
 
 def generate_one(
@@ -323,6 +341,7 @@ def generate_one(
     params: Params,
     state: DecodeState,
     key: jax.Array,
+    shard: jax.Array | int,
     replicate: Replicate = lambda logits_BV: logits_BV,
     layout: Layout | None = None,
 ) -> tuple[DecodeState, jax.Array]:
@@ -332,8 +351,10 @@ def generate_one(
         The new state, and i32[B,3]: the token, 1 if it is valid, and how many tokens the slot has
         handed out. Tokens are not valid once the slot has no room to remember them.
     """
+    first_row, first_page = shard * state.experience.tokens.shape[0], shard * state.cache.num_pages
+    state = _shift(state, -first_row, -first_page)
     everywhere = jnp.ones_like(state.active)
-    places = state.caches[0].key.shape[2]
+    places = state.experience.tokens.shape[1]
     handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
     state, logits_BV = _forward_pending(config, params, state, everywhere, layout)
     nowhere = (
@@ -342,7 +363,7 @@ def generate_one(
         jnp.ones_like(state.cached),
     )
     state, _ = _sample_next(rules, key, state, replicate(logits_BV), everywhere, nowhere)
-    return state, handed_out
+    return _shift(state, first_row, first_page), handed_out
 
 
 def _rows_or_drop(state: DecodeState, keep: jax.Array) -> jax.Array:
@@ -371,10 +392,10 @@ def _forward_pending(
     layout: Layout | None,
 ) -> tuple[DecodeState, jax.Array]:
     count = moving.astype(jnp.int32)
-    logits_BV, caches = forward_chunk(
-        config, params, state.caches, state.pending[:, None], state.cached, count, layout=layout
+    logits_BV, cache = forward_chunk(
+        config, params, state.cache, state.pending[:, None], state.cached, count, layout=layout
     )
-    return dataclasses.replace(state, caches=caches, cached=state.cached + count), logits_BV
+    return dataclasses.replace(state, cache=cache, cached=state.cached + count), logits_BV
 
 
 def _sample_next(rules, key, state, logits_BV, speaking, out):

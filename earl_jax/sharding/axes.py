@@ -4,7 +4,7 @@
 
     B  rows: episodes in training, slots in the engine     V  vocabulary
     T  tokens of a query or a training row                 D  model width
-    S  places of the KV cache                              F  feed-forward size
+    S  places of a page of the KV cache, or keys           F  feed-forward size
     L  layers (stacked)                                    K  key/value heads
     H  size of a head                                      G  query heads per key/value head
     N  rows of an experience buffer                        C  chunk of tokens
@@ -12,12 +12,13 @@
     R  rank of an adapter
     E  experts of a layer                                  X  the same, as a router scores them
     U  experts that one token uses                         M  pairs of a token and its expert
+    Z  pages of the KV cache                               J  pages of a row
 
 A mesh has four axes, always in this order, those that talk most innermost: `data` splits rows,
 `fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `expert`
 splits experts, `tensor` splits heads, feed-forward and vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQREXUM"
+LETTERS = "BTSLDFKGHVNCPQREXUMZJ"
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")

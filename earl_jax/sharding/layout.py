@@ -109,7 +109,7 @@ class Layout:
 
     def activation_spec(self, letters: str) -> P:
         """Placement of an activation with these axes; a dot is an axis that stays whole."""
-        return _spec(letters, {**ACTIVATION_RULES, "B": self.row_axes, "N": self.row_axes})
+        return _spec(letters, {**ACTIVATION_RULES, **dict.fromkeys("BNZ", self.row_axes)})
 
     def parameter_spec(self, letters: str) -> P:
         """Placement of a parameter whose axes are `letters`."""

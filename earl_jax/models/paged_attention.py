@@ -1,0 +1,179 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the pages that rows have, page by page with an online softmax.
+
+What it costs follows the tokens that are there: rows are sorted by how many pages they have to
+read, and page i is read for those rows only that have one, a few rows at a time. Nothing depends on
+how long the table is, nor on how large the pool. The online softmax is that of arXiv 2205.14135,
+pages those of arXiv 2309.06180.
+
+A row's numbers are added up page by page in the order of its places, whoever its neighbours are.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.attention import cap
+from earl_jax.models.kv_cache import LayerCache, PagedCache
+
+# Rows that read a page at a time. Fewer waste less where lengths differ; more are fewer steps.
+# On a CPU with 64 rows: 576 places each, 15.4 ms with 8 and 14.5 with 16; long-tailed lengths, 12.1
+# and 17.7 (fp32, 4 layers, pages of 64, 2026-11).
+ROWS_AT_A_TIME = 8
+
+
+class Reading(NamedTuple):
+    """Who reads what, rows sorted by the number of pages to read, the most first.
+
+    `order` i32[B] is the rows in that order; the others are in it, padded to a multiple of the rows
+    at a time by rows that read nothing. `first` is a row's first page, `pages` how many it reads,
+    `table` its pages, `positions` i32[B,T] where its queries stand.
+    """
+
+    order: jax.Array
+    first: jax.Array
+    pages: jax.Array
+    table: jax.Array
+    positions: jax.Array
+    rows_at_a_time: int
+
+
+def plan_reading(
+    cache: PagedCache,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    length: int,
+    window: int | None,
+    rows_at_a_time: int = ROWS_AT_A_TIME,
+) -> Reading:
+    """Which pages are read for `length` queries behind the first `cached_B` places of each row.
+
+    Rows with a count of 0 read nothing; with a window, what is before that of a row's first query
+    is left out. The same for all layers of one window.
+    """
+    size, rows = cache.page_size, cached_B.shape[0]
+    ends_B = jnp.where(counts_B > 0, cached_B + counts_B, 0)
+    first_B = jnp.zeros_like(cached_B)
+    if window is not None:
+        first_B = jnp.maximum(0, cached_B + 1 - window) // size
+    pages_B = jnp.maximum(0, (ends_B + size - 1) // size - first_B)
+    order_B = jnp.argsort(-pages_B, stable=True)
+    rows_at_a_time = min(rows, rows_at_a_time)
+    pad = [(0, -rows % rows_at_a_time)]
+    return Reading(
+        order=order_B,
+        first=jnp.pad(first_B[order_B], pad),
+        pages=jnp.pad(pages_B[order_B], pad),
+        table=jnp.pad(cache.table[order_B], [*pad, (0, 0)]),
+        positions=jnp.pad(cached_B[order_B], pad)[:, None] + jnp.arange(length)[None, :],
+        rows_at_a_time=rows_at_a_time,
+    )
+
+
+class _Sums(NamedTuple):
+    """The online softmax of queries so far: largest score, sum of weights, weighted values."""
+
+    top_BKM: jax.Array
+    weight_BKM: jax.Array
+    value_BKMH: jax.Array
+
+
+def attend_pages(
+    query_BTKGH: jax.Array,
+    layer: LayerCache,
+    reading: Reading,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int | None = None,
+) -> jax.Array:
+    """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
+
+    Args:
+        query_BTKGH: queries.
+        layer: the pages of this layer, with the keys and values of the queries' own tokens.
+        reading: by `plan_reading`, with the same window.
+        scale: scores are multiplied by it.
+        softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
+        window: a query at place i looks at places > i - window only; None: at all before it.
+
+    Returns:
+        out_BTKGH in the type of the query; zeros for rows that read nothing.
+    """
+    rows, length, heads, group, size = query_BTKGH.shape
+    some = reading.rows_at_a_time
+    # One axis for queries and the heads that share keys: the rows of one matrix product.
+    query_BKMH = query_BTKGH[reading.order].transpose(0, 2, 1, 3, 4)
+    query_BKMH = query_BKMH.reshape(rows, heads, length * group, size)
+    padded = reading.pages.shape[0]
+    query_BKMH = jnp.pad(query_BKMH, ((0, padded - rows), (0, 0), (0, 0), (0, 0)))
+    page_size = layer.value.shape[2]
+
+    def read(index: jax.Array, start: jax.Array, sums: _Sums) -> _Sums:
+        """Page `index` of what the rows from `start` on have to read."""
+
+        def of_these(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(array, start, some)
+
+        number_B = of_these(reading.first) + index
+        pages_B = jnp.take_along_axis(of_these(reading.table), number_B[:, None], 1, mode="clip")
+        pages_B = pages_B[:, 0]
+        places_BS = number_B[:, None] * page_size + jnp.arange(page_size)[None, :]
+        behind_BTS = of_these(reading.positions)[:, :, None] - places_BS[:, None, :]
+        seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.pages))[:, None, None]
+        if window is not None:
+            seen_BTS &= behind_BTS < window
+        scores_BKMS = jnp.einsum(
+            "BKMH,BKHS->BKMS",
+            of_these(query_BKMH),
+            layer.key.at[pages_B].get(mode="clip"),
+            preferred_element_type=jnp.float32,
+        )
+        scores_BKMS = cap(scores_BKMS * scale, softcap)
+        seen_BMS = jnp.repeat(seen_BTS, group, axis=1)
+        # A finite floor, because -inf everywhere in a page would make NaN. Where a query has seen
+        # nothing but the floor, what is summed up is taken back by the first page that it sees.
+        scores_BKMS = jnp.where(seen_BMS[:, None], scores_BKMS, -1e30)
+        these = _Sums(*[of_these(field) for field in sums])
+        these = _add(these, scores_BKMS, layer.value.at[pages_B].get(mode="clip"))
+        return _Sums(
+            *[
+                jax.lax.dynamic_update_slice_in_dim(field, new, start, 0)
+                for field, new in zip(sums, these, strict=True)
+            ]
+        )
+
+    def read_all(index: jax.Array, sums: _Sums) -> _Sums:
+        groups = (jnp.sum(reading.pages > index) + some - 1) // some
+        return jax.lax.fori_loop(0, groups, lambda g, sums: read(index, g * some, sums), sums)
+
+    shape = query_BKMH.shape[:-1]
+    sums = _Sums(
+        jnp.full(shape, -1e30, jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros(query_BKMH.shape, jnp.float32),
+    )
+    sums = jax.lax.fori_loop(0, reading.pages[0], read_all, sums)
+    out_BKMH = sums.value_BKMH / jnp.maximum(sums.weight_BKM, 1e-30)[..., None]
+    out_BKMH = out_BKMH.astype(query_BTKGH.dtype)[:rows][jnp.argsort(reading.order)]
+    return out_BKMH.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+
+
+def _add(sums: _Sums, scores_BKMS: jax.Array, value_BKSH: jax.Array) -> _Sums:
+    """One more page."""
+    top_BKM = jnp.maximum(sums.top_BKM, jnp.max(scores_BKMS, axis=-1))
+    weights_BKMS = jnp.exp(scores_BKMS - top_BKM[..., None])
+    kept_BKM = jnp.exp(sums.top_BKM - top_BKM)
+    read_BKMH = jnp.einsum(
+        "BKMS,BKSH->BKMH",
+        weights_BKMS.astype(value_BKSH.dtype),
+        value_BKSH,
+        preferred_element_type=jnp.float32,
+    )
+    return _Sums(
+        top_BKM,
+        sums.weight_BKM * kept_BKM + jnp.sum(weights_BKMS, axis=-1),
+        sums.value_BKMH * kept_BKM[..., None] + read_BKMH,
+    )

@@ -1,0 +1,163 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pages: what is written where, what they weigh, and attention over them against dense keys."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import rows_of
+
+from earl_jax.models.attention import Places, attention
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import (
+    LayerCache,
+    PagedCache,
+    cache_bytes,
+    empty_cache,
+    pages_for,
+    write,
+)
+from earl_jax.models.paged_attention import attend_pages, plan_reading
+
+MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
+
+
+def test_a_write_lands_where_it_should_and_nowhere_else():
+    # Pages of two places; row 0 has the pages 4 and 1, row 1 has 0 and 2, row 2 has 5 and 3.
+    table = jnp.array([[4, 1], [0, 2], [5, 3]])
+    before = jnp.zeros((6, 1, 2, 1)) - 1
+    layer = LayerCache(key=before.swapaxes(2, 3), value=before)
+    new = jnp.array([[11.0, 12, 13], [21, 22, 23], [31, 32, 33]]).reshape(3, 3, 1, 1)
+    # Row 0: two entries at 1 and 2. Row 1: none. Row 2: three at 2, 3, 4, of which it has two.
+    out = write(layer, table, new, new + 100, jnp.array([1, 4, 2]), jnp.array([2, 0, 3]))
+    pages = [[-1, -1], [12, -1], [-1, -1], [31, 32], [-1, 11], [-1, -1]]
+    np.testing.assert_array_equal(out.key[:, 0, 0], pages)
+    np.testing.assert_array_equal(
+        out.value[:, 0, :, 0], np.where(np.array(pages) < 0, pages, np.array(pages) + 100)
+    )
+
+
+def test_a_write_keeps_heads_and_sizes_apart():
+    rng = np.random.default_rng(3)
+    key, value = (rng.normal(size=(2, 4, 3, 4)).astype(np.float32) for _ in range(2))
+    cache = empty_cache(MODEL, 2, 5, page_size=3)
+    zeros = LayerCache(key=jnp.zeros((4, 3, 4, 3)), value=jnp.zeros((4, 3, 3, 4)))
+    starts, counts = jnp.array([2, 0]), jnp.array([3, 1])
+    layer = write(zeros, cache.table, jnp.asarray(key), jnp.asarray(value), starts, counts)
+    (sides,) = rows_of(PagedCache(layers=[layer], table=cache.table))
+    for name, given in (("key", key), ("value", value)):
+        expected = np.zeros((2, 3, 6, 4), np.float32)
+        expected[0, :, 2:5] = given[0, :3].swapaxes(0, 1)
+        expected[1, :, 0] = given[1, 0]
+        np.testing.assert_array_equal(sides[name], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
+    model = ModelConfig(
+        num_layers=2,
+        width=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=8,
+        ffn_size=64,
+        compute_dtype=dtype,
+    )
+    cache = empty_cache(model, 3, 10, page_size=4)
+    # 2 layers x (key, value) x 3 rows x 3 pages x 4 places x 2 heads x 8 numbers.
+    num_bytes = 2 * 2 * 3 * 3 * 4 * 2 * 8 * jnp.dtype(dtype).itemsize
+    assert cache_bytes(model, 3, 10, 4) == num_bytes
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) == num_bytes
+    assert cache.layers[0].key.shape == (9, 2, 8, 4)
+    assert cache.layers[0].value.shape == (9, 2, 4, 8)
+    assert cache.table.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+
+
+def test_pages_are_as_many_as_hold_the_places():
+    assert [pages_for(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+
+
+ROWS, ROOM, SIZE = 11, 40, 8
+
+
+@pytest.fixture(scope="module")
+def filled():
+    """Rows of other lengths in pages that are all over the pool; behind the rows is garbage."""
+    rng = np.random.default_rng(0)
+    key, value = (rng.normal(size=(ROWS, 2, ROOM, 8)).astype(np.float32) for _ in range(2))
+    cached = np.array([0, 39, 7, 8, 9, 16, 3, 25, 1, 30, 12], np.int32)
+    table = rng.permutation(ROWS * 5 + 3)[: ROWS * 5].reshape(ROWS, 5).astype(np.int32)
+    pools = [np.full((ROWS * 5 + 3, 2, 8, SIZE), 1e4, np.float32) for _ in range(2)]
+    for row in range(ROWS):
+        for page in range(5):
+            places = slice(page * SIZE, (page + 1) * SIZE)
+            pools[0][table[row, page]] = key[row, :, places].swapaxes(-1, -2)
+            pools[1][table[row, page]] = value[row, :, places].swapaxes(-1, -2)
+    layer = LayerCache(key=jnp.asarray(pools[0]), value=jnp.asarray(pools[1].swapaxes(-1, -2)))
+    return PagedCache(layers=[layer], table=jnp.asarray(table)), key, value, cached
+
+
+def attend(cache, query, cached, counts, *, rows_at_a_time=4, **settings):
+    window = settings.get("window")
+    reading = plan_reading(cache, cached, counts, query.shape[1], window, rows_at_a_time)
+    return attend_pages(query, cache.layers[0], reading, scale=0.4, **settings)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("settings", [{}, {"window": 3}, {"window": 12, "softcap": 2.0}], ids=str)
+def test_attention_over_pages_is_attention_over_dense_keys(filled, length, settings):
+    cache, key, value, cached = filled
+    rng = np.random.default_rng(1)
+    query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
+    counts = np.minimum(rng.integers(0, length + 1, ROWS), ROOM - cached).astype(np.int32)
+    assert (counts == 0).any() and (counts == length).any()
+    out = jax.jit(functools.partial(attend, **settings))(cache, query, cached, counts)
+    order = cached[:, None] + np.arange(length)[None, :]
+    places = np.tile(np.arange(ROOM), (ROWS, 1))
+    expected = attention(
+        query,
+        jnp.asarray(key),
+        jnp.asarray(value),
+        Places(jnp.asarray(order), jnp.ones_like(order)),
+        Places(jnp.asarray(places), jnp.ones_like(places)),
+        scale=0.4,
+        **settings,
+    )
+    real = np.arange(length)[None, :] < counts[:, None]
+    np.testing.assert_allclose(out[real], expected[real], atol=2e-6)
+    assert not np.asarray(out)[counts == 0].any()
+
+
+def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
+    cache, _, _, cached = filled
+    query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 1, 2, 3, 8)), jnp.float32)
+    run = jax.jit(attend)
+    ones = np.ones(ROWS, np.int32)
+    whole = np.asarray(run(cache, query, cached, ones))
+    order = np.random.default_rng(2).permutation(ROWS)
+    shuffled = PagedCache(layers=cache.layers, table=cache.table[order])
+    np.testing.assert_array_equal(run(shuffled, query[order], cached[order], ones), whole[order])
+    some = np.array([1, 0, 1, 0, 0, 1, 1, 0, 1, 0, 0], np.int32)
+    np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])
+
+
+def test_what_is_read_is_what_is_there(filled):
+    """Whole pages up to a row's end; with a window from the one on in which it begins."""
+    cache, _, _, cached = filled
+    ones = np.ones(ROWS, np.int32)
+    ends = cached + 1
+    reading = plan_reading(cache, cached, ones, 1, None, 4)
+    order = np.asarray(reading.order)
+    assert reading.pages.tolist() == [*-(-ends[order] // SIZE), 0]
+    assert sorted(order) == list(range(ROWS)) and not np.asarray(reading.first).any()
+    reading = plan_reading(cache, cached, ones, 1, 3, 4)
+    order = np.asarray(reading.order)
+    first = np.maximum(0, ends[order] - 3) // SIZE
+    assert reading.first.tolist() == [*first, 0]
+    assert reading.pages.tolist() == [*-(-ends[order] // SIZE) - first, 0]
+    assert reading.pages.max() == 2
+    idle = plan_reading(cache, cached, 0 * ones, 1, None, 4)
+    assert not np.asarray(idle.pages).any()
