@@ -20,9 +20,11 @@ import numpy as np
 
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_ROW, pack_orders
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.rollout.slots import DecodeState
 from earl_jax.selector.choose import Option
-from earl_jax.selector.memory import program_bytes
+from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
@@ -74,10 +76,31 @@ class Calibration:
             self.train_options(places)
             self.rollout_options(places, 0)
 
-    def rollout_options(self, places: int, resident_bytes: int) -> list[Option]:
-        """The rollout candidates at this room per episode, beside `resident_bytes` of others."""
-        candidates = self._world.rollout_candidates
-        return [self._option("rollout", mesh, places, resident_bytes) for mesh in candidates]
+    def rollout_options(
+        self, places: int, resident_bytes: int, pages: int | None = None
+    ) -> list[Option]:
+        """The rollout candidates at this room per episode, beside `resident_bytes` of others.
+
+        With `pages` in each lane of the KV cache; None: enough for every episode to fill its room.
+        """
+        return [
+            self._option(
+                "rollout", mesh, places, resident_bytes + self._other_pages(mesh, places, pages)
+            )
+            for mesh in self._world.rollout_candidates
+        ]
+
+    def _other_pages(self, mesh: MeshShape, places: int, pages: int | None) -> int:
+        """Bytes per device that so many pages a lane take more than what was measured has."""
+        if pages is None:
+            return 0
+        engine, dense = self._world.engine(mesh), self._world.pool_for(places)
+
+        def num_bytes(pool: Pool) -> int:
+            layers = engine.state_shapes(places, pool).cache.layers
+            return resident_bytes(layers, engine.state_shardings.cache.layers)
+
+        return num_bytes(dense._replace(pages=pages)) - num_bytes(dense)
 
     def train_options(self, places: int) -> list[Option]:
         """The training candidates for rows of this length."""
@@ -113,7 +136,7 @@ class Calibration:
 
 
 def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
-    """Rounds with every slot busy: a whole chunk appended, a whole burst sampled."""
+    """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled."""
     engine, config = world.engine(mesh), world.config
     compiled = engine.lower_play(places).compile()
     if config.selector.order == "listed":
@@ -126,20 +149,27 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
     weights = move()
     switch_s = _seconds(move)
     slots = config.rollout.num_slots
+    count = min(config.rollout.chunk_size, places - config.rollout.burst)
     orders = pack_orders(
         chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
-        count=np.full(slots, min(config.rollout.chunk_size, places - config.rollout.burst)),
-        restart=np.ones(slots, np.int32),
+        count=np.full(slots, count),
+        restart=np.zeros(slots, np.int32),
         speak=np.ones(slots, np.int32),
         seed=np.arange(slots),
         row=np.full(slots, NO_ROW),
         sampling=sampling_rows(Sampling(), slots),
         version=0,
     )
-    state = engine.empty_state(places)
-    state, _ = engine.play(weights, state, orders)
+    read = np.full(slots, places - count - config.rollout.burst, np.int32)
+
+    def at_the_end(state: DecodeState) -> DecodeState:
+        placed = jax.device_put(read, engine.state_shardings.cached)
+        return jax.block_until_ready(dataclasses.replace(state, cached=placed))
+
+    state, _ = engine.play(weights, at_the_end(engine.empty_state(places)), orders)
     seconds, tokens = [], 0
     for _ in range(config.selector.measure_rounds):
+        state = at_the_end(state)
         start = time.perf_counter()
         state, report = engine.play(weights, state, orders)
         seconds.append(time.perf_counter() - start)

@@ -157,7 +157,7 @@ def play(
         world.new_conversation,
         world.pool,
         world.make_environment,
-        lambda seat, tokens: placement.make_room(seat, tokens, load),
+        lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
         num_lanes=len(world.devices),
     )
     sampling = sampling or Sampling(temperature=world.config.rollout.temperature)

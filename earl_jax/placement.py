@@ -8,13 +8,15 @@ rollout, parameters and optimiser state of the trainer.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from earl_jax.calibrate import Calibration
+from earl_jax.rollout.pages import Pool, pages_for
 from earl_jax.rollout.seat import Policy, Seat
-from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings, choose
+from earl_jax.selector.choose import BudgetTooSmall, Decision, Option, Settings, choose
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
@@ -46,7 +48,7 @@ class Placement:
         )
         self.rollout_mesh: MeshShape | None = None
         self.train_mesh: MeshShape | None = None
-        self.places = 0
+        self.places = self.pages = 0
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -55,13 +57,14 @@ class Placement:
             "rollout_mesh": str(self.rollout_mesh),
             "train_mesh": str(self.train_mesh),
             "places": self.places,
+            "pages": self.pages,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """The inverse of `as_dict`."""
         self.rollout_mesh = MeshShape.parse(saved["rollout_mesh"])
         self.train_mesh = MeshShape.parse(saved["train_mesh"])
-        self.places = saved["places"]
+        self.places, self.pages = saved["places"], saved["pages"]
 
     @property
     def in_rollout(self) -> MeshShape:
@@ -92,7 +95,12 @@ class Placement:
         for places in world.config.rollout.context_buckets:
             for stage, options in (
                 ("training", self.calibration.train_options(places)),
-                ("rollout", self.calibration.rollout_options(places, least_state)),
+                (
+                    "rollout",
+                    self.calibration.rollout_options(
+                        places, least_state, self._least_pages(places)
+                    ),
+                ),
             ):
                 need = min(option.bytes_per_device for option in options)
                 needs.append((need, f"{stage} with {places} tokens of room per episode"))
@@ -143,27 +151,58 @@ class Placement:
     # Rollout.
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
-        """The rollout mesh for episodes of up to `tokens` tokens."""
+        """The rollout mesh for episodes of up to `tokens` tokens, and the pages of its KV cache.
+
+        As many as the rollout before had in the end, if the budget allows.
+        """
         world = self._world
         places = world.config.rollout.places_for(tokens)
+        first = world.pool_for(world.config.rollout.context_buckets[0])
+        wanted = min(max(self.pages, first.pages), world.pool_for(places).pages)
+        return self._choose_rollout(places, [wanted, self._least_pages(places)], load)
+
+    def _choose_rollout(self, places: int, pages: Sequence[int], load: Load | None) -> Decision:
+        """With the first number of pages a lane, of those for one episode at least, that fits."""
+        rollout = self._world.config.rollout
         resident = self._trainer_bytes(self.in_training)
-        options = self.calibration.rollout_options(places, resident)
-        rollout = world.config.rollout
-        decision = choose(
-            "rollout",
-            options,
-            current=self.rollout_mesh,
-            places=places,
-            load=load,
-            step_tokens=load.rollout_tokens
-            if load
-            else rollout.episodes_per_step * rollout.max_turn_tokens,
-            switch_s=max(self.calibration.switch_s("rollout", o.mesh, places) for o in options),
-            settings=self._settings,
-        )
-        self._note(decision)
-        self.rollout_mesh, self.places = decision.mesh, places
-        return decision
+        numbers = list(dict.fromkeys(max(n, self._least_pages(places)) for n in pages))
+        while True:
+            options = self.calibration.rollout_options(places, resident, numbers[0])
+            try:
+                decision = choose(
+                    "rollout",
+                    options,
+                    current=self.rollout_mesh,
+                    places=places,
+                    load=load,
+                    step_tokens=load.rollout_tokens
+                    if load
+                    else rollout.episodes_per_step * rollout.max_turn_tokens,
+                    switch_s=max(
+                        self.calibration.switch_s("rollout", o.mesh, places) for o in options
+                    ),
+                    settings=self._settings,
+                )
+            except BudgetTooSmall:
+                # With fewer pages some episodes wait for others.
+                if len(numbers) == 1:
+                    raise
+                del numbers[0]
+                continue
+            self._note(decision)
+            self.rollout_mesh, self.places, self.pages = decision.mesh, places, numbers[0]
+            return decision
+
+    def _smallest_rollouts(self, places: int, resident: int) -> list[Option]:
+        return self.calibration.rollout_options(places, resident, self._least_pages(places))
+
+    def _least_pages(self, places: int) -> int:
+        """A lane has pages for one whole episode, and one for what it takes over in part."""
+        return pages_for(places, self._world.config.rollout.page_size) + 1
+
+    @property
+    def _pool(self) -> Pool:
+        return Pool(lanes=len(self._world.devices), pages=self.pages)
 
     def open_seat(self, params: Any, version: int) -> tuple[Seat, int]:
         """An empty seat on the rollout mesh in use, with this policy published to it.
@@ -174,17 +213,25 @@ class Placement:
         engine = self._world.engine(self.in_rollout)
         published = publish(params, engine.parameter_shapes, engine.parameter_shardings)
         policy = Policy(params=published.params, version=version)
-        state = engine.empty_state(self.places)
-        seat = Seat(engine=engine, policy=policy, state=state, places=self.places)
+        pool = self._pool
+        state = engine.empty_state(self.places, pool)
+        seat = Seat(engine=engine, policy=policy, state=state, places=self.places, pool=pool)
         return seat, published.moved_bytes
 
-    def make_room(self, seat: Seat, tokens: int, load: Load | None) -> Seat:
+    def make_room(self, seat: Seat, tokens: int, pages: int, load: Load | None) -> Seat:
         """A seat with room for `tokens` tokens an episode: the live episodes move along.
+
+        It has `pages` pages a lane, and half as many again so that it does not grow often, if the
+        budget allows them on any mesh; else as many as before.
 
         Chooses anew for the larger room: if the budget does not hold it on this mesh, weights and
         live KV caches go to another one and the episodes continue there.
         """
-        self.choose_rollout(tokens, load)
+        places = self._world.config.rollout.places_for(tokens)
+        roomy = min(3 * pages // 2, self._world.pool_for(places).pages)
+        has = seat.pool.pages
+        wanted = [max(roomy, pages), pages, has] if pages > has else [has]
+        self._choose_rollout(places, wanted, load)
         engine = self._world.engine(self.in_rollout)
         policy, state = seat.policy, seat.state
         if engine is not seat.engine:
@@ -196,8 +243,9 @@ class Placement:
             )
             policy = dataclasses.replace(policy, params=params)
             self.log.switch_s += time.perf_counter() - start
-        state = engine.grow(state, self.places)
-        return Seat(engine=engine, policy=policy, state=state, places=self.places)
+        pool = self._pool
+        state = engine.grow(state, self.places, seat.pool, pool)
+        return Seat(engine=engine, policy=policy, state=state, places=self.places, pool=pool)
 
     def _trainer_bytes(self, mesh: MeshShape) -> int:
         """What a trainer on this mesh leaves on each device while episodes are played."""

@@ -28,6 +28,7 @@ from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.pages import Pool, dense_pool
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.selector.memory import device_budget
@@ -148,10 +149,16 @@ class World:
                     append_rows=rollout.append_rows,
                 ),
                 seed=self.config.seed,
+                page_size=rollout.page_size,
             ),
             self.rollout_layout(shape),
             self.tokenizer,
         )
+
+    def pool_for(self, places: int) -> Pool:
+        """Pages for every slot to have `places` tokens, in a lane a device."""
+        rollout = self.config.rollout
+        return dense_pool(len(self.devices), rollout.num_slots, places, rollout.page_size)
 
     @functools.cache  # noqa: B019
     def train_step(self, shape: MeshShape, objective: Objective) -> Any:

@@ -28,6 +28,7 @@ from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.pages import Pool, pages_for
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -46,6 +47,7 @@ CONFIG = RolloutConfig(
     # Where nobody takes anything over, an episode's rounds are a matter of its own length.
     share_prefixes=False,
     context_buckets=(16, 24, 32),
+    page_size=8,
 )
 ROOM = CONFIG.context_buckets[-1]
 TICTACTOE = EnvConfig()
@@ -83,6 +85,7 @@ def engine(
             chunk_size=CONFIG.chunk_size,
             rules=rules,
             seed=3,
+            page_size=CONFIG.page_size,
         ),
         make_layout(mesh),
     )
@@ -128,14 +131,27 @@ def tictactoe(task: Task):
 
 @dataclasses.dataclass
 class Rooms:
-    """Grows the room, as `placement.make_room` does where the mesh stays; remembers what for."""
+    """Grows the room, as `placement.make_room` does where the mesh stays; remembers what for.
 
+    Pages come by the dozen; at most `most_pages` a lane, as where the budget is reached.
+    """
+
+    most_pages: int = 1000
     wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    wanted_pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, seat: Seat, tokens: int) -> Seat:
-        self.wanted.append((seat.places, tokens))
+    def __call__(self, seat: Seat, tokens: int, pages: int) -> Seat:
+        if tokens > seat.places:
+            self.wanted.append((seat.places, tokens))
+        if pages > seat.pool.pages:
+            self.wanted_pages.append((seat.pool.pages, pages))
+        assert tokens > seat.places or pages > seat.pool.pages, "asked for nothing"
         places = CONFIG.places_for(tokens)
-        return dataclasses.replace(seat, state=seat.engine.grow(seat.state, places), places=places)
+        if pages > seat.pool.pages:
+            pages = min(pages + -pages % 12, self.most_pages)
+        pool = seat.pool._replace(pages=pages)
+        state = seat.engine.grow(seat.state, places, seat.pool, pool)
+        return dataclasses.replace(seat, state=state, places=places, pool=pool)
 
 
 @pytest.fixture(scope="module")
@@ -154,6 +170,7 @@ def collect(
     version=0,
     places=ROOM,
     num_slots=CONFIG.num_slots,
+    pages=0,
     make_room=None,
     player=None,
     control=None,
@@ -168,11 +185,13 @@ def collect(
         make_room or Rooms(),
         num_lanes=NUM_LANES,
     )
+    pages = pages or pages_for(places, CONFIG.page_size) * num_slots // NUM_LANES
     seat = Seat(
         engine=player,
         policy=Policy(params=player.load_params(params or weights()), version=version),
-        state=player.empty_state(places),
+        state=player.empty_state(places, Pool(NUM_LANES, pages)),
         places=places,
+        pool=Pool(NUM_LANES, pages),
     )
     return collector.collect(seat, todo, sampling=Sampling(), control=control)
 
@@ -331,6 +350,32 @@ def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
     assert max(t.num_tokens for t in grown.trajectories) > second
     check_rows(grown, 40)
     assert_same_episodes(games.trajectories, grown.trajectories)
+
+
+def test_pages_are_made_where_they_are_needed(pool, games):
+    """Lanes of two slots begin with five pages: too few for two episodes of up to 30 tokens."""
+    rooms = Rooms()
+    grown = collect(pool, tasks(40), pages=5, make_room=rooms)
+    assert rooms.wanted == []
+    ((had, wanted),) = rooms.wanted_pages
+    assert had == 5 and 5 < wanted <= 9 and grown.seat.pool.pages == 12
+    check_rows(grown, 40)
+    assert_same_episodes(games.trajectories, grown.trajectories)
+    assert grown.stats.parked_episodes == 0
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
+def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh):
+    """Room for one episode a lane of two slots: nothing is lost, and nothing read twice is news."""
+    rooms = Rooms(most_pages=5)
+    parked = collect(pool, tasks(40), pages=5, make_room=rooms, player=engine(mesh=mesh))
+    assert parked.seat.pool.pages == 5 and rooms.wanted_pages
+    assert parked.stats.parked_episodes > 0
+    assert parked.stats.recomputed_tokens > 0
+    check_rows(parked, 40)
+    assert_same_episodes(games.trajectories, parked.trajectories)
+    assert parked.stats.prefill_tokens == games.stats.prefill_tokens
+    assert parked.stats.rollout_tokens == games.stats.rollout_tokens
 
 
 @pytest.mark.parametrize(("tokens", "grows"), [(12, False), (13, True), (15, True)])
@@ -589,8 +634,9 @@ def test_lanes_must_divide_slots_and_rows(pool):
             Seat(
                 engine=engine(),
                 policy=Policy(params=weights(), version=0),
-                state=engine().empty_state(ROOM),
+                state=engine().empty_state(ROOM, Pool(NUM_LANES, 99)),
                 places=ROOM,
+                pool=Pool(NUM_LANES, 99),
             ),
             tasks(1),
             sampling=Sampling(),

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import rows_of
 from test_slots import (
     CHUNK,
     END,
@@ -29,6 +30,7 @@ from test_slots import (
 
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.pages import Pool
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
@@ -194,15 +196,28 @@ def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
     check_rows(state.experience, heard, scripts())
 
 
-def test_growing_keeps_every_number_and_adds_zeros():
+@pytest.mark.parametrize("lanes", [None, 8])
+def test_growing_keeps_every_number_and_adds_zeros(lanes):
+    """Where slots have their own pages, and where the host says who has which."""
     engine = engine_on(CANDIDATES[0])
     state, _ = converse_on(CANDIDATES[0])
-    grown = engine.grow(state, PLACES + 16)
+    pages = state.cache.num_pages
+    old, new = (Pool(lanes, pages // lanes), Pool(lanes, 13)) if lanes else (None, None)
+    grown = engine.grow(state, PLACES + 16, old, new)
     assert jax.tree.map(lambda leaf: leaf.sharding, grown) == engine.state_shardings
-    for old, new in zip(jax.tree.leaves(state), jax.tree.leaves(grown), strict=True):
-        widths = [(0, new - old) for old, new in zip(old.shape, new.shape, strict=True)]
+    assert grown.cache.num_pages == (8 * 13 if lanes else NUM_SLOTS * 6)
+    assert grown.cache.table.shape == (NUM_SLOTS, 6)
+    for before, after in zip(rows_of(state.cache), rows_of(grown.cache), strict=True):
+        for side, values in before.items():
+            kept = after[side][:, :, : values.shape[2]]
+            np.testing.assert_array_equal(kept, values)
+            if not lanes:
+                assert not after[side][:, :, values.shape[2] :].any()
+    rest = [dataclasses.replace(s, cache=None) for s in (state, grown)]
+    for before, after in zip(*map(jax.tree.leaves, rest), strict=True):
+        widths = [(0, m - n) for n, m in zip(before.shape, after.shape, strict=True)]
         assert sum(width for _, width in widths) in (0, 16)
-        np.testing.assert_array_equal(np.pad(np.asarray(old), widths), new)
+        np.testing.assert_array_equal(np.pad(np.asarray(before), widths), after)
 
 
 def test_load_params_places_every_weight_and_changes_none():

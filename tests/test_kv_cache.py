@@ -17,7 +17,6 @@ from earl_jax.models.kv_cache import (
     PagedCache,
     cache_bytes,
     empty_cache,
-    pages_for,
     write,
 )
 from earl_jax.models.paged_attention import attend_pages, plan_reading
@@ -74,10 +73,6 @@ def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
     assert cache.layers[0].key.shape == (9, 2, 8, 4)
     assert cache.layers[0].value.shape == (9, 2, 4, 8)
     assert cache.table.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-
-
-def test_pages_are_as_many_as_hold_the_places():
-    assert [pages_for(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
 
 
 ROWS, ROOM, SIZE = 11, 40, 8

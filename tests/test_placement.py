@@ -77,7 +77,9 @@ def place(tiny, monkeypatch):
     def make(budget_bytes, train_mesh=D8):
         monkeypatch.setattr(tiny.world, "budget_bytes", budget_bytes)
         placement = Placement(tiny.world, tiny.calibration)
-        placement.restore({"rollout_mesh": str(D8), "train_mesh": str(train_mesh), "places": SHORT})
+        placement.restore(
+            {"rollout_mesh": str(D8), "train_mesh": str(train_mesh), "places": SHORT, "pages": 0}
+        )
         return placement
 
     return make
@@ -282,7 +284,7 @@ def test_a_placement_comes_back_from_a_checkpoint_and_chooses_alike(tiny, place)
     placement = place(biting_budget(tiny))
     placement.choose_rollout(LONG, None)
     saved = json.loads(json.dumps(placement.as_dict()))
-    assert saved == {"rollout_mesh": str(D4T2), "train_mesh": str(D8), "places": LONG}
+    assert saved == {"rollout_mesh": str(D4T2), "train_mesh": str(D8), "places": LONG, "pages": 2}
     again = Placement(tiny.world, tiny.calibration)
     again.restore(saved)
     assert again.as_dict() == saved
@@ -331,7 +333,7 @@ def test_live_episodes_move_to_a_mesh_that_holds_them_and_go_on_as_if_they_had_n
     seat = live_seat(tiny, placement)
     weights, before = on_host(seat.policy.params), on_host(seat.state)
     with HostByteCounter() as counter:
-        moved = placement.make_room(seat, SHORT + 1, None)
+        moved = placement.make_room(seat, SHORT + 1, 2, None)
     assert counter.num_bytes == 0
     assert moved.engine is tiny.world.engine(D4T2) and moved.places == LONG
     assert moved.policy.version == 3
@@ -354,7 +356,7 @@ def test_live_episodes_move_to_a_mesh_that_holds_them_and_go_on_as_if_they_had_n
         np.testing.assert_array_equal(old, new)
 
     # The same episodes with the same room on the mesh that they were on.
-    stayed = place(None).make_room(live_seat(tiny, place(None)), SHORT + 1, None)
+    stayed = place(None).make_room(live_seat(tiny, place(None)), SHORT + 1, 2, None)
     assert stayed.engine is tiny.world.engine(D8)
     (_, expected), (_, report) = go_on(stayed), go_on(moved)
     np.testing.assert_array_equal(expected.tokens, report.tokens)
@@ -367,7 +369,7 @@ def test_a_larger_room_on_the_same_mesh_moves_nothing(tiny, place):
     placement = place(None)
     seat = live_seat(tiny, placement)
     params, cached = seat.policy.params, np.array(seat.state.cached)
-    grown = placement.make_room(seat, SHORT + 1, None)
+    grown = placement.make_room(seat, SHORT + 1, 2, None)
     assert grown.engine is seat.engine and grown.policy.params is params
     assert grown.state.experience.tokens.shape == (16, LONG)
     np.testing.assert_array_equal(np.array(grown.state.cached), cached)

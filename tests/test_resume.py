@@ -19,7 +19,7 @@ from earl_jax.world import World
 
 D8 = MeshShape(data=8)
 POSITION = {
-    "placement": {"rollout_mesh": "data=8", "train_mesh": "data=8", "places": 24},
+    "placement": {"rollout_mesh": "data=8", "train_mesh": "data=8", "places": 24, "pages": 4},
     "history": [],
     "throughput": {},
 }

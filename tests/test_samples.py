@@ -25,6 +25,7 @@ from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
@@ -79,8 +80,9 @@ def collect(history: str, todo=None, places: int = ROOM) -> Rollout:
     seat = Seat(
         engine=engine(),
         policy=Policy(params=weights(), version=2),
-        state=engine().empty_state(places),
+        state=engine().empty_state(places, Pool(NUM_LANES, 4)),
         places=places,
+        pool=Pool(NUM_LANES, 4),
     )
     rollout = collector.collect(seat, todo or tasks(NUM_TASKS), sampling=Sampling())
     pool.close()

@@ -53,7 +53,7 @@ def save_run(folder: Path, rank: int):
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
     state = dataclasses.replace(state, params=noisy)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    placement = {"rollout_mesh": "data=4", "train_mesh": "data=4", "places": 32}
+    placement = {"rollout_mesh": "data=4", "train_mesh": "data=4", "places": 32, "pages": 4}
     position = {"placement": placement, "history": [], "throughput": {}}
     if state.base is not None:
         position["base_fingerprint"] = int(fingerprint(state.base))

@@ -23,7 +23,7 @@ from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import slots
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_ROW, Report, pack_orders, unpack_report
+from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders, unpack_report
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -187,7 +187,7 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
 
 
 def empty(places: int = PLACES):
-    return slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places, PAGE_SIZE)
+    return slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places, page_size=PAGE_SIZE)
 
 
 @functools.cache
@@ -485,7 +485,13 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     before = at_reader * (NUM_SLOTS - 1)
     state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, speak=zeros, row=before)
     sources = np.array([2, 1, 0, -1, -1, -3, -4, -2])
-    state, report = say(state, prompt[CHUNK:], ones * CHUNK, source=sources, shared=ones * CHUNK)
+    # What is taken over is less than a page: the reader keeps its own, the others copy it.
+    own = np.asarray(state.cache.table)[reader, 0]
+    copied = np.where(np.arange(NUM_SLOTS) == reader, NO_PAGE, own)
+    chunk = prompt[CHUNK:]
+    state, report = say(
+        state, chunk, ones * CHUNK, source=sources, shared=ones * CHUNK, copied=copied
+    )
     np.testing.assert_array_equal(report.tokens, expected.tokens)
     np.testing.assert_array_equal(report.count, expected.count)
     np.testing.assert_allclose(report.logprobs, expected.logprobs, atol=1e-5)

@@ -242,15 +242,16 @@ def forward_chunk(
     positions_BT = cached_B[:, None] + jnp.arange(length)[None, :]
     x_BTD = _embed(config, params["embed"], tokens_BT)
     mix_experts = functools.partial(experts_of_shard, config, layout)
-    kinds = [layer_kind(config, index) for index in range(config.num_layers)]
+    windows = [window or None for window in config.layer_windows]
     readings = {
         window: plan_reading(cache, cached_B, counts_B, length, window)
-        for window in dict.fromkeys(kind.window for kind in kinds)
+        for window in dict.fromkeys(windows)
     }
     new_layers = []
-    for kind, layer, pages in zip(kinds, params["layers"], cache.layers, strict=True):
+    for index, (layer, pages) in enumerate(zip(params["layers"], cache.layers, strict=True)):
+        kind = layer_kind(config, index)
 
-        def attend(query_BTKGH, key_BTKH, value_BTKH, pages=pages, window=kind.window):
+        def attend(query_BTKGH, key_BTKH, value_BTKH, pages=pages, window=windows[index]):
             pages = write(pages, cache.table, key_BTKH, value_BTKH, cached_B, counts_B)
             new_layers.append(pages)
             return attend_pages(

@@ -50,14 +50,9 @@ class PagedCache:
         return self.layers[0].value.shape[0]
 
 
-def pages_for(places: int, page_size: int) -> int:
-    """Pages that hold so many places."""
-    return -(-places // page_size)
-
-
 def empty_cache(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> PagedCache:
-    """Zeros, and a table that gives every row its own `pages_for(places)` pages, in order."""
-    per_row = pages_for(places, page_size)
+    """Zeros, and a table that gives every row pages of its own for so many places, in order."""
+    per_row = -(-places // page_size)
     return PagedCache(
         layers=empty_pages(config, rows * per_row, page_size),
         table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
@@ -79,7 +74,7 @@ def empty_pages(config: ModelConfig, pages: int, page_size: int) -> list[LayerCa
 
 def cache_bytes(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> int:
     """Bytes of the pages of `empty_cache` before they are split over devices."""
-    numbers = rows * pages_for(places, page_size) * page_size
+    numbers = rows * -(-places // page_size) * page_size
     numbers *= config.num_kv_heads * config.head_size
     return 2 * config.num_layers * numbers * jnp.dtype(config.compute_dtype).itemsize
 

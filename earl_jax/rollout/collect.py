@@ -31,8 +31,8 @@ from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.orders import NO_ROW, Report, pack_orders
-from earl_jax.rollout.prefixes import PrefixIndex, Shared
+from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders
+from earl_jax.rollout.room import CacheRoom, MakeRoom
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.seat import Seat
@@ -47,7 +47,8 @@ class RolloutStats:
     """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
-    `recomputed_tokens` were read again by newer weights. `env_wait_s`: seconds in which no round
+    `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
+    each time one gave up its pages. `env_wait_s`: seconds in which no round
     ran because environments were waited for.
     """
 
@@ -56,6 +57,7 @@ class RolloutStats:
     prefill_tokens: int = 0
     shared_tokens: int = 0
     recomputed_tokens: int = 0
+    parked_episodes: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
@@ -84,11 +86,11 @@ class Collector:
         new_conversation: Callable[[], Conversation],
         pool: EnvironmentPool,
         make_environment: Callable[[Task], Environment],
-        make_room: Callable[[Seat, int], Seat],
+        make_room: MakeRoom,
         *,
         num_lanes: int,
     ) -> None:
-        """`make_room(seat, tokens)` gives a seat whose places hold so many tokens an episode."""
+        """`make_room` is asked where the seat has too little room for the next round."""
         self._config, self._new_conversation = config, new_conversation
         self._make_environment, self._make_room = make_environment, make_room
         self._num_lanes = num_lanes
@@ -99,7 +101,6 @@ class Collector:
         self._stopped: set[int] = set()
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
-        self._prefixes = self._no_prefixes()
         self._stats = RolloutStats()
 
     def collect(
@@ -122,30 +123,25 @@ class Collector:
             num_slots=config.num_slots,
             num_lanes=self._num_lanes,
         )
+        self._room = CacheRoom(config, seat, self._slots, self._make_room)
         while True:
             if control is not None:
                 seat = self._obey(control.take(), seat)
             self._refill(scheduler, tasks)
             self._hear(scheduler, tasks)
-            live = [episode for episode in self._slots if episode is not None]
-            if not live:
+            if not any(self._slots):
                 break
-            longest = max(episode.length for episode in live)
-            if longest + config.burst > seat.places:
-                seat = self._make_room(seat, longest + config.burst)
+            seat = self._room.fit(seat)
             orders = self._orders(sampling, seat.policy.version)
+            seat = self._room.give(seat)
             state, report = seat.engine.play(seat.policy.params, seat.state, orders)
             seat = dataclasses.replace(seat, state=state)
             self._answer(self._listen(report, seat.policy.version))
             self._stats.rounds += 1
+        self._stats.parked_episodes = self._room.num_parked
+        self._stats.recomputed_tokens += self._room.recomputed_tokens
         trajectories = [self._finished[row] for row in range(len(tasks))]
         return Rollout(trajectories=trajectories, seat=seat, stats=self._stats)
-
-    def _no_prefixes(self) -> PrefixIndex:
-        config = self._config
-        return PrefixIndex(
-            num_slots=config.num_slots, num_lanes=self._num_lanes, chunk_size=config.chunk_size
-        )
 
     def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
         """The episode in this slot is over; the slot is free."""
@@ -153,7 +149,7 @@ class Collector:
         assert episode is not None
         self._finished[episode.row] = episode.finish(stop_reason, detail)
         self._slots[slot] = None
-        self._prefixes.stop(slot)
+        self._room.end(slot)
 
     def _obey(self, requests: Requests, seat: Seat) -> Seat:
         """Ends what is to be aborted, and changes weights."""
@@ -165,8 +161,7 @@ class Collector:
                 self._stopped.add(slot)
         if requests.swap is None:
             return seat
-        # What old weights have read is not for episodes that begin under new ones.
-        self._prefixes = self._no_prefixes()
+        self._room.new_weights()
         if requests.swap.cache == "recompute":
             for episode in filter(None, self._slots):
                 self._stats.recomputed_tokens += episode.rewind()
@@ -221,6 +216,8 @@ class Collector:
                 if episode is not None and episode.row in answers:
                     self._take(slot, episode, answers[episode.row])
             refilled = self._refill(scheduler, tasks)
+            # Those that ended may have left pages, and none but parked ones.
+            self._room.resume()
             waits_on = refilled or (any(self._slots) and self._is_idle())
         self._stats.env_wait_s += time.perf_counter() - start_s
 
@@ -256,50 +253,44 @@ class Collector:
         flags = ("restart", "fork", "rewind", "speak", "resume")
         columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
+        columns["copied"] = np.full(num_slots, NO_PAGE, np.int32)
         chunk = np.zeros((num_slots, chunk_size), np.int32)
         for slot in self._stopped:
             columns["rewind"][slot] = 1
         self._stopped.clear()
         for slot, episode in enumerate(self._slots):
-            if episode is None or not episode.queue:
+            if episode is None or not episode.has_work:
                 continue
-            begins = {"restart": episode.fresh, "fork": episode.forks, "rewind": episode.rewinds}
-            if any(begins.values()):
-                shared = self._take_over(slot, episode)
-                if shared is None:
+            if not episode.queue:
+                self._room.hold(slot, episode.num_cached + self._config.burst)
+                continue
+            flags = {"restart": episode.fresh, "fork": episode.forks, "rewind": episode.rewinds}
+            if episode.begins:
+                begins = self._room.begin(slot, episode.queue)
+                if begins is None:
                     continue
-                columns["source"][slot] = shared.source - slot
-                columns["shared"][slot] = shared.length
+                columns["source"][slot] = begins.source - slot
+                columns["shared"][slot], columns["copied"][slot] = begins.shared, begins.copied
+                _, news = episode.take(begins.shared)
+                self._stats.shared_tokens += news
             columns["seed"][slot], columns["row"][slot] = episode.task.episode, episode.row
-            for flag, is_set in begins.items():
+            for flag, is_set in flags.items():
                 columns[flag][slot] = is_set
             part, news = episode.take(chunk_size)
             chunk[slot, : len(part)] = part
             columns["count"][slot] = len(part)
+            self._room.hold(slot, episode.num_cached + self._config.burst)
             self._stats.prefill_tokens += news
             if not episode.queue:
                 columns["resume"][slot] = episode.speaking
                 columns["speak"][slot] = not (episode.speaking or episode.waits)
-        # Only now: no slot takes over what is appended in the same round.
-        for slot, number in enumerate(columns["count"]):
-            self._prefixes.append(slot, number)
+        self._room.end_orders(columns["count"])
         return pack_orders(
             chunk=chunk,
             sampling=sampling_rows(sampling, num_slots),
             version=version,
             **columns,
         )
-
-    def _take_over(self, slot: int, episode: LiveEpisode) -> Shared | None:
-        """What a sample that begins has not to read itself; None: it waits for who is reading."""
-        if not self._config.share_prefixes:
-            return Shared(source=slot, length=0)
-        shared = self._prefixes.find(slot, episode.queue)
-        if shared is not None:
-            self._prefixes.begin(slot, episode.queue, shared)
-            _, news = episode.take(shared.length)
-            self._stats.shared_tokens += news
-        return shared
 
     def _listen(self, report: Report, version: int) -> list[int]:
         """Takes down what was sampled. Returns the slots whose turn is over."""

@@ -52,7 +52,8 @@ class RolloutConfig:
     `append_rows` slots of a data shard at a time; with `share_prefixes` the common beginning of
     prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
     per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
-    compiled for; beyond the last the room doubles. A turn is cut, and its episode over, at
+    compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
+    tokens, of which an episode has as many as it needs. A turn is cut, and its episode over, at
     `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
 
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
@@ -71,6 +72,7 @@ class RolloutConfig:
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
+    page_size: int = 16
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -81,6 +83,7 @@ class RolloutConfig:
             "chunk_size",
             "append_rows",
             "burst",
+            "page_size",
             "max_turn_tokens",
         ):
             if getattr(self, field) < 1:

@@ -31,6 +31,7 @@ from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_ROW, ORDER_COLUMNS, Report, unpack_report
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import DecodeState, SlotRules
 from earl_jax.sharding.layout import Layout
@@ -178,34 +179,55 @@ class PolicyEngine(Engine):
         )
         self._empty = jax.jit(
             self._new_state,
-            static_argnums=0,
+            static_argnums=(0, 1),
             out_shardings=self.state_shardings,
         )
         # Not donated: no buffer that grows can be used again, and JAX warns of each.
-        self._grow = jax.jit(slots.grow, static_argnums=1, out_shardings=self.state_shardings)
+        self._grow = jax.jit(
+            slots.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
+        )
         # A prompt is one row: every row shard reads it alike.
         self._prefill = jax.jit(over_rows(functools.partial(_prefill, model, layout), P(), P()))
         self._insert = jax.jit(_insert, donate_argnums=1, out_shardings=self.state_shardings)
 
     # What a rollout calls.
 
-    def state_shapes(self, places: int) -> DecodeState:
+    def state_shapes(self, places: int, pool: Pool | None = None) -> DecodeState:
         """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
-        return jax.eval_shape(lambda: self._new_state(places))
+        return jax.eval_shape(lambda: self._new_state(places, pool))
 
-    def _new_state(self, places: int) -> DecodeState:
+    def _new_state(self, places: int, pool: Pool | None) -> DecodeState:
         config = self.config
         return slots.empty_state(
-            config.model, config.num_slots, config.num_rows, places, config.page_size
+            config.model,
+            config.num_slots,
+            config.num_rows,
+            places,
+            page_size=config.page_size,
+            pool=pool,
         )
 
-    def empty_state(self, places: int) -> DecodeState:
-        """Empty slots with room for `places` tokens an episode, made on the devices."""
-        return self._empty(places)
+    def empty_state(self, places: int, pool: Pool | None = None) -> DecodeState:
+        """Empty slots with room for `places` tokens an episode, made on the devices.
 
-    def grow(self, state: DecodeState, places: int) -> DecodeState:
-        """The same state with more room."""
-        return self._grow(state, places)
+        Without a `pool` of pages every slot has its own; with one, `give_pages` says who has which.
+        """
+        return self._empty(places, pool)
+
+    def grow(
+        self,
+        state: DecodeState,
+        places: int,
+        old: Pool | None = None,
+        new: Pool | None = None,
+    ) -> DecodeState:
+        """The same state with more room, and more pages (`slots.grow`)."""
+        return self._grow(state, places, old, new)
+
+    def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
+        """The same state in which slots have the pages of `table` i32[num_slots, J]."""
+        placed = jax.device_put(table, self._rows)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
 
     def play(
         self, params: Params, state: DecodeState, orders: np.ndarray
@@ -218,7 +240,7 @@ class PolicyEngine(Engine):
         state, packed = self._play(params, state, sent, self._key_data)
         return state, unpack_report(np.asarray(packed))
 
-    def lower_play(self, places: int) -> Any:
+    def lower_play(self, places: int, pool: Pool | None = None) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""
 
         def placed(shapes: Any, shardings: Any) -> Any:
@@ -231,7 +253,7 @@ class PolicyEngine(Engine):
         width = ORDER_COLUMNS + self.config.chunk_size
         return self._play.lower(
             placed(self.parameter_shapes, self.parameter_shardings),
-            placed(self.state_shapes(places), self.state_shardings),
+            placed(self.state_shapes(places, pool), self.state_shardings),
             jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
             jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
         )

@@ -28,8 +28,9 @@ class LiveEpisode:
     `queue` holds ids that are still to be appended; the first `again` of them are no news: the
     token sampled last, which goes into the cache now, or what other weights have read before.
     `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
-    the queue begins with all of this sample again. `speaking`: in the middle of a turn. `length`
-    counts the episode's tokens, the first `origin` of which belong to earlier samples.
+    the queue begins with all of this sample again. `parked`: it takes no part, because there are
+    too few pages. `speaking`: in the middle of a turn. `length` counts the episode's tokens, the
+    first `origin` of which belong to earlier samples.
     """
 
     task: Task
@@ -45,6 +46,7 @@ class LiveEpisode:
     fresh: bool = True
     forks: bool = False
     rewinds: bool = False
+    parked: bool = False
     speaking: bool = False
     origin: int = 0
     length: int = 0
@@ -82,7 +84,17 @@ class LiveEpisode:
     @property
     def has_work(self) -> bool:
         """Whether it takes part in the next round."""
-        return self.speaking or bool(self.queue)
+        return not self.parked and (self.speaking or bool(self.queue))
+
+    @property
+    def begins(self) -> bool:
+        """Whether its slot is to begin anew with the queue."""
+        return self.fresh or self.forks or self.rewinds
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens in its slot's cache; the one that was sampled last counts, though it is not."""
+        return 0 if self.begins else self.length - self.origin - len(self.queue)
 
     def take(self, number: int) -> tuple[list[int], int]:
         """The next so many ids off the queue, for the cache; and how many of them are news."""

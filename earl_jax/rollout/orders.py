@@ -10,8 +10,8 @@ import numpy as np
 
 from earl_jax.rollout.sampling import SamplingRows
 
-NO_ROW = -1
-ORDER_COLUMNS = 11
+NO_ROW = NO_PAGE = -1
+ORDER_COLUMNS = 12
 
 
 class Orders(NamedTuple):
@@ -22,13 +22,15 @@ class Orders(NamedTuple):
     in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
     with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
     `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
-    behind these; so it does behind `rewind`, which empties the cache of a sample that is to be read
-    again, by other weights. `speak` lets the policy begin a turn behind the chunk, `resume` go on
-    with the one it was in when its sample was rewound. A slot with nothing to append goes on with
-    its turn where it is in one.
+    behind these. Its table has their whole pages already; `copied` is the page, numbered in the
+    whole pool, to copy the tokens behind these from, NO_PAGE if none is. So it goes behind
+    `rewind`, which empties the cache of a sample that is to be read again, by other weights or
+    because its pages were given up. `speak` lets the policy begin a turn behind the chunk, `resume`
+    go on with the one it was in when its sample was rewound. A slot with nothing to append goes on
+    with its turn where it is in one.
 
-    Sources are read slot by slot, in their order: a slot that took something over has it for those
-    behind it.
+    Sources' ids are read slot by slot, in their order: a slot that took something over has it for
+    those behind it.
     """
 
     chunk: jax.Array
@@ -42,6 +44,7 @@ class Orders(NamedTuple):
     row: jax.Array
     source: jax.Array
     shared: jax.Array
+    copied: jax.Array
     sampling: SamplingRows
     version: jax.Array
 
@@ -64,10 +67,11 @@ def pack_orders(
     resume: np.ndarray | int = 0,
     source: np.ndarray | int = 0,
     shared: np.ndarray | int = 0,
+    copied: np.ndarray | int = NO_PAGE,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
     flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
-    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared)]
+    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared, copied)]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
     columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
     return np.concatenate([columns, chunk], axis=1).astype(np.int32)
@@ -75,7 +79,7 @@ def pack_orders(
 
 def unpack_orders(packed: jax.Array) -> Orders:
     """The inverse of `pack_orders`, on the devices."""
-    count, flags, seed, row, version, source, shared, *drawn = packed[:, :ORDER_COLUMNS].T
+    count, flags, seed, row, version, source, shared, copied, *drawn = packed[:, :ORDER_COLUMNS].T
     bits = SamplingRows(*drawn)
     return Orders(
         chunk=packed[:, ORDER_COLUMNS:],
@@ -89,6 +93,7 @@ def unpack_orders(packed: jax.Array) -> Orders:
         row=row,
         source=source,
         shared=shared,
+        copied=copied,
         sampling=SamplingRows(
             temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
             top_k=bits.top_k,

@@ -73,6 +73,14 @@ class PrefixIndex:
         """The slot appends no more of its prompt."""
         self._coming[slot] = []
 
+    def num_kept(self, slot: int) -> int:
+        """How many tokens in the slot's cache others could take over."""
+        return len(self._cached[slot])
+
+    def forget(self, slot: int) -> None:
+        """There is nothing in the slot's cache any more."""
+        self._cached[slot], self._coming[slot] = [], []
+
     def _common(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
         """Tokens of the prompt that can be taken over from a cache of these."""
         length = min(len(cached), len(prompt) - 1)

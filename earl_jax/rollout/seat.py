@@ -6,6 +6,7 @@ import dataclasses
 
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.slots import DecodeState
 
 
@@ -19,9 +20,13 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Where a rollout runs: an engine, the policy on its layout, and the state of its slots."""
+    """Where a rollout runs: an engine, the policy on its layout, and the state of its slots.
+
+    The state has room for `places` tokens an episode, and the pages of `pool`.
+    """
 
     engine: PolicyEngine
     policy: Policy
     state: DecodeState
     places: int
+    pool: Pool

@@ -21,10 +21,11 @@ import jax.numpy as jnp
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
-from earl_jax.models.kv_cache import PagedCache, empty_cache, pages_for
+from earl_jax.models.kv_cache import PagedCache, empty_pages
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_ROW, Orders, pack_report, unpack_orders
+from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Orders, pack_report, unpack_orders
+from earl_jax.rollout.pages import Pool, dense_pool, pages_for
 from earl_jax.rollout.sampling import (
     SamplingRows,
     sample,
@@ -76,15 +77,28 @@ class SlotRules(NamedTuple):
 
 
 def empty_state(
-    config: ModelConfig, slots: int, rows: int, places: int, page_size: int = 64
+    config: ModelConfig,
+    slots: int,
+    rows: int,
+    places: int,
+    *,
+    page_size: int,
+    pool: Pool | None = None,
 ) -> DecodeState:
-    """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens."""
+    """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens.
+
+    Without a `pool` every slot has its own pages, in order; with one, who has which is said later.
+    """
 
     def numbers(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
 
+    pool = pool or dense_pool(slots, slots, places, page_size)
     return DecodeState(
-        cache=empty_cache(config, slots, places, page_size),
+        cache=PagedCache(
+            layers=empty_pages(config, pool.total, page_size),
+            table=_first_table(pool, slots, pages_for(places, page_size)),
+        ),
         experience=Experience(
             tokens=numbers(rows, places),
             turn_ids=numbers(rows, places),
@@ -104,11 +118,25 @@ def empty_state(
     )
 
 
-def grow(state: DecodeState, places: int) -> DecodeState:
-    """The same state with room for `places` tokens per episode, with pages for all of them."""
+def _first_table(pool: Pool, slots: int, pages: int) -> jax.Array:
+    """Pages from the beginning of every slot's lane on: its own, where it is a lane of its own."""
+    first = jnp.arange(slots, dtype=jnp.int32) // (slots // pool.lanes) * pool.pages
+    return first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
+
+
+def grow(
+    state: DecodeState, places: int, old: Pool | None = None, new: Pool | None = None
+) -> DecodeState:
+    """The same state with room for `places` tokens per episode, and with more pages.
+
+    Without pools every slot has its own pages, as many as `places` need. Otherwise who has the new
+    ones is said later; those of before keep their places in their lanes.
+    """
     cache = state.cache
-    slots, had = cache.table.shape
-    has = pages_for(places, cache.page_size)
+    slots = cache.table.shape[0]
+    pages = pages_for(places, cache.page_size)
+    old = old or Pool(slots, cache.num_pages // slots)
+    new = new or Pool(slots, pages)
 
     def pad(leaf: jax.Array, axis: int, to: int) -> jax.Array:
         widths = [(0, 0)] * leaf.ndim
@@ -116,16 +144,14 @@ def grow(state: DecodeState, places: int) -> DecodeState:
         return jnp.pad(leaf, widths)
 
     def pad_pool(side: jax.Array) -> jax.Array:
-        apart = side.reshape(slots, had, *side.shape[1:])
-        return pad(apart, 1, has).reshape(slots * has, *side.shape[1:])
+        apart = side.reshape(old.lanes, old.pages, *side.shape[1:])
+        return pad(apart, 1, new.pages).reshape(new.total, *side.shape[1:])
 
-    # Pages of one slot stay together, so that they stay on its data shard.
+    moved = cache.table + cache.table // old.pages * (new.pages - old.pages)
+    table = jax.lax.dynamic_update_slice(_first_table(new, slots, pages), moved, (0, 0))
     return dataclasses.replace(
         state,
-        cache=PagedCache(
-            layers=jax.tree.map(pad_pool, cache.layers),
-            table=jnp.arange(slots * has, dtype=jnp.int32).reshape(slots, has),
-        ),
+        cache=PagedCache(layers=jax.tree.map(pad_pool, cache.layers), table=table),
         experience=jax.tree.map(lambda field: pad(field, 1, places), state.experience),
     )
 
@@ -152,7 +178,7 @@ def play(
     orders = unpack_orders(packed_orders)
     first_row = shard * state.experience.tokens.shape[0]
     state = _shift(state, -first_row, -shard * state.cache.num_pages)
-    state = _restart(_take_over(state, orders, first_row), orders, first_row)
+    state = _restart(_take_over(state, orders, shard), orders, first_row)
     slots = state.cached.shape[0]
     out = (
         jnp.zeros((slots, rules.burst), jnp.int32),
@@ -245,24 +271,32 @@ def _new_place(
     )
 
 
-def _take_over(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> DecodeState:
-    """Copies what is shared from slot to slot: keys and values, and the ids that were read.
+def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> DecodeState:
+    """Writes down the ids that are taken over, and copies the page that they end in.
 
-    One slot after the other, because then the caches are written where they lie.
+    Whole pages are not copied: the slot's table has them already. One slot after the other, because
+    then the pages are written where they lie.
     """
     takes = orders.shared > 0
     order_B = jnp.argsort(~takes, stable=True)
+    first_row = shard * state.experience.tokens.shape[0]
     origins, rows = _new_place(state, orders, first_row)
     offsets = jnp.arange(state.experience.tokens.shape[1])
+    table, page_size = state.cache.table, state.cache.page_size
+    copied_B = orders.copied - shard * state.cache.num_pages
 
     def copy(index: jax.Array, carry: Any) -> Any:
         layers, tokens = carry
         slot = order_B[index]
         source = slot + orders.source[slot]
-        table = state.cache.table
+        # Where nothing is to be copied the page is copied to itself.
+        last = jnp.minimum(orders.shared[slot] // page_size, table.shape[1] - 1)
+        target = table[slot, last]
+        page = jnp.where(orders.copied[slot] == NO_PAGE, target, copied_B[slot])
 
         def copy_side(side: jax.Array) -> jax.Array:
-            return side.at[table[slot]].set(side[table[source]])
+            taken = jax.lax.dynamic_index_in_dim(side, page, 0)
+            return jax.lax.dynamic_update_slice_in_dim(side, taken, target, 0)
 
         places = offsets - origins[slot]
         inside = (places >= 0) & (places < orders.shared[slot])
