@@ -197,8 +197,8 @@ class Placement:
         return self.calibration.rollout_options(places, resident, self._least_pages(places))
 
     def _least_pages(self, places: int) -> int:
-        """A lane has pages for one whole episode, and one for what it takes over in part."""
-        return pages_for(places, self._world.config.rollout.page_size) + 1
+        """A lane has pages for one whole episode."""
+        return pages_for(places, self._world.config.rollout.page_size)
 
     @property
     def _pool(self) -> Pool:

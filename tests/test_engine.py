@@ -30,6 +30,7 @@ from test_slots import (
 
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.orders import ORDER_COLUMNS
 from earl_jax.rollout.pages import Pool
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -233,7 +234,7 @@ def test_load_params_places_every_weight_and_changes_none():
 def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     engine, weights = engine_on(CANDIDATES[0]), weights_on(CANDIDATES[0])
     state = engine.empty_state(PLACES)
-    orders = np.zeros((NUM_SLOTS, 6 + CHUNK), np.int32)
+    orders = np.zeros((NUM_SLOTS, ORDER_COLUMNS + CHUNK), np.int32)
     with HostByteCounter() as counter:
         after, report = engine.play(weights, state, orders)
     # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.

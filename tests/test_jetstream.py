@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from caches import rows_of
 from test_collect import MODEL, tokenizer
 
 from earl_jax.models.decoder import forward_rows
@@ -215,9 +216,10 @@ def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
         params=params, existing_prefix=prefix, padded_tokens=padded(second), true_length=6
     )
     assert two.cached.tolist() == one.cached.tolist() == [17]
-    for ours, theirs in zip(jax.tree.leaves(two.cache), jax.tree.leaves(one.cache), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5)
-        assert not np.asarray(ours)[:, :, 17:].any()
+    for ours, theirs in zip(rows_of(two.cache), rows_of(one.cache), strict=True):
+        for side in ("key", "value"):
+            np.testing.assert_allclose(ours[side], theirs[side], atol=1e-5)
+            assert ours[side][:, :, :17].any() and not ours[side][:, :, 17:].any()
     expected = continuations([whole, whole], [int(one.seed[0]), int(prefix.seed[0])], 1)
     assert [one.pending.item(), two.pending.item()] == expected[:, 0].tolist()
 

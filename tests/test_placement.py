@@ -9,6 +9,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from caches import rows_of
 
 from earl_jax.calibrate import Calibration, open_table
 from earl_jax.config import make_config
@@ -78,7 +79,7 @@ def place(tiny, monkeypatch):
         monkeypatch.setattr(tiny.world, "budget_bytes", budget_bytes)
         placement = Placement(tiny.world, tiny.calibration)
         placement.restore(
-            {"rollout_mesh": str(D8), "train_mesh": str(train_mesh), "places": SHORT, "pages": 0}
+            {"rollout_mesh": str(D8), "train_mesh": str(train_mesh), "places": SHORT, "pages": 1}
         )
         return placement
 
@@ -347,11 +348,17 @@ def test_live_episodes_move_to_a_mesh_that_holds_them_and_go_on_as_if_they_had_n
             assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
     jax.tree.map(np.testing.assert_array_equal, weights, on_host(moved.policy.params))
     after = on_host(moved.state)
+    for old, new in zip(rows_of(before.cache), rows_of(after.cache), strict=True):
+        for side in ("key", "value"):
+            assert (old[side].shape[2], new[side].shape[2]) == (SHORT, LONG)
+            kept, rest = np.split(new[side], [SHORT], axis=2)
+            np.testing.assert_array_equal(old[side], kept)
+            assert old[side].any() and not rest.any()
+    before, after = (dataclasses.replace(state, cache=None) for state in (before, after))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        axis = {4: 2, 2: 1}.get(old.ndim)  # caches BKSH, experience NS
-        if axis is not None:
-            assert (old.shape[axis], new.shape[axis]) == (SHORT, LONG)
-            new, rest = np.split(new, [SHORT], axis=axis)
+        if old.ndim == 2:  # experience NS
+            assert (old.shape[1], new.shape[1]) == (SHORT, LONG)
+            new, rest = np.split(new, [SHORT], axis=1)
             assert not rest.any()
         np.testing.assert_array_equal(old, new)
 
@@ -400,3 +407,19 @@ def test_the_trainer_moves_bit_for_bit_and_not_through_the_host(tiny, place):
         assert old.tobytes() == np.array(new).tobytes()
     on_one = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(moved))
     assert on_one == trainer_bytes(CUBE)
+
+
+def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(tiny, place):
+    """Half as many again where it does; never fewer than one episode of that length needs."""
+    shapes = {mesh: tiny.world.engine(mesh) for mesh in (D8, D4T2)}
+    placement = place(None)
+    seat, _ = placement.open_seat(tiny.world.init_train_state(D8).params, version=0)
+    assert (seat.pool.lanes, seat.pool.pages, seat.places) == (8, 1, SHORT)
+    grown = placement.make_room(seat, LONG, 2, None)
+    assert (grown.pool.pages, grown.places, placement.pages) == (2, LONG, 2)
+    # One page a lane of this model: keys and values of 1 layer, 2 heads, 16 places, 8 numbers.
+    options = [tiny.calibration.rollout_options(LONG, 0, pages) for pages in (2, 3, 5)]
+    two, three, five = [{o.mesh: o.bytes_per_device for o in some} for some in options]
+    page = 2 * 2 * 16 * 8 * 4
+    assert {mesh: three[mesh] - two[mesh] for mesh in shapes} == {D8: page, D4T2: page}
+    assert all(five[mesh] - two[mesh] == 3 * page for mesh in shapes)

@@ -18,7 +18,7 @@ from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.orders import NO_PAGE
 from earl_jax.rollout.pages import PageTable, pages_for
-from earl_jax.rollout.prefixes import PrefixIndex
+from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.seat import Seat
 
 # make_room(seat, tokens, pages): a seat whose rows hold so many tokens, with so many pages a lane
@@ -48,6 +48,8 @@ class CacheRoom:
         self._config, self._slots, self._make_room = config, slots, make_room
         self._pages = PageTable(seat.pool, num_slots=len(slots), page_size=config.page_size)
         self._given: np.ndarray | None = None
+        # Pages of each lane that nobody wants in this round.
+        self._spare = [0] * seat.pool.lanes
         self.num_parked, self.recomputed_tokens = 0, 0
         self.new_weights()
 
@@ -74,7 +76,7 @@ class CacheRoom:
             for slot in sorted(parked, key=lambda slot: -self._episode(slot).length):
                 alone = all(self._episode(other).parked for other in slots)
                 needed = len(self._episode(slot).queue) + 2 * self._config.burst
-                spare = -self._short(lane) - pages_for(needed, self._config.page_size) - 1
+                spare = -self._short(lane) - pages_for(needed, self._config.page_size)
                 if alone or spare >= 0:
                     self._episode(slot).parked = False
 
@@ -90,16 +92,16 @@ class CacheRoom:
             # The engine made its own table.
             self._given = None
         for lane in range(seat.pool.lanes):
-            while self._short(lane) > 0:
+            while (short := self._short(lane)) > 0:
                 self._park(lane)
+            self._spare[lane] = -short
         return seat
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Pages that the episode may need for a round, beyond those that it has."""
         tokens = min(len(episode.queue), self._config.chunk_size) + self._config.burst
         if episode.begins:
-            # One more, because what is taken over may end in the middle of a page.
-            return pages_for(tokens, self._config.page_size) + 1
+            return pages_for(tokens, self._config.page_size)
         return self._pages.missing(slot, episode.num_cached + tokens)
 
     def _short(self, lane: int) -> int:
@@ -145,10 +147,25 @@ class CacheRoom:
             shared = self._prefixes.find(slot, prompt)
             if shared is None:
                 return None
-            source, length = shared.source, shared.length
-            self._prefixes.begin(slot, prompt, shared)
+            if self._can_share(slot, len(prompt), shared.length):
+                source, length = shared.source, shared.length
+            self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
         copy = self._pages.begin(slot, source, length)
         return Beginning(source, length, NO_PAGE if copy is None else copy.source)
+
+    def _can_share(self, slot: int, prompt: int, length: int) -> bool:
+        """Whether there are pages for it: copying a part of one may need more than reading anew."""
+        config, lane = self._config, self._pages.lane(slot)
+        if not length % config.page_size:
+            return True
+        part = min(prompt - length, config.chunk_size) + config.burst
+        anew = pages_for(min(prompt, config.chunk_size) + config.burst, config.page_size)
+        # The page that is copied stays for the round, whoever lets it go.
+        more = pages_for(length % config.page_size + part, config.page_size) - anew + 1
+        if more > self._spare[lane]:
+            return False
+        self._spare[lane] -= max(0, more)
+        return True
 
     def hold(self, slot: int, tokens: int) -> None:
         """The slot's cache will hold so many tokens when the round is over."""
