@@ -45,7 +45,6 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "episodes_per_step",
                 "chunk_size",
                 "burst",
-                "max_turn_tokens",
             )
         },
         "train": {

@@ -122,11 +122,15 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
 
 
 def expected_tokens(world: World, load: Load | None) -> int:
-    """Room that the next rollout's episodes will want: as long as recent ones, and a burst more."""
+    """Room that the next rollout's episodes will want: as long as recent ones, and a burst more.
+
+    But no more than they may come to.
+    """
     rollout = world.config.rollout
     if load is None:
         return rollout.context_buckets[0]
-    return load.context_tokens_max + rollout.burst
+    expected = load.context_tokens_max + rollout.burst
+    return min(expected, rollout.max_episode_tokens or expected)
 
 
 @contextlib.contextmanager

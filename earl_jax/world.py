@@ -143,7 +143,6 @@ class World:
                 chunk_size=rollout.chunk_size,
                 rules=SlotRules(
                     burst=rollout.burst,
-                    max_turn_tokens=rollout.max_turn_tokens,
                     end_of_turn_ids=self.renderer.end_of_turn_ids,
                     append_rows=rollout.append_rows,
                 ),

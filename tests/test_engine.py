@@ -14,6 +14,7 @@ import pytest
 from test_slots import (
     CHUNK,
     END,
+    MAX_TURN_TOKENS,
     MODEL,
     PLACES,
     RULES,
@@ -28,6 +29,7 @@ from test_slots import (
 
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.orders import ORDER_COLUMNS
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
@@ -160,7 +162,7 @@ def test_the_conversation_is_worth_comparing():
     """Turns of every length, ended and cut, prompts in one chunk and in several."""
     _, heard = converse_on(UNSHARDED)
     turns = [turn for h in heard.values() for turn in h.turns()]
-    assert {len(turn) for turn in turns} >= {1, 2, 3, RULES.max_turn_tokens}
+    assert {len(turn) for turn in turns} >= {1, 2, 3, MAX_TURN_TOKENS}
     assert {turn[-1] == END for turn in turns} == {True, False}
     messages = [len(message) for script in scripts().values() for message in script.messages]
     assert min(messages) < CHUNK < max(messages)
@@ -216,7 +218,7 @@ def test_load_params_places_every_weight_and_changes_none():
 def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     engine, weights = engine_on(CANDIDATES[0]), weights_on(CANDIDATES[0])
     state = engine.empty_state(PLACES)
-    orders = np.zeros((NUM_SLOTS, 6 + CHUNK), np.int32)
+    orders = np.zeros((NUM_SLOTS, ORDER_COLUMNS + CHUNK), np.int32)
     with HostByteCounter() as counter:
         after, report = engine.play(weights, state, orders)
     # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.

@@ -19,7 +19,6 @@ import numpy as np
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
     ABORTED,
-    TURN_TOO_LONG,
     UNENCODABLE,
     Environment,
     Start,
@@ -114,8 +113,13 @@ class Collector:
 
         An environment that raises, hangs or answers garbage ends its own episode with a stop
         reason. What `control` asks for is done between two rounds.
+
+        Raises:
+            ValueError: a task asks for what cannot be.
         """
         config = self._config
+        for task in tasks:
+            task.validate()
         scheduler = LaneScheduler(
             range(len(tasks)),
             num_rows=config.episodes_per_step,
@@ -130,9 +134,9 @@ class Collector:
             live = [episode for episode in self._slots if episode is not None]
             if not live:
                 break
-            longest = max(episode.length for episode in live)
-            if longest + config.burst > seat.places:
-                seat = self._make_room(seat, longest + config.burst)
+            room = max(min(e.length + config.burst, e.most_tokens) for e in live)
+            if room > seat.places:
+                seat = self._make_room(seat, room)
             orders = self._orders(sampling, seat.policy.version)
             state, report = seat.engine.play(seat.policy.params, seat.state, orders)
             seat = dataclasses.replace(seat, state=state)
@@ -179,7 +183,10 @@ class Collector:
             while self._slots[slot] is None and (row := scheduler.next_row(slot)) is not None:
                 task = tasks[row]
                 self._slots[slot] = LiveEpisode(
-                    task=task, row=row, conversation=self._new_conversation()
+                    task=task,
+                    row=row,
+                    conversation=self._new_conversation(),
+                    limits=task.limits or self._config.limits,
                 )
                 if task.episode in self._aborted:
                     self._end(slot, ABORTED, self._aborted[task.episode])
@@ -205,9 +212,7 @@ class Collector:
                 steps[episode.row] = lambda e=episode.environment, t=text: check_step(e.step(t))
                 episode.waits = True
                 continue
-            episode.rewards.append(self._config.unfinished_reward)
-            detail = f"no end of turn within {self._config.max_turn_tokens} tokens"
-            self._end(slot, TURN_TOO_LONG, detail)
+            self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)
 
     def _hear(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> None:
@@ -245,14 +250,17 @@ class Collector:
             message = start.messages or start.text
             render = functools.partial(conversation.open, tools=start.tools)
         try:
-            episode.hear(message, render(message))
+            heard = render(message)
         except ValueError as error:
-            self._end(slot, UNENCODABLE, str(error))
+            return self._end(slot, UNENCODABLE, str(error))
+        if not episode.leaves_room(heard):
+            return self._end(slot, *episode.cut(self._config.unfinished_reward))
+        episode.hear(message, heard)
 
     def _orders(self, sampling: Sampling, version: int) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(self._slots), self._config.chunk_size
-        names = ("count", "seed", "source", "shared")
+        names = ("count", "seed", "source", "shared", "turn_limit")
         flags = ("restart", "fork", "rewind", "speak", "resume")
         columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
@@ -280,6 +288,7 @@ class Collector:
             if not episode.queue:
                 columns["resume"][slot] = episode.speaking
                 columns["speak"][slot] = not (episode.speaking or episode.waits)
+                columns["turn_limit"][slot] = episode.turn_limit
         # Only now: no slot takes over what is appended in the same round.
         for slot, number in enumerate(columns["count"]):
             self._prefixes.append(slot, number)

@@ -43,6 +43,33 @@ class Sampling:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Most tokens of a turn of the policy, and of an episode, whoever writes them (0: no limit)."""
+
+    max_turn_tokens: int
+    max_episode_tokens: int = 0
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        if self.max_turn_tokens < 1:
+            raise ValueError(
+                f"{where}max_turn_tokens is {self.max_turn_tokens}; it must be at least 1"
+            )
+        if self.max_episode_tokens < 0:
+            raise ValueError(
+                f"{where}max_episode_tokens is {self.max_episode_tokens}; it must be at least 0 "
+                "(0: no limit)"
+            )
+        if 0 < self.max_episode_tokens <= self.max_turn_tokens:
+            raise ValueError(
+                f"{where}max_episode_tokens is {self.max_episode_tokens} and "
+                f"{where}max_turn_tokens {self.max_turn_tokens}; an episode has a first message "
+                "beside its turns, so no turn could be as long: lower max_turn_tokens, or raise "
+                "max_episode_tokens"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of the rollout stage.
 
@@ -53,7 +80,9 @@ class RolloutConfig:
     prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
     per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
     compiled for; beyond the last the room doubles. A turn is cut, and its episode over, at
-    `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
+    `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
+    (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
+    episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
 
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
     takes part in which round then depends on their speed, an episode's tokens never do.
@@ -67,6 +96,7 @@ class RolloutConfig:
     share_prefixes: bool = True
     burst: int = 4
     max_turn_tokens: int = 4
+    max_episode_tokens: int = 0
     temperature: float = 1.0
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
@@ -81,12 +111,12 @@ class RolloutConfig:
             "chunk_size",
             "append_rows",
             "burst",
-            "max_turn_tokens",
         ):
             if getattr(self, field) < 1:
                 raise ValueError(
                     f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
                 )
+        self.limits.validate("config.rollout.")
         if self.episodes_per_step % (2 * self.group_size):
             raise ValueError(
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
@@ -113,6 +143,13 @@ class RolloutConfig:
                 f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
                 "such as (32, 64)"
             )
+
+    @property
+    def limits(self) -> Limits:
+        """How long turns and episodes may be."""
+        return Limits(
+            max_turn_tokens=self.max_turn_tokens, max_episode_tokens=self.max_episode_tokens
+        )
 
     def places_for(self, tokens: int) -> int:
         """The smallest room that holds so many tokens."""

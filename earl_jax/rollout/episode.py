@@ -6,18 +6,29 @@ import dataclasses
 
 from earl_jax.envs.chat_template import Said, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
-from earl_jax.envs.environment import Environment
+from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
+from earl_jax.rollout.config import Limits
+from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.trajectory import Trajectory, Turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One episode to play. `episode` seeds the sampling, `env_seed` the environment."""
+    """One episode to play. `episode` seeds the sampling, `env_seed` the environment.
+
+    `limits` are this episode's own; None: those of the rollout's config.
+    """
 
     episode: int
     group: int
     env_seed: int
     player: int
+    limits: Limits | None = None
+
+    def validate(self) -> None:
+        """Raises ValueError naming the episode and the field that breaks a rule."""
+        if self.limits is not None:
+            self.limits.validate(f"episode {self.episode}: Task.limits.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,6 +46,7 @@ class LiveEpisode:
     task: Task
     row: int
     conversation: Conversation
+    limits: Limits
     environment: Environment | None = None
     waits: bool = True
     role: str = ""
@@ -51,6 +63,20 @@ class LiveEpisode:
     reply: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def turn_limit(self) -> int:
+        """The most tokens of a turn that begins now."""
+        return min(self.limits.max_turn_tokens, self.most_tokens - self.length)
+
+    @property
+    def most_tokens(self) -> int:
+        """What the episode may come to, whoever writes it."""
+        return self.limits.max_episode_tokens or NO_LIMIT
+
+    def leaves_room(self, heard: Heard) -> bool:
+        """Whether the policy could say anything to this."""
+        return self.length + len(heard.ids) < self.most_tokens
 
     def hear(self, said: Said, heard: Heard) -> None:
         """The environment said something: to be appended, behind the pending token.
@@ -133,6 +159,20 @@ class LiveEpisode:
             )
         )
         self.reply, self.logprobs, self.versions = [], [], []
+
+    def cut(self, unfinished_reward: float) -> tuple[str, str]:
+        """Its limits end it: the last turn has no end, or is answered by more than there is room.
+
+        Returns the stop reason, and words.
+        """
+        answered = len(self.rewards) == sum(turn.author == "policy" for turn in self.turns)
+        if not answered:
+            self.rewards.append(0.0)
+        if self.rewards:
+            self.rewards[-1] += unfinished_reward
+        if not answered and len(self.turns[-1].token_ids) == self.limits.max_turn_tokens:
+            return TURN_TOO_LONG, f"no end of turn within {self.limits.max_turn_tokens} tokens"
+        return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
 
     def finish(self, stop_reason: str, detail: str = "") -> Trajectory:
         """The episode is over."""

@@ -11,7 +11,8 @@ import numpy as np
 from earl_jax.rollout.sampling import SamplingRows
 
 NO_ROW = -1
-ORDER_COLUMNS = 11
+NO_LIMIT = 2**31 - 1
+ORDER_COLUMNS = 12
 
 
 class Orders(NamedTuple):
@@ -23,9 +24,9 @@ class Orders(NamedTuple):
     with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
     `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
     behind these; so it does behind `rewind`, which empties the cache of a sample that is to be read
-    again, by other weights. `speak` lets the policy begin a turn behind the chunk, `resume` go on
-    with the one it was in when its sample was rewound. A slot with nothing to append goes on with
-    its turn where it is in one.
+    again, by other weights. `speak` lets the policy begin a turn of at most `turn_limit` tokens
+    behind the chunk, `resume` go on with the one it was in when its sample was rewound. A slot with
+    nothing to append goes on with its turn where it is in one.
 
     Sources are read slot by slot, in their order: a slot that took something over has it for those
     behind it.
@@ -42,6 +43,7 @@ class Orders(NamedTuple):
     row: jax.Array
     source: jax.Array
     shared: jax.Array
+    turn_limit: jax.Array
     sampling: SamplingRows
     version: jax.Array
 
@@ -64,10 +66,12 @@ def pack_orders(
     resume: np.ndarray | int = 0,
     source: np.ndarray | int = 0,
     shared: np.ndarray | int = 0,
+    turn_limit: np.ndarray | int = NO_LIMIT,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
     flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
-    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared)]
+    numbers = (version, source, shared, turn_limit)
+    same = [np.broadcast_to(number, count.shape) for number in numbers]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
     columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
     return np.concatenate([columns, chunk], axis=1).astype(np.int32)
@@ -75,7 +79,8 @@ def pack_orders(
 
 def unpack_orders(packed: jax.Array) -> Orders:
     """The inverse of `pack_orders`, on the devices."""
-    count, flags, seed, row, version, source, shared, *drawn = packed[:, :ORDER_COLUMNS].T
+    columns = packed[:, :ORDER_COLUMNS].T
+    count, flags, seed, row, version, source, shared, turn_limit, *drawn = columns
     bits = SamplingRows(*drawn)
     return Orders(
         chunk=packed[:, ORDER_COLUMNS:],
@@ -89,6 +94,7 @@ def unpack_orders(packed: jax.Array) -> Orders:
         row=row,
         source=source,
         shared=shared,
+        turn_limit=turn_limit,
         sampling=SamplingRows(
             temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
             top_k=bits.top_k,

@@ -24,7 +24,7 @@ from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import LayerCache, empty_cache
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_ROW, Orders, pack_report, unpack_orders
+from earl_jax.rollout.orders import NO_LIMIT, NO_ROW, Orders, pack_report, unpack_orders
 from earl_jax.rollout.sampling import (
     SamplingRows,
     sample,
@@ -44,8 +44,9 @@ class DecodeState:
 
     `cached` counts the tokens in the cache; with `origin`, the place in the row where the sample
     began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
-    count turns and the tokens of this turn. `active` slots are in the middle of a turn. `row` is
-    the episode's row in `experience`, NO_ROW where nothing is written down.
+    count turns and the tokens of this turn, which is cut at `turn_limit`. `active` slots are in the
+    middle of a turn. `row` is the episode's row in `experience`, NO_ROW where nothing is written
+    down.
     """
 
     caches: list[LayerCache]
@@ -56,6 +57,7 @@ class DecodeState:
     active: jax.Array
     turn: jax.Array
     turn_tokens: jax.Array
+    turn_limit: jax.Array
     seed: jax.Array
     row: jax.Array
     sampling: SamplingRows
@@ -63,14 +65,13 @@ class DecodeState:
 
 
 class SlotRules(NamedTuple):
-    """What is fixed when the program is compiled. Tokens per turn and per burst; ids.
+    """What is fixed when the program is compiled: tokens per burst; ids.
 
     Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
     shard at a time.
     """
 
     burst: int
-    max_turn_tokens: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = 8
 
@@ -95,6 +96,7 @@ def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> Deco
         active=jnp.zeros((slots,), bool),
         turn=numbers(slots),
         turn_tokens=numbers(slots),
+        turn_limit=jnp.full((slots,), NO_LIMIT, jnp.int32),
         seed=numbers(slots),
         row=jnp.full((slots,), NO_ROW, jnp.int32),
         sampling=jax.tree.map(jnp.asarray, sampling_rows(Sampling(), slots)),
@@ -160,6 +162,7 @@ def play(
             active=state.active | speaks_now,
             turn=state.turn + begins,
             turn_tokens=jnp.where(begins, 0, state.turn_tokens),
+            turn_limit=jnp.where(begins, orders.turn_limit, state.turn_limit),
         )
         return _sample_next(rules, key, state, logits_BV, speaks_now, out)
 
@@ -392,7 +395,7 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
         versions=written.versions.at[rows, place].set(state.version, mode="drop"),
     )
     turn_tokens = state.turn_tokens + speaking
-    goes_on = turn_tokens < rules.max_turn_tokens
+    goes_on = turn_tokens < state.turn_limit
     for end_of_turn_id in rules.end_of_turn_ids:
         goes_on &= token != end_of_turn_id
     state = dataclasses.replace(
