@@ -35,7 +35,7 @@ from earl_jax.telemetry.episodes import (
     write_trajectories,
 )
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, sampling_kl, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
 from earl_jax.train.step import TrainState
@@ -367,6 +367,7 @@ class _Keeper:
             "publish_host_bytes": record.publish_host_bytes,
             "logprob_mismatch_max": first.mismatch_max,
             "logprob_mismatch_mean": first.mismatch_mean,
+            "sampling_kl": sampling_kl(trajectories),
             "version_lag_max": max(versions, default=0),
             "loss": last.loss,
             "kl": last.kl,

@@ -145,6 +145,7 @@ class World:
                     burst=rollout.burst,
                     end_of_turn_ids=self.renderer.end_of_turn_ids,
                     append_rows=rollout.append_rows,
+                    model_logprobs=rollout.model_logprobs,
                 ),
                 seed=self.config.seed,
             ),
@@ -160,9 +161,15 @@ class World:
             self.config.train,
             self.train_layout(shape),
             vocab_size=self.vocab_size,
-            temperature=self.config.rollout.temperature,
+            temperature=self.train_temperature,
             objective=objective,
         )
+
+    @property
+    def train_temperature(self) -> float:
+        """The temperature that the trainer scores tokens at."""
+        config = self.config
+        return config.rollout.temperature if config.train.ratio == "behaviour" else 1.0
 
     def train_state_shapes(self) -> TrainState:
         """A TrainState as shapes."""

@@ -67,11 +67,13 @@ def engine(
     mesh: MeshShape = MeshShape(data=8),  # noqa: B008
     append_rows: int = CONFIG.append_rows,
     burst: int = CONFIG.burst,
+    model_logprobs: bool = False,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
         append_rows=append_rows,
+        model_logprobs=model_logprobs,
     )
     return PolicyEngine(
         EngineConfig(
@@ -156,6 +158,7 @@ def collect(
     make_room=None,
     player=None,
     control=None,
+    sampling=Sampling(),  # noqa: B008
     **changes,
 ):
     player = player or engine(num_slots)
@@ -173,7 +176,7 @@ def collect(
         state=player.empty_state(places),
         places=places,
     )
-    return collector.collect(seat, todo, sampling=Sampling(), control=control)
+    return collector.collect(seat, todo, sampling=sampling, control=control)
 
 
 def check_rows(rollout, num_tasks: int) -> None:
@@ -181,6 +184,7 @@ def check_rows(rollout, num_tasks: int) -> None:
     written = {
         field.name: np.asarray(getattr(rollout.experience, field.name))
         for field in dataclasses.fields(rollout.experience)
+        if getattr(rollout.experience, field.name) is not None
     }
     for trajectory in rollout.trajectories:
         expected = {name: [] for name in written}
@@ -191,8 +195,8 @@ def check_rows(rollout, num_tasks: int) -> None:
             zeros = [0] * len(turn.token_ids)
             expected["tokens"] += turn.token_ids
             expected["turn_ids"] += [spoken * policy] * len(zeros)
-            expected["logprobs"] += turn.logprobs if policy else zeros
-            expected["versions"] += turn.versions if policy else zeros
+            for name in written.keys() - {"tokens", "turn_ids"}:
+                expected[name] += getattr(turn, name) if policy else zeros
         for name, numbers in expected.items():
             row = written[name][trajectory.row]
             np.testing.assert_array_equal(row[: len(numbers)], np.float32(numbers), name)

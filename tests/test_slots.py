@@ -182,7 +182,8 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     def play(state, orders):
         key = jax.random.key(7)
         state, packed = jitted_play(rules)(weights or params(), state, orders, key, 0)
-        return state, unpack_report(np.asarray(packed))
+        report = unpack_report(np.asarray(packed), model_logprobs=rules.model_logprobs)
+        return state, report
 
     return play
 
@@ -277,6 +278,23 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
         tokens = np.asarray(sample_everywhere(logits_BTV[row], scripts[slot].seed))
         policy = np.flatnonzero(h.turn_ids)
         assert tokens[policy - 1].tolist() == [h.ids[place] for place in policy]
+
+
+def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
+    """Beside those at the sampling temperature, which stay what they were."""
+    scripts = make_scripts(NUM_SLOTS)
+    temperature = {slot: (0.0, 0.5, 1.0, 2.0)[slot % 4] for slot in scripts}
+    play = play_on_one_device(RULES._replace(model_logprobs=True))
+    state = slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, PLACES, model_logprobs=True)
+    state, heard = converse(play, state, scripts, temperature=temperature)
+    check_logprobs(heard, temperature)
+    check_rows(state.experience, heard, scripts)
+    written = np.asarray(state.experience.model_logprobs)
+    for slot, h in heard.items():
+        length = len(h.ids)
+        h.logprobs = written[scripts[slot].row, :length].tolist()
+        assert not written[scripts[slot].row, length:].any()
+    check_logprobs(heard)
 
 
 def test_the_rows_hold_what_the_host_saw_and_nothing_else(played):

@@ -32,7 +32,7 @@ from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.orders import NO_ROW, Report, pack_orders
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
-from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.rollout.sampling import sampling_rows, set_row
 from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.seat import Seat
 from earl_jax.trajectory import Experience, Trajectory
@@ -265,6 +265,7 @@ class Collector:
         columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
         chunk = np.zeros((num_slots, chunk_size), np.int32)
+        drawn = sampling_rows(sampling, num_slots)
         for slot in self._stopped:
             columns["rewind"][slot] = 1
         self._stopped.clear()
@@ -279,6 +280,8 @@ class Collector:
                 columns["source"][slot] = shared.source - slot
                 columns["shared"][slot] = shared.length
             columns["seed"][slot], columns["row"][slot] = episode.task.episode, episode.row
+            if episode.task.sampling is not None:
+                set_row(drawn, slot, episode.task.sampling)
             for flag, is_set in begins.items():
                 columns[flag][slot] = is_set
             part, news = episode.take(chunk_size)
@@ -292,12 +295,7 @@ class Collector:
         # Only now: no slot takes over what is appended in the same round.
         for slot, number in enumerate(columns["count"]):
             self._prefixes.append(slot, number)
-        return pack_orders(
-            chunk=chunk,
-            sampling=sampling_rows(sampling, num_slots),
-            version=version,
-            **columns,
-        )
+        return pack_orders(chunk=chunk, sampling=drawn, version=version, **columns)
 
     def _take_over(self, slot: int, episode: LiveEpisode) -> Shared | None:
         """What a sample that begins has not to read itself; None: it waits for who is reading."""
@@ -318,14 +316,9 @@ class Collector:
         for slot, episode in enumerate(self._slots):
             if episode is None:
                 continue
-            count = int(report.count[slot])
-            if count:
-                episode.reply += report.tokens[slot, :count].tolist()
-                episode.logprobs += report.logprobs[slot, :count].tolist()
-                episode.versions += [version] * count
-                episode.length += count
+            if report.count[slot]:
+                stats.rollout_tokens += episode.speak(report, slot, version)
                 episode.speaking = bool(report.active[slot])
-                stats.rollout_tokens += count
                 if not episode.speaking:
                     ended.append(slot)
             in_flight += episode.length - episode.origin - len(episode.queue)

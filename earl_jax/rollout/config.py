@@ -84,6 +84,13 @@ class RolloutConfig:
     (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
     episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
 
+    `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`), for
+    episodes that do not say so themselves. A token's log-prob is under the distribution that it was
+    drawn from; with `model_logprobs` that under the model itself, untempered and with nothing cut
+    off, is written down beside it. Beware of the cuts in training: the kept tokens' log-probs are
+    higher by the mass that was cut off, which the trainer, who scores under all tokens, cannot see
+    and would take for a change of the policy. So they need config.train.ratio = "model".
+
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
     takes part in which round then depends on their speed, an episode's tokens never do.
     """
@@ -98,6 +105,10 @@ class RolloutConfig:
     max_turn_tokens: int = 4
     max_episode_tokens: int = 0
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    model_logprobs: bool = False
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
@@ -132,11 +143,12 @@ class RolloutConfig:
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
                 "at least 0"
             )
-        if not 0 < self.temperature < math.inf:
+        if self.temperature == 0:
             raise ValueError(
                 f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
                 "sampled tokens, so it must be finite and above 0"
             )
+        self.sampling.validate("config.rollout.")
         buckets = self.context_buckets
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 2:
             raise ValueError(
@@ -149,6 +161,13 @@ class RolloutConfig:
         """How long turns and episodes may be."""
         return Limits(
             max_turn_tokens=self.max_turn_tokens, max_episode_tokens=self.max_episode_tokens
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
 
     def places_for(self, tokens: int) -> int:

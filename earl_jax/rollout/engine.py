@@ -178,7 +178,7 @@ class PolicyEngine(Engine):
             over_rows(generate_shard, (P(), P(row_axes), P())), donate_argnums=1, out_shardings=out
         )
         self._empty = jax.jit(
-            lambda places: slots.empty_state(model, config.num_slots, config.num_rows, places),
+            self._empty_state,
             static_argnums=0,
             out_shardings=self.state_shardings,
         )
@@ -192,9 +192,16 @@ class PolicyEngine(Engine):
 
     def state_shapes(self, places: int) -> DecodeState:
         """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
+        return jax.eval_shape(lambda: self._empty_state(places))
+
+    def _empty_state(self, places: int) -> DecodeState:
         config = self.config
-        return jax.eval_shape(
-            lambda: slots.empty_state(config.model, config.num_slots, config.num_rows, places)
+        return slots.empty_state(
+            config.model,
+            config.num_slots,
+            config.num_rows,
+            places,
+            model_logprobs=config.rules.model_logprobs,
         )
 
     def empty_state(self, places: int) -> DecodeState:
@@ -214,7 +221,9 @@ class PolicyEngine(Engine):
         """
         sent = jax.device_put(orders, self._rows)
         state, packed = self._play(params, state, sent, self._key_data)
-        return state, unpack_report(np.asarray(packed))
+        return state, unpack_report(
+            np.asarray(packed), model_logprobs=self.config.rules.model_logprobs
+        )
 
     def lower_play(self, places: int) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""

@@ -7,8 +7,8 @@ import dataclasses
 from earl_jax.envs.chat_template import Said, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
-from earl_jax.rollout.config import Limits
-from earl_jax.rollout.orders import NO_LIMIT
+from earl_jax.rollout.config import Limits, Sampling
+from earl_jax.rollout.orders import NO_LIMIT, Report
 from earl_jax.trajectory import Trajectory, Turn
 
 
@@ -16,7 +16,8 @@ from earl_jax.trajectory import Trajectory, Turn
 class Task:
     """One episode to play. `episode` seeds the sampling, `env_seed` the environment.
 
-    `limits` are this episode's own; None: those of the rollout's config.
+    `limits` and `sampling` are this episode's own; None: those of the rollout. Who trains on
+    episodes with a sampling of their own sets config.train.ratio to "model".
     """
 
     episode: int
@@ -24,11 +25,14 @@ class Task:
     env_seed: int
     player: int
     limits: Limits | None = None
+    sampling: Sampling | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
         if self.limits is not None:
             self.limits.validate(f"episode {self.episode}: Task.limits.")
+        if self.sampling is not None:
+            self.sampling.validate(f"episode {self.episode}: Task.sampling.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -63,6 +67,7 @@ class LiveEpisode:
     reply: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    model_logprobs: list[float] = dataclasses.field(default_factory=list)
 
     @property
     def turn_limit(self) -> int:
@@ -110,6 +115,17 @@ class LiveEpisode:
         """Whether it takes part in the next round."""
         return self.speaking or bool(self.queue)
 
+    def speak(self, report: Report, slot: int, version: int) -> int:
+        """The policy said what the report has of this slot. Returns how many tokens that are."""
+        count = int(report.count[slot])
+        self.reply += report.tokens[slot, :count].tolist()
+        self.logprobs += report.logprobs[slot, :count].tolist()
+        if report.model_logprobs is not None:
+            self.model_logprobs += report.model_logprobs[slot, :count].tolist()
+        self.versions += [version] * count
+        self.length += count
+        return count
+
     def take(self, number: int) -> tuple[list[int], int]:
         """The next so many ids off the queue, for the cache; and how many of them are news."""
         part, self.queue = self.queue[:number], self.queue[number:]
@@ -156,9 +172,10 @@ class LiveEpisode:
                 token_ids=tuple(self.reply),
                 logprobs=tuple(self.logprobs),
                 versions=tuple(self.versions),
+                model_logprobs=tuple(self.model_logprobs),
             )
         )
-        self.reply, self.logprobs, self.versions = [], [], []
+        self.reply, self.logprobs, self.versions, self.model_logprobs = [], [], [], []
 
     def cut(self, unfinished_reward: float) -> tuple[str, str]:
         """Its limits end it: the last turn has no end, or is answered by more than there is room.

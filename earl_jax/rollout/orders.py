@@ -106,28 +106,42 @@ def unpack_orders(packed: jax.Array) -> Orders:
 
 
 class Report(NamedTuple):
-    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row."""
+    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row.
+
+    `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     count: np.ndarray
     active: np.ndarray
+    model_logprobs: np.ndarray | None = None
 
 
 def pack_report(
-    tokens: jax.Array, logprobs: jax.Array, count: jax.Array, active: jax.Array
+    tokens: jax.Array,
+    logprobs: jax.Array,
+    count: jax.Array,
+    active: jax.Array,
+    model_logprobs: jax.Array | None = None,
 ) -> jax.Array:
-    """One i32 array [B, 2K + 2] for the host."""
-    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
-    return jnp.concatenate([tokens, bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
+    """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`."""
+    floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
+    bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
+    return jnp.concatenate([tokens, *bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
 
 
-def unpack_report(packed: np.ndarray) -> Report:
+def unpack_report(packed: np.ndarray, *, model_logprobs: bool = False) -> Report:
     """The inverse of `pack_report`, on the host."""
-    burst = (packed.shape[1] - 2) // 2
+    burst = (packed.shape[1] - 2) // (3 if model_logprobs else 2)
+
+    def floats(first: int) -> np.ndarray:
+        return np.ascontiguousarray(packed[:, first : first + burst]).view(np.float32)
+
     return Report(
         tokens=packed[:, :burst],
-        logprobs=np.ascontiguousarray(packed[:, burst : 2 * burst]).view(np.float32),
+        logprobs=floats(burst),
         count=packed[:, -2],
         active=packed[:, -1].astype(bool),
+        model_logprobs=floats(2 * burst) if model_logprobs else None,
     )

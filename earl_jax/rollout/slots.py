@@ -27,6 +27,7 @@ from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_LIMIT, NO_ROW, Orders, pack_report, unpack_orders
 from earl_jax.rollout.sampling import (
     SamplingRows,
+    model_logprobs,
     sample,
     sampling_rows,
     token_uniforms,
@@ -68,15 +69,19 @@ class SlotRules(NamedTuple):
     """What is fixed when the program is compiled: tokens per burst; ids.
 
     Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
-    shard at a time.
+    shard at a time. With `model_logprobs` these are written down too; that is one more pass over
+    the logits.
     """
 
     burst: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = 8
+    model_logprobs: bool = False
 
 
-def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> DecodeState:
+def empty_state(
+    config: ModelConfig, slots: int, rows: int, places: int, *, model_logprobs: bool = False
+) -> DecodeState:
     """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens."""
 
     def numbers(*shape: int) -> jax.Array:
@@ -89,6 +94,7 @@ def empty_state(config: ModelConfig, slots: int, rows: int, places: int) -> Deco
             turn_ids=numbers(rows, places),
             logprobs=jnp.zeros((rows, places), jnp.float32),
             versions=numbers(rows, places),
+            model_logprobs=jnp.zeros((rows, places), jnp.float32) if model_logprobs else None,
         ),
         origin=numbers(slots),
         cached=numbers(slots),
@@ -145,6 +151,7 @@ def play(
     out = (
         jnp.zeros((slots, rules.burst), jnp.int32),
         jnp.zeros((slots, rules.burst), jnp.float32),
+        jnp.zeros((slots, rules.burst), jnp.float32) if rules.model_logprobs else None,
         jnp.zeros((slots,), jnp.int32),
     )
 
@@ -174,7 +181,7 @@ def play(
 
     def speaks(carry: Any) -> Any:
         # A slot that began its turn above has one token of its burst already.
-        state, (_, _, count) = carry
+        state, (*_, count) = carry
         return state.active & (count < rules.burst)
 
     carry: Any = (state, out)
@@ -188,8 +195,9 @@ def play(
         (waiting, carry),
     )
     state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
-    tokens, logprobs, count = out
-    return _shift_rows(state, first_row), pack_report(tokens, logprobs, count, state.active)
+    tokens, logprobs, under_model, count = out
+    report = pack_report(tokens, logprobs, count, state.active, under_model)
+    return _shift_rows(state, first_row), report
 
 
 def _shift_rows(state: DecodeState, by: jax.Array | int) -> DecodeState:
@@ -342,6 +350,7 @@ def generate_one(
     nowhere = (
         state.pending[:, None],
         state.sampling.temperature[:, None],
+        None,
         jnp.ones_like(state.cached),
     )
     state, _ = _sample_next(rules, key, state, replicate(logits_BV), everywhere, nowhere)
@@ -382,10 +391,11 @@ def _forward_pending(
 
 def _sample_next(rules, key, state, logits_BV, speaking, out):
     """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
-    tokens, logprobs, count = out
+    tokens, logprobs, under_model, count = out
     place = state.origin + state.cached
     uniform = token_uniforms(key, state.seed, place)
     token, logprob = sample(uniform, logits_BV, state.sampling)
+    model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
     rows = _rows_or_drop(state, speaking)
     written = state.experience
     experience = Experience(
@@ -393,6 +403,9 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
         turn_ids=written.turn_ids.at[rows, place].set(state.turn, mode="drop"),
         logprobs=written.logprobs.at[rows, place].set(logprob, mode="drop"),
         versions=written.versions.at[rows, place].set(state.version, mode="drop"),
+        model_logprobs=written.model_logprobs.at[rows, place].set(model_logprob, mode="drop")
+        if model_logprob is not None
+        else None,
     )
     turn_tokens = state.turn_tokens + speaking
     goes_on = turn_tokens < state.turn_limit
@@ -409,6 +422,7 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
     out = (
         jnp.where(here, token[:, None], tokens),
         jnp.where(here, logprob[:, None], logprobs),
+        jnp.where(here, model_logprob[:, None], under_model) if model_logprob is not None else None,
         count + speaking,
     )
     return state, out
