@@ -350,6 +350,7 @@ class _Keeper:
             "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
             "prefill_tokens": record.stats.prefill_tokens,
             "shared_tokens": record.stats.shared_tokens,
+            "given_up_tokens": record.stats.given_up_tokens or None,
             "env_wait_s": record.stats.env_wait_s,
             "train_tokens": train_tokens,
             "train_tokens_per_s": train_tokens / stage_s["train"],

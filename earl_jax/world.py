@@ -87,6 +87,12 @@ class World:
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
         self.renderer = ChatRenderer(self.tokenizer, end_ids)
+        strange = [i for i in config.rollout.stop_token_ids if i >= self.vocab_size]
+        if strange:
+            raise ValueError(
+                f"config.rollout.stop_token_ids holds {strange[0]}; ids go from 0 to "
+                f"{self.vocab_size - 1}"
+            )
         self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
         num_devices = len(self.devices)
         for field in ("num_slots", "episodes_per_step"):

@@ -27,10 +27,10 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.rollout.config import RolloutConfig, Sampling
+from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.orders import NO_ROW, Report, pack_orders
+from earl_jax.rollout.orders import NO_ID, NO_ROW, Report, pack_orders
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.sampling import sampling_rows, set_row
 from earl_jax.rollout.scheduler import LaneScheduler
@@ -46,8 +46,9 @@ class RolloutStats:
     """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
-    `recomputed_tokens` were read again by newer weights. `env_wait_s`: seconds in which no round
-    ran because environments were waited for.
+    `recomputed_tokens` were read again by newer weights. `given_up_tokens` were sampled in the same
+    round behind a stop string, and are no part of `rollout_tokens`. `env_wait_s`: seconds in which
+    no round ran because environments were waited for.
     """
 
     rounds: int = 0
@@ -55,6 +56,7 @@ class RolloutStats:
     prefill_tokens: int = 0
     shared_tokens: int = 0
     recomputed_tokens: int = 0
+    given_up_tokens: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
@@ -96,6 +98,8 @@ class Collector:
         self._calls: Calls[int, Answer] = pool.calls()
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._stopped: set[int] = set()
+        # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
+        self._given_up: dict[int, int] = {}
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
         self._prefixes = self._no_prefixes()
@@ -132,9 +136,10 @@ class Collector:
             self._refill(scheduler, tasks)
             self._hear(scheduler, tasks)
             live = [episode for episode in self._slots if episode is not None]
-            if not live:
+            # What was sampled behind a last stop is given up in a round of its own.
+            if not live and not self._given_up:
                 break
-            room = max(min(e.length + config.burst, e.most_tokens) for e in live)
+            room = max((min(e.length + config.burst, e.most_tokens) for e in live), default=0)
             if room > seat.places:
                 seat = self._make_room(seat, room)
             orders = self._orders(sampling, seat.policy.version)
@@ -187,6 +192,7 @@ class Collector:
                     row=row,
                     conversation=self._new_conversation(),
                     limits=task.limits or self._config.limits,
+                    stops=task.stops or self._config.stops,
                 )
                 if task.episode in self._aborted:
                     self._end(slot, ABORTED, self._aborted[task.episode])
@@ -205,8 +211,7 @@ class Collector:
         for slot in ended:
             episode = self._slots[slot]
             assert episode is not None
-            text, whole = episode.conversation.reply(episode.reply)
-            episode.close_turn(text)
+            text, whole = episode.end_turn()
             if whole:
                 assert episode.environment is not None
                 steps[episode.row] = lambda e=episode.environment, t=text: check_step(e.step(t))
@@ -260,15 +265,9 @@ class Collector:
     def _orders(self, sampling: Sampling, version: int) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(self._slots), self._config.chunk_size
-        names = ("count", "seed", "source", "shared", "turn_limit")
-        flags = ("restart", "fork", "rewind", "speak", "resume")
-        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
-        columns["row"] = np.full(num_slots, NO_ROW, np.int32)
+        columns = self._columns()
         chunk = np.zeros((num_slots, chunk_size), np.int32)
         drawn = sampling_rows(sampling, num_slots)
-        for slot in self._stopped:
-            columns["rewind"][slot] = 1
-        self._stopped.clear()
         for slot, episode in enumerate(self._slots):
             if episode is None or not episode.queue:
                 continue
@@ -280,6 +279,7 @@ class Collector:
                 columns["source"][slot] = shared.source - slot
                 columns["shared"][slot] = shared.length
             columns["seed"][slot], columns["row"][slot] = episode.task.episode, episode.row
+            columns["stop_ids"][slot, : len(episode.stops.token_ids)] = episode.stops.token_ids
             if episode.task.sampling is not None:
                 set_row(drawn, slot, episode.task.sampling)
             for flag, is_set in begins.items():
@@ -296,6 +296,22 @@ class Collector:
         for slot, number in enumerate(columns["count"]):
             self._prefixes.append(slot, number)
         return pack_orders(chunk=chunk, sampling=drawn, version=version, **columns)
+
+    def _columns(self) -> dict[str, Any]:
+        """Orders that only end what is not to go on."""
+        num_slots = len(self._slots)
+        names = ("count", "seed", "source", "shared", "turn_limit", "given_up")
+        flags = ("restart", "fork", "rewind", "speak", "resume", "halt")
+        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
+        columns["row"] = np.full(num_slots, NO_ROW, np.int32)
+        columns["stop_ids"] = np.full((num_slots, MAX_STOP_IDS), NO_ID, np.int32)
+        for slot in self._stopped:
+            columns["rewind"][slot] = 1
+        self._stopped.clear()
+        for slot, number in self._given_up.items():
+            columns["halt"][slot], columns["given_up"][slot] = 1, number
+        self._given_up.clear()
+        return columns
 
     def _take_over(self, slot: int, episode: LiveEpisode) -> Shared | None:
         """What a sample that begins has not to read itself; None: it waits for who is reading."""
@@ -317,10 +333,13 @@ class Collector:
             if episode is None:
                 continue
             if report.count[slot]:
-                stats.rollout_tokens += episode.speak(report, slot, version)
-                episode.speaking = bool(report.active[slot])
+                given_up = episode.speak(report, slot, version)
+                stats.rollout_tokens += int(report.count[slot]) - given_up
+                stats.given_up_tokens += given_up
                 if not episode.speaking:
                     ended.append(slot)
+                    if given_up or report.active[slot]:
+                        self._given_up[slot] = given_up
             in_flight += episode.length - episode.origin - len(episode.queue)
             stats.context_tokens_max = max(stats.context_tokens_max, episode.length)
         stats.tokens_in_flight_max = max(stats.tokens_in_flight_max, in_flight)

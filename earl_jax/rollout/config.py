@@ -42,6 +42,34 @@ class Sampling:
             )
 
 
+# Each slot holds so many on the devices.
+MAX_STOP_IDS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stops:
+    """Where a turn ends beside its end of turn.
+
+    At one of `token_ids`, or at the token that completes one of `strings` in the turn's text. That
+    token, and all of the string's, belong to the turn: they were sampled, are learnt from, and stay
+    in the context, followed by the chat template's end of turn. The environment is told the text in
+    front of the stop. What a token says behind a string that it completes is in the ids alone.
+    """
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        if "" in self.strings:
+            raise ValueError(f"{where}strings holds an empty string; remove it")
+        if len(self.token_ids) > MAX_STOP_IDS or min(self.token_ids, default=0) < 0:
+            raise ValueError(
+                f"{where}token_ids is {self.token_ids}; give at most {MAX_STOP_IDS} ids, which "
+                "begin at 0"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
     """Most tokens of a turn of the policy, and of an episode, whoever writes them (0: no limit)."""
@@ -91,6 +119,9 @@ class RolloutConfig:
     higher by the mass that was cut off, which the trainer, who scores under all tokens, cannot see
     and would take for a change of the policy. So they need config.train.ratio = "model".
 
+    A turn ends at `stop_strings` and `stop_token_ids` too (see `Stops`), for episodes that do not
+    say so themselves.
+
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
     takes part in which round then depends on their speed, an episode's tokens never do.
     """
@@ -109,6 +140,8 @@ class RolloutConfig:
     top_p: float = 1.0
     min_p: float = 0.0
     model_logprobs: bool = False
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
@@ -128,6 +161,7 @@ class RolloutConfig:
                     f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
                 )
         self.limits.validate("config.rollout.")
+        self.stops.validate("config.rollout.stop_")
         if self.episodes_per_step % (2 * self.group_size):
             raise ValueError(
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
@@ -169,6 +203,11 @@ class RolloutConfig:
         return Sampling(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
+
+    @property
+    def stops(self) -> Stops:
+        """Where turns end beside their end of turn."""
+        return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
 
     def places_for(self, tokens: int) -> int:
         """The smallest room that holds so many tokens."""

@@ -7,7 +7,8 @@ import dataclasses
 from earl_jax.envs.chat_template import Said, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
-from earl_jax.rollout.config import Limits, Sampling
+from earl_jax.envs.text_stream import StopWatch
+from earl_jax.rollout.config import Limits, Sampling, Stops
 from earl_jax.rollout.orders import NO_LIMIT, Report
 from earl_jax.trajectory import Trajectory, Turn
 
@@ -16,8 +17,8 @@ from earl_jax.trajectory import Trajectory, Turn
 class Task:
     """One episode to play. `episode` seeds the sampling, `env_seed` the environment.
 
-    `limits` and `sampling` are this episode's own; None: those of the rollout. Who trains on
-    episodes with a sampling of their own sets config.train.ratio to "model".
+    `limits`, `sampling` and `stops` are this episode's own; None: those of the rollout. Who trains
+    on episodes with a sampling of their own sets config.train.ratio to "model".
     """
 
     episode: int
@@ -26,6 +27,7 @@ class Task:
     player: int
     limits: Limits | None = None
     sampling: Sampling | None = None
+    stops: Stops | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
@@ -33,6 +35,8 @@ class Task:
             self.limits.validate(f"episode {self.episode}: Task.limits.")
         if self.sampling is not None:
             self.sampling.validate(f"episode {self.episode}: Task.sampling.")
+        if self.stops is not None:
+            self.stops.validate(f"episode {self.episode}: Task.stops.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,6 +55,7 @@ class LiveEpisode:
     row: int
     conversation: Conversation
     limits: Limits
+    stops: Stops
     environment: Environment | None = None
     waits: bool = True
     role: str = ""
@@ -68,6 +73,7 @@ class LiveEpisode:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
     model_logprobs: list[float] = dataclasses.field(default_factory=list)
+    stop_watch: StopWatch | None = None
 
     @property
     def turn_limit(self) -> int:
@@ -116,15 +122,40 @@ class LiveEpisode:
         return self.speaking or bool(self.queue)
 
     def speak(self, report: Report, slot: int, version: int) -> int:
-        """The policy said what the report has of this slot. Returns how many tokens that are."""
-        count = int(report.count[slot])
-        self.reply += report.tokens[slot, :count].tolist()
+        """The policy said what the report has of this slot.
+
+        Returns how many of these tokens are given up: those behind a stop string.
+        """
+        said = report.tokens[slot, : report.count[slot]].tolist()
+        count = self._count_until_stop(said)
+        self.reply += said[:count]
         self.logprobs += report.logprobs[slot, :count].tolist()
         if report.model_logprobs is not None:
             self.model_logprobs += report.model_logprobs[slot, :count].tolist()
         self.versions += [version] * count
         self.length += count
-        return count
+        found = self.stop_watch is not None and self.stop_watch.found
+        self.speaking = bool(report.active[slot]) and not found
+        return len(said) - count
+
+    def _count_until_stop(self, said: list[int]) -> int:
+        """How many of these are said until a stop string is complete."""
+        if not self.stops.strings:
+            return len(said)
+        if self.stop_watch is None:
+            self.stop_watch = self.conversation.watch_for(self.stops.strings)
+        return self.stop_watch.push(said)
+
+    def end_turn(self) -> tuple[str, bool]:
+        """The policy says no more. Returns its text, and whether it said all that it wanted."""
+        before_stop = None
+        if self.stop_watch is not None and self.stop_watch.found:
+            before_stop = self.stop_watch.text
+        elif self.reply[-1] in self.stops.token_ids:
+            before_stop = self.conversation.text_of(self.reply[:-1])
+        text, whole = self.conversation.reply(self.reply, before_stop)
+        self.close_turn(text)
+        return text, whole
 
     def take(self, number: int) -> tuple[list[int], int]:
         """The next so many ids off the queue, for the cache; and how many of them are news."""
@@ -164,7 +195,7 @@ class LiveEpisode:
 
     def close_turn(self, text: str) -> None:
         """The policy's turn is over."""
-        self.speaking = False
+        self.speaking, self.stop_watch = False, None
         self.turns.append(
             Turn(
                 author="policy",

@@ -8,25 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.rollout.config import MAX_STOP_IDS
 from earl_jax.rollout.sampling import SamplingRows
 
 NO_ROW = -1
 NO_LIMIT = 2**31 - 1
-ORDER_COLUMNS = 12
+NO_ID = -1
+ORDER_COLUMNS = 13 + MAX_STOP_IDS
 
 
 class Orders(NamedTuple):
     """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
-    and takes `seed`, `row`, `sampling` over; `fork` empties its cache alone: the episode goes on
-    in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
-    with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
-    `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
-    behind these; so it does behind `rewind`, which empties the cache of a sample that is to be read
-    again, by other weights. `speak` lets the policy begin a turn of at most `turn_limit` tokens
-    behind the chunk, `resume` go on with the one it was in when its sample was rewound. A slot with
-    nothing to append goes on with its turn where it is in one.
+    and takes `seed`, `row`, `sampling` and `stop_ids` over; `fork` empties its cache alone: the
+    episode goes on in its row, behind the pending token, with a sample that begins with the chunk.
+    Behind either, with `shared` above 0, the slot begins with the first `shared` tokens in the
+    cache of the slot `source` places further on (of the same data shard; 0 is the slot itself), and
+    the chunk comes behind these; so it does behind `rewind`, which empties the cache of a sample
+    that is to be read again, by other weights. `speak` lets the policy begin a turn of at most
+    `turn_limit` tokens behind the chunk, `resume` go on with the one it was in when its sample was
+    rewound. A slot with nothing to append goes on with its turn where it is in one. `halt` comes
+    before all else: it ends the turn of the last round, as if its last `given_up` tokens had not
+    been sampled.
 
     Sources are read slot by slot, in their order: a slot that took something over has it for those
     behind it.
@@ -39,16 +43,19 @@ class Orders(NamedTuple):
     rewind: jax.Array
     speak: jax.Array
     resume: jax.Array
+    halt: jax.Array
+    given_up: jax.Array
     seed: jax.Array
     row: jax.Array
     source: jax.Array
     shared: jax.Array
     turn_limit: jax.Array
+    stop_ids: jax.Array
     sampling: SamplingRows
     version: jax.Array
 
 
-_RESTART, _SPEAK, _FORK, _REWIND, _RESUME = 1, 2, 4, 8, 16
+_RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT = 1, 2, 4, 8, 16, 32
 
 
 def pack_orders(
@@ -67,20 +74,26 @@ def pack_orders(
     source: np.ndarray | int = 0,
     shared: np.ndarray | int = 0,
     turn_limit: np.ndarray | int = NO_LIMIT,
+    stop_ids: np.ndarray | int = NO_ID,
+    halt: np.ndarray | int = 0,
+    given_up: np.ndarray | int = 0,
 ) -> np.ndarray:
     """One i32 array per round, because each array sent costs more than its bytes."""
-    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
-    numbers = (version, source, shared, turn_limit)
+    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND
+    flags = flags + resume * _RESUME + halt * _HALT
+    numbers = (version, source, shared, turn_limit, given_up)
     same = [np.broadcast_to(number, count.shape) for number in numbers]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
     columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
-    return np.concatenate([columns, chunk], axis=1).astype(np.int32)
+    stops = np.broadcast_to(stop_ids, (len(count), MAX_STOP_IDS))
+    return np.concatenate([columns, stops, chunk], axis=1).astype(np.int32)
 
 
 def unpack_orders(packed: jax.Array) -> Orders:
     """The inverse of `pack_orders`, on the devices."""
-    columns = packed[:, :ORDER_COLUMNS].T
-    count, flags, seed, row, version, source, shared, turn_limit, *drawn = columns
+    first_stop = ORDER_COLUMNS - MAX_STOP_IDS
+    columns = packed[:, :first_stop].T
+    count, flags, seed, row, version, source, shared, turn_limit, given_up, *drawn = columns
     bits = SamplingRows(*drawn)
     return Orders(
         chunk=packed[:, ORDER_COLUMNS:],
@@ -90,11 +103,14 @@ def unpack_orders(packed: jax.Array) -> Orders:
         rewind=flags & _REWIND > 0,
         speak=flags & _SPEAK > 0,
         resume=flags & _RESUME > 0,
+        halt=flags & _HALT > 0,
+        given_up=given_up,
         seed=seed,
         row=row,
         source=source,
         shared=shared,
         turn_limit=turn_limit,
+        stop_ids=packed[:, first_stop:ORDER_COLUMNS],
         sampling=SamplingRows(
             temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
             top_k=bits.top_k,

@@ -23,8 +23,8 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import LayerCache, empty_cache
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_LIMIT, NO_ROW, Orders, pack_report, unpack_orders
+from earl_jax.rollout.config import MAX_STOP_IDS, Sampling
+from earl_jax.rollout.orders import NO_ID, NO_LIMIT, NO_ROW, Orders, pack_report, unpack_orders
 from earl_jax.rollout.sampling import (
     SamplingRows,
     model_logprobs,
@@ -45,9 +45,9 @@ class DecodeState:
 
     `cached` counts the tokens in the cache; with `origin`, the place in the row where the sample
     began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
-    count turns and the tokens of this turn, which is cut at `turn_limit`. `active` slots are in the
-    middle of a turn. `row` is the episode's row in `experience`, NO_ROW where nothing is written
-    down.
+    count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
+    `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
+    episode's row in `experience`, NO_ROW where nothing is written down.
     """
 
     caches: list[LayerCache]
@@ -59,6 +59,7 @@ class DecodeState:
     turn: jax.Array
     turn_tokens: jax.Array
     turn_limit: jax.Array
+    stop_ids: jax.Array
     seed: jax.Array
     row: jax.Array
     sampling: SamplingRows
@@ -103,6 +104,7 @@ def empty_state(
         turn=numbers(slots),
         turn_tokens=numbers(slots),
         turn_limit=jnp.full((slots,), NO_LIMIT, jnp.int32),
+        stop_ids=jnp.full((slots, MAX_STOP_IDS), NO_ID, jnp.int32),
         seed=numbers(slots),
         row=jnp.full((slots,), NO_ROW, jnp.int32),
         sampling=jax.tree.map(jnp.asarray, sampling_rows(Sampling(), slots)),
@@ -145,7 +147,7 @@ def play(
         The new state, and the packed Report.
     """
     orders = unpack_orders(packed_orders)
-    state = _shift_rows(state, -first_row)
+    state = _give_up(rules, _shift_rows(state, -first_row), orders)
     state = _restart(_take_over(state, orders, first_row), orders, first_row)
     slots = state.cached.shape[0]
     out = (
@@ -205,6 +207,33 @@ def _shift_rows(state: DecodeState, by: jax.Array | int) -> DecodeState:
     return dataclasses.replace(state, row=jnp.where(state.row == NO_ROW, NO_ROW, state.row + by))
 
 
+def _give_up(rules: SlotRules, state: DecodeState, orders: Orders) -> DecodeState:
+    """Ends turns as if their last tokens had not been sampled.
+
+    Their keys and values stay in the cache, behind `cached`, where nobody reads.
+    """
+    cached = state.cached - orders.given_up
+    place = state.origin + cached
+    offsets_BK = jnp.arange(rules.burst)[None, :]
+    rows_BK = jnp.where(
+        offsets_BK < orders.given_up[:, None],
+        _rows_or_drop(state, orders.halt)[:, None],
+        state.experience.tokens.shape[0],
+    )
+    places_BK = place[:, None] + 1 + offsets_BK
+    kept = state.experience.tokens[jnp.maximum(state.row, 0), place]
+    return dataclasses.replace(
+        state,
+        experience=jax.tree.map(
+            lambda field: field.at[rows_BK, places_BK].set(0, mode="drop"), state.experience
+        ),
+        cached=cached,
+        pending=jnp.where(orders.halt & (state.row >= 0), kept, state.pending),
+        active=state.active & ~orders.halt,
+        turn_tokens=state.turn_tokens - orders.given_up,
+    )
+
+
 def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> DecodeState:
     def taken(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(orders.restart, new, old)
@@ -217,6 +246,7 @@ def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> 
         cached=jnp.where(orders.restart | orders.fork | orders.rewind, orders.shared, state.cached),
         active=state.active & ~orders.restart & ~orders.rewind,
         turn=taken(zero, state.turn),
+        stop_ids=jnp.where(orders.restart[:, None], orders.stop_ids, state.stop_ids),
         seed=taken(orders.seed, state.seed),
         row=row,
         sampling=jax.tree.map(taken, orders.sampling, state.sampling),
@@ -409,6 +439,7 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
     )
     turn_tokens = state.turn_tokens + speaking
     goes_on = turn_tokens < state.turn_limit
+    goes_on &= jnp.all(token[:, None] != state.stop_ids, axis=1)
     for end_of_turn_id in rules.end_of_turn_ids:
         goes_on &= token != end_of_turn_id
     state = dataclasses.replace(
