@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from earl_jax.rollout.choices import no_choices
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_ROW, pack_orders
 from earl_jax.rollout.sampling import sampling_rows
@@ -45,8 +46,10 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "episodes_per_step",
                 "chunk_size",
                 "burst",
+                "model_logprobs",
             )
-        },
+        }
+        | {"choice_branches": world.choice_branches},
         "train": {
             field: getattr(config.train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
@@ -124,7 +127,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
 
     weights = move()
     switch_s = _seconds(move)
-    slots = config.rollout.num_slots
+    slots, branches = config.rollout.num_slots, engine.config.rules.choice_branches
     orders = pack_orders(
         chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
         count=np.full(slots, min(config.rollout.chunk_size, places - config.rollout.burst)),
@@ -134,6 +137,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
         row=np.full(slots, NO_ROW),
         sampling=sampling_rows(Sampling(), slots),
         version=0,
+        choices=no_choices(slots, branches) if branches else None,
     )
     state = engine.empty_state(places)
     state, _ = engine.play(weights, state, orders)

@@ -204,6 +204,13 @@ class Config:
             )
         if self.train.ratio == "model":
             return
+        if self.env.mask_illegal:
+            raise ValueError(
+                "config.env.mask_illegal is True with config.train.ratio 'behaviour'; the trainer "
+                "scores under all tokens, so what is not allowed would look like a change of the "
+                "policy: set config.train.ratio to 'model' and config.rollout.model_logprobs to "
+                "True"
+            )
         for field in ("top_k", "top_p", "min_p"):
             value = getattr(rollout, field)
             if value != getattr(Sampling, field):
@@ -257,6 +264,7 @@ def _check_effects(config: Config) -> None:
             "chat.history",
             "without config.model.path the chat template is ours, which only appends",
         ),
+        (config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"),
         (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
         *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),
         (config.model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"),

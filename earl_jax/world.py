@@ -15,7 +15,7 @@ import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.demonstrations import HostBatch, legal_games
-from earl_jax.envs.board_game import game_corpus, make_environment
+from earl_jax.envs.board_game import all_replies, game_corpus, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
@@ -26,6 +26,7 @@ from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
+from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.slots import SlotRules
@@ -93,6 +94,7 @@ class World:
                 f"config.rollout.stop_token_ids holds {strange[0]}; ids go from 0 to "
                 f"{self.vocab_size - 1}"
             )
+        self.choice_branches = _choice_branches(config, self.renderer)
         self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
         num_devices = len(self.devices)
         for field in ("num_slots", "episodes_per_step"):
@@ -152,6 +154,7 @@ class World:
                     end_of_turn_ids=self.renderer.end_of_turn_ids,
                     append_rows=rollout.append_rows,
                     model_logprobs=rollout.model_logprobs,
+                    choice_branches=self.choice_branches,
                 ),
                 seed=self.config.seed,
             ),
@@ -258,6 +261,24 @@ class World:
             )
             for update in range(train.demonstration_updates)
         ]
+
+
+def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
+    """Room for the tree of all moves, legal or not; 0 where the policy may say anything.
+
+    Raises ValueError where a move is longer than a turn.
+    """
+    env, most = config.env, config.rollout.max_turn_tokens
+    if not env.mask_illegal:
+        return 0
+    replies = Conversation(renderer).choices(all_replies(env))
+    longest = max(map(len, replies))
+    if longest > most:
+        raise ValueError(
+            f"config.env.mask_illegal is True, and a move of {env.game} takes {longest} tokens "
+            f"with its end of turn; config.rollout.max_turn_tokens is {most}: raise it"
+        )
+    return len(choice_tree(replies)[0])
 
 
 def _tokenizer(config: Config, folder: Path | None) -> Any:

@@ -314,13 +314,16 @@ def assert_same_episodes(ours, theirs) -> None:
     """Equal in everything; log-probs to 1e-5."""
 
     def without_logprobs(trajectory):
-        turns = tuple(dataclasses.replace(turn, logprobs=()) for turn in trajectory.turns)
+        turns = tuple(
+            dataclasses.replace(turn, logprobs=(), model_logprobs=()) for turn in trajectory.turns
+        )
         return dataclasses.replace(trajectory, turns=turns)
 
     for one, other in zip(ours, theirs, strict=True):
         assert without_logprobs(one) == without_logprobs(other)
         for turn, same in zip(one.turns, other.turns, strict=True):
             np.testing.assert_allclose(turn.logprobs, same.logprobs, atol=1e-5)
+            np.testing.assert_allclose(turn.model_logprobs, same.model_logprobs, atol=1e-5)
 
 
 def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):

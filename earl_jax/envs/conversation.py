@@ -74,6 +74,13 @@ class Conversation:
             self._sample += self._renderer.decode(ids)
         return (text, has_end) if before_stop is None else (before_stop, True)
 
+    def choices(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of the turns that say one of these, as the tokenizer writes them, and end.
+
+        Raises ValueError for what cannot be encoded.
+        """
+        return tuple(self._renderer.reply(text) for text in texts)
+
     def text_of(self, ids: Sequence[int]) -> str:
         """What ids of the policy say."""
         return self._renderer.decode(ids)

@@ -27,6 +27,7 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
+from earl_jax.rollout.choices import check_choices, no_choices, set_choices
 from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
@@ -100,6 +101,7 @@ class Collector:
         self._stopped: set[int] = set()
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._given_up: dict[int, int] = {}
+        self._choice_branches = 0
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
         self._prefixes = self._no_prefixes()
@@ -122,6 +124,7 @@ class Collector:
             ValueError: a task asks for what cannot be.
         """
         config = self._config
+        self._choice_branches = seat.engine.config.rules.choice_branches
         for task in tasks:
             task.validate()
         scheduler = LaneScheduler(
@@ -243,6 +246,7 @@ class Collector:
         if isinstance(said, Failure):
             return self._end(slot, said.stop_reason, said.detail)
         conversation = episode.conversation
+        asks = said if isinstance(said, StepResult) else said[1]
         if isinstance(said, StepResult):
             episode.rewards.append(float(said.reward))
             if said.done:
@@ -256,6 +260,8 @@ class Collector:
             render = functools.partial(conversation.open, tools=start.tools)
         try:
             heard = render(message)
+            episode.choices = conversation.choices(asks.choices)
+            check_choices(episode.choices, self._choice_branches)
         except ValueError as error:
             return self._end(slot, UNENCODABLE, str(error))
         if not episode.leaves_room(heard):
@@ -292,6 +298,8 @@ class Collector:
                 columns["resume"][slot] = episode.speaking
                 columns["speak"][slot] = not (episode.speaking or episode.waits)
                 columns["turn_limit"][slot] = episode.turn_limit
+                if episode.choices:
+                    set_choices(columns["choices"], slot, episode.choices)
         # Only now: no slot takes over what is appended in the same round.
         for slot, number in enumerate(columns["count"]):
             self._prefixes.append(slot, number)
@@ -304,6 +312,8 @@ class Collector:
         flags = ("restart", "fork", "rewind", "speak", "resume", "halt")
         columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
+        branches = self._choice_branches
+        columns["choices"] = no_choices(num_slots, branches) if branches else None
         columns["stop_ids"] = np.full((num_slots, MAX_STOP_IDS), NO_ID, np.int32)
         for slot in self._stopped:
             columns["rewind"][slot] = 1

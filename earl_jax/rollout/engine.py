@@ -30,7 +30,7 @@ from earl_jax.models.parameters import (
 from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_ROW, ORDER_COLUMNS, Report, unpack_report
+from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import DecodeState, SlotRules
 from earl_jax.sharding.layout import Layout
@@ -202,6 +202,7 @@ class PolicyEngine(Engine):
             config.num_rows,
             places,
             model_logprobs=config.rules.model_logprobs,
+            choice_branches=config.rules.choice_branches,
         )
 
     def empty_state(self, places: int) -> DecodeState:
@@ -235,7 +236,7 @@ class PolicyEngine(Engine):
                 shardings,
             )
 
-        width = ORDER_COLUMNS + self.config.chunk_size
+        width = order_width(self.config.chunk_size, self.config.rules.choice_branches)
         return self._play.lower(
             placed(self.parameter_shapes, self.parameter_shardings),
             placed(self.state_shapes(places), self.state_shardings),

@@ -48,7 +48,8 @@ class LiveEpisode:
     token sampled last, which goes into the cache now, or what other weights have read before.
     `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
     the queue begins with all of this sample again. `speaking`: in the middle of a turn. `length`
-    counts the episode's tokens, the first `origin` of which belong to earlier samples.
+    counts the episode's tokens, the first `origin` of which belong to earlier samples. `choices`
+    are the ids of what its next turn may be, () where that may be anything.
     """
 
     task: Task
@@ -74,6 +75,7 @@ class LiveEpisode:
     versions: list[int] = dataclasses.field(default_factory=list)
     model_logprobs: list[float] = dataclasses.field(default_factory=list)
     stop_watch: StopWatch | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def turn_limit(self) -> int:

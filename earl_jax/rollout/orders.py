@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.rollout.choices import Choices
 from earl_jax.rollout.config import MAX_STOP_IDS
 from earl_jax.rollout.sampling import SamplingRows
 
@@ -18,7 +19,7 @@ ORDER_COLUMNS = 13 + MAX_STOP_IDS
 
 
 class Orders(NamedTuple):
-    """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
+    """The host's orders for one round, packed as i32[B, order_width] by `pack_orders`.
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
     and takes `seed`, `row`, `sampling` and `stop_ids` over; `fork` empties its cache alone: the
@@ -30,7 +31,8 @@ class Orders(NamedTuple):
     `turn_limit` tokens behind the chunk, `resume` go on with the one it was in when its sample was
     rewound. A slot with nothing to append goes on with its turn where it is in one. `halt` comes
     before all else: it ends the turn of the last round, as if its last `given_up` tokens had not
-    been sampled.
+    been sampled. With `choices` (where the engine has room for them) the turn that begins must be
+    one of these.
 
     Sources are read slot by slot, in their order: a slot that took something over has it for those
     behind it.
@@ -53,6 +55,7 @@ class Orders(NamedTuple):
     stop_ids: jax.Array
     sampling: SamplingRows
     version: jax.Array
+    choices: Choices | None
 
 
 _RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT = 1, 2, 4, 8, 16, 32
@@ -77,8 +80,12 @@ def pack_orders(
     stop_ids: np.ndarray | int = NO_ID,
     halt: np.ndarray | int = 0,
     given_up: np.ndarray | int = 0,
+    choices: Choices | None = None,
 ) -> np.ndarray:
-    """One i32 array per round, because each array sent costs more than its bytes."""
+    """One i32 array per round, because each array sent costs more than its bytes.
+
+    `choices` are there exactly if the engine has room for them (`SlotRules.choice_branches`).
+    """
     flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND
     flags = flags + resume * _RESUME + halt * _HALT
     numbers = (version, source, shared, turn_limit, given_up)
@@ -86,11 +93,23 @@ def pack_orders(
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
     columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
     stops = np.broadcast_to(stop_ids, (len(count), MAX_STOP_IDS))
-    return np.concatenate([columns, stops, chunk], axis=1).astype(np.int32)
+    trees = () if choices is None else (choices.parents, choices.tokens, choices.node[:, None])
+    return np.concatenate([columns, stops, chunk, *trees], axis=1).astype(np.int32)
 
 
-def unpack_orders(packed: jax.Array) -> Orders:
+def order_width(chunk_size: int, choice_branches: int = 0) -> int:
+    """Columns of packed orders."""
+    return ORDER_COLUMNS + chunk_size + (2 * choice_branches + 1 if choice_branches else 0)
+
+
+def unpack_orders(packed: jax.Array, choice_branches: int = 0) -> Orders:
     """The inverse of `pack_orders`, on the devices."""
+    choices = None
+    if choice_branches:
+        packed, parents, tokens, node = jnp.split(
+            packed, packed.shape[1] - np.array([2 * choice_branches + 1, choice_branches + 1, 1]), 1
+        )
+        choices = Choices(parents=parents, tokens=tokens, node=node[:, 0])
     first_stop = ORDER_COLUMNS - MAX_STOP_IDS
     columns = packed[:, :first_stop].T
     count, flags, seed, row, version, source, shared, turn_limit, given_up, *drawn = columns
@@ -118,6 +137,7 @@ def unpack_orders(packed: jax.Array) -> Orders:
             min_p=jax.lax.bitcast_convert_type(bits.min_p, jnp.float32),
         ),
         version=version,
+        choices=choices,
     )
 
 

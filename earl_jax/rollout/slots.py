@@ -23,6 +23,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import LayerCache, empty_cache
 from earl_jax.models.parameters import Params
+from earl_jax.rollout.choices import Choices, allowed_logits, no_choices, walk
 from earl_jax.rollout.config import MAX_STOP_IDS, Sampling
 from earl_jax.rollout.orders import NO_ID, NO_LIMIT, NO_ROW, Orders, pack_report, unpack_orders
 from earl_jax.rollout.sampling import (
@@ -47,7 +48,8 @@ class DecodeState:
     began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
     count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
     `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
-    episode's row in `experience`, NO_ROW where nothing is written down.
+    episode's row in `experience`, NO_ROW where nothing is written down. `choices` say what this
+    turn may be, None where every turn may be anything.
     """
 
     caches: list[LayerCache]
@@ -64,6 +66,7 @@ class DecodeState:
     row: jax.Array
     sampling: SamplingRows
     version: jax.Array
+    choices: Choices | None
 
 
 class SlotRules(NamedTuple):
@@ -71,17 +74,24 @@ class SlotRules(NamedTuple):
 
     Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
     shard at a time. With `model_logprobs` these are written down too; that is one more pass over
-    the logits.
+    the logits. With `choice_branches` turns can be held to replies whose tree has so many branches.
     """
 
     burst: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = 8
     model_logprobs: bool = False
+    choice_branches: int = 0
 
 
 def empty_state(
-    config: ModelConfig, slots: int, rows: int, places: int, *, model_logprobs: bool = False
+    config: ModelConfig,
+    slots: int,
+    rows: int,
+    places: int,
+    *,
+    model_logprobs: bool = False,
+    choice_branches: int = 0,
 ) -> DecodeState:
     """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens."""
 
@@ -109,6 +119,9 @@ def empty_state(
         row=jnp.full((slots,), NO_ROW, jnp.int32),
         sampling=jax.tree.map(jnp.asarray, sampling_rows(Sampling(), slots)),
         version=numbers(slots),
+        choices=jax.tree.map(jnp.asarray, no_choices(slots, choice_branches))
+        if choice_branches
+        else None,
     )
 
 
@@ -146,7 +159,7 @@ def play(
     Returns:
         The new state, and the packed Report.
     """
-    orders = unpack_orders(packed_orders)
+    orders = unpack_orders(packed_orders, rules.choice_branches)
     state = _give_up(rules, _shift_rows(state, -first_row), orders)
     state = _restart(_take_over(state, orders, first_row), orders, first_row)
     slots = state.cached.shape[0]
@@ -172,6 +185,11 @@ def play(
             turn=state.turn + begins,
             turn_tokens=jnp.where(begins, 0, state.turn_tokens),
             turn_limit=jnp.where(begins, orders.turn_limit, state.turn_limit),
+            choices=jax.tree.map(
+                lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+                orders.choices,
+                state.choices,
+            ),
         )
         return _sample_next(rules, key, state, logits_BV, speaks_now, out)
 
@@ -424,7 +442,8 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
     tokens, logprobs, under_model, count = out
     place = state.origin + state.cached
     uniform = token_uniforms(key, state.seed, place)
-    token, logprob = sample(uniform, logits_BV, state.sampling)
+    may_BV = logits_BV if state.choices is None else allowed_logits(logits_BV, state.choices)
+    token, logprob = sample(uniform, may_BV, state.sampling)
     model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
     rows = _rows_or_drop(state, speaking)
     written = state.experience
@@ -448,6 +467,7 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
         pending=jnp.where(speaking, token, state.pending),
         turn_tokens=turn_tokens,
         active=jnp.where(speaking, goes_on, state.active),
+        choices=state.choices and walk(state.choices, token, speaking),
     )
     here = (jnp.arange(tokens.shape[1])[None, :] == count[:, None]) & speaking[:, None]
     out = (
