@@ -19,6 +19,7 @@ from test_collect import (
     tasks,
     weights,
 )
+from test_control import Script, swap_to
 from test_tasks import GIVEN, one_step
 
 from earl_jax.config import make_config
@@ -195,6 +196,25 @@ def test_bursts_and_meshes_change_nothing(pool, burst, mesh):
     )
     assert_same_episodes(first.trajectories, other.trajectories)
     check_rows(other, 24)
+
+
+def test_a_turn_that_is_read_again_in_its_middle_stays_among_its_choices(pool):
+    """Other weights take over between two tokens of a turn, of every turn of somebody."""
+    heard = []
+    rollout = collect(
+        pool,
+        tasks(16),
+        lambda task: Words(heard),
+        player=engine_for(BRANCHES, 1),
+        burst=1,
+        sampling=Sampling(temperature=HOT),
+        control=Script({number: swap_to(number, "recompute") for number in (2, 4, 7)}),
+    )
+    check_rows(rollout, 16)
+    turns = [turn for t in rollout.trajectories for turn in t.turns[1:4:2]]
+    assert any(len(set(turn.versions)) > 1 for turn in turns)
+    assert {said[0] for said in heard} <= set(Words.ROUNDS[0])
+    assert {said[1] for said in heard if len(said) > 1} <= set(Words.ROUNDS[1])
 
 
 @pytest.mark.slow
