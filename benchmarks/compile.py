@@ -133,7 +133,7 @@ def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
         num_slots=slots,
         num_rows=slots,
         chunk_size=CHUNK,
-        rules=SlotRules(burst=BURST, max_turn_tokens=1024, end_of_turn_ids=(0,)),
+        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,
     )
     return PolicyEngine(config, layout).lower_play(case.length), "blockwise"

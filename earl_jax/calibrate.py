@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from earl_jax.rollout.choices import no_choices
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_ROW, pack_orders
 from earl_jax.rollout.pages import Pool
@@ -47,9 +48,10 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "episodes_per_step",
                 "chunk_size",
                 "burst",
-                "max_turn_tokens",
+                "model_logprobs",
             )
-        },
+        }
+        | {"choice_branches": world.choice_branches},
         "train": {
             field: getattr(config.train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
@@ -148,7 +150,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
 
     weights = move()
     switch_s = _seconds(move)
-    slots = config.rollout.num_slots
+    slots, branches = config.rollout.num_slots, engine.config.rules.choice_branches
     count = min(config.rollout.chunk_size, places - config.rollout.burst)
     orders = pack_orders(
         chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
@@ -159,6 +161,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
         row=np.full(slots, NO_ROW),
         sampling=sampling_rows(Sampling(), slots),
         version=0,
+        choices=no_choices(slots, branches) if branches else None,
     )
     read = np.full(slots, places - count - config.rollout.burst, np.int32)
 

@@ -178,6 +178,7 @@ class Config:
                 f"{self.rollout.group_size}; a group of one has nothing to be compared with: set "
                 "config.rollout.group_size to 2 or more, or config.train.advantage to 'reinforce'"
             )
+        self._check_ratio()
         if self.checkpoint.export and not self.model.path and self.model.attention_bias:
             raise ValueError(
                 "config.checkpoint.export is True with config.model.attention_bias and no "
@@ -192,6 +193,33 @@ class Config:
                     f"config.checkpoint.export is True with no config.model.path, and {error}"
                 ) from error
         _check_effects(self)
+
+    def _check_ratio(self) -> None:
+        """Raises ValueError unless the trainer compares like with like."""
+        rollout = self.rollout
+        if self.train.ratio == "model" and not rollout.model_logprobs:
+            raise ValueError(
+                "config.train.ratio is 'model', which compares with log-probs under the model "
+                "itself, and config.rollout.model_logprobs is False; set it to True"
+            )
+        if self.train.ratio == "model":
+            return
+        if self.env.mask_illegal:
+            raise ValueError(
+                "config.env.mask_illegal is True with config.train.ratio 'behaviour'; the trainer "
+                "scores under all tokens, so what is not allowed would look like a change of the "
+                "policy: set config.train.ratio to 'model' and config.rollout.model_logprobs to "
+                "True"
+            )
+        for field in ("top_k", "top_p", "min_p"):
+            value = getattr(rollout, field)
+            if value != getattr(Sampling, field):
+                raise ValueError(
+                    f"config.rollout.{field} is {value} with config.train.ratio 'behaviour'; the "
+                    "trainer scores under all tokens, so what is cut off would look like a change "
+                    "of the policy: set config.train.ratio to 'model' and "
+                    "config.rollout.model_logprobs to True"
+                )
 
     def as_dict(self) -> dict[str, Any]:
         """The complete configuration, as written to config.json."""
@@ -236,6 +264,7 @@ def _check_effects(config: Config) -> None:
             "chat.history",
             "without config.model.path the chat template is ours, which only appends",
         ),
+        (config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"),
         (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
         *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),
         (config.model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"),

@@ -26,7 +26,7 @@ from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantages import advantage_table
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.step import TrainState, UpdateMetrics, read_metrics
-from earl_jax.trajectory import Trajectory, TrajectoryBatch
+from earl_jax.trajectory import Experience, Trajectory, TrajectoryBatch
 from earl_jax.world import World
 
 
@@ -82,7 +82,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
         jax.block_until_ready(seat.policy.params)
     with timer("rollout"):
-        rollout = play(world, placement, seat, world.training_tasks(step), load)
+        rollout = play(world, placement, seat, learnable(world, world.training_tasks(step)), load)
     with timer("select"):
         load = measure_load(rollout)
         history = position.history.add(load)
@@ -91,11 +91,12 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         state = placement.move_state(state)
     layout = world.train_layout(placement.in_training)
     with timer("dispatch"), only_on_devices(world) as dispatch_reads:
-        delivery = dispatch(rollout.experience, layout, **row_facts(world, rollout, length))
+        experience = to_learn_from(world, rollout.experience)
+        delivery = dispatch(experience, layout, **row_facts(world, rollout, length))
         jax.block_until_ready(delivery.batch)
     trajectories, stats, seat = rollout.trajectories, rollout.stats, rollout.seat
     rollout_mesh, rollout_places = str(seat.engine.layout), seat.places
-    del rollout, seat  # the engine's weights and KV caches make room for the trainer
+    del rollout, seat, experience  # the engine's weights and KV caches make room for the trainer
     with timer("train"):
         state, updates = learn(world, placement, state, delivery.batch, step)
     with timer("demonstrate"):
@@ -122,11 +123,15 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
 
 
 def expected_tokens(world: World, load: Load | None) -> int:
-    """Room that the next rollout's episodes will want: as long as recent ones, and a burst more."""
+    """Room that the next rollout's episodes will want: as long as recent ones, and a burst more.
+
+    But no more than they may come to.
+    """
     rollout = world.config.rollout
     if load is None:
         return rollout.context_buckets[0]
-    return load.context_tokens_max + rollout.burst
+    expected = load.context_tokens_max + rollout.burst
+    return min(expected, rollout.max_episode_tokens or expected)
 
 
 @contextlib.contextmanager
@@ -160,8 +165,20 @@ def play(
         lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
         num_lanes=len(world.devices),
     )
-    sampling = sampling or Sampling(temperature=world.config.rollout.temperature)
-    return collector.collect(seat, tasks, sampling=sampling)
+    return collector.collect(seat, tasks, sampling=sampling or world.config.rollout.sampling)
+
+
+def learnable(world: World, tasks: Sequence[Task]) -> Sequence[Task]:
+    """The tasks, if what is sampled for them can be learnt from. Raises ValueError else."""
+    if world.config.train.ratio == "behaviour":
+        for task in tasks:
+            if task.sampling not in (None, world.config.rollout.sampling):
+                raise ValueError(
+                    f"episode {task.episode} is drawn by {task.sampling}, and the trainer scores "
+                    "all tokens at config.rollout.temperature; leave Task.sampling to the config, "
+                    "or set config.train.ratio = 'model' and config.rollout.model_logprobs = True"
+                )
+    return tasks
 
 
 def measure_load(rollout: Rollout) -> Load:
@@ -173,6 +190,14 @@ def measure_load(rollout: Rollout) -> Load:
         tokens_in_flight_max=rollout.stats.tokens_in_flight_max,
         rollout_tokens=rollout.stats.rollout_tokens,
     )
+
+
+def to_learn_from(world: World, experience: Experience) -> Experience:
+    """The experience with the log-probs, and only those, that the update is measured against."""
+    if world.config.train.ratio == "behaviour":
+        return dataclasses.replace(experience, model_logprobs=None)
+    assert experience.model_logprobs is not None, "the config was not validated"
+    return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
 def row_facts(world: World, rollout: Rollout, length: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from earl_jax.telemetry.episodes import (
     write_trajectories,
 )
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, sampling_kl, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
 from earl_jax.train.step import TrainState
@@ -350,6 +350,7 @@ class _Keeper:
             "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
             "prefill_tokens": record.stats.prefill_tokens,
             "shared_tokens": record.stats.shared_tokens,
+            "given_up_tokens": record.stats.given_up_tokens or None,
             "env_wait_s": record.stats.env_wait_s,
             "train_tokens": train_tokens,
             "train_tokens_per_s": train_tokens / stage_s["train"],
@@ -367,6 +368,7 @@ class _Keeper:
             "publish_host_bytes": record.publish_host_bytes,
             "logprob_mismatch_max": first.mismatch_max,
             "logprob_mismatch_mean": first.mismatch_mean,
+            "sampling_kl": sampling_kl(trajectories),
             "version_lag_max": max(versions, default=0),
             "loss": last.loss,
             "kl": last.kl,

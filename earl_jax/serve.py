@@ -160,7 +160,7 @@ def serve_command(arguments: Sequence[str]) -> None:
             # Rollouts' own: nothing is written down here.
             num_rows=layout.num_row_shards,
             chunk_size=1,
-            rules=SlotRules(burst=1, max_turn_tokens=places, end_of_turn_ids=policy.end_ids),
+            rules=SlotRules(burst=1, end_of_turn_ids=policy.end_ids),
             seed=flags.seed,
             serving=Serving(max_prefill_length=prompt_tokens, places=places, sampling=sampling),
         ),

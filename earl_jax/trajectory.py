@@ -23,8 +23,10 @@ FAILURES = frozenset({"environment_error", "environment_timeout", "unencodable"}
 class Turn:
     """One message of an episode, as ids that were appended in this order and never rendered again.
 
-    `logprobs` and `versions` hold one value per token of a policy turn (log-prob at the sampling
-    temperature, policy version that sampled it) and are empty for the environment's turns. `text`
+    `logprobs` and `versions` hold one value per token of a policy turn (log-prob under the
+    distribution that it was drawn from, policy version that sampled it) and are empty for the
+    environment's turns; `model_logprobs` are those under the model itself, untempered and with
+    nothing cut off, where the engine writes them down (config.rollout.model_logprobs). `text`
     is for people: the environment's message, or the decoded reply of the policy. `messages` are
     (role, text) of what the environment said where that is not one message of a user. A turn of the
     environment that `forks` begins a new sample: its ids are a prompt that tells the whole
@@ -38,6 +40,7 @@ class Turn:
     versions: tuple[int, ...] = ()
     messages: tuple[tuple[str, str], ...] = ()
     forks: bool = False
+    model_logprobs: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,14 +103,17 @@ class Experience:
     """What the engine wrote down on the device, one episode a row: N rows of S places.
 
     `tokens` i32[N,S]; `turn_ids` i32[N,S], 0 where the environment wrote (or nothing is), t where
-    the policy wrote in its t-th turn; `logprobs` f32[N,S] at the sampling temperature and
-    `versions` i32[N,S] of the policy mean something only where `turn_ids` > 0.
+    the policy wrote in its t-th turn; `logprobs` f32[N,S] under the distribution that a token was
+    drawn from, `versions` i32[N,S] of the policy, and `model_logprobs` f32[N,S] under the model
+    itself, untempered and with nothing cut off (None: not written down), mean something only where
+    `turn_ids` > 0.
     """
 
     tokens: jax.Array
     turn_ids: jax.Array
     logprobs: jax.Array
     versions: jax.Array
+    model_logprobs: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -118,8 +124,9 @@ class TrajectoryBatch:
     `tokens` i32[N,T]; `segment_ids` i32[N,T], 0 where the row is padding and s in an episode's s-th
     sample (there is one, unless it forks), which sees nothing of the others; `turn_ids` i32[N,T], 0
     where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
-    of the behaviour policy, `versions` i32[N,T] of the policy that sampled, `advantages` f32[N,T].
-    All but `tokens` and `segment_ids` mean something only where `turn_ids` > 0.
+    of the policy that the update is measured against (config.train.ratio), `versions` i32[N,T] of
+    the policy that sampled, `advantages` f32[N,T]. All but `tokens` and `segment_ids` mean
+    something only where `turn_ids` > 0.
 
     Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
     segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.

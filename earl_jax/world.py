@@ -15,7 +15,7 @@ import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.demonstrations import HostBatch, legal_games
-from earl_jax.envs.board_game import game_corpus, make_environment
+from earl_jax.envs.board_game import all_replies, game_corpus, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
@@ -26,6 +26,7 @@ from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
+from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool, dense_pool
@@ -88,6 +89,13 @@ class World:
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
         self.renderer = ChatRenderer(self.tokenizer, end_ids)
+        strange = [i for i in config.rollout.stop_token_ids if i >= self.vocab_size]
+        if strange:
+            raise ValueError(
+                f"config.rollout.stop_token_ids holds {strange[0]}; ids go from 0 to "
+                f"{self.vocab_size - 1}"
+            )
+        self.choice_branches = _choice_branches(config, self.renderer)
         self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
         num_devices = len(self.devices)
         for field in ("num_slots", "episodes_per_step"):
@@ -144,9 +152,10 @@ class World:
                 chunk_size=rollout.chunk_size,
                 rules=SlotRules(
                     burst=rollout.burst,
-                    max_turn_tokens=rollout.max_turn_tokens,
                     end_of_turn_ids=self.renderer.end_of_turn_ids,
                     append_rows=rollout.append_rows,
+                    model_logprobs=rollout.model_logprobs,
+                    choice_branches=self.choice_branches,
                 ),
                 seed=self.config.seed,
                 page_size=rollout.page_size,
@@ -168,9 +177,15 @@ class World:
             self.config.train,
             self.train_layout(shape),
             vocab_size=self.vocab_size,
-            temperature=self.config.rollout.temperature,
+            temperature=self.train_temperature,
             objective=objective,
         )
+
+    @property
+    def train_temperature(self) -> float:
+        """The temperature that the trainer scores tokens at."""
+        config = self.config
+        return config.rollout.temperature if config.train.ratio == "behaviour" else 1.0
 
     def train_state_shapes(self) -> TrainState:
         """A TrainState as shapes."""
@@ -253,6 +268,24 @@ class World:
             )
             for update in range(train.demonstration_updates)
         ]
+
+
+def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
+    """Room for the tree of all moves, legal or not; 0 where the policy may say anything.
+
+    Raises ValueError where a move is longer than a turn.
+    """
+    env, most = config.env, config.rollout.max_turn_tokens
+    if not env.mask_illegal:
+        return 0
+    replies = Conversation(renderer).choices(all_replies(env))
+    longest = max(map(len, replies))
+    if longest > most:
+        raise ValueError(
+            f"config.env.mask_illegal is True, and a move of {env.game} takes {longest} tokens "
+            f"with its end of turn; config.rollout.max_turn_tokens is {most}: raise it"
+        )
+    return len(choice_tree(replies)[0])
 
 
 def _tokenizer(config: Config, folder: Path | None) -> Any:

@@ -25,7 +25,7 @@ from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.config import RolloutConfig, Sampling
+from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool, pages_for
@@ -69,12 +69,13 @@ def engine(
     mesh: MeshShape = MeshShape(data=8),  # noqa: B008
     append_rows: int = CONFIG.append_rows,
     burst: int = CONFIG.burst,
+    model_logprobs: bool = False,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
-        max_turn_tokens=CONFIG.max_turn_tokens,
         end_of_turn_ids=renderer().end_of_turn_ids,
         append_rows=append_rows,
+        model_logprobs=model_logprobs,
     )
     return PolicyEngine(
         EngineConfig(
@@ -174,6 +175,7 @@ def collect(
     make_room=None,
     player=None,
     control=None,
+    sampling=Sampling(),  # noqa: B008
     **changes,
 ):
     player = player or engine(num_slots)
@@ -193,7 +195,7 @@ def collect(
         places=places,
         pool=Pool(NUM_LANES, pages),
     )
-    return collector.collect(seat, todo, sampling=Sampling(), control=control)
+    return collector.collect(seat, todo, sampling=sampling, control=control)
 
 
 def check_rows(rollout, num_tasks: int) -> None:
@@ -201,6 +203,7 @@ def check_rows(rollout, num_tasks: int) -> None:
     written = {
         field.name: np.asarray(getattr(rollout.experience, field.name))
         for field in dataclasses.fields(rollout.experience)
+        if getattr(rollout.experience, field.name) is not None
     }
     for trajectory in rollout.trajectories:
         expected = {name: [] for name in written}
@@ -211,8 +214,8 @@ def check_rows(rollout, num_tasks: int) -> None:
             zeros = [0] * len(turn.token_ids)
             expected["tokens"] += turn.token_ids
             expected["turn_ids"] += [spoken * policy] * len(zeros)
-            expected["logprobs"] += turn.logprobs if policy else zeros
-            expected["versions"] += turn.versions if policy else zeros
+            for name in written.keys() - {"tokens", "turn_ids"}:
+                expected[name] += getattr(turn, name) if policy else zeros
         for name, numbers in expected.items():
             row = written[name][trajectory.row]
             np.testing.assert_array_equal(row[: len(numbers)], np.float32(numbers), name)
@@ -330,13 +333,16 @@ def assert_same_episodes(ours, theirs) -> None:
     """Equal in everything; log-probs to 1e-5."""
 
     def without_logprobs(trajectory):
-        turns = tuple(dataclasses.replace(turn, logprobs=()) for turn in trajectory.turns)
+        turns = tuple(
+            dataclasses.replace(turn, logprobs=(), model_logprobs=()) for turn in trajectory.turns
+        )
         return dataclasses.replace(trajectory, turns=turns)
 
     for one, other in zip(ours, theirs, strict=True):
         assert without_logprobs(one) == without_logprobs(other)
         for turn, same in zip(one.turns, other.turns, strict=True):
             np.testing.assert_allclose(turn.logprobs, same.logprobs, atol=1e-5)
+            np.testing.assert_allclose(turn.model_logprobs, same.model_logprobs, atol=1e-5)
 
 
 def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
@@ -445,6 +451,92 @@ class Talker:
         if self.replies == 3:
             return StepResult(text="", reward=0.25, done=True, stop_reason="win", detail=reply)
         return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
+
+
+def cut_texts(trajectories):
+    """Of each episode: authors, lengths, and why it ended."""
+    return [
+        (
+            "".join(turn.author[0] for turn in t.turns),
+            [len(turn.token_ids) for turn in t.turns],
+            t.stop_reason,
+            t.turn_rewards,
+        )
+        for t in trajectories
+    ]
+
+
+def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
+    """Nine tokens of prompt; turns of two, which the environment answers with five more.
+
+    So the whole episode is e9 p2 e5 p2 e5 p2: 25 tokens. Limits below cut it in a turn, or at an
+    answer that leaves no room for one.
+    """
+    whole = collect(pool, tasks(1), lambda task: Talker(0)).trajectories[0]
+    lengths = [len(turn.token_ids) for turn in whole.turns]
+    prompt, turn, answer = lengths[:3]
+    assert lengths == [prompt, turn, answer, turn, answer, turn] and turn == 2
+    first, second = prompt + turn, prompt + 2 * turn + answer
+    expected = {
+        prompt: ("", [], "episode_too_long", ()),
+        prompt + 1: ("ep", [prompt, 1], "episode_too_long", (-0.5,)),
+        first: ("ep", [prompt, 2], "episode_too_long", (-0.25,)),
+        first + answer: ("ep", [prompt, 2], "episode_too_long", (-0.25,)),
+        second - 1: ("epep", [prompt, 2, answer, 1], "episode_too_long", (0.25, -0.5)),
+        second: ("epep", [prompt, 2, answer, 2], "episode_too_long", (0.25, -0.25)),
+        second + answer + turn: ("epepep", lengths, "win", (0.25,) * 3),
+    }
+    todo = [
+        dataclasses.replace(
+            task, limits=Limits(max_turn_tokens=CONFIG.max_turn_tokens, max_episode_tokens=limit)
+        )
+        for task, limit in zip(tasks(len(expected)), expected, strict=True)
+    ]
+    rollout = collect(pool, todo, lambda task: Talker(0))
+    assert cut_texts(rollout.trajectories) == list(expected.values())
+    check_rows(rollout, len(expected))
+    for trajectory, limit in zip(rollout.trajectories, expected, strict=True):
+        assert trajectory.num_tokens <= limit
+        assert trajectory.stop_reason == "win" or str(limit) in trajectory.detail
+    # By the config, and by a burst of one token: the same.
+    limit = prompt + 1
+    other = collect(pool, tasks(2), lambda task: Talker(0), max_episode_tokens=limit)
+    assert cut_texts(other.trajectories) == [expected[limit]] * 2
+    same = collect(pool, todo, lambda task: Talker(0), player=engine(burst=1), burst=1)
+    assert_same_episodes(rollout.trajectories, same.trajectories)
+
+
+def test_each_episode_has_its_own_limit_of_tokens_per_turn(pool):
+    limits = (1, 2, 3, 9)
+    todo = [
+        dataclasses.replace(task, limits=Limits(max_turn_tokens=limit))
+        for task, limit in zip(tasks(4), limits, strict=True)
+    ]
+    rollout = collect(pool, todo, params=weights(ends_turns=False))
+    check_rows(rollout, 4)
+    for trajectory, limit in zip(rollout.trajectories, limits, strict=True):
+        assert trajectory.stop_reason == "turn_too_long"
+        assert trajectory.detail == f"no end of turn within {limit} tokens"
+        assert len(trajectory.turns[1].token_ids) == limit
+        assert trajectory.turn_rewards == (CONFIG.unfinished_reward,)
+
+
+def test_room_is_made_for_no_more_than_an_episode_may_come_to(pool):
+    places, *_ = CONFIG.context_buckets
+    rooms = Rooms()
+    rollout = collect(
+        pool, tasks(8), lambda task: Talker(0), places=places, make_room=rooms,
+        max_episode_tokens=places,
+    )  # fmt: skip
+    assert rooms.wanted == [] and rollout.seat.places == places
+    assert {t.stop_reason for t in rollout.trajectories} == {"episode_too_long"}
+    check_rows(rollout, 8)
+
+
+def test_limits_that_cannot_be_are_refused_before_anything_is_played(pool):
+    task = dataclasses.replace(tasks(1)[0], limits=Limits(max_turn_tokens=0))
+    with pytest.raises(ValueError, match=r"episode 0: Task.limits.max_turn_tokens is 0"):
+        collect(pool, [task])
 
 
 class Faulty(Talker):

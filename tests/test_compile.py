@@ -60,7 +60,7 @@ def compiled_round(family: str, name: str, shape: MeshShape):
         num_slots=SLOTS,
         num_rows=SLOTS,
         chunk_size=16,
-        rules=SlotRules(burst=8, max_turn_tokens=64, end_of_turn_ids=(0,)),
+        rules=SlotRules(burst=8, end_of_turn_ids=(0,)),
         seed=0,
     )
     layout = make_layout(shape, make_topology(name).devices())

@@ -13,7 +13,7 @@ from reference.make_checkpoint import write_checkpoint
 from earl_jax.config import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.orders import ORDER_COLUMNS
+from earl_jax.rollout.orders import order_width
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.train import step as train_step
@@ -122,7 +122,7 @@ def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(wor
     for shape in world.rollout_candidates:
         engine = PolicyEngine(world.engine(shape).config, make_abstract_layout(shape))
         rows = engine.layout.activations("B")
-        width = ORDER_COLUMNS + rollout.chunk_size
+        width = order_width(rollout.chunk_size)
         for places in {rollout.context_buckets[0], rollout.context_buckets[-1]}:
             # `PolicyEngine.lower_play` cannot lower for devices that are not there.
             traced = engine._play.trace(

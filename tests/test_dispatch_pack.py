@@ -166,7 +166,9 @@ def test_the_plan_says_how_many_bytes_change_device(source, target, length, move
     )
     assert delivery.plan.moved_bytes == moved
     names = [name for name, _ in delivery.plan.leaves]
-    assert names == [field.name for field in dataclasses.fields(Experience)]
+    fields = [field.name for field in dataclasses.fields(Experience)]
+    # What was not written down does not travel.
+    assert names == [name for name in fields if getattr(experience, name) is not None]
 
 
 def test_the_counters_catch_the_plain_way():

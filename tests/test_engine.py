@@ -15,6 +15,7 @@ from caches import rows_of
 from test_slots import (
     CHUNK,
     END,
+    MAX_TURN_TOKENS,
     MODEL,
     PAGE_SIZE,
     PLACES,
@@ -165,7 +166,7 @@ def test_the_conversation_is_worth_comparing():
     """Turns of every length, ended and cut, prompts in one chunk and in several."""
     _, heard = converse_on(UNSHARDED)
     turns = [turn for h in heard.values() for turn in h.turns()]
-    assert {len(turn) for turn in turns} >= {1, 2, 3, RULES.max_turn_tokens}
+    assert {len(turn) for turn in turns} >= {1, 2, 3, MAX_TURN_TOKENS}
     assert {turn[-1] == END for turn in turns} == {True, False}
     messages = [len(message) for script in scripts().values() for message in script.messages]
     assert min(messages) < CHUNK < max(messages)

@@ -98,6 +98,22 @@ def test_own_referee_agrees_with_400_random_games():
     assert len(seen) == 6
 
 
+def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
+    """Of every position of a hundred games; none where the game is over, or nothing is masked."""
+    rng = random.Random(2)
+    for seed in range(100):
+        environment = make_environment(EnvConfig(mask_illegal=True), seed=seed, player=seed % 2)
+        said = check_start(environment.start())
+        result = None
+        while result is None or not result.done:
+            assert said.choices == tuple(environment.legal_replies()) != ()
+            said = result = check_step(environment.step(rng.choice(said.choices)))
+            assert result.stop_reason != "illegal"
+        assert result.choices == ()
+    free = make_environment(EnvConfig(), seed=0, player=0)
+    assert free.start().choices == free.step("4").choices == ()
+
+
 @pytest.mark.parametrize(
     "reply", ["9", "³", "٤", " 4", "4 ", "4\n", "+4", "04", "-1", "", "four", "4<|end|>", "x" * 999]
 )

@@ -79,6 +79,7 @@ def test_well_formed_results_pass():
     for result in (
         StepResult(messages=SAID, reward=0.0, done=False),
         StepResult(reward=0.0, done=False),
+        StepResult(text="5", reward=0.0, done=False, choices=("1", "")),
         StepResult(text="5", reward=0.0, done=False),
         StepResult(text="", reward=np.float32(1), done=True, stop_reason="win"),
         StepResult(text="", reward=-1, done=True, stop_reason="illegal", detail="x"),
@@ -108,9 +109,16 @@ class Unprintable:
         (
             StepResult(messages=SAID, reward=0.0, done=True, stop_reason="win"),
             ValueError,
-            "messages must be empty when done, .* 2 messages",
+            "messages and choices must be empty when done, .* 2 messages",
         ),
         (StepResult(text="5", messages=SAID, reward=0.0, done=False), ValueError, "both a text"),
+        (StepResult(text="5", reward=0.0, done=False, choices=["1"]), TypeError, "choices must be"),
+        (StepResult(text="5", reward=0.0, done=False, choices=(1,)), TypeError, "choices must be"),
+        (
+            StepResult(reward=0.0, done=True, stop_reason="win", choices=("1",)),
+            ValueError,
+            "choices must be empty when done, .* and 1 choices",
+        ),
         (StepResult(messages="hi", reward=0.0, done=False), TypeError, "messages must be a tuple"),
         (StepResult(messages=("hi",), reward=0.0, done=False), TypeError, "must hold Message"),
     ],
@@ -149,6 +157,7 @@ def test_garbage_tools_are_no_start(tools):
         Start(text="", role="x"),
         Start(text=1, role="x"),
         Start(role="x"),
+        Start(text="go", role="x", choices="12"),
         Start(text="go", role="x", messages=SAID),
     ],
 )

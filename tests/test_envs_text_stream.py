@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.text_stream import StopStrings, TextStream
+from earl_jax.envs.text_stream import StopStrings, StopWatch, TextStream
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer
 
 OURS = build_tokenizer(["naïve café 你好 🙂🙃"], 300)
@@ -149,3 +149,18 @@ def test_stop_strings_do_not_depend_on_how_a_text_is_cut(text, strings, data):
         assert expected.startswith(said)
     assert said + stops.flush() == expected
     assert stops.found == found
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_watch_counts_the_ids_until_a_stop_is_complete(size):
+    """However many ids come at a time; the text before the stop is what is left."""
+    chat = CHATS[0]
+    ids = byte_ids("naïve END".encode()) + byte_ids("END é".encode())
+    watch = StopWatch(chat.decode, ("ENDE", "zz"))
+    parts = [ids[first : first + size] for first in range(0, len(ids), size)]
+    counts = [watch.push(part) for part in parts]
+    # "naïve END" has ten bytes; the stop is complete with the next.
+    assert sum(counts) == 11 and watch.found and watch.text == "naïve "
+    never = StopWatch(chat.decode, ("zz",))
+    assert [never.push(part) for part in parts] == [len(part) for part in parts]
+    assert not never.found and never.text == "naïve ENDEND é"

@@ -61,7 +61,7 @@ def stacked_params():
 
 
 def make_engine() -> PolicyEngine:
-    rules = SlotRules(burst=4, max_turn_tokens=4, end_of_turn_ids=(tokenizer().eos_token_id,))
+    rules = SlotRules(burst=4, end_of_turn_ids=(tokenizer().eos_token_id,))
     config = EngineConfig(
         model=MODEL,
         vocab_size=VOCAB,

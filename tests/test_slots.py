@@ -31,7 +31,8 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
 VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
-RULES = SlotRules(burst=4, max_turn_tokens=6, end_of_turn_ids=(END,))
+MAX_TURN_TOKENS = 6
+RULES = SlotRules(burst=4, end_of_turn_ids=(END,))
 NUM_SLOTS = 8
 # Four pages are full at PLACES, and the last one is not.
 PAGE_SIZE = 11
@@ -88,6 +89,7 @@ def converse(
     temperature: Mapping[int, float] | None = None,
     version: Callable[[int], int] = lambda round_index: 0,
     delays: Mapping[int, int] | None = None,
+    turn_limits: Mapping[int, int] | None = None,
 ) -> tuple[Any, dict[int, Heard]]:
     """Plays the script of each slot to its end. `delays`: rounds to wait before a slot begins."""
     heard = {slot: Heard() for slot in scripts}
@@ -103,8 +105,10 @@ def converse(
             "row": np.full(num_slots, NO_ROW, np.int32),
             "sampling": sampling_rows(Sampling(), num_slots),
             "chunk": np.zeros((num_slots, chunk_size), np.int32),
+            "turn_limit": np.full(num_slots, MAX_TURN_TOKENS, np.int32),
         }
         for slot in heard.keys() - waiting:
+            columns["turn_limit"][slot] = (turn_limits or {}).get(slot, MAX_TURN_TOKENS)
             columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
             give_chunk(columns, slot, heard[slot], scripts[slot])
         state, report = play(state, pack_orders(**columns, version=version(round_index)))
@@ -181,7 +185,8 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     def play(state, orders):
         key = jax.random.key(7)
         state, packed = jitted_play(rules)(weights or params(), state, orders, key, 0)
-        return state, unpack_report(np.asarray(packed))
+        report = unpack_report(np.asarray(packed), model_logprobs=rules.model_logprobs)
+        return state, report
 
     return play
 
@@ -278,6 +283,23 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
         assert tokens[policy - 1].tolist() == [h.ids[place] for place in policy]
 
 
+def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
+    """Beside those at the sampling temperature, which stay what they were."""
+    scripts = make_scripts(NUM_SLOTS)
+    temperature = {slot: (0.0, 0.5, 1.0, 2.0)[slot % 4] for slot in scripts}
+    play = play_on_one_device(RULES._replace(model_logprobs=True))
+    state = slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, PLACES, model_logprobs=True)
+    state, heard = converse(play, state, scripts, temperature=temperature)
+    check_logprobs(heard, temperature)
+    check_rows(state.experience, heard, scripts)
+    written = np.asarray(state.experience.model_logprobs)
+    for slot, h in heard.items():
+        length = len(h.ids)
+        h.logprobs = written[scripts[slot].row, :length].tolist()
+        assert not written[scripts[slot].row, length:].any()
+    check_logprobs(heard)
+
+
 def test_the_rows_hold_what_the_host_saw_and_nothing_else(played):
     scripts, state, heard = played
     check_rows(state.experience, heard, scripts)
@@ -356,14 +378,13 @@ def test_turns_end_at_the_end_token_or_at_the_limit(played):
     cut = [turn for turn in turns if turn[-1] != END]
     assert whole and cut
     assert all(END not in turn[:-1] for turn in turns)
-    assert all(len(turn) <= RULES.max_turn_tokens for turn in whole)
-    assert all(len(turn) == RULES.max_turn_tokens for turn in cut)
-    # The limit cuts and changes nothing before.
-    _, other = converse(
-        play_on_one_device(RULES._replace(max_turn_tokens=2)), empty(), make_scripts(8, turns=1)
-    )
-    for h, o in zip(heard.values(), other.values(), strict=True):
-        assert o.turns()[0] == h.turns()[0][:2]
+    assert all(len(turn) <= MAX_TURN_TOKENS for turn in whole)
+    assert all(len(turn) == MAX_TURN_TOKENS for turn in cut)
+    # Each slot has its own limit, which cuts and changes nothing before.
+    limits = {slot: 1 + slot % 3 for slot in heard}
+    _, other = converse(play_on_one_device(), empty(), make_scripts(8, turns=1), turn_limits=limits)
+    for slot, h in heard.items():
+        assert other[slot].turns()[0] == h.turns()[0][: limits[slot]]
 
 
 def test_nothing_is_written_after_the_end_of_a_turn(played):
@@ -468,6 +489,7 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
+        "turn_limit": MAX_TURN_TOKENS,
         "version": 0,
     }
 
@@ -547,6 +569,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
+        "turn_limit": MAX_TURN_TOKENS,
         "version": 0,
     }
 

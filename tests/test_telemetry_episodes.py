@@ -1,5 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
+import dataclasses
 import json
 import math
 
@@ -53,6 +54,16 @@ def test_several_messages_and_samples_are_told_apart(tmp_path):
     ]
     assert forked["sample_starts"] == [0, 4] and "sample_starts" not in flat
     assert forked["token_ids"] == [9, 8, 4, 2, 9, 9, 6] and forked["wrote"] == list("eeppeep")
+
+
+def test_logprobs_under_the_model_are_there_where_they_were_written_down(tmp_path):
+    turns = [
+        dataclasses.replace(turn, model_logprobs=(-1.5,) * len(turn.logprobs))
+        for turn in EPISODE.turns
+    ]
+    both, one = read_trajectories(write_trajectories(tmp_path, 1, [_trajectory(*turns), EPISODE]))
+    assert both["model_logprobs"] == [None, None, -1.5, -1.5, None, -1.5]
+    assert both["logprobs"] == one["logprobs"] and "model_logprobs" not in one
 
 
 def test_an_episode_reads_as_written(tmp_path):

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.telemetry.metrics import MetricsLog, read_metrics, to_plain, truncate_after
+from earl_jax.telemetry.metrics import (
+    MetricsLog,
+    read_metrics,
+    sampling_kl,
+    to_plain,
+    truncate_after,
+)
+from earl_jax.trajectory import Trajectory, Turn
 
 STEP_1 = b'{"step": 1, "reward_mean": 0.5}\n'
 EVAL_1 = (
@@ -27,6 +34,28 @@ def test_lines_come_back_as_they_were_written(tmp_path):
         {"step": 1, "stage_s": {"train": 0.5}, "switched": ["rollout"], "decision": "↯"},
         {"step": 1, "eval": {"name": "random", "win": 0.25}},
     ]
+
+
+def test_how_far_sampling_is_from_the_model_is_the_mean_gap_of_logprobs():
+    """-0.5 for -0.75, -1 for -1.25, and nothing for a turn that has no second log-prob."""
+
+    def episode(*turns):
+        return Trajectory(
+            episode=0, group=0, role="x", turns=turns, turn_rewards=(), stop_reason="win", row=0
+        )
+
+    said = Turn(author="environment", text="go", token_ids=(1,))
+    one = Turn(author="policy", text="a", token_ids=(2,), logprobs=(-3.0,), versions=(0,))
+    two = Turn(
+        author="policy",
+        text="ab",
+        token_ids=(2, 3),
+        logprobs=(-0.5, -1.0),
+        versions=(0, 0),
+        model_logprobs=(-0.75, -1.25),
+    )
+    assert sampling_kl([episode(said, one), episode(said, two)]) == 0.25
+    assert sampling_kl([episode(said, one)]) is None
 
 
 def test_a_line_is_in_the_file_before_close(tmp_path):

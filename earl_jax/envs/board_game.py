@@ -86,7 +86,7 @@ class BoardGame:
             raise RuntimeError(f"{name} ended before {role} could move; choose other parameters")
         if moves:
             text += f" {other} plays {' '.join(moves)}."
-        return Start(text=self._with_board(text), role=role)
+        return Start(text=self._with_board(text), role=role, choices=self._choices())
 
     def step(self, reply: str) -> StepResult:
         """Plays the reply and the opponent's answer; the text is the answer alone."""
@@ -111,13 +111,16 @@ class BoardGame:
             self._done = True
             return self._outcome()
         text = self._with_board(" ".join(answer) or MOVE_AGAIN)
-        return StepResult(text=text, reward=0.0, done=False)
+        return StepResult(text=text, reward=0.0, done=False, choices=self._choices())
 
     def legal_replies(self) -> list[str]:
         """The replies that `step` would accept now; empty before `start` and after the end."""
         if not self._started or self._done:
             return []
         return [str(action) for action in self._state.legal_actions()]
+
+    def _choices(self) -> tuple[str, ...]:
+        return tuple(self.legal_replies()) if self._config.mask_illegal else ()
 
     def _play_opponent(self) -> list[str]:
         """Plays until the policy is to move or the game is over; returns the moves as text."""
@@ -138,6 +141,11 @@ class BoardGame:
 
     def _with_board(self, text: str) -> str:
         return f"{text}\n{self._state}" if self._config.show_board else text
+
+
+def all_replies(config: EnvConfig) -> list[str]:
+    """Every reply that is a legal move in some position of the configured game."""
+    return [str(action) for action in range(load_game(config.game).num_distinct_actions())]
 
 
 def make_environment(config: EnvConfig, *, seed: int, player: int) -> BoardGame:
@@ -184,7 +192,7 @@ def game_corpus(config: EnvConfig, num_games: int, seed: int) -> list[str]:
     """
     rng = random.Random(seed)
     game = load_game(config.game)
-    texts = [str(action) for action in range(game.num_distinct_actions())]
+    texts = all_replies(config)
     for number in range(num_games):
         environment = BoardGame(game, config, player=number % 2, seed=rng.getrandbits(63))
         texts.extend(text for _, text in demonstrate(environment, rng).turns)

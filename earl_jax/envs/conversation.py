@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
 from earl_jax.envs.chat_template import Kind, Place, Said, messages_of
+from earl_jax.envs.text_stream import StopWatch
 
 History = Literal["append", "fork"]
 
@@ -50,6 +51,8 @@ class Conversation:
         self._forks = history == "fork"
         self._opening = Opening()
         self._said: list[tuple[Kind | None, str]] = []
+        # Whether the policy's last turn is without an end, which the next answer then begins with.
+        self._is_open = False
         self._sample = ""
 
     def open(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
@@ -59,17 +62,49 @@ class Conversation:
         self._note(said, rendered)
         return Heard(rendered.ids)
 
-    def reply(self, ids: Sequence[int]) -> tuple[str, bool]:
-        """The policy said this. Returns its text without the end of turn, and if there is one."""
-        text = self._renderer.decode_reply(ids)
+    def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
+        """The policy said this. Returns its text without the end of turn, and if there is one.
+
+        `before_stop` is the text of a turn that a stop ended, up to there; it counts as ended.
+        """
+        text, has_end = self._renderer.decode_reply(ids), self._renderer.ends_turn(ids)
+        self._is_open = before_stop is not None and not has_end
         if self._forks:
             self._said.append((None, text))
             self._sample += self._renderer.decode(ids)
-        return text, self._renderer.ends_turn(ids)
+        return (text, has_end) if before_stop is None else (before_stop, True)
+
+    def choices(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Ids of the turns that say one of these, as the tokenizer writes them, and end.
+
+        Raises ValueError for what cannot be encoded.
+        """
+        return tuple(self._renderer.reply(text) for text in texts)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """What ids of the policy say."""
+        return self._renderer.decode(ids)
+
+    def watch_for(self, strings: Sequence[str]) -> StopWatch:
+        """Looks for these in a turn of the policy, whose end of turn is no text."""
+        ends = self._renderer.end_of_turn_ids
+
+        def decode(ids: Sequence[int]) -> str:
+            return self._renderer.decode([token for token in ids if token not in ends])
+
+        return StopWatch(decode, strings)
 
     def answer(self, said: Said) -> Heard:
-        """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`."""
+        """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`.
+
+        Behind a stop that is no end of turn, the answer begins with the chat template's own.
+        """
         rendered = self._renderer.render_answer(said, self._opening)
+        if self._is_open:
+            end = (self._renderer.end_of_turn_id,)
+            rendered = dataclasses.replace(
+                rendered, text=self._renderer.decode(end) + rendered.text, ids=end + rendered.ids
+            )
         self._note(said, rendered)
         if not self._forks:
             return Heard(rendered.ids)

@@ -18,6 +18,7 @@ DRAW = "draw"
 LOSS = "loss"
 ILLEGAL = "illegal"
 TURN_TOO_LONG = "turn_too_long"
+EPISODE_TOO_LONG = "episode_too_long"
 ABORTED = "aborted"
 ENVIRONMENT_ERROR = "environment_error"
 ENVIRONMENT_TIMEOUT = "environment_timeout"
@@ -44,8 +45,10 @@ class Message:
 class Start:
     """The first words to the policy, and the side that it plays ("x", "o").
 
-    Either `text`, said as a user, or `messages`. `tools` describes the functions that the policy
-    may call, each as JSON that the chat template shows:
+    Either `text`, said as a user, or `messages`. `choices` are the only replies that the policy may
+    give, () where it may say anything: then only the tokens that the tokenizer writes them with,
+    and the end of turn behind, can be sampled. `tools` describes the functions that the policy may
+    call, each as JSON that the chat template shows:
 
         {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
     """
@@ -54,6 +57,7 @@ class Start:
     role: str
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,9 @@ class StepResult:
     """What came of one reply.
 
     `text` is the next message to the policy, said as a user, or `messages` are the next ones; both
-    are empty if `done`. `reward` is for this reply alone. `stop_reason` is a word such as "win",
-    given exactly if `done`; `detail` is for people.
+    are empty if `done`. `choices` are the only replies to these, as in `Start`. `reward` is for
+    this reply alone. `stop_reason` is a word such as "win", given exactly if `done`; `detail` is
+    for people.
     """
 
     text: str = ""
@@ -71,6 +76,7 @@ class StepResult:
     stop_reason: str = ""
     detail: str = ""
     messages: tuple[Message, ...] = ()
+    choices: tuple[str, ...] = ()
 
 
 class Environment(Protocol):
@@ -130,10 +136,11 @@ def check_step(result: object) -> StepResult:
             f"stop_reason={_brief(result.stop_reason)}"
         )
     _check_messages("StepResult", result)
-    if result.done and (result.text or result.messages):
+    if result.done and (result.text or result.messages or result.choices):
         raise ValueError(
-            "StepResult.text and StepResult.messages must be empty when done, nobody reads them; "
-            f"got {_brief(result.text)} and {len(result.messages)} messages"
+            "StepResult.text, messages and choices must be empty when done, nobody reads them; got "
+            f"{_brief(result.text)}, {len(result.messages)} messages and {len(result.choices)} "
+            "choices"
         )
     return result
 
@@ -145,6 +152,10 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
         raise ValueError(
             f"{name} has both a text and messages; say it as one: {_brief(result.text)}"
         )
+    if not isinstance(result.choices, tuple):
+        raise TypeError(f"{name}.choices must be a tuple; got {_brief(result.choices)}")
+    for choice in result.choices:
+        _check_text(f"{name}.choices", choice)
     for message in result.messages:
         if not isinstance(message, Message):
             raise TypeError(f"{name}.messages must hold Message; got {_brief(message)}")
@@ -174,8 +185,9 @@ class EnvConfig:
 
     `game` is any OpenSpiel name that `games.load_game` accepts, parameters allowed. `opponent` is
     "random" (uniform over legal moves) or "mcts" (`mcts_simulations` random rollouts per move).
-    `show_board` adds OpenSpiel's drawing of the board to every message. `timeout_s` bounds one call
-    of an environment, `num_workers` is the number of threads that make such calls.
+    `show_board` adds OpenSpiel's drawing of the board to every message. With `mask_illegal` the
+    policy can sample legal moves only, in training and in evaluation games. `timeout_s` bounds one
+    call of an environment, `num_workers` is the number of threads that make such calls.
     """
 
     game: str = "tic_tac_toe"
@@ -183,6 +195,7 @@ class EnvConfig:
     mcts_simulations: int = 50
     illegal_reward: float = -1.0
     show_board: bool = False
+    mask_illegal: bool = False
     timeout_s: float = 10.0
     num_workers: int = 2
 

@@ -100,6 +100,33 @@ class StopStrings:
         return text
 
 
+class StopWatch:
+    """Watches a stream of ids, one by one, for the first of some strings.
+
+    So how many ids come at a time changes nothing.
+
+    Example: until "END", the ids of "aE", "ND!" and "b": `push` counts two of three, `text` is "a".
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], strings: Sequence[str]):
+        """`decode` as for `TextStream`, `strings` as for `StopStrings`."""
+        self._stream, self._stops = TextStream(decode), StopStrings(strings)
+        self.text = ""
+
+    @property
+    def found(self) -> bool:
+        """Whether one of the strings has come; `text` is then all before it."""
+        return self._stops.found is not None
+
+    def push(self, ids: Sequence[int]) -> int:
+        """How many of these come until one of the strings is complete; all, where none is."""
+        for number, token in enumerate(ids):
+            if self.found:
+                return number
+            self.text += self._stops.push(self._stream.push([token]))
+        return len(ids)
+
+
 def _overlap(text: str, string: str) -> int:
     """How much of the end of `text` is a beginning of `string`, which is not in it."""
     longest = min(len(text), len(string) - 1)

@@ -68,9 +68,9 @@ class GenerationSettings:
         if self.sampling:
             named = ", ".join(f"{name}={value!r}" for name, value in self.sampling.items())
             notes.append(
-                f"{self.path}: {named} not used; episodes are sampled from the whole distribution "
-                "at config.rollout.temperature, evaluation games by config.eval.temperature, "
-                "top_k, top_p and min_p"
+                f"{self.path}: {named} not used; episodes are sampled as "
+                "config.rollout.temperature, top_k, top_p and min_p say, evaluation games as "
+                "config.eval.temperature and its like"
             )
         return notes
 

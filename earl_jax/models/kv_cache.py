@@ -31,7 +31,7 @@ class LayerCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedCache:
-    """Pools of Z pages, one a layer, and `table` i32[B,J]: the pages of each of B rows.
+    """Pools of Z pages, one a layer, and `table` i32[B,Y]: the pages of each of B rows.
 
     Every layer has the same table. Entries behind a row's length are not read, nor written.
     """
@@ -81,7 +81,7 @@ def cache_bytes(config: ModelConfig, rows: int, places: int, page_size: int = 64
 
 def write(
     layer: LayerCache,
-    table_BJ: jax.Array,
+    table_BY: jax.Array,
     key_BTKH: jax.Array,
     value_BTKH: jax.Array,
     starts_B: jax.Array,
@@ -95,8 +95,8 @@ def write(
     offsets_BT = jnp.arange(key_BTKH.shape[1])[None, :]
     places_BT = starts_B[:, None] + offsets_BT
     index_BT = places_BT // page_size
-    pages_BT = jnp.take_along_axis(table_BJ, index_BT, axis=1, mode="clip")
-    written_BT = (offsets_BT < counts_B[:, None]) & (index_BT < table_BJ.shape[1])
+    pages_BT = jnp.take_along_axis(table_BY, index_BT, axis=1, mode="clip")
+    written_BT = (offsets_BT < counts_B[:, None]) & (index_BT < table_BY.shape[1])
     pages_BT = jnp.where(written_BT, pages_BT, num_pages)
     inside_BT = places_BT % page_size
     dtype = layer.key.dtype

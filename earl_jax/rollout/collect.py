@@ -19,7 +19,6 @@ import numpy as np
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
     ABORTED,
-    TURN_TOO_LONG,
     UNENCODABLE,
     Environment,
     Start,
@@ -28,12 +27,13 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.rollout.config import RolloutConfig, Sampling
+from earl_jax.rollout.choices import check_choices, no_choices, set_choices
+from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders
+from earl_jax.rollout.orders import NO_ID, NO_PAGE, NO_ROW, Report, pack_orders
 from earl_jax.rollout.room import CacheRoom, MakeRoom
-from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.rollout.sampling import sampling_rows, set_row
 from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.seat import Seat
 from earl_jax.trajectory import Experience, Trajectory
@@ -48,8 +48,9 @@ class RolloutStats:
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
     `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
-    each time one gave up its pages. `env_wait_s`: seconds in which no round
-    ran because environments were waited for.
+    each time one gave up its pages. `given_up_tokens` were sampled in the same round behind a stop
+    string, and are no part of `rollout_tokens`. `env_wait_s`: seconds in which no round ran because
+    environments were waited for.
     """
 
     rounds: int = 0
@@ -58,6 +59,7 @@ class RolloutStats:
     shared_tokens: int = 0
     recomputed_tokens: int = 0
     parked_episodes: int = 0
+    given_up_tokens: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
@@ -99,6 +101,9 @@ class Collector:
         self._calls: Calls[int, Answer] = pool.calls()
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._stopped: set[int] = set()
+        # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
+        self._given_up: dict[int, int] = {}
+        self._choice_branches = 0
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
         self._stats = RolloutStats()
@@ -115,8 +120,14 @@ class Collector:
 
         An environment that raises, hangs or answers garbage ends its own episode with a stop
         reason. What `control` asks for is done between two rounds.
+
+        Raises:
+            ValueError: a task asks for what cannot be.
         """
         config = self._config
+        self._choice_branches = seat.engine.config.rules.choice_branches
+        for task in tasks:
+            task.validate()
         scheduler = LaneScheduler(
             range(len(tasks)),
             num_rows=config.episodes_per_step,
@@ -129,7 +140,8 @@ class Collector:
                 seat = self._obey(control.take(), seat)
             self._refill(scheduler, tasks)
             self._hear(scheduler, tasks)
-            if not any(self._slots):
+            # What was sampled behind a last stop is given up in a round of its own.
+            if not any(self._slots) and not self._given_up:
                 break
             seat = self._room.fit(seat)
             orders = self._orders(sampling, seat.policy.version)
@@ -174,7 +186,11 @@ class Collector:
             while self._slots[slot] is None and (row := scheduler.next_row(slot)) is not None:
                 task = tasks[row]
                 self._slots[slot] = LiveEpisode(
-                    task=task, row=row, conversation=self._new_conversation()
+                    task=task,
+                    row=row,
+                    conversation=self._new_conversation(),
+                    limits=task.limits or self._config.limits,
+                    stops=task.stops or self._config.stops,
                 )
                 if task.episode in self._aborted:
                     self._end(slot, ABORTED, self._aborted[task.episode])
@@ -193,16 +209,13 @@ class Collector:
         for slot in ended:
             episode = self._slots[slot]
             assert episode is not None
-            text, whole = episode.conversation.reply(episode.reply)
-            episode.close_turn(text)
+            text, whole = episode.end_turn()
             if whole:
                 assert episode.environment is not None
                 steps[episode.row] = lambda e=episode.environment, t=text: check_step(e.step(t))
                 episode.waits = True
                 continue
-            episode.rewards.append(self._config.unfinished_reward)
-            detail = f"no end of turn within {self._config.max_turn_tokens} tokens"
-            self._end(slot, TURN_TOO_LONG, detail)
+            self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)
 
     def _hear(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> None:
@@ -230,6 +243,7 @@ class Collector:
         if isinstance(said, Failure):
             return self._end(slot, said.stop_reason, said.detail)
         conversation = episode.conversation
+        asks = said if isinstance(said, StepResult) else said[1]
         if isinstance(said, StepResult):
             episode.rewards.append(float(said.reward))
             if said.done:
@@ -242,31 +256,30 @@ class Collector:
             message = start.messages or start.text
             render = functools.partial(conversation.open, tools=start.tools)
         try:
-            episode.hear(message, render(message))
+            heard = render(message)
+            episode.choices = conversation.choices(asks.choices)
+            check_choices(episode.choices, self._choice_branches)
         except ValueError as error:
-            self._end(slot, UNENCODABLE, str(error))
+            return self._end(slot, UNENCODABLE, str(error))
+        if not episode.leaves_room(heard):
+            return self._end(slot, *episode.cut(self._config.unfinished_reward))
+        episode.hear(message, heard)
 
     def _orders(self, sampling: Sampling, version: int) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(self._slots), self._config.chunk_size
-        names = ("count", "seed", "source", "shared")
-        flags = ("restart", "fork", "rewind", "speak", "resume")
-        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
-        columns["row"] = np.full(num_slots, NO_ROW, np.int32)
-        columns["copied"] = np.full(num_slots, NO_PAGE, np.int32)
+        columns = self._columns()
         chunk = np.zeros((num_slots, chunk_size), np.int32)
-        for slot in self._stopped:
-            columns["rewind"][slot] = 1
-        self._stopped.clear()
+        drawn = sampling_rows(sampling, num_slots)
         for slot, episode in enumerate(self._slots):
             if episode is None or not episode.has_work:
                 continue
             if not episode.queue:
-                self._room.hold(slot, episode.num_cached + self._config.burst)
+                self._room.hold(slot)
                 continue
             flags = {"restart": episode.fresh, "fork": episode.forks, "rewind": episode.rewinds}
             if episode.begins:
-                begins = self._room.begin(slot, episode.queue)
+                begins = self._room.begin(slot)
                 if begins is None:
                     continue
                 columns["source"][slot] = begins.source - slot
@@ -274,23 +287,43 @@ class Collector:
                 _, news = episode.take(begins.shared)
                 self._stats.shared_tokens += news
             columns["seed"][slot], columns["row"][slot] = episode.task.episode, episode.row
+            columns["stop_ids"][slot, : len(episode.stops.token_ids)] = episode.stops.token_ids
+            if episode.task.sampling is not None:
+                set_row(drawn, slot, episode.task.sampling)
             for flag, is_set in flags.items():
                 columns[flag][slot] = is_set
             part, news = episode.take(chunk_size)
             chunk[slot, : len(part)] = part
             columns["count"][slot] = len(part)
-            self._room.hold(slot, episode.num_cached + self._config.burst)
+            self._room.hold(slot)
             self._stats.prefill_tokens += news
             if not episode.queue:
                 columns["resume"][slot] = episode.speaking
                 columns["speak"][slot] = not (episode.speaking or episode.waits)
+                columns["turn_limit"][slot] = episode.turn_limit
+                if episode.choices:
+                    set_choices(columns["choices"], slot, episode.choices)
         self._room.end_orders(columns["count"])
-        return pack_orders(
-            chunk=chunk,
-            sampling=sampling_rows(sampling, num_slots),
-            version=version,
-            **columns,
-        )
+        return pack_orders(chunk=chunk, sampling=drawn, version=version, **columns)
+
+    def _columns(self) -> dict[str, Any]:
+        """Orders that only end what is not to go on."""
+        num_slots = len(self._slots)
+        names = ("count", "seed", "source", "shared", "turn_limit", "given_up")
+        flags = ("restart", "fork", "rewind", "speak", "resume", "halt")
+        columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
+        columns["row"] = np.full(num_slots, NO_ROW, np.int32)
+        columns["copied"] = np.full(num_slots, NO_PAGE, np.int32)
+        branches = self._choice_branches
+        columns["choices"] = no_choices(num_slots, branches) if branches else None
+        columns["stop_ids"] = np.full((num_slots, MAX_STOP_IDS), NO_ID, np.int32)
+        for slot in self._stopped:
+            columns["rewind"][slot] = 1
+        self._stopped.clear()
+        for slot, number in self._given_up.items():
+            columns["halt"][slot], columns["given_up"][slot] = 1, number
+        self._given_up.clear()
+        return columns
 
     def _listen(self, report: Report, version: int) -> list[int]:
         """Takes down what was sampled. Returns the slots whose turn is over."""
@@ -300,16 +333,14 @@ class Collector:
         for slot, episode in enumerate(self._slots):
             if episode is None:
                 continue
-            count = int(report.count[slot])
-            if count:
-                episode.reply += report.tokens[slot, :count].tolist()
-                episode.logprobs += report.logprobs[slot, :count].tolist()
-                episode.versions += [version] * count
-                episode.length += count
-                episode.speaking = bool(report.active[slot])
-                stats.rollout_tokens += count
+            if report.count[slot]:
+                given_up = episode.speak(report, slot, version)
+                stats.rollout_tokens += int(report.count[slot]) - given_up
+                stats.given_up_tokens += given_up
                 if not episode.speaking:
                     ended.append(slot)
+                    if given_up or report.active[slot]:
+                        self._given_up[slot] = given_up
             in_flight += episode.length - episode.origin - len(episode.queue)
             stats.context_tokens_max = max(stats.context_tokens_max, episode.length)
         stats.tokens_in_flight_max = max(stats.tokens_in_flight_max, in_flight)

@@ -42,6 +42,61 @@ class Sampling:
             )
 
 
+# Each slot holds so many on the devices.
+MAX_STOP_IDS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stops:
+    """Where a turn ends beside its end of turn.
+
+    At one of `token_ids`, or at the token that completes one of `strings` in the turn's text. That
+    token, and all of the string's, belong to the turn: they were sampled, are learnt from, and stay
+    in the context, followed by the chat template's end of turn. The environment is told the text in
+    front of the stop. What a token says behind a string that it completes is in the ids alone.
+    """
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        if "" in self.strings:
+            raise ValueError(f"{where}strings holds an empty string; remove it")
+        if len(self.token_ids) > MAX_STOP_IDS or min(self.token_ids, default=0) < 0:
+            raise ValueError(
+                f"{where}token_ids is {self.token_ids}; give at most {MAX_STOP_IDS} ids, which "
+                "begin at 0"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Most tokens of a turn of the policy, and of an episode, whoever writes them (0: no limit)."""
+
+    max_turn_tokens: int
+    max_episode_tokens: int = 0
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        if self.max_turn_tokens < 1:
+            raise ValueError(
+                f"{where}max_turn_tokens is {self.max_turn_tokens}; it must be at least 1"
+            )
+        if self.max_episode_tokens < 0:
+            raise ValueError(
+                f"{where}max_episode_tokens is {self.max_episode_tokens}; it must be at least 0 "
+                "(0: no limit)"
+            )
+        if 0 < self.max_episode_tokens <= self.max_turn_tokens:
+            raise ValueError(
+                f"{where}max_episode_tokens is {self.max_episode_tokens} and "
+                f"{where}max_turn_tokens {self.max_turn_tokens}; an episode has a first message "
+                "beside its turns, so no turn could be as long: lower max_turn_tokens, or raise "
+                "max_episode_tokens"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of the rollout stage.
@@ -54,7 +109,19 @@ class RolloutConfig:
     per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
     compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
     tokens, of which an episode has as many as it needs. A turn is cut, and its episode over, at
-    `max_turn_tokens`. `unfinished_reward` is what such a turn earns.
+    `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
+    (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
+    episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
+
+    `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`), for
+    episodes that do not say so themselves. A token's log-prob is under the distribution that it was
+    drawn from; with `model_logprobs` that under the model itself, untempered and with nothing cut
+    off, is written down beside it. Beware of the cuts in training: the kept tokens' log-probs are
+    higher by the mass that was cut off, which the trainer, who scores under all tokens, cannot see
+    and would take for a change of the policy. So they need config.train.ratio = "model".
+
+    A turn ends at `stop_strings` and `stop_token_ids` too (see `Stops`), for episodes that do not
+    say so themselves.
 
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
     takes part in which round then depends on their speed, an episode's tokens never do.
@@ -68,7 +135,14 @@ class RolloutConfig:
     share_prefixes: bool = True
     burst: int = 4
     max_turn_tokens: int = 4
+    max_episode_tokens: int = 0
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    model_logprobs: bool = False
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
@@ -84,12 +158,13 @@ class RolloutConfig:
             "append_rows",
             "burst",
             "page_size",
-            "max_turn_tokens",
         ):
             if getattr(self, field) < 1:
                 raise ValueError(
                     f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
                 )
+        self.limits.validate("config.rollout.")
+        self.stops.validate("config.rollout.stop_")
         if self.episodes_per_step % (2 * self.group_size):
             raise ValueError(
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
@@ -105,17 +180,37 @@ class RolloutConfig:
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
                 "at least 0"
             )
-        if not 0 < self.temperature < math.inf:
+        if self.temperature == 0:
             raise ValueError(
                 f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
                 "sampled tokens, so it must be finite and above 0"
             )
+        self.sampling.validate("config.rollout.")
         buckets = self.context_buckets
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 2:
             raise ValueError(
                 f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
                 "such as (32, 64)"
             )
+
+    @property
+    def limits(self) -> Limits:
+        """How long turns and episodes may be."""
+        return Limits(
+            max_turn_tokens=self.max_turn_tokens, max_episode_tokens=self.max_episode_tokens
+        )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+
+    @property
+    def stops(self) -> Stops:
+        """Where turns end beside their end of turn."""
+        return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
 
     def places_for(self, tokens: int) -> int:
         """The smallest room that holds so many tokens."""

@@ -30,7 +30,7 @@ from earl_jax.models.parameters import (
 from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_ROW, ORDER_COLUMNS, Report, unpack_report
+from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import DecodeState, SlotRules
@@ -205,6 +205,8 @@ class PolicyEngine(Engine):
             places,
             page_size=config.page_size,
             pool=pool,
+            model_logprobs=config.rules.model_logprobs,
+            choice_branches=config.rules.choice_branches,
         )
 
     def empty_state(self, places: int, pool: Pool | None = None) -> DecodeState:
@@ -225,7 +227,7 @@ class PolicyEngine(Engine):
         return self._grow(state, places, old, new)
 
     def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
-        """The same state in which slots have the pages of `table` i32[num_slots, J]."""
+        """The same state in which slots have the pages of `table` i32[num_slots, Y]."""
         placed = jax.device_put(table, self._rows)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
 
@@ -238,7 +240,9 @@ class PolicyEngine(Engine):
         """
         sent = jax.device_put(orders, self._rows)
         state, packed = self._play(params, state, sent, self._key_data)
-        return state, unpack_report(np.asarray(packed))
+        return state, unpack_report(
+            np.asarray(packed), model_logprobs=self.config.rules.model_logprobs
+        )
 
     def lower_play(self, places: int, pool: Pool | None = None) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""
@@ -250,7 +254,7 @@ class PolicyEngine(Engine):
                 shardings,
             )
 
-        width = ORDER_COLUMNS + self.config.chunk_size
+        width = order_width(self.config.chunk_size, self.config.rules.choice_branches)
         return self._play.lower(
             placed(self.parameter_shapes, self.parameter_shardings),
             placed(self.state_shapes(places, pool), self.state_shardings),

@@ -6,18 +6,37 @@ import dataclasses
 
 from earl_jax.envs.chat_template import Said, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
-from earl_jax.envs.environment import Environment
+from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
+from earl_jax.envs.text_stream import StopWatch
+from earl_jax.rollout.config import Limits, Sampling, Stops
+from earl_jax.rollout.orders import NO_LIMIT, Report
 from earl_jax.trajectory import Trajectory, Turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One episode to play. `episode` seeds the sampling, `env_seed` the environment."""
+    """One episode to play. `episode` seeds the sampling, `env_seed` the environment.
+
+    `limits`, `sampling` and `stops` are this episode's own; None: those of the rollout. Who trains
+    on episodes with a sampling of their own sets config.train.ratio to "model".
+    """
 
     episode: int
     group: int
     env_seed: int
     player: int
+    limits: Limits | None = None
+    sampling: Sampling | None = None
+    stops: Stops | None = None
+
+    def validate(self) -> None:
+        """Raises ValueError naming the episode and the field that breaks a rule."""
+        if self.limits is not None:
+            self.limits.validate(f"episode {self.episode}: Task.limits.")
+        if self.sampling is not None:
+            self.sampling.validate(f"episode {self.episode}: Task.sampling.")
+        if self.stops is not None:
+            self.stops.validate(f"episode {self.episode}: Task.stops.")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,12 +49,15 @@ class LiveEpisode:
     `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
     the queue begins with all of this sample again. `parked`: it takes no part, because there are
     too few pages. `speaking`: in the middle of a turn. `length` counts the episode's tokens, the
-    first `origin` of which belong to earlier samples.
+    first `origin` of which belong to earlier samples. `choices` are the ids of what its next turn
+    may be, () where that may be anything.
     """
 
     task: Task
     row: int
     conversation: Conversation
+    limits: Limits
+    stops: Stops
     environment: Environment | None = None
     waits: bool = True
     role: str = ""
@@ -53,6 +75,23 @@ class LiveEpisode:
     reply: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[int] = dataclasses.field(default_factory=list)
+    model_logprobs: list[float] = dataclasses.field(default_factory=list)
+    stop_watch: StopWatch | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def turn_limit(self) -> int:
+        """The most tokens of a turn that begins now."""
+        return min(self.limits.max_turn_tokens, self.most_tokens - self.length)
+
+    @property
+    def most_tokens(self) -> int:
+        """What the episode may come to, whoever writes it."""
+        return self.limits.max_episode_tokens or NO_LIMIT
+
+    def leaves_room(self, heard: Heard) -> bool:
+        """Whether the policy could say anything to this."""
+        return self.length + len(heard.ids) < self.most_tokens
 
     def hear(self, said: Said, heard: Heard) -> None:
         """The environment said something: to be appended, behind the pending token.
@@ -96,6 +135,42 @@ class LiveEpisode:
         """Tokens in its slot's cache; the one that was sampled last counts, though it is not."""
         return 0 if self.begins else self.length - self.origin - len(self.queue)
 
+    def speak(self, report: Report, slot: int, version: int) -> int:
+        """The policy said what the report has of this slot.
+
+        Returns how many of these tokens are given up: those behind a stop string.
+        """
+        said = report.tokens[slot, : report.count[slot]].tolist()
+        count = self._count_until_stop(said)
+        self.reply += said[:count]
+        self.logprobs += report.logprobs[slot, :count].tolist()
+        if report.model_logprobs is not None:
+            self.model_logprobs += report.model_logprobs[slot, :count].tolist()
+        self.versions += [version] * count
+        self.length += count
+        found = self.stop_watch is not None and self.stop_watch.found
+        self.speaking = bool(report.active[slot]) and not found
+        return len(said) - count
+
+    def _count_until_stop(self, said: list[int]) -> int:
+        """How many of these are said until a stop string is complete."""
+        if not self.stops.strings:
+            return len(said)
+        if self.stop_watch is None:
+            self.stop_watch = self.conversation.watch_for(self.stops.strings)
+        return self.stop_watch.push(said)
+
+    def end_turn(self) -> tuple[str, bool]:
+        """The policy says no more. Returns its text, and whether it said all that it wanted."""
+        before_stop = None
+        if self.stop_watch is not None and self.stop_watch.found:
+            before_stop = self.stop_watch.text
+        elif self.reply[-1] in self.stops.token_ids:
+            before_stop = self.conversation.text_of(self.reply[:-1])
+        text, whole = self.conversation.reply(self.reply, before_stop)
+        self.close_turn(text)
+        return text, whole
+
     def take(self, number: int) -> tuple[list[int], int]:
         """The next so many ids off the queue, for the cache; and how many of them are news."""
         part, self.queue = self.queue[:number], self.queue[number:]
@@ -134,7 +209,7 @@ class LiveEpisode:
 
     def close_turn(self, text: str) -> None:
         """The policy's turn is over."""
-        self.speaking = False
+        self.speaking, self.stop_watch = False, None
         self.turns.append(
             Turn(
                 author="policy",
@@ -142,9 +217,24 @@ class LiveEpisode:
                 token_ids=tuple(self.reply),
                 logprobs=tuple(self.logprobs),
                 versions=tuple(self.versions),
+                model_logprobs=tuple(self.model_logprobs),
             )
         )
-        self.reply, self.logprobs, self.versions = [], [], []
+        self.reply, self.logprobs, self.versions, self.model_logprobs = [], [], [], []
+
+    def cut(self, unfinished_reward: float) -> tuple[str, str]:
+        """Its limits end it: the last turn has no end, or is answered by more than there is room.
+
+        Returns the stop reason, and words.
+        """
+        answered = len(self.rewards) == sum(turn.author == "policy" for turn in self.turns)
+        if not answered:
+            self.rewards.append(0.0)
+        if self.rewards:
+            self.rewards[-1] += unfinished_reward
+        if not answered and len(self.turns[-1].token_ids) == self.limits.max_turn_tokens:
+            return TURN_TOO_LONG, f"no end of turn within {self.limits.max_turn_tokens} tokens"
+        return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
 
     def finish(self, stop_reason: str, detail: str = "") -> Trajectory:
         """The episode is over."""

@@ -8,26 +8,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.rollout.choices import Choices
+from earl_jax.rollout.config import MAX_STOP_IDS
 from earl_jax.rollout.sampling import SamplingRows
 
-NO_ROW = NO_PAGE = -1
-ORDER_COLUMNS = 12
+NO_ROW = NO_PAGE = NO_ID = -1
+NO_LIMIT = 2**31 - 1
+ORDER_COLUMNS = 14 + MAX_STOP_IDS
 
 
 class Orders(NamedTuple):
-    """The host's orders for one round, packed as i32[B, ORDER_COLUMNS + C] by `pack_orders`.
+    """The host's orders for one round, packed as i32[B, order_width] by `pack_orders`.
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
-    and takes `seed`, `row`, `sampling` over; `fork` empties its cache alone: the episode goes on
-    in its row, behind the pending token, with a sample that begins with the chunk. Behind either,
-    with `shared` above 0, the slot begins with the first `shared` tokens in the cache of the slot
-    `source` places further on (of the same data shard; 0 is the slot itself), and the chunk comes
-    behind these. Its table has their whole pages already; `copied` is the page, numbered in the
-    whole pool, to copy the tokens behind these from, NO_PAGE if none is. So it goes behind
-    `rewind`, which empties the cache of a sample that is to be read again, by other weights or
-    because its pages were given up. `speak` lets the policy begin a turn behind the chunk, `resume`
-    go on with the one it was in when its sample was rewound. A slot with nothing to append goes on
-    with its turn where it is in one.
+    and takes `seed`, `row`, `sampling` and `stop_ids` over; `fork` empties its cache alone: the
+    episode goes on in its row, behind the pending token, with a sample that begins with the chunk.
+    Behind either, with `shared` above 0, the slot begins with the first `shared` tokens in the
+    cache of the slot `source` places further on (of the same data shard; 0 is the slot itself), and
+    the chunk comes behind these. Its table has their whole pages already; `copied` is the page,
+    numbered in the whole pool, to copy the tokens behind these from, NO_PAGE if none is. So it goes
+    behind `rewind`, which empties the cache of a sample that is to be read again, by other weights
+    or because its pages were given up. `speak` lets the policy begin a turn of at most `turn_limit`
+    tokens behind the chunk, `resume` go on with the one it was in when its sample was rewound. A
+    slot with nothing to append goes on with its turn where it is in one. `halt` comes before all
+    else: it ends the turn of the last round, as if its last `given_up` tokens had not been sampled.
+    With `choices` (where the engine has room for them) the turn that begins must be one of these.
 
     Sources' ids are read slot by slot, in their order: a slot that took something over has it for
     those behind it.
@@ -40,16 +45,21 @@ class Orders(NamedTuple):
     rewind: jax.Array
     speak: jax.Array
     resume: jax.Array
+    halt: jax.Array
+    given_up: jax.Array
     seed: jax.Array
     row: jax.Array
     source: jax.Array
     shared: jax.Array
     copied: jax.Array
+    turn_limit: jax.Array
+    stop_ids: jax.Array
     sampling: SamplingRows
     version: jax.Array
+    choices: Choices | None
 
 
-_RESTART, _SPEAK, _FORK, _REWIND, _RESUME = 1, 2, 4, 8, 16
+_RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT = 1, 2, 4, 8, 16, 32
 
 
 def pack_orders(
@@ -68,18 +78,44 @@ def pack_orders(
     source: np.ndarray | int = 0,
     shared: np.ndarray | int = 0,
     copied: np.ndarray | int = NO_PAGE,
+    turn_limit: np.ndarray | int = NO_LIMIT,
+    stop_ids: np.ndarray | int = NO_ID,
+    halt: np.ndarray | int = 0,
+    given_up: np.ndarray | int = 0,
+    choices: Choices | None = None,
 ) -> np.ndarray:
-    """One i32 array per round, because each array sent costs more than its bytes."""
-    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND + resume * _RESUME
-    same = [np.broadcast_to(number, count.shape) for number in (version, source, shared, copied)]
+    """One i32 array per round, because each array sent costs more than its bytes.
+
+    `choices` are there exactly if the engine has room for them (`SlotRules.choice_branches`).
+    """
+    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND
+    flags = flags + resume * _RESUME + halt * _HALT
+    numbers = (version, source, shared, copied, turn_limit, given_up)
+    same = [np.broadcast_to(number, count.shape) for number in numbers]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
     columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
-    return np.concatenate([columns, chunk], axis=1).astype(np.int32)
+    stops = np.broadcast_to(stop_ids, (len(count), MAX_STOP_IDS))
+    trees = () if choices is None else (choices.parents, choices.tokens, choices.node[:, None])
+    return np.concatenate([columns, stops, chunk, *trees], axis=1).astype(np.int32)
 
 
-def unpack_orders(packed: jax.Array) -> Orders:
+def order_width(chunk_size: int, choice_branches: int = 0) -> int:
+    """Columns of packed orders."""
+    return ORDER_COLUMNS + chunk_size + (2 * choice_branches + 1 if choice_branches else 0)
+
+
+def unpack_orders(packed: jax.Array, choice_branches: int = 0) -> Orders:
     """The inverse of `pack_orders`, on the devices."""
-    count, flags, seed, row, version, source, shared, copied, *drawn = packed[:, :ORDER_COLUMNS].T
+    choices = None
+    if choice_branches:
+        packed, parents, tokens, node = jnp.split(
+            packed, packed.shape[1] - np.array([2 * choice_branches + 1, choice_branches + 1, 1]), 1
+        )
+        choices = Choices(parents=parents, tokens=tokens, node=node[:, 0])
+    first_stop = ORDER_COLUMNS - MAX_STOP_IDS
+    columns = packed[:, :first_stop].T
+    count, flags, seed, row, version, source, shared, copied, *others = columns
+    turn_limit, given_up, *drawn = others
     bits = SamplingRows(*drawn)
     return Orders(
         chunk=packed[:, ORDER_COLUMNS:],
@@ -89,11 +125,15 @@ def unpack_orders(packed: jax.Array) -> Orders:
         rewind=flags & _REWIND > 0,
         speak=flags & _SPEAK > 0,
         resume=flags & _RESUME > 0,
+        halt=flags & _HALT > 0,
+        given_up=given_up,
         seed=seed,
         row=row,
         source=source,
         shared=shared,
         copied=copied,
+        turn_limit=turn_limit,
+        stop_ids=packed[:, first_stop:ORDER_COLUMNS],
         sampling=SamplingRows(
             temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
             top_k=bits.top_k,
@@ -101,32 +141,47 @@ def unpack_orders(packed: jax.Array) -> Orders:
             min_p=jax.lax.bitcast_convert_type(bits.min_p, jnp.float32),
         ),
         version=version,
+        choices=choices,
     )
 
 
 class Report(NamedTuple):
-    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row."""
+    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row.
+
+    `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     count: np.ndarray
     active: np.ndarray
+    model_logprobs: np.ndarray | None = None
 
 
 def pack_report(
-    tokens: jax.Array, logprobs: jax.Array, count: jax.Array, active: jax.Array
+    tokens: jax.Array,
+    logprobs: jax.Array,
+    count: jax.Array,
+    active: jax.Array,
+    model_logprobs: jax.Array | None = None,
 ) -> jax.Array:
-    """One i32 array [B, 2K + 2] for the host."""
-    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
-    return jnp.concatenate([tokens, bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
+    """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`."""
+    floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
+    bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
+    return jnp.concatenate([tokens, *bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
 
 
-def unpack_report(packed: np.ndarray) -> Report:
+def unpack_report(packed: np.ndarray, *, model_logprobs: bool = False) -> Report:
     """The inverse of `pack_report`, on the host."""
-    burst = (packed.shape[1] - 2) // 2
+    burst = (packed.shape[1] - 2) // (3 if model_logprobs else 2)
+
+    def floats(first: int) -> np.ndarray:
+        return np.ascontiguousarray(packed[:, first : first + burst]).view(np.float32)
+
     return Report(
         tokens=packed[:, :burst],
-        logprobs=np.ascontiguousarray(packed[:, burst : 2 * burst]).view(np.float32),
+        logprobs=floats(burst),
         count=packed[:, -2],
         active=packed[:, -1].astype(bool),
+        model_logprobs=floats(2 * burst) if model_logprobs else None,
     )

@@ -83,7 +83,7 @@ class CacheRoom:
     def fit(self, seat: Seat) -> Seat:
         """A seat with room for the next round of every episode that is not parked."""
         live = [episode for episode in self._slots if episode is not None]
-        tokens = max(episode.length for episode in live) + self._config.burst
+        tokens = max((self._room_for(episode) for episode in live), default=0)
         short = max(self._short(lane) for lane in range(seat.pool.lanes))
         if tokens > seat.places or short > 0:
             pages = seat.pool.pages + max(0, short)
@@ -97,12 +97,16 @@ class CacheRoom:
             self._spare[lane] = -short
         return seat
 
+    def _room_for(self, episode: LiveEpisode) -> int:
+        return min(episode.length + self._config.burst, episode.most_tokens)
+
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Pages that the episode may need for a round, beyond those that it has."""
-        tokens = min(len(episode.queue), self._config.chunk_size) + self._config.burst
+        tokens = episode.num_cached + min(len(episode.queue), self._config.chunk_size)
+        tokens = min(tokens + self._config.burst, episode.most_tokens)
         if episode.begins:
             return pages_for(tokens, self._config.page_size)
-        return self._pages.missing(slot, episode.num_cached + tokens)
+        return self._pages.missing(slot, tokens)
 
     def _short(self, lane: int) -> int:
         """Pages that the lane lacks for the next round; idle slots give up theirs before."""
@@ -140,35 +144,38 @@ class CacheRoom:
 
     # While a round's orders are made.
 
-    def begin(self, slot: int, prompt: Sequence[int]) -> Beginning | None:
-        """The slot begins anew with this prompt. None: it waits for who reads the same now."""
-        source, length = slot, 0
+    def begin(self, slot: int) -> Beginning | None:
+        """The slot begins anew with its episode's queue. None: it waits for who reads the same."""
+        source, length, prompt = slot, 0, self._episode(slot).queue
         if self._config.share_prefixes:
             shared = self._prefixes.find(slot, prompt)
             if shared is None:
                 return None
-            if self._can_share(slot, len(prompt), shared.length):
+            if self._can_share(slot, shared.length):
                 source, length = shared.source, shared.length
             self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
         copy = self._pages.begin(slot, source, length)
         return Beginning(source, length, NO_PAGE if copy is None else copy.source)
 
-    def _can_share(self, slot: int, prompt: int, length: int) -> bool:
+    def _can_share(self, slot: int, length: int) -> bool:
         """Whether there are pages for it: copying a part of one may need more than reading anew."""
-        config, lane = self._config, self._pages.lane(slot)
+        config, lane, episode = self._config, self._pages.lane(slot), self._episode(slot)
         if not length % config.page_size:
             return True
-        part = min(prompt - length, config.chunk_size) + config.burst
-        anew = pages_for(min(prompt, config.chunk_size) + config.burst, config.page_size)
+        part = min(len(episode.queue) - length, config.chunk_size)
+        tokens = min(length + part + config.burst, episode.most_tokens)
+        own = pages_for(tokens, config.page_size) - length // config.page_size
         # The page that is copied stays for the round, whoever lets it go.
-        more = pages_for(length % config.page_size + part, config.page_size) - anew + 1
+        more = own + 1 - self._wanted(slot, episode)
         if more > self._spare[lane]:
             return False
         self._spare[lane] -= max(0, more)
         return True
 
-    def hold(self, slot: int, tokens: int) -> None:
-        """The slot's cache will hold so many tokens when the round is over."""
+    def hold(self, slot: int) -> None:
+        """The slot has pages for what its episode appends and says in this round."""
+        episode = self._episode(slot)
+        tokens = min(episode.num_cached + self._config.burst, episode.most_tokens)
         self._pages.hold(slot, tokens)
 
     def end_orders(self, counts: Sequence[int]) -> None:

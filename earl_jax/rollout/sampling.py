@@ -39,6 +39,12 @@ def sampling_rows(settings: Sampling, rows: int) -> SamplingRows:
     )
 
 
+def set_row(rows: SamplingRows, row: int, settings: Sampling) -> None:
+    """Writes the settings of one row into rows on the host."""
+    for column, name in zip(rows, SamplingRows._fields, strict=True):
+        column[row] = getattr(settings, name)
+
+
 def sample(
     uniform_B: jax.Array, logits_BV: jax.Array, settings: SamplingRows
 ) -> tuple[jax.Array, jax.Array]:

@@ -23,11 +23,21 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import PagedCache, empty_pages
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Orders, pack_report, unpack_orders
+from earl_jax.rollout.choices import Choices, allowed_logits, no_choices, walk
+from earl_jax.rollout.config import MAX_STOP_IDS, Sampling
+from earl_jax.rollout.orders import (
+    NO_ID,
+    NO_LIMIT,
+    NO_PAGE,
+    NO_ROW,
+    Orders,
+    pack_report,
+    unpack_orders,
+)
 from earl_jax.rollout.pages import Pool, dense_pool, pages_for
 from earl_jax.rollout.sampling import (
     SamplingRows,
+    model_logprobs,
     sample,
     sampling_rows,
     token_uniforms,
@@ -45,8 +55,10 @@ class DecodeState:
 
     `cached` counts the tokens in the cache; with `origin`, the place in the row where the sample
     began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
-    count turns and the tokens of this turn. `active` slots are in the middle of a turn. `row` is
-    the episode's row in `experience`, NO_ROW where nothing is written down.
+    count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
+    `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
+    episode's row in `experience`, NO_ROW where nothing is written down. `choices` say what this
+    turn may be, None where every turn may be anything.
     """
 
     cache: PagedCache
@@ -57,23 +69,28 @@ class DecodeState:
     active: jax.Array
     turn: jax.Array
     turn_tokens: jax.Array
+    turn_limit: jax.Array
+    stop_ids: jax.Array
     seed: jax.Array
     row: jax.Array
     sampling: SamplingRows
     version: jax.Array
+    choices: Choices | None
 
 
 class SlotRules(NamedTuple):
-    """What is fixed when the program is compiled. Tokens per turn and per burst; ids.
+    """What is fixed when the program is compiled: tokens per burst; ids.
 
     Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
-    shard at a time.
+    shard at a time. With `model_logprobs` these are written down too; that is one more pass over
+    the logits. With `choice_branches` turns can be held to replies whose tree has so many branches.
     """
 
     burst: int
-    max_turn_tokens: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = 8
+    model_logprobs: bool = False
+    choice_branches: int = 0
 
 
 def empty_state(
@@ -84,6 +101,8 @@ def empty_state(
     *,
     page_size: int,
     pool: Pool | None = None,
+    model_logprobs: bool = False,
+    choice_branches: int = 0,
 ) -> DecodeState:
     """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens.
 
@@ -104,6 +123,7 @@ def empty_state(
             turn_ids=numbers(rows, places),
             logprobs=jnp.zeros((rows, places), jnp.float32),
             versions=numbers(rows, places),
+            model_logprobs=jnp.zeros((rows, places), jnp.float32) if model_logprobs else None,
         ),
         origin=numbers(slots),
         cached=numbers(slots),
@@ -111,10 +131,15 @@ def empty_state(
         active=jnp.zeros((slots,), bool),
         turn=numbers(slots),
         turn_tokens=numbers(slots),
+        turn_limit=jnp.full((slots,), NO_LIMIT, jnp.int32),
+        stop_ids=jnp.full((slots, MAX_STOP_IDS), NO_ID, jnp.int32),
         seed=numbers(slots),
         row=jnp.full((slots,), NO_ROW, jnp.int32),
         sampling=jax.tree.map(jnp.asarray, sampling_rows(Sampling(), slots)),
         version=numbers(slots),
+        choices=jax.tree.map(jnp.asarray, no_choices(slots, choice_branches))
+        if choice_branches
+        else None,
     )
 
 
@@ -175,14 +200,16 @@ def play(
     Returns:
         The new state, and the packed Report.
     """
-    orders = unpack_orders(packed_orders)
+    orders = unpack_orders(packed_orders, rules.choice_branches)
     first_row = shard * state.experience.tokens.shape[0]
     state = _shift(state, -first_row, -shard * state.cache.num_pages)
+    state = _give_up(rules, state, orders)
     state = _restart(_take_over(state, orders, shard), orders, first_row)
     slots = state.cached.shape[0]
     out = (
         jnp.zeros((slots, rules.burst), jnp.int32),
         jnp.zeros((slots, rules.burst), jnp.float32),
+        jnp.zeros((slots, rules.burst), jnp.float32) if rules.model_logprobs else None,
         jnp.zeros((slots,), jnp.int32),
     )
 
@@ -200,6 +227,12 @@ def play(
             active=state.active | speaks_now,
             turn=state.turn + begins,
             turn_tokens=jnp.where(begins, 0, state.turn_tokens),
+            turn_limit=jnp.where(begins, orders.turn_limit, state.turn_limit),
+            choices=jax.tree.map(
+                lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+                orders.choices,
+                state.choices,
+            ),
         )
         return _sample_next(rules, key, state, logits_BV, speaks_now, out)
 
@@ -211,7 +244,7 @@ def play(
 
     def speaks(carry: Any) -> Any:
         # A slot that began its turn above has one token of its burst already.
-        state, (_, _, count) = carry
+        state, (*_, count) = carry
         return state.active & (count < rules.burst)
 
     carry: Any = (state, out)
@@ -225,9 +258,9 @@ def play(
         (waiting, carry),
     )
     state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
-    tokens, logprobs, count = out
-    state = _shift(state, first_row, shard * state.cache.num_pages)
-    return state, pack_report(tokens, logprobs, count, state.active)
+    tokens, logprobs, under_model, count = out
+    report = pack_report(tokens, logprobs, count, state.active, under_model)
+    return _shift(state, first_row, shard * state.cache.num_pages), report
 
 
 def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) -> DecodeState:
@@ -236,6 +269,33 @@ def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) ->
         state,
         row=jnp.where(state.row == NO_ROW, NO_ROW, state.row + rows),
         cache=dataclasses.replace(state.cache, table=state.cache.table + pages),
+    )
+
+
+def _give_up(rules: SlotRules, state: DecodeState, orders: Orders) -> DecodeState:
+    """Ends turns as if their last tokens had not been sampled.
+
+    Their keys and values stay in the cache, behind `cached`, where nobody reads.
+    """
+    cached = state.cached - orders.given_up
+    place = state.origin + cached
+    offsets_BK = jnp.arange(rules.burst)[None, :]
+    rows_BK = jnp.where(
+        offsets_BK < orders.given_up[:, None],
+        _rows_or_drop(state, orders.halt)[:, None],
+        state.experience.tokens.shape[0],
+    )
+    places_BK = place[:, None] + 1 + offsets_BK
+    kept = state.experience.tokens[jnp.maximum(state.row, 0), place]
+    return dataclasses.replace(
+        state,
+        experience=jax.tree.map(
+            lambda field: field.at[rows_BK, places_BK].set(0, mode="drop"), state.experience
+        ),
+        cached=cached,
+        pending=jnp.where(orders.halt & (state.row >= 0), kept, state.pending),
+        active=state.active & ~orders.halt,
+        turn_tokens=state.turn_tokens - orders.given_up,
     )
 
 
@@ -251,6 +311,7 @@ def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> 
         cached=jnp.where(orders.restart | orders.fork | orders.rewind, orders.shared, state.cached),
         active=state.active & ~orders.restart & ~orders.rewind,
         turn=taken(zero, state.turn),
+        stop_ids=jnp.where(orders.restart[:, None], orders.stop_ids, state.stop_ids),
         seed=taken(orders.seed, state.seed),
         row=row,
         sampling=jax.tree.map(taken, orders.sampling, state.sampling),
@@ -394,6 +455,7 @@ def generate_one(
     nowhere = (
         state.pending[:, None],
         state.sampling.temperature[:, None],
+        None,
         jnp.ones_like(state.cached),
     )
     state, _ = _sample_next(rules, key, state, replicate(logits_BV), everywhere, nowhere)
@@ -434,10 +496,12 @@ def _forward_pending(
 
 def _sample_next(rules, key, state, logits_BV, speaking, out):
     """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
-    tokens, logprobs, count = out
+    tokens, logprobs, under_model, count = out
     place = state.origin + state.cached
     uniform = token_uniforms(key, state.seed, place)
-    token, logprob = sample(uniform, logits_BV, state.sampling)
+    may_BV = logits_BV if state.choices is None else allowed_logits(logits_BV, state.choices)
+    token, logprob = sample(uniform, may_BV, state.sampling)
+    model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
     rows = _rows_or_drop(state, speaking)
     written = state.experience
     experience = Experience(
@@ -445,9 +509,13 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
         turn_ids=written.turn_ids.at[rows, place].set(state.turn, mode="drop"),
         logprobs=written.logprobs.at[rows, place].set(logprob, mode="drop"),
         versions=written.versions.at[rows, place].set(state.version, mode="drop"),
+        model_logprobs=written.model_logprobs.at[rows, place].set(model_logprob, mode="drop")
+        if model_logprob is not None
+        else None,
     )
     turn_tokens = state.turn_tokens + speaking
-    goes_on = turn_tokens < rules.max_turn_tokens
+    goes_on = turn_tokens < state.turn_limit
+    goes_on &= jnp.all(token[:, None] != state.stop_ids, axis=1)
     for end_of_turn_id in rules.end_of_turn_ids:
         goes_on &= token != end_of_turn_id
     state = dataclasses.replace(
@@ -456,11 +524,13 @@ def _sample_next(rules, key, state, logits_BV, speaking, out):
         pending=jnp.where(speaking, token, state.pending),
         turn_tokens=turn_tokens,
         active=jnp.where(speaking, goes_on, state.active),
+        choices=state.choices and walk(state.choices, token, speaking),
     )
     here = (jnp.arange(tokens.shape[1])[None, :] == count[:, None]) & speaking[:, None]
     out = (
         jnp.where(here, token[:, None], tokens),
         jnp.where(here, logprob[:, None], logprobs),
+        jnp.where(here, model_logprob[:, None], under_model) if model_logprob is not None else None,
         count + speaking,
     )
     return state, out

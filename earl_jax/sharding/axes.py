@@ -12,13 +12,14 @@
     R  rank of an adapter
     E  experts of a layer                                  X  the same, as a router scores them
     U  experts that one token uses                         M  pairs of a token and its expert
-    Z  pages of the KV cache                               J  pages of a row
+    Z  pages of the KV cache                               Y  pages of a row
+    J  branches of the tree of a turn's allowed replies
 
 A mesh has four axes, always in this order, those that talk most innermost: `data` splits rows,
 `fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `expert`
 splits experts, `tensor` splits heads, feed-forward and vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQREXUMZJ"
+LETTERS = "BTSLDFKGHVNCPQREXUMZYJ"
 
 MESH_AXES = ("data", "fsdp", "expert", "tensor")

@@ -24,7 +24,8 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
     turn_rewards, messages (`{"role": "user", "content": text}`; the policy is "assistant"),
     sample_starts (where several samples begin among the tokens; not there for one), and four flat
     lists of one entry per token: token_ids, wrote ("e" environment, "p" policy), logprobs and
-    versions (null where the environment wrote). A log-prob that is not finite is the string "nan",
+    versions (null where the environment wrote); a fifth, model_logprobs, where these were written
+    down (config.rollout.model_logprobs). A log-prob that is not finite is the string "nan",
     "inf" or "-inf".
 
     Example: prompt ids (9, 8) and reply (4,) give token_ids [9, 8, 4], wrote ["e", "e", "p"],
@@ -49,7 +50,7 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             episode = json.loads(line)
-            for key in ("logprobs", "turn_rewards"):
+            for key in ("logprobs", "turn_rewards", *({"model_logprobs"} & episode.keys())):
                 episode[key] = [NONFINITE.get(x, x) for x in episode[key]]
             episode["reward"] = NONFINITE.get(episode["reward"], episode["reward"])
         except (ValueError, TypeError, KeyError) as error:
@@ -84,6 +85,11 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "wrote": _join(turns, lambda turn: [turn.author[0]] * len(turn.token_ids)),
         "logprobs": _join(turns, lambda turn: _per_token(turn, "logprobs", _number)),
         "versions": _join(turns, lambda turn: _per_token(turn, "versions", int)),
+        **(
+            {"model_logprobs": _join(turns, lambda t: _per_token(t, "model_logprobs", _number))}
+            if any(turn.model_logprobs for turn in turns)
+            else {}
+        ),
     }
 
 

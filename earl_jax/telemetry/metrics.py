@@ -11,13 +11,14 @@ left out.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from earl_jax.telemetry.atomic import write_atomically
+from earl_jax.trajectory import Trajectory
 
 NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -90,6 +91,22 @@ def truncate_after(path: Path, step: int) -> None:
     data = b"".join(kept)
     if data != path.read_bytes():
         write_atomically(path, data)
+
+
+def sampling_kl(trajectories: Sequence[Trajectory]) -> float | None:
+    """KL(what tokens were drawn from, the model itself), in nats per token, from those drawn.
+
+    How far temperature, cuts and allowed replies lead away from the policy that is trained. None
+    where log-probs under the model were not written down.
+    """
+    gaps = [
+        behaviour - model
+        for trajectory in trajectories
+        for turn in trajectory.turns
+        if turn.model_logprobs
+        for behaviour, model in zip(turn.logprobs, turn.model_logprobs, strict=True)
+    ]
+    return float(np.mean(gaps)) if gaps else None
 
 
 def to_plain(value: Any, key: str = "metrics") -> Any:

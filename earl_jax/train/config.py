@@ -9,6 +9,7 @@ from earl_jax.models.config import LoraConfig
 
 ESTIMATORS = ("reinforce", "grpo")
 SCHEDULES = ("constant", "linear", "cosine")
+RATIOS = ("behaviour", "model")
 ATTENTION = ("auto", "blockwise", "splash", "tokamax")
 
 # Not infinity: a number that is infinite is a mistake too.
@@ -48,6 +49,14 @@ class TrainConfig:
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the best that there is for the devices.
 
+    `ratio` says what the policy's probability of a token is compared with. "behaviour": with that
+    of the distribution that it was drawn from, both at the sampling temperature; right as long as
+    sampling leaves no token out. "model": with that of the untempered model as it was when it
+    sampled (config.rollout.model_logprobs), whatever was cut off or not allowed. Then the ratio is
+    how far the policy has moved, and is 1 before the first update; that its tokens were drawn from
+    another distribution is not corrected for: what was cut off is never tried, and what is learnt
+    is the untempered policy.
+
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
     `demonstration_updates` supervised updates on games of random legal moves, at
     `demonstration_learning_rate`. 0 turns them off.
@@ -70,6 +79,7 @@ class TrainConfig:
     clip_high: float = 0.2
     entropy_coefficient: float = 0.03
     final_entropy_coefficient: float = 0.0
+    ratio: Literal["behaviour", "model"] = "behaviour"
     epochs: int = 1
     micro_batches: int = 1
     remat: bool = False
@@ -86,6 +96,7 @@ class TrainConfig:
         for field, allowed in (
             ("advantage", ESTIMATORS),
             ("schedule", SCHEDULES),
+            ("ratio", RATIOS),
             ("attention", ATTENTION),
         ):
             if getattr(self, field) not in allowed:

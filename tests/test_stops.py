@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns that end at stop strings and stop ids: what is kept, given up, heard and seen."""
+
+import dataclasses
+
+import pytest
+import test_samples
+from test_collect import (
+    ROOM,
+    Talker,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    renderer,
+    tasks,
+    tokenizer,
+    weights,
+)
+from test_control import Script, furthest, swap_to
+
+from earl_jax.config import make_config
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout.config import Stops
+from earl_jax.world import World
+
+# The policy says digits and never ends a turn: a stop must.
+PLAIN, OWN = ("12", "34", "5", "0"), Stops(strings=("7", "80"), token_ids=())
+NUM_TASKS = 24
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+def tell(pool, burst: int, stops: Stops, **changes):
+    """Talks of three turns, every third with stops of its own."""
+    todo = [
+        dataclasses.replace(task, stops=OWN if task.episode % 3 == 0 else None)
+        for task in tasks(NUM_TASKS)
+    ]
+    return collect(
+        pool,
+        todo,
+        lambda task: Talker(task.env_seed),
+        params=weights(ends_turns=False),
+        player=engine(burst=burst, num_slots=changes.get("num_slots", 16)),
+        burst=burst,
+        places=3 * ROOM,
+        max_turn_tokens=16,
+        stop_strings=stops.strings,
+        stop_token_ids=stops.token_ids,
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def one_by_one(pool):
+    """No token is ever sampled behind a stop."""
+    rollout = tell(pool, 1, Stops(strings=PLAIN))
+    assert rollout.stats.given_up_tokens == 0
+    return rollout
+
+
+def test_a_turn_ends_with_the_token_that_completes_a_stop_string(one_by_one):
+    """The ids keep it, the environment hears what is before it, an end of turn comes behind it."""
+    check_rows(one_by_one, NUM_TASKS)
+    ended = {"win": 0, "turn_too_long": 0}
+    for trajectory in one_by_one.trajectories:
+        strings = OWN.strings if trajectory.episode % 3 == 0 else PLAIN
+        ended[trajectory.stop_reason] += 1
+        for index, turn in enumerate(trajectory.turns):
+            if turn.author == "environment":
+                end = (renderer().end_of_turn_id,) if index else ()
+                render = renderer().answer if index else renderer().first
+                assert turn.token_ids == end + render(turn.text)
+                continue
+            said = renderer().decode(turn.token_ids)
+            found = [string for string in strings if string in said]
+            if trajectory.stop_reason == "turn_too_long" and turn is trajectory.turns[-1]:
+                assert found == [] and turn.text == said and len(turn.token_ids) == 16
+                continue
+            (string,) = found
+            assert said == turn.text + string
+            assert not any(string in renderer().decode(turn.token_ids[:-1]) for string in strings)
+        if trajectory.stop_reason == "win":
+            assert trajectory.detail == trajectory.turns[-1].text
+    assert ended["win"] >= 10 and ended["turn_too_long"]
+
+
+@pytest.mark.parametrize(("burst", "num_slots"), [(3, 16), (8, 8)])
+def test_what_is_sampled_behind_a_stop_leaves_no_trace(pool, one_by_one, burst, num_slots):
+    """Host record and device rows are those of one token a round."""
+    rollout = tell(pool, burst, Stops(strings=PLAIN), num_slots=num_slots)
+    assert rollout.stats.given_up_tokens > NUM_TASKS
+    assert rollout.stats.rollout_tokens == one_by_one.stats.rollout_tokens
+    assert_same_episodes(one_by_one.trajectories, rollout.trajectories)
+    check_rows(rollout, NUM_TASKS)
+
+
+def test_stop_ids_end_turns_on_the_devices(pool):
+    """As the same digits do as strings; nothing is given up."""
+    digits = ("1", "5", "8")
+    ids = tuple(tokenizer().convert_tokens_to_ids(list(digits)))
+    own = dataclasses.replace(OWN, strings=("7", "8"))
+    by_id = dataclasses.replace(
+        OWN, strings=(), token_ids=tuple(tokenizer().convert_tokens_to_ids(["7", "8"]))
+    )
+    rollouts = []
+    for plain, asked in ((Stops(strings=digits), own), (Stops(token_ids=ids), by_id)):
+        todo = [dataclasses.replace(t, stops=asked if t.episode % 3 else None) for t in tasks(16)]
+        rollouts.append(
+            collect(
+                pool,
+                todo,
+                lambda task: Talker(task.env_seed),
+                params=weights(ends_turns=False),
+                places=3 * ROOM,
+                max_turn_tokens=16,
+                stop_strings=plain.strings,
+                stop_token_ids=plain.token_ids,
+            )
+        )
+        check_rows(rollouts[-1], 16)
+    strings, on_device = rollouts
+    assert_same_episodes(strings.trajectories, on_device.trajectories)
+    assert strings.stats.given_up_tokens > on_device.stats.given_up_tokens == 0
+    assert {t.stop_reason for t in on_device.trajectories} >= {"win"}
+
+
+@pytest.mark.parametrize("cache", ["keep", "recompute"])
+def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool, cache):
+    """By the trainer's forward pass over the record; weights that are read anew see it too."""
+    swaps = {2: swap_to(2, cache), 3: swap_to(3, cache)} if cache == "recompute" else {}
+    rollout = collect(
+        pool,
+        tasks(16),
+        lambda task: Talker(task.env_seed),
+        control=Script(swaps),
+        stop_strings=("1", "2", "3", "4", "5"),
+        places=2 * ROOM,
+    )
+    check_rows(rollout, 16)
+    # "4" and its end of turn come in one burst: the end is given up where "4" is a stop.
+    assert rollout.stats.given_up_tokens > 10
+    assert {t.stop_reason for t in rollout.trajectories} == {"win"}
+    if cache == "keep":
+        assert furthest(rollout.trajectories) < 1e-4
+    else:
+        versions = [set(turn.versions) for t in rollout.trajectories for turn in t.turns[1::2]]
+        assert set().union(*versions) >= {0, 3}
+        assert furthest(rollout.trajectories) < 1e-4
+
+
+@pytest.mark.parametrize("history", ["append", "fork"])
+def test_a_conversation_goes_on_behind_a_stop_as_the_template_writes_it(history):
+    """Nothing forks for a stop alone: the stream is the template's text of what was sampled."""
+    chat = test_samples.renderer()
+    conversation = Conversation(chat, history)
+    stream = list(conversation.open("go").ids)
+    said = list(chat.reply("246 stop")[:-1])
+    assert conversation.reply(said, "246 ") == ("246 ", True)
+    answer = conversation.answer("on")
+    assert not answer.forks
+    assert answer.ids[0] == chat.end_of_turn_id
+    whole = stream + said + list(answer.ids)
+    assert whole == [*stream, *chat.reply("246 stop"), *chat.answer("on")]
+    # Behind a turn that has its own end, there is no second one.
+    assert conversation.reply(chat.reply("8")) == ("8", True)
+    assert conversation.answer("so").ids == chat.answer("so")
+
+
+def test_stops_that_cannot_be_are_refused():
+    for override, message in (
+        ("stop_strings=('a','')", "config.rollout.stop_strings holds an empty string"),
+        ("stop_token_ids=(1,2,3,4,5,6,7,8,9)", "config.rollout.stop_token_ids.*at most 8 ids"),
+        ("stop_token_ids=(-1,)", "config.rollout.stop_token_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_config({}, [f"rollout.{override}"])
+    with pytest.raises(ValueError, match="config.rollout.stop_token_ids holds 9999; ids go from 0"):
+        World(make_config({}, ["rollout.stop_token_ids=(9999,)"]))
+    task = dataclasses.replace(tasks(1)[0], stops=Stops(strings=("",)))
+    with pytest.raises(ValueError, match="episode 0: Task.stops.strings holds an empty string"):
+        task.validate()

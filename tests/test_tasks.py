@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a task asks for, and what becomes of it: how its tokens are drawn, and learnt from."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from test_collect import assert_same_episodes, check_rows, collect, engine, tasks
+
+from earl_jax.calibrate import Calibration
+from earl_jax.config import make_config
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.loop import Position, learnable, rl_step
+from earl_jax.placement import Placement
+from earl_jax.rollout.config import Sampling
+from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.metrics import sampling_kl
+from earl_jax.world import World
+
+WAYS = (
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.5),
+    Sampling(top_k=2),
+    Sampling(temperature=2.0, top_p=0.6, min_p=0.05),
+)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+def test_each_episode_is_drawn_as_its_task_says(pool):
+    """Four ways beside each other, and none: each as in a rollout that draws all that way."""
+    player = engine(model_logprobs=True)
+    ways = (*WAYS, None)
+    todo = [
+        dataclasses.replace(task, sampling=ways[index % len(ways)])
+        for index, task in enumerate(tasks(40))
+    ]
+    mixed = collect(pool, todo, player=player)
+    check_rows(mixed, 40)
+    for index, way in enumerate(ways):
+        alike = collect(pool, tasks(40), player=player, sampling=way or Sampling())
+        places = slice(index, None, len(ways))
+        assert_same_episodes(mixed.trajectories[places], alike.trajectories[places])
+    # A cut makes what is kept likelier than the model says; a plain draw is the model's own.
+    for trajectory in mixed.trajectories:
+        way = ways[trajectory.episode % len(ways)]
+        for turn in trajectory.turns[1::2]:
+            assert len(turn.model_logprobs) == len(turn.logprobs)
+            gap = np.array(turn.logprobs) - turn.model_logprobs
+            if way is None or way == WAYS[0]:
+                np.testing.assert_allclose(gap, 0, atol=1e-6)
+            elif way == WAYS[2]:
+                # Two of nine digits, about equally likely, were kept.
+                assert gap[0] > 0.5
+
+
+def test_a_sampling_that_cannot_be_is_refused_before_anything_is_played(pool):
+    task = dataclasses.replace(tasks(1)[0], sampling=Sampling(top_p=0))
+    with pytest.raises(ValueError, match=r"episode 0: Task.sampling.top_p is 0"):
+        collect(pool, [task])
+
+
+GIVEN = {
+    "model": {"width": 32, "ffn_size": 64},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "temperature": 1.5,
+        "top_k": 3,
+        "model_logprobs": True,
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
+    "train": {"ratio": "model", "epochs": 2},
+}
+
+
+def one_step(world: World):
+    """The first RL step of a run, without a workdir."""
+    calibration = Calibration(world, ThroughputTable(path=None, measurements={}), lambda _: None)
+    placement = Placement(world, calibration)
+    placement.choose_training(None)
+    state = world.first_train_state(placement.in_training)
+    position = Position(step=0, state=state, history=LoadHistory())
+    return rl_step(world, placement, position)[1]
+
+
+@pytest.mark.slow
+def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_cut_off():
+    """Under tempering and a cut that take a nat off: the trainer sees none of it."""
+    record = one_step(World(make_config(GIVEN)))
+    gap = sampling_kl(record.trajectories)
+    assert gap is not None and gap > 0.5
+    first, second = record.updates
+    assert first.mismatch_max < 1e-4 and first.clip_fraction == 0
+    assert abs(first.kl) < 1e-6 < second.kl
+
+
+def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():
+    plain = dict(GIVEN, rollout={**GIVEN["rollout"], "top_k": 0, "model_logprobs": False}, train={})
+    for given, message in ((GIVEN, ""), (plain, "config.train.ratio = 'model'")):
+        world = World(make_config(given))
+        asked = [dataclasses.replace(task, sampling=WAYS[2]) for task in world.training_tasks(0)]
+        if message:
+            with pytest.raises(ValueError, match=message):
+                learnable(world, asked)
+        else:
+            assert learnable(world, asked) == asked
+        same = [dataclasses.replace(t, sampling=world.config.rollout.sampling) for t in asked]
+        assert learnable(world, same) == same
