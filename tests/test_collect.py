@@ -187,7 +187,8 @@ def collect(
         make_room or Rooms(),
         num_lanes=NUM_LANES,
     )
-    pages = pages or pages_for(places, CONFIG.page_size) * num_slots // NUM_LANES
+    size = player.config.page_size
+    pages = pages or pages_for(places, size) * num_slots // NUM_LANES
     seat = Seat(
         engine=player,
         policy=Policy(params=player.load_params(params or weights()), version=version),

@@ -288,7 +288,9 @@ def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
     scripts = make_scripts(NUM_SLOTS)
     temperature = {slot: (0.0, 0.5, 1.0, 2.0)[slot % 4] for slot in scripts}
     play = play_on_one_device(RULES._replace(model_logprobs=True))
-    state = slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, PLACES, model_logprobs=True)
+    state = slots.empty_state(
+        MODEL, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE, model_logprobs=True
+    )
     state, heard = converse(play, state, scripts, temperature=temperature)
     check_logprobs(heard, temperature)
     check_rows(state.experience, heard, scripts)

@@ -46,7 +46,8 @@ class CacheRoom:
     ) -> None:
         """`slots` is the caller's list, which says who plays where."""
         self._config, self._slots, self._make_room = config, slots, make_room
-        self._pages = PageTable(seat.pool, num_slots=len(slots), page_size=config.page_size)
+        self._page_size = seat.engine.config.page_size
+        self._pages = PageTable(seat.pool, num_slots=len(slots), page_size=self._page_size)
         self._given: np.ndarray | None = None
         # Pages of each lane that nobody wants in this round.
         self._spare = [0] * seat.pool.lanes
@@ -76,7 +77,7 @@ class CacheRoom:
             for slot in sorted(parked, key=lambda slot: -self._episode(slot).length):
                 alone = all(self._episode(other).parked for other in slots)
                 needed = len(self._episode(slot).queue) + 2 * self._config.burst
-                spare = -self._short(lane) - pages_for(needed, self._config.page_size)
+                spare = -self._short(lane) - pages_for(needed, self._page_size)
                 if alone or spare >= 0:
                     self._episode(slot).parked = False
 
@@ -105,7 +106,7 @@ class CacheRoom:
         tokens = episode.num_cached + min(len(episode.queue), self._config.chunk_size)
         tokens = min(tokens + self._config.burst, episode.most_tokens)
         if episode.begins:
-            return pages_for(tokens, self._config.page_size)
+            return pages_for(tokens, self._page_size)
         return self._pages.missing(slot, tokens)
 
     def _short(self, lane: int) -> int:
@@ -160,11 +161,11 @@ class CacheRoom:
     def _can_share(self, slot: int, length: int) -> bool:
         """Whether there are pages for it: copying a part of one may need more than reading anew."""
         config, lane, episode = self._config, self._pages.lane(slot), self._episode(slot)
-        if not length % config.page_size:
+        if not length % self._page_size:
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
         tokens = min(length + part + config.burst, episode.most_tokens)
-        own = pages_for(tokens, config.page_size) - length // config.page_size
+        own = pages_for(tokens, self._page_size) - length // self._page_size
         # The page that is copied stays for the round, whoever lets it go.
         more = own + 1 - self._wanted(slot, episode)
         if more > self._spare[lane]:
@@ -187,7 +188,7 @@ class CacheRoom:
 
     def give(self, seat: Seat) -> Seat:
         """The seat in which slots have their pages."""
-        table = self._pages.as_array(pages_for(seat.places, self._config.page_size))
+        table = self._pages.as_array(pages_for(seat.places, self._page_size))
         if self._given is not None and np.array_equal(table, self._given):
             return seat
         self._given = table
