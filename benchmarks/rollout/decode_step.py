@@ -7,8 +7,11 @@ both is everything else: norms, rotations, writes to the cache, sampling, experi
 orders and report.
 """
 
+import collections
+import re
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -41,6 +44,27 @@ def step_floors(
         "matrices": _best(lambda: matrices(params, x_BD), repeats) / steps,
         "cache": _best(lambda: cache(caches, jnp.ones(heads, jnp.float32)), repeats) / steps,
     }
+
+
+# What holds other operations, and what is none.
+_NO_OPERATION = re.compile(r"while|conditional|call|end: |ThunkExecutor|Threadpool|Slinky|\$")
+
+
+def operation_kinds(folder: Path) -> dict[str, float]:
+    """Shares of the time of XLA's operations by kind, the largest first, from a profiler's trace.
+
+    A kind is an operation's name without its number, such as "dot"; fusions have names of their
+    parts. Of the CPU client's threads.
+    """
+    (file,) = folder.rglob("*.xplane.pb")
+    taken = collections.Counter[str]()
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            if line.name.startswith("tf_XLA"):
+                for event in line.events:
+                    if not _NO_OPERATION.match(event.name):
+                        taken[re.sub(r"[.\d]*$", "", event.name)] += event.duration_ns
+    return {kind: ns / taken.total() for kind, ns in taken.most_common()}
 
 
 def _matrices(params: Params, x_BD: jax.Array) -> jax.Array:

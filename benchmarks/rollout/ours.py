@@ -6,9 +6,11 @@ Tasks, environments in their pool, the chat, the collector, the engine on one CP
 timed is what a user waits for, from the tasks to the trajectories and their device rows.
 """
 
+import contextlib
 import dataclasses
 import functools
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,13 +31,14 @@ from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.config import RolloutConfig, Sampling
+from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import Report
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.rollout.slots import DecodeState, SlotRules
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.layout import Layout, MeshShape, make_layout
+from earl_jax.trajectory import Trajectory
 from earl_jax.weights import publish
 
 CHUNK_SIZE = 64
@@ -123,20 +126,31 @@ class GivenIds(CutTurns):
 
 
 class TimedEngine(PolicyEngine):
-    """Notes for each round its seconds, and the tokens that were appended and sampled."""
+    """Notes for each round its seconds, and the tokens that were appended and sampled.
 
-    def __init__(self, config: EngineConfig, layout: Any):
+    Traces the next round that appends nothing to the folder `trace`, where there is one.
+    """
+
+    def __init__(self, config: EngineConfig, layout: Layout):
         super().__init__(config, layout)
         self.rounds: list[tuple[float, int, int]] = []
+        self.trace: str | None = None
 
     def play(
         self, params: Any, state: DecodeState, orders: np.ndarray
     ) -> tuple[DecodeState, Report]:
         """One round."""
-        start_s = time.perf_counter()
-        state, report = super().play(params, state, orders)
-        seconds = time.perf_counter() - start_s
-        self.rounds.append((seconds, int(orders[:, 0].sum()), int(report.count.sum())))
+        appended = int(orders[:, 0].sum())
+        if self.trace is not None and not appended:
+            traced = jax.profiler.trace(self.trace)
+            self.trace = None
+        else:
+            traced = contextlib.nullcontext()
+        with traced:
+            start_s = time.perf_counter()
+            state, report = super().play(params, state, orders)
+            seconds = time.perf_counter() - start_s
+        self.rounds.append((seconds, appended, int(report.count.sum())))
         return state, report
 
 
@@ -149,20 +163,15 @@ class Player:
         self._master = load_parameters(self.checkpoint, self.layout)
 
     @functools.cache  # noqa: B019 - lives as long as the process
-    def engine(self, num_slots: int, num_rows: int, burst: int, max_turn_tokens: int) -> Any:
+    def engine(self, num_slots: int, num_rows: int, burst: int) -> TimedEngine:
         """With no token that ends a turn."""
-        rules = SlotRules(
-            burst=burst,
-            max_turn_tokens=max_turn_tokens,
-            end_of_turn_ids=(),
-        )
         config = EngineConfig(
             model=self.checkpoint.model,
             vocab_size=self.checkpoint.vocab_size,
             num_slots=num_slots,
             num_rows=num_rows,
             chunk_size=CHUNK_SIZE,
-            rules=rules,
+            rules=SlotRules(burst=burst, end_of_turn_ids=()),
             seed=0,
         )
         return TimedEngine(config, self.layout)
@@ -175,18 +184,17 @@ class Player:
 
     def play(self, script: Script, texts: Sequence[Sequence[str]], conversation: Any) -> Rollout:
         """One rollout."""
-        number, longest = len(texts), max(script.turn_tokens)
+        number = len(texts)
         config = RolloutConfig(
             num_slots=script.num_slots,
             episodes_per_step=number,
             chunk_size=CHUNK_SIZE,
             burst=script.burst,
-            max_turn_tokens=longest,
             patience_s=script.patience_ms / 1000,
             share_prefixes=not script.reads_again,
             context_buckets=ROOMS,
         )
-        engine = self.engine(script.num_slots, number, script.burst, longest)
+        engine = self.engine(script.num_slots, number, script.burst)
         engine.rounds.clear()
         places = script.places or ROOMS[0]
         seat = Seat(
@@ -195,7 +203,10 @@ class Player:
             state=engine.empty_state(places),
             places=places,
         )
-        tasks = [Task(episode=i, group=i, env_seed=i, player=0) for i in range(number)]
+        tasks = [
+            Task(episode=i, group=i, env_seed=i, player=0, limits=Limits(max_turn_tokens=tokens))
+            for i, tokens in enumerate(script.turn_tokens)
+        ]
         # Environments that sleep need a thread each, or they would wait for each other.
         pool = EnvironmentPool(script.num_slots if script.env_ms else 2, timeout_s=60.0)
         collector = Collector(
@@ -225,6 +236,7 @@ class Player:
         """The same conversations, but each turn reads all that was said before it once more."""
         total: dict[str, Any] = {}
         contexts: list[tuple[int, ...]] = [()] * len(script.messages)
+        said: list[list[int]] = [[]] * len(script.messages)
         for turn in range(len(script.messages[0])):
             contexts = [c + m[turn].ids for c, m in zip(contexts, script.messages, strict=True)]
             texts = [[" ".join(map(str, context))] for context in contexts]
@@ -233,8 +245,9 @@ class Player:
             found = _account(rollout, time.perf_counter() - start_s)
             replies = found.pop("replies")
             contexts = [c + tuple(reply) for c, reply in zip(contexts, replies, strict=True)]
+            said = [[*all, *reply] for all, reply in zip(said, replies, strict=True)]
             total = {key: total.get(key, 0) + value for key, value in found.items()}
-        return total | {"replies": contexts}
+        return total | {"replies": said}
 
 
 def _make_room(config: RolloutConfig, seat: Seat, tokens: int) -> Seat:
@@ -245,29 +258,37 @@ def _make_room(config: RolloutConfig, seat: Seat, tokens: int) -> Seat:
 def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:
     engine, stats = rollout.seat.engine, rollout.stats
     assert isinstance(engine, TimedEngine)
-    turns = [turn for trajectory in rollout.trajectories for turn in trajectory.turns]
+    replies = [_ids(trajectory, "policy") for trajectory in rollout.trajectories]
+    heard = [_ids(trajectory, "environment") for trajectory in rollout.trajectories]
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.seat.state))
     return {
         "seconds": seconds,
-        "tokens": sum(len(turn.token_ids) for turn in turns if turn.author == "policy"),
-        "heard": sum(len(turn.token_ids) for turn in turns if turn.author == "environment"),
+        "tokens": sum(map(len, replies)),
+        "heard": sum(map(len, heard)),
         "prefilled": stats.prefill_tokens,
         "busy_s": sum(seconds for seconds, _, _ in engine.rounds),
         "env_wait_s": stats.env_wait_s,
         "rounds": stats.rounds,
         "state_bytes": state_bytes,
         "in_flight": stats.tokens_in_flight_max,
-        "replies": [list(t.turns[-1].token_ids) for t in rollout.trajectories],
+        "replies": replies,
     }
+
+
+def _ids(trajectory: Trajectory, author: str) -> list[int]:
+    """All that this author said."""
+    turns = (turn.token_ids for turn in trajectory.turns if turn.author == author)
+    return [token for ids in turns for token in ids]
 
 
 def measure_step(player: Player, script: Script) -> dict[str, Any]:
     """Seconds of a decode step in the engine's rounds, and of what it cannot do without.
 
-    Of the script's rounds only those count that sample and append nothing.
+    Of the script's rounds only those count that sample and append nothing. `kinds` is the share of
+    each kind of operation in the time that a burst's operations took.
     """
-    rollout = player.play(script, [[m.text for m in said] for said in script.messages], CutTurns)
-    engine = rollout.seat.engine
+    texts = [[message.text for message in messages] for messages in script.messages]
+    engine = player.play(script, texts, CutTurns).seat.engine
     assert isinstance(engine, TimedEngine)
     per_round = script.num_slots * script.burst
     bursts = [s for s, appended, sampled in engine.rounds if not appended and sampled == per_round]
@@ -280,7 +301,18 @@ def measure_step(player: Player, script: Script) -> dict[str, Any]:
         steps=script.burst,
         repeats=len(bursts),
     )
-    return {"step": min(bursts) / script.burst, "context": context, "bursts": len(bursts)} | floors
+    with tempfile.TemporaryDirectory() as folder:
+        engine.trace = folder
+        player.play(script, texts, CutTurns)
+        kinds = decode_step.operation_kinds(Path(folder))
+    return {"step": min(bursts) / script.burst, "context": context, "kinds": kinds} | floors
+
+
+def answer_job(player: Player, job: dict[str, Any]) -> dict[str, Any]:
+    """What came of it: `what` is "play" or "step", the rest a Script."""
+    what = job.pop("what")
+    script = Script.parse(job)
+    return measure_step(player, script) if what == "step" else player.measure(script)
 
 
 def main() -> None:
@@ -289,14 +321,7 @@ def main() -> None:
     start_jax("cpu", 1)
     if not folder.exists():
         write_checkpoint(folder)
-    player = Player(folder)
-
-    def answer(job: dict[str, Any]) -> dict[str, Any]:
-        what = job.pop("what")
-        script = Script.parse(job)
-        return measure_step(player, script) if what == "step" else player.measure(script)
-
-    answer_jobs(answer)
+    answer_jobs(functools.partial(answer_job, Player(folder)))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ TINY = Sizes(
     batches=(2,),
     lengths=(8,),
     greedy=(2, 8),
-    allocated=(16, 32),
+    allocated=(32, 64),
     requests=16,
     median=2,
     tail_batches=(4,),
@@ -146,18 +146,16 @@ def allocated_room(bench: Bench) -> None:
     sizes, batch, new = bench.sizes, bench.sizes.batches[-1], bench.sizes.lengths[0]
     said, lengths = _conversations(batch, 1, sizes.prompt), [new] * batch
     print(header(f"tokens/s, {batch} x {new}, room for", *map(str, sizes.allocated), "ratio"))
-    jobs = {
-        engine: [
-            make(said, lengths, batch, places=p, temperature=bench.temperature)
-            for p in sizes.allocated
-        ]
-        for engine, make in ((bench.ours, _script), *((e, _batches) for e in bench.tunix))
-    }
-    for engine, asked in jobs.items():
-        entered = [Contestant(str(i), engine, job, job) for i, job in enumerate(asked)]
-        speed = [f["tokens"] / f["seconds"] for f in take_turns(entered, bench.repeats).values()]
-        ratio = f"{speed[-1] / speed[0]:.2f}"
-        print(row(engine.name, *(f"{s:,.0f}" for s in speed), ratio), flush=True)
+    makers = [(bench.ours, _script), *((engine, _batches) for engine in bench.tunix)]
+    for engine, make in makers:
+        entered = []
+        for places in sizes.allocated:
+            job = make(said, lengths, batch, places=places, temperature=bench.temperature)
+            entered.append(Contestant(str(places), engine, job, job))
+        best = take_turns(entered, bench.repeats).values()
+        speed = [found["tokens"] / found["seconds"] for found in best]
+        cells = (*(f"{tokens:,.0f}" for tokens in speed), f"{speed[-1] / speed[0]:.2f}")
+        print(row(engine.name, *cells), flush=True)
 
 
 def long_tail(bench: Bench) -> None:
@@ -296,18 +294,9 @@ def growth(bench: Bench) -> None:
 
 def decode_steps(bench: Bench) -> None:
     """Where a decode step's time goes."""
-    sizes = bench.sizes
-    print(
-        header(
-            "batch",
-            "context",
-            "ms a step",
-            "matrices alone",
-            "attention alone",
-            "everything else",
-            "of the step",
-        )
-    )
+    sizes, kinds = bench.sizes, {}
+    columns = ("matrices alone", "attention alone", "everything else", "of the step")
+    print(header("batch", "context", "ms a step", *columns))
     for batch in sizes.batches:
         for context in sizes.contexts:
             said = _conversations(batch, 1, context)
@@ -316,15 +305,14 @@ def decode_steps(bench: Bench) -> None:
             found = bench.ours.ask(job)
             rest = found["step"] - found["matrices"] - found["cache"]
             ms = (found["step"], found["matrices"], found["cache"], rest)
-            print(
-                row(
-                    batch,
-                    found["context"],
-                    *(f"{1000 * s:.2f}" for s in ms),
-                    f"{rest / found['step']:.0%}",
-                ),
-                flush=True,
-            )
+            cells = (*(f"{1000 * seconds:.2f}" for seconds in ms), f"{rest / found['step']:.0%}")
+            print(row(batch, found["context"], *cells), flush=True)
+            kinds[f"{batch} x {found['context']}"] = found["kinds"]
+    print("\nXLA's operations in a burst, by the profiler:\n")
+    print(header("batch x context", "share of the operations' time"))
+    for label, shares in kinds.items():
+        words = [f"{kind} {share:.0%}" for kind, share in list(shares.items())[:8]]
+        print(row(label, ", ".join(words)))
 
 
 PARTS: Mapping[str, tuple[str, Callable[[Bench], None]]] = {
