@@ -112,9 +112,9 @@ class Speaker:
 class CutTurns(Conversation):
     """Every turn is a whole one, also where its length was up before it had ended."""
 
-    def reply(self, ids: Sequence[int]) -> tuple[str, bool]:
+    def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
         """The text, and True."""
-        return super().reply(ids)[0], True
+        return super().reply(ids, before_stop)[0], True
 
 
 class GivenIds(CutTurns):
