@@ -8,8 +8,10 @@ between processes.
 
 import collections
 import dataclasses
+import functools
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,11 +39,11 @@ class InProcess:
     found: list = dataclasses.field(default_factory=list)
 
     def ask(self, job):
+        from benchmarks.rollout.answering import answer_line
         from benchmarks.rollout.ours import answer_job
 
-        self.found.append(
-            json.loads(json.dumps(answer_job(self.player, json.loads(json.dumps(job)))))
-        )
+        answer = functools.partial(answer_job, self.player)
+        self.found.append(json.loads(answer_line(answer, json.dumps(job))))
         return self.found[-1]
 
 
@@ -76,6 +78,57 @@ def play(engine, capsys):
     return play
 
 
+CHILD = """
+import sys
+sys.path.insert(0, {folder!r})
+from answering import answer_jobs
+
+def answer(job):
+    print("a library says something")
+    if job["tokens"] < 0:
+        raise ValueError("fewer than none")
+    return {{"tokens": job["tokens"], "seconds": 1.0}}
+
+answer_jobs(answer)
+"""
+
+
+@pytest.fixture
+def children(engine):
+    """Two processes that answer as engines do."""
+    from benchmarks.rollout.engines import Engine
+
+    script = CHILD.format(folder=str(ROOT / "benchmarks" / "rollout"))
+    started = [Engine(name, [sys.executable, "-c", script]) for name in ("one", "other")]
+    yield started
+    for child in started:
+        child.close()
+
+
+def test_a_process_answers_its_jobs_whatever_it_prints(children):
+    assert children[0].ask({"tokens": 3})["tokens"] == 3
+    assert children[0].ask({"tokens": 4}).keys() == {"tokens", "seconds", "cpu_s"}
+    assert children[1].versions().startswith(f"Python {sys.version.split()[0]}, jax ")
+
+
+def test_a_process_that_ends_is_said_with_its_last_words(children):
+    with pytest.raises(SystemExit, match="one ended:(.|\n)*fewer than none"):
+        children[0].ask({"tokens": -1})
+
+
+def test_other_work_is_no_comparison(children):
+    from benchmarks.rollout.engines import Contestant, take_turns
+
+    def entered(*tokens):
+        jobs = [{"tokens": number} for number in tokens]
+        pairs = zip(children, jobs, strict=True)
+        return [Contestant(child.name, child, job, job) for child, job in pairs]
+
+    assert take_turns(entered(5, 5), 2)["other"]["tokens"] == 5
+    with pytest.raises(SystemExit, match="not the same work: {'one': 5, 'other': 6} new tokens"):
+        take_turns(entered(5, 6), 1)
+
+
 def test_prompts_have_the_length_that_is_asked_for(engine):
     from benchmarks.rollout.work import VOCAB_SIZE, make_messages, tokenizer
 
@@ -97,7 +150,7 @@ def test_the_longest_reply_is_sixteen_times_the_median(engine):
 
 def test_replies_are_equally_long(play):
     table, (warm_up, found, *_) = play("equal")
-    assert table[2][0] == "2 x 8" and len(table) == 3
+    assert [line[0] for line in table] == ["batch x new tokens", "---", "2 x 8"] * 2
     assert [len(reply) for reply in found["replies"]] == [8, 8]
     assert found["tokens"] == 16 and found["heard"] == found["prefilled"] == 16
     assert 0 < found["busy_s"] < found["seconds"]

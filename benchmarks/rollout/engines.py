@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines' processes, and how they take turns."""
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -53,9 +54,12 @@ class Engine:
 
     def close(self) -> None:
         """Lets the process end."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
+        self._process.stdout.close()
+        self._said.close()
 
 
 def start_engines(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.rollout.engines import OURS, Contestant, Engine, header, row, take_turns
+from benchmarks.rollout.engines import OURS, Contestant, Engine, Found, header, row, take_turns
 from benchmarks.rollout.work import MODEL, Message, make_messages, tail_lengths
 
 MIB = 2**20
@@ -115,20 +115,29 @@ def _play(bench: Bench, job: Mapping[str, Any], label: str = OURS) -> Contestant
 def equal_lengths(bench: Bench) -> None:
     """Everybody's reply is equally long; nothing ends early."""
     sizes, names = bench.sizes, [engine.name for engine in bench.others]
+    computed = []
     print(header("batch x new tokens", OURS, *names, "ours / best other"))
     for batch in sizes.batches:
         for new in sizes.lengths:
             best = take_turns(_equal(bench, batch, new, bench.temperature), bench.repeats)
-            speed = {label: found["tokens"] / found["seconds"] for label, found in best.items()}
-            cells = [f"{speed[name]:,.0f}" for name in (OURS, *names)]
-            fastest = max((speed[name] for name in names), default=speed[OURS])
-            print(row(f"{batch} x {new}", *cells, f"{speed[OURS] / fastest:.2f}"), flush=True)
+            print(row(f"{batch} x {new}", *_against(best, names, "seconds")), flush=True)
+            computed.append(row(f"{batch} x {new}", *_against(best, names, "cpu_s")))
+    print("\nTokens by the second that a core computed:\n")
+    print(header("batch x new tokens", OURS, *names, "ours / best other"), *computed, sep="\n")
     batch, new = sizes.greedy
     found = take_turns(_equal(bench, batch, new, 0.0), 1)
     for name in names:
         pairs = zip(found[OURS]["replies"], found[name]["replies"], strict=True)
         same = sum(ours == theirs for ours, theirs in pairs)
         print(f"\nGreedy: {same} of {batch} replies of {new} tokens are those of {name}.")
+
+
+def _against(best: Mapping[str, Found], names: Sequence[str], time: str) -> list[str]:
+    """Tokens per second of ours and of the others, by this time; ours over the best of them."""
+    speed = {label: found["tokens"] / found[time] for label, found in best.items()}
+    cells = [f"{speed[name]:,.0f}" for name in (OURS, *names)]
+    fastest = max((speed[name] for name in names), default=None)
+    return [*cells, f"{speed[OURS] / fastest:.2f}" if fastest else ""]
 
 
 def _equal(bench: Bench, batch: int, new: int, temperature: float) -> list[Contestant]:
