@@ -196,13 +196,7 @@ class Player:
         )
         engine = self.engine(script.num_slots, number, script.burst)
         engine.rounds.clear()
-        places = script.places or ROOMS[0]
-        seat = Seat(
-            engine=engine,
-            policy=self.policy(engine),
-            state=engine.empty_state(places),
-            places=places,
-        )
+        seat = _empty_seat(engine, self.policy(engine), script.places or ROOMS[0])
         tasks = [
             Task(episode=i, group=i, env_seed=i, player=0, limits=Limits(max_turn_tokens=tokens))
             for i, tokens in enumerate(script.turn_tokens)
@@ -250,7 +244,13 @@ class Player:
         return total | {"replies": said}
 
 
+def _empty_seat(engine: PolicyEngine, policy: Policy, places: int) -> Seat:
+    """Where a rollout begins, as `placement.open_seat` makes it."""
+    return Seat(engine=engine, policy=policy, state=engine.empty_state(places), places=places)
+
+
 def _make_room(config: RolloutConfig, seat: Seat, tokens: int) -> Seat:
+    """More room, as `placement.make_room` gives it where the mesh stays."""
     places = config.places_for(tokens)
     return dataclasses.replace(seat, state=seat.engine.grow(seat.state, places), places=places)
 
