@@ -191,7 +191,7 @@ def long_tail(bench: Bench) -> None:
             f"{sum(lengths):,} tokens in {sizes.requests} replies",
             "s",
             "tokens/s",
-            "ours is faster by",
+            "seconds over ours",
         )
     )
     for label, found in best.items():
@@ -225,7 +225,7 @@ def many_turns(bench: Bench) -> None:
             "tokens/s",
             "tokens prefilled",
             "of them known",
-            "ours is faster by",
+            "seconds over ours",
         )
     )
     for label, found in best.items():
