@@ -1,0 +1,334 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of the benchmark; each prints a Markdown table."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.rollout.engines import OURS, Contestant, Engine, Found, header, row, take_turns
+from benchmarks.rollout.work import MODEL, Message, make_messages, tail_lengths
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much of everything."""
+
+    prompt: int = 64
+    batches: tuple[int, ...] = (16, 64)
+    lengths: tuple[int, ...] = (128, 512)
+    greedy: tuple[int, int] = (16, 64)
+    allocated: tuple[int, ...] = (192, 2048)
+    requests: int = 256
+    median: int = 32
+    tail_batches: tuple[int, ...] = (16, 64, 256)
+    tail_slots: tuple[int, ...] = (16, 64)
+    conversations: int = 16
+    turns: int = 10
+    turn_tokens: int = 64
+    env_ms: tuple[int, ...] = (0, 10, 100)
+    waiting_slots: int = 64
+    waiting_episodes: int = 128
+    waiting_turns: int = 4
+    waiting_tokens: int = 32
+    episodes: tuple[int, ...] = (64, 256, 1024)
+    growing_slots: int = 64
+    contexts: tuple[int, ...] = (128, 512)
+
+
+TINY = Sizes(
+    prompt=8,
+    batches=(2,),
+    lengths=(8,),
+    greedy=(2, 8),
+    allocated=(32, 64),
+    requests=16,
+    median=2,
+    tail_batches=(4,),
+    tail_slots=(4,),
+    conversations=2,
+    turns=2,
+    turn_tokens=8,
+    env_ms=(0, 1),
+    waiting_slots=2,
+    waiting_episodes=4,
+    waiting_turns=2,
+    waiting_tokens=4,
+    episodes=(2, 4),
+    growing_slots=2,
+    contexts=(8,),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Who takes part, in what, and how often; `torch` once for each number of threads."""
+
+    ours: Engine
+    torch: Sequence[Engine]
+    tunix: Sequence[Engine]
+    sizes: Sizes
+    repeats: int
+    temperature: float
+
+    @property
+    def others(self) -> list[Engine]:
+        """Those that play static batches."""
+        return [*self.torch, *self.tunix]
+
+
+def _conversations(number: int, messages: int, num_tokens: int) -> list[list[Message]]:
+    return [make_messages(f"conversation {i}", messages, num_tokens) for i in range(number)]
+
+
+def _script(
+    said: Sequence[Sequence[Message]], turn_tokens: Sequence[int], num_slots: int, **rest: Any
+) -> dict[str, Any]:
+    """A job for our engine."""
+    messages = [[(message.text, message.ids) for message in messages] for messages in said]
+    words = {"what": "play", "messages": messages, "turn_tokens": list(turn_tokens)}
+    return words | {"num_slots": num_slots} | rest
+
+
+def _batches(
+    said: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **rest: Any
+) -> dict[str, Any]:
+    """A job for the others: the first messages as prompts."""
+    prompts = [messages[0].ids for messages in said]
+    words = {"prompts": prompts, "lengths": list(lengths), "batch": batch, "places": 0}
+    return words | rest
+
+
+def _briefly(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The job with replies of two tokens, for what compiles nothing."""
+    if "messages" in job:
+        return {**job, "turn_tokens": 2}
+    return {**job, "lengths": [2] * len(job["lengths"])}
+
+
+def _play(bench: Bench, job: Mapping[str, Any], label: str = OURS) -> Contestant:
+    return Contestant(label, bench.ours, job, job)
+
+
+def equal_lengths(bench: Bench) -> None:
+    """Everybody's reply is equally long; nothing ends early."""
+    sizes, names = bench.sizes, [engine.name for engine in bench.others]
+    computed = []
+    print(header("batch x new tokens", OURS, *names, "ours / best other"))
+    for batch in sizes.batches:
+        for new in sizes.lengths:
+            best = take_turns(_equal(bench, batch, new, bench.temperature), bench.repeats)
+            print(row(f"{batch} x {new}", *_against(best, names, "seconds")), flush=True)
+            computed.append(row(f"{batch} x {new}", *_against(best, names, "cpu_s")))
+    print("\nTokens by the second that a core computed:\n")
+    print(header("batch x new tokens", OURS, *names, "ours / best other"), *computed, sep="\n")
+    batch, new = sizes.greedy
+    found = take_turns(_equal(bench, batch, new, 0.0), 1)
+    for name in names:
+        pairs = zip(found[OURS]["replies"], found[name]["replies"], strict=True)
+        same = sum(ours == theirs for ours, theirs in pairs)
+        print(f"\nGreedy: {same} of {batch} replies of {new} tokens are those of {name}.")
+
+
+def _against(best: Mapping[str, Found], names: Sequence[str], time: str) -> list[str]:
+    """Tokens per second of ours and of the others, by this time; ours over the best of them."""
+    speed = {label: found["tokens"] / found[time] for label, found in best.items()}
+    cells = [f"{speed[name]:,.0f}" for name in (OURS, *names)]
+    fastest = max((speed[name] for name in names), default=None)
+    return [*cells, f"{speed[OURS] / fastest:.2f}" if fastest else ""]
+
+
+def _equal(bench: Bench, batch: int, new: int, temperature: float) -> list[Contestant]:
+    said, lengths = _conversations(batch, 1, bench.sizes.prompt), [new] * batch
+    job = _batches(said, lengths, batch, temperature=temperature)
+    return [
+        _play(bench, _script(said, lengths, batch, temperature=temperature)),
+        *(Contestant(engine.name, engine, job, _briefly(job)) for engine in bench.torch),
+        *(Contestant(engine.name, engine, job, job) for engine in bench.tunix),
+    ]
+
+
+def allocated_room(bench: Bench) -> None:
+    """The same episodes with more room than they need."""
+    sizes, batch, new = bench.sizes, bench.sizes.batches[-1], bench.sizes.lengths[0]
+    said, lengths = _conversations(batch, 1, sizes.prompt), [new] * batch
+    print(header(f"tokens/s, {batch} x {new}, room for", *map(str, sizes.allocated), "ratio"))
+    makers = [(bench.ours, _script), *((engine, _batches) for engine in bench.tunix)]
+    for engine, make in makers:
+        entered = []
+        for places in sizes.allocated:
+            job = make(said, lengths, batch, places=places, temperature=bench.temperature)
+            entered.append(Contestant(str(places), engine, job, job))
+        best = take_turns(entered, bench.repeats).values()
+        speed = [found["tokens"] / found["seconds"] for found in best]
+        cells = (*(f"{tokens:,.0f}" for tokens in speed), f"{speed[-1] / speed[0]:.2f}")
+        print(row(engine.name, *cells), flush=True)
+
+
+def long_tail(bench: Bench) -> None:
+    """Most replies are short; static batches wait for their longest."""
+    sizes, drawn = bench.sizes, {"temperature": bench.temperature}
+    lengths = tail_lengths(sizes.requests, sizes.median)
+    said = _conversations(sizes.requests, 1, sizes.prompt)
+    entered = [
+        _play(bench, _script(said, lengths, slots, **drawn), f"{OURS}, {slots} slots")
+        for slots in sizes.tail_slots
+    ]
+    for batch in sizes.tail_batches:
+        # Nobody knows beforehand how long the replies of a batch will be.
+        job = _batches(said, lengths, batch, places=sizes.prompt + max(lengths), **drawn)
+        label = f"batches of {batch}"
+        for engine in bench.torch:
+            entered.append(Contestant(f"{engine.name}, {label}", engine, job, _briefly(job)))
+        for engine in bench.tunix:
+            entered.append(Contestant(f"{engine.name}, {label}", engine, job, job))
+    best = take_turns(entered, bench.repeats)
+    fastest = min(f["seconds"] for label, f in best.items() if label.startswith(OURS))
+    print(
+        header(
+            f"{sum(lengths):,} tokens in {sizes.requests} replies",
+            "s",
+            "tokens/s",
+            "seconds over ours",
+        )
+    )
+    for label, found in best.items():
+        seconds = found["seconds"]
+        cells = (f"{seconds:.1f}", f"{found['tokens'] / seconds:,.0f}")
+        print(row(label, *cells, f"{seconds / fastest:.2f}"), flush=True)
+
+
+def many_turns(bench: Bench) -> None:
+    """Conversations: what was read stays read, or all of it is read again each turn."""
+    sizes, drawn = bench.sizes, {"temperature": bench.temperature}
+    said = _conversations(sizes.conversations, sizes.turns, sizes.turn_tokens)
+    script = _script(said, [sizes.turn_tokens] * len(said), len(said), **drawn)
+    ids = [[message.ids for message in messages] for messages in said]
+    job = {"messages": ids, "turn_tokens": sizes.turn_tokens, **drawn}
+    entered = [
+        _play(bench, script),
+        _play(bench, {**script, "reads_again": True}, f"{OURS}, reading again"),
+        *(
+            Contestant(f"{engine.name}, reading again", engine, job, _briefly(job))
+            for engine in bench.torch
+        ),
+    ]
+    best = take_turns(entered, bench.repeats)
+    heard = sizes.conversations * sizes.turns * sizes.turn_tokens
+    everything = heard * sizes.turns
+    print(
+        header(
+            f"{sizes.conversations} x {sizes.turns} turns",
+            "s",
+            "tokens/s",
+            "tokens prefilled",
+            "of them known",
+            "seconds over ours",
+        )
+    )
+    for label, found in best.items():
+        prefilled = found.get("prefilled", everything)
+        cells = (
+            f"{found['seconds']:.1f}",
+            f"{found['tokens'] / found['seconds']:,.0f}",
+            f"{prefilled:,}",
+            f"{prefilled - heard:,}",
+            f"{found['seconds'] / best[OURS]['seconds']:.2f}",
+        )
+        print(row(label, *cells), flush=True)
+
+
+def waiting(bench: Bench) -> None:
+    """Environments that take their time."""
+    sizes = bench.sizes
+    said = _conversations(sizes.waiting_episodes, sizes.waiting_turns, sizes.prompt)
+    lengths = [sizes.waiting_tokens] * len(said)
+    print(header("environment's ms a step", "tokens/s", "device idle", "no slot had work"))
+    for env_ms in sizes.env_ms:
+        # A round that waits for the slowest would have nobody go on meanwhile.
+        script = _script(said, lengths, sizes.waiting_slots, env_ms=env_ms, patience_ms=1.0)
+        found = take_turns([_play(bench, script)], bench.repeats)[OURS]
+        cells = (
+            f"{found['tokens'] / found['seconds']:,.0f}",
+            _idle(found),
+            f"{found['env_wait_s'] / found['seconds']:.1%}",
+        )
+        print(row(env_ms, *cells), flush=True)
+
+
+def _idle(found: Mapping[str, float]) -> str:
+    """The share of the time in which no round ran."""
+    return f"{1 - found['busy_s'] / found['seconds']:.1%}"
+
+
+def growth(bench: Bench) -> None:
+    """More episodes on as many slots, and on as many slots as episodes."""
+    sizes, new = bench.sizes, bench.sizes.prompt
+    token_bytes = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_size
+    print(
+        header(
+            "episodes",
+            "slots",
+            "tokens/s",
+            "device idle",
+            "MiB of slots and rows",
+            "tokens in flight",
+            "bytes a token in flight",
+            "of them keys and values",
+        )
+    )
+    cells = [(number, sizes.growing_slots) for number in sizes.episodes]
+    cells += [(number, number) for number in sizes.episodes if number > sizes.growing_slots]
+    for number, slots in cells:
+        said = _conversations(number, 1, sizes.prompt)
+        script = _script(said, [new] * number, slots, temperature=bench.temperature)
+        found = take_turns([_play(bench, script)], bench.repeats)[OURS]
+        state_bytes, in_flight = found["state_bytes"], found["in_flight"]
+        print(
+            row(
+                f"{number:,}",
+                f"{slots:,}",
+                f"{found['tokens'] / found['seconds']:,.0f}",
+                _idle(found),
+                f"{state_bytes / MIB:,.0f}",
+                f"{in_flight:,}",
+                f"{state_bytes / in_flight:,.0f}",
+                f"{token_bytes:,}",
+            ),
+            flush=True,
+        )
+
+
+def decode_steps(bench: Bench) -> None:
+    """Where a decode step's time goes."""
+    sizes, kinds = bench.sizes, {}
+    columns = ("matrices alone", "attention alone", "everything else", "of the step")
+    print(header("batch", "context", "ms a step", *columns))
+    for batch in sizes.batches:
+        for context in sizes.contexts:
+            said = _conversations(batch, 1, context)
+            job = _script(said, [64] * batch, batch) | {"what": "step"}
+            found = bench.ours.ask(job)
+            rest = found["step"] - found["matrices"] - found["cache"]
+            ms = (found["step"], found["matrices"], found["cache"], rest)
+            cells = (*(f"{1000 * seconds:.2f}" for seconds in ms), f"{rest / found['step']:.0%}")
+            print(row(batch, found["context"], *cells), flush=True)
+            kinds[f"{batch} x {found['context']}"] = found["kinds"]
+    print("\nXLA's operations in a burst, by the profiler:\n")
+    print(header("batch x context", "share of the operations' time"))
+    for label, shares in kinds.items():
+        words = [f"{kind} {share:.0%}" for kind, share in list(shares.items())[:8]]
+        print(row(label, ", ".join(words)))
+
+
+PARTS: Mapping[str, tuple[str, Callable[[Bench], None]]] = {
+    "equal": ("Equal lengths, tokens/s", equal_lengths),
+    "room": ("Room that is not needed", allocated_room),
+    "tail": ("Long-tailed lengths", long_tail),
+    "turns": ("Many turns", many_turns),
+    "waiting": ("Environments that take their time", waiting),
+    "growth": ("More episodes", growth),
+    "step": ("A decode step", decode_steps),
+}

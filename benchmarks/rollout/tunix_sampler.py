@@ -1,0 +1,131 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tunix's sampler in a process and an environment of its own: JAX, on one CPU device.
+
+Argument: the checkpoint's folder. Imports nothing of earl_jax.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from answering import answer_jobs
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.qwen2 import model as qwen2
+from tunix.models.qwen2.params import create_model_from_safe_tensors
+
+
+class Ids:
+    """A tokenizer that costs nothing: texts are ids, written as numbers."""
+
+    def __init__(self, vocab_size: int):
+        # What marks padding is looked for in prompt and reply; no id is taken for it.
+        self._pad_id = vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers."""
+        return list(map(int, text.split()))
+
+    def decode(self, ids: list[int]) -> str:
+        """Nothing."""
+        return ""
+
+    def bos_id(self) -> int:
+        """0: none."""
+        return 0
+
+    def eos_id(self) -> int:
+        """No id that is sampled."""
+        return self._pad_id
+
+    def pad_id(self) -> int:
+        """No id that is sampled."""
+        return self._pad_id
+
+
+class Generator:
+    """The model, and a sampler for each size of the cache."""
+
+    def __init__(self, folder: str):
+        hf = json.loads((Path(folder) / "config.json").read_text())
+        self._config = qwen2.ModelConfig(
+            num_layers=hf["num_hidden_layers"],
+            vocab_size=hf["vocab_size"],
+            embed_dim=hf["hidden_size"],
+            hidden_dim=hf["intermediate_size"],
+            num_heads=hf["num_attention_heads"],
+            head_dim=hf["hidden_size"] // hf["num_attention_heads"],
+            num_kv_heads=hf["num_key_value_heads"],
+            rope_theta=hf["rope_parameters"]["rope_theta"],
+            norm_eps=hf["rms_norm_eps"],
+            use_tied_embedding=hf["tie_word_embeddings"],
+            dtype=jnp.float32,
+        )
+        self._model = create_model_from_safe_tensors(folder, self._config, dtype=jnp.float32)
+        self._samplers: dict[int, Sampler] = {}
+
+    def _sampler(self, places: int) -> Sampler:
+        if places not in self._samplers:
+            config = self._config
+            cache = CacheConfig(
+                cache_size=places,
+                num_layers=config.num_layers,
+                num_kv_heads=config.num_kv_heads,
+                head_dim=config.head_dim,
+            )
+            self._samplers[places] = Sampler(self._model, Ids(config.vocab_size), cache)
+        return self._samplers[places]
+
+    def generate(
+        self, prompts: list[list[int]], new: int, temperature: float, places: int, seed: int
+    ) -> list[list[int]]:
+        """`new` tokens behind each of these prompts, which are equally long; nothing ends early."""
+        drawn: dict[str, Any] = {}
+        if temperature:
+            drawn = {"temperature": temperature, "top_p": 1.0, "top_k": None, "seed": seed}
+        length = len(prompts[0])
+        out = self._sampler(places or length + new)(
+            [" ".join(map(str, prompt)) for prompt in prompts],
+            max_generation_steps=new,
+            max_prompt_length=length,
+            **drawn,
+        )
+        return [np.asarray(ids).tolist() for ids in out.tokens]
+
+    def batches(self, job: dict[str, Any]) -> list[list[int]]:
+        """Static batches in order of arrival; each goes on until its longest reply is there."""
+        replies: list[list[int]] = []
+        prompts, lengths, size = job["prompts"], job["lengths"], job["batch"]
+        for first in range(0, len(prompts), size):
+            wanted = lengths[first : first + size]
+            made = self.generate(
+                prompts[first : first + size], max(wanted), job["temperature"], job["places"], first
+            )
+            replies += [ids[:length] for ids, length in zip(made, wanted, strict=True)]
+        return replies
+
+
+def main() -> None:
+    """Answers jobs."""
+    assert len(jax.devices()) == 1
+    generator = Generator(sys.argv[1])
+
+    def answer(job: dict[str, Any]) -> dict[str, Any]:
+        start_s = time.perf_counter()
+        replies = generator.batches(job)
+        seconds = time.perf_counter() - start_s
+        return {"seconds": seconds, "tokens": sum(map(len, replies)), "replies": replies}
+
+    answer_jobs(answer)
+
+
+if __name__ == "__main__":
+    main()
