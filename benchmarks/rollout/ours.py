@@ -35,6 +35,7 @@ from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import Report
+from earl_jax.rollout.pages import dense_pool
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.rollout.slots import DecodeState, SlotRules
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
@@ -44,6 +45,7 @@ from earl_jax.weights import publish
 CHUNK_SIZE = 64
 BURST = 16
 STEP_RUNS = 4
+PAGE_SIZE = 128
 ROOMS = (128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048)
 
 
@@ -174,6 +176,7 @@ class Player:
             chunk_size=CHUNK_SIZE,
             rules=SlotRules(burst=burst, end_of_turn_ids=()),
             seed=0,
+            page_size=PAGE_SIZE,
         )
         return TimedEngine(config, self.layout)
 
@@ -194,6 +197,7 @@ class Player:
             patience_s=script.patience_ms / 1000,
             share_prefixes=not script.reads_again,
             context_buckets=ROOMS,
+            page_size=PAGE_SIZE,
         )
         engine = self.engine(script.num_slots, number, script.burst)
         engine.rounds.clear()
@@ -247,13 +251,20 @@ class Player:
 
 def _empty_seat(engine: PolicyEngine, policy: Policy, places: int) -> Seat:
     """Where a rollout begins, as `placement.open_seat` makes it."""
-    return Seat(engine=engine, policy=policy, state=engine.empty_state(places), places=places)
+    pool = dense_pool(1, engine.config.num_slots, places, PAGE_SIZE)
+    state = engine.empty_state(places, pool)
+    return Seat(engine=engine, policy=policy, state=state, places=places, pool=pool)
 
 
-def _make_room(config: RolloutConfig, seat: Seat, tokens: int) -> Seat:
-    """More room, as `placement.make_room` gives it where the mesh stays."""
+def _make_room(config: RolloutConfig, seat: Seat, tokens: int, pages: int) -> Seat:
+    """More room, as `placement.make_room` gives it where the mesh stays and the budget allows."""
     places = config.places_for(tokens)
-    return dataclasses.replace(seat, state=seat.engine.grow(seat.state, places), places=places)
+    pool = seat.pool
+    if pages > pool.pages:
+        most = dense_pool(1, config.num_slots, places, PAGE_SIZE).pages
+        pool = pool._replace(pages=max(pages, min(3 * pages // 2, most)))
+    state = seat.engine.grow(seat.state, places, seat.pool, pool)
+    return dataclasses.replace(seat, state=state, places=places, pool=pool)
 
 
 def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:
