@@ -20,10 +20,10 @@ import numpy as np
 
 from earl_jax.rollout.choices import no_choices
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.orders import NO_ROW, pack_orders
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.slots import DecodeState
 from earl_jax.selector.choose import Option
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table

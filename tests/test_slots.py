@@ -21,7 +21,7 @@ from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
 from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
-from earl_jax.rollout import slots
+from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders, unpack_report
 from earl_jax.rollout.sampling import sampling_rows
@@ -192,7 +192,7 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
 
 
 def empty(places: int = PLACES):
-    return slots.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places, page_size=PAGE_SIZE)
+    return decode_state.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places, page_size=PAGE_SIZE)
 
 
 @functools.cache
@@ -288,7 +288,7 @@ def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
     scripts = make_scripts(NUM_SLOTS)
     temperature = {slot: (0.0, 0.5, 1.0, 2.0)[slot % 4] for slot in scripts}
     play = play_on_one_device(RULES._replace(model_logprobs=True))
-    state = slots.empty_state(
+    state = decode_state.empty_state(
         MODEL, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE, model_logprobs=True
     )
     state, heard = converse(play, state, scripts, temperature=temperature)
@@ -536,7 +536,7 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     def growing(state, orders):
         nonlocal rounds
         if rounds == 2:
-            state = slots.grow(state, next(sizes))
+            state = decode_state.grow(state, next(sizes))
         rounds += 1
         return play(state, orders)
 

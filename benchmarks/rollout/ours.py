@@ -32,12 +32,13 @@ from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
+from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import Report
 from earl_jax.rollout.pages import dense_pool
 from earl_jax.rollout.seat import Policy, Seat
-from earl_jax.rollout.slots import DecodeState, SlotRules
+from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
 from earl_jax.weights import publish

@@ -27,13 +27,14 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstacked_specs,
 )
-from earl_jax.rollout import slots
+from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
-from earl_jax.rollout.slots import DecodeState, SlotRules
+from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
 
@@ -184,7 +185,7 @@ class PolicyEngine(Engine):
         )
         # Not donated: no buffer that grows can be used again, and JAX warns of each.
         self._grow = jax.jit(
-            slots.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
+            decode_state.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
         )
         # A prompt is one row: every row shard reads it alike.
         self._prefill = jax.jit(over_rows(functools.partial(_prefill, model, layout), P(), P()))
@@ -198,7 +199,7 @@ class PolicyEngine(Engine):
 
     def _new_state(self, places: int, pool: Pool | None) -> DecodeState:
         config = self.config
-        return slots.empty_state(
+        return decode_state.empty_state(
             config.model,
             config.num_slots,
             config.num_rows,
@@ -223,7 +224,7 @@ class PolicyEngine(Engine):
         old: Pool | None = None,
         new: Pool | None = None,
     ) -> DecodeState:
-        """The same state with more room, and more pages (`slots.grow`)."""
+        """The same state with more room, and more pages (`decode_state.grow`)."""
         return self._grow(state, places, old, new)
 
     def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:

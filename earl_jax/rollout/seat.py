@@ -5,9 +5,9 @@
 import dataclasses
 
 from earl_jax.models.parameters import Params
+from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.slots import DecodeState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
