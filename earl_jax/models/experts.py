@@ -92,6 +92,17 @@ def _permute(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
     return x_MD.at[order_M].get(mode="promise_in_bounds", unique_indices=True)
 
 
+def _own_experts(config: ModelConfig, layout: Layout) -> jax.Array:
+    """The numbers of the experts that this device has; where all axes are manual.
+
+    Counted here, not cut from `arange(num_experts)` by a specification: where XLA places arrays it
+    takes all that hold the same numbers for one, so that whatever counted to as many (the tokens
+    of a burst or of a chunk) was cut over `expert` as well, with permutes and gathers behind it.
+    """
+    num_local = config.num_experts // layout.shape.expert
+    return jax.lax.axis_index("expert") * num_local + jnp.arange(num_local)
+
+
 def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.Array) -> jax.Array:
     """The mixture for whole rows on the trainer's layout.
 
@@ -105,7 +116,7 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
     )
     specs = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
 
-    def mix(experts_E: jax.Array, weights: Any, x_BTD: jax.Array) -> jax.Array:
+    def mix(weights: Any, x_BTD: jax.Array) -> jax.Array:
         if "fsdp" in cut:
             weights = {
                 name: jax.lax.all_gather(leaf, "fsdp", axis=_WEIGHTS[name].index("D"), tiled=True)
@@ -113,6 +124,7 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
             }
         if rows_cut:
             x_BTD = jax.lax.all_gather(x_BTD, "expert", tiled=True)
+        experts_E = _own_experts(config, layout)
         out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
         out_BTD = out_TD.reshape(x_BTD.shape)
         out_BTD = jax.lax.psum_scatter(out_BTD, "expert", tiled=True) if rows_cut else out_BTD
@@ -122,12 +134,12 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
     mixed = jax.shard_map(
         mix,
         mesh=layout.mesh,
-        in_specs=(layout.parameter_spec("E"), specs, rows),
+        in_specs=(specs, rows),
         out_specs=rows,
         axis_names=set(MESH_AXES),
         check_vma=False,
     )
-    return mixed(jnp.arange(config.num_experts), {name: layer[name] for name in specs}, x_BTD)
+    return mixed({name: layer[name] for name in specs}, x_BTD)
 
 
 def experts_of_shard(
@@ -140,20 +152,23 @@ def experts_of_shard(
         out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
         return out_TD.reshape(x_BTD.shape)
 
-    experts_E = jnp.arange(config.num_experts)
     if layout is None or layout.shape.expert * layout.shape.tensor == 1:
-        return mix(experts_E, weights, x_BTD)
+        return mix(jnp.arange(config.num_experts), weights, x_BTD)
     # Axes of rows are manual already, and so are no part of a specification here.
     placed = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
     specs = {
         name: P(*(axis if axis in _WITHIN_ROWS else None for axis in spec))
         for name, spec in placed.items()
     }
+
+    def mix_own(weights: Any, x_BTD: jax.Array) -> jax.Array:
+        return jax.lax.psum(mix(_own_experts(config, layout), weights, x_BTD), _WITHIN_ROWS)
+
     mixed = jax.shard_map(
-        lambda *arguments: jax.lax.psum(mix(*arguments), _WITHIN_ROWS),
-        in_specs=(P("expert"), specs, P()),
+        mix_own,
+        in_specs=(specs, P()),
         out_specs=P(),
         axis_names=set(_WITHIN_ROWS),
         check_vma=False,
     )
-    return mixed(experts_E, weights, x_BTD)
+    return mixed(weights, x_BTD)
