@@ -238,6 +238,12 @@ def _check_effects(config: Config) -> None:
         ),
         (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
         *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),
+        # The model of a path is known later: world.py looks at it.
+        (
+            config.model.num_experts == 0 and not config.model.path,
+            "train.balance_coefficient",
+            no_experts,
+        ),
         (config.model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"),
         (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
         (

@@ -373,6 +373,9 @@ class _Keeper:
             "entropy": first.entropy,
             "clip_fraction": last.clip_fraction,
             "grad_norm": last.grad_norm,
+            "balance_loss": last.balance_loss,
+            "expert_load_max": last.expert_load_max,
+            "expert_load_entropy": last.expert_load_entropy,
             "peak_bytes_per_device": log.bytes_per_device,
             "budget_bytes_per_device": self.world.budget_bytes,
         }

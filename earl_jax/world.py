@@ -85,6 +85,11 @@ class World:
             self.model = config.model
             self.tokenizer = _tokenizer(config, tokenizer_folder)
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        if config.train.balance_coefficient and not self.model.num_experts:
+            raise ValueError(
+                f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
+                f"model of config.model.path ({config.model.path!r}) has no experts; remove it"
+            )
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
         self.renderer = ChatRenderer(self.tokenizer, end_ids)

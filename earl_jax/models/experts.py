@@ -4,9 +4,8 @@
 
 No token is dropped and no expert has a capacity: pairs of a token and one of its experts are sorted
 by expert, and each expert multiplies its own stretch of them. What a token gets does not depend on
-its neighbours. The router is trained through the weights of the experts that it chose; there is no
-auxiliary loss for balance, which would pull the policy away from its objective, and which
-`transformers` computes only where it is asked for (`output_router_logits`).
+its neighbours. The router is trained through the weights of the experts that it chose; a loss for
+balance (routing.py) pulls the policy away from its objective, and is added where it is asked for.
 
 Experts (E) are cut over the `expert` axis and their feed-forward (F) over `tensor`. Every device
 computes its own experts for all tokens of its group, so that nothing travels but activations:
@@ -38,18 +37,21 @@ _WEIGHTS = {"router": "DX", "expert_gate": "EDF", "expert_up": "EDF", "expert_do
 _WITHIN_ROWS = ("expert", "tensor")
 
 
+def router_probabilities(x_TD: jax.Array, router_DX: jax.Array) -> jax.Array:
+    """A softmax over all experts, f32[..., X] whatever the compute type; D is the last axis."""
+    logits_TX = jnp.einsum("...D,DX->...X", x_TD, router_DX, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(logits_TX, axis=-1)
+
+
 def route(
     config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The experts of each token, likeliest first, and their weights.
 
-    Probabilities are a softmax over all experts, in fp32 whatever the compute type.
-
     Returns:
         weights_TU f32 and experts_TU i32.
     """
-    logits_TX = jnp.einsum("TD,DX->TX", x_TD, router_DX, preferred_element_type=jnp.float32)
-    probabilities_TX = jax.nn.softmax(logits_TX, axis=-1)
+    probabilities_TX = router_probabilities(x_TD, router_DX)
     weights_TU, experts_TU = jax.lax.top_k(probabilities_TX, config.experts_per_token)
     if config.normalize_expert_weights:
         weights_TU = weights_TU / jnp.sum(weights_TU, axis=-1, keepdims=True)

@@ -32,6 +32,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "entropy_coefficient": (0.0, _LARGEST),
     "final_entropy_coefficient": (0.0, _LARGEST),
     "turn_discount": (0.0, 1.0),
+    "balance_coefficient": (0.0, _LARGEST),
 }
 
 
@@ -52,6 +53,10 @@ class TrainConfig:
     `demonstration_updates` supervised updates on games of random legal moves, at
     `demonstration_learning_rate`. 0 turns them off.
 
+    `balance_coefficient` times the load-balancing loss of a mixture's routers (models/routing.py)
+    is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
+    the policy's gradient.
+
     `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
     """
 
@@ -70,6 +75,7 @@ class TrainConfig:
     clip_high: float = 0.2
     entropy_coefficient: float = 0.03
     final_entropy_coefficient: float = 0.0
+    balance_coefficient: float = 0.0
     epochs: int = 1
     micro_batches: int = 1
     remat: bool = False

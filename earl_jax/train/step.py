@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.decoder import forward_rows_routed, head_weights
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
@@ -24,6 +24,7 @@ from earl_jax.models.parameters import (
     parameter_shardings,
     parameter_specs,
 )
+from earl_jax.models.routing import Routing, balance_loss, load_of_experts
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.losses import LossSums, policy_gradient, supervised
@@ -53,6 +54,9 @@ class TrainState:
 class UpdateMetrics(NamedTuple):
     """Means over the policy's tokens of one update, read in one transfer; see `LossSums`.
 
+    `balance_loss`, `expert_load_max` and `expert_load_entropy` are those of a mixture's routers
+    over all tokens (routing.py), and None for a dense model.
+
     Scalars on the device inside the step, floats behind `read_metrics`.
     """
 
@@ -64,6 +68,9 @@ class UpdateMetrics(NamedTuple):
     mismatch_max: Any
     grad_norm: Any
     tokens: Any
+    balance_loss: Any = None
+    expert_load_max: Any = None
+    expert_load_entropy: Any = None
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
@@ -171,7 +178,18 @@ def score_batch(
 
     Place t is scored from the hidden state at t - 1; place 0 gets zeros.
     """
-    hidden_BTD = forward_rows(
+    return _score_batch(model, config, layout, temperature, params, batch)[0]
+
+
+def _score_batch(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    temperature: float,
+    params: Params,
+    batch: TrajectoryBatch,
+) -> tuple[TokenScores, Routing | None]:
+    hidden_BTD, routing = forward_rows_routed(
         model,
         layout,
         params,
@@ -189,7 +207,7 @@ def score_batch(
         chunk_size=config.logprob_chunk,
         softcap=model.final_softcap,
     )
-    return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores))
+    return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores)), routing
 
 
 def make_train_step(
@@ -201,10 +219,11 @@ def make_train_step(
     temperature: float,
     objective: Objective,
 ) -> Any:
-    """The jitted `step(state, batch, controls) -> (state, metrics f32[8])`.
+    """The jitted `step(state, batch, controls) -> (state, metrics f32[M])`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
-    micro-batches add up as sums and are divided once by all the policy's tokens. A frozen base goes
+    micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
+    balanced within each micro-batch, which counts by the policy's tokens in it. A frozen base goes
     through in the buffers that it came in. Read the metrics with `read_metrics`.
     """
     optimizer = make_optimizer(config)
@@ -214,7 +233,7 @@ def make_train_step(
         params: Params, base: Params, batch: TrajectoryBatch, entropy_coefficient: jax.Array
     ):
         params = policy_parameters(config, params, base)
-        scores = score_batch(model, config, layout, temperature, params, batch)
+        scores, routing = _score_batch(model, config, layout, temperature, params, batch)
         if objective == "supervised":
             sums = supervised(scores, batch)
         else:
@@ -225,12 +244,15 @@ def make_train_step(
                 clip_high=config.clip_high,
                 entropy_coefficient=entropy_coefficient,
             )
-        return sums.loss, sums
+        if routing is not None and config.balance_coefficient:
+            weight = config.balance_coefficient * jnp.sum(batch.turn_ids > 0)
+            sums = sums._replace(loss=sums.loss + weight * balance_loss(model, routing))
+        return sums.loss, (sums, routing)
 
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
         rate, entropy_coefficient = controls[0], controls[1]
         gradients = jax.grad(loss_sums, has_aux=True)
-        grads, sums = _accumulate(
+        grads, (sums, routing) = _accumulate(
             lambda part: gradients(state.params, state.base, part, entropy_coefficient),
             batch,
             config.micro_batches,
@@ -249,22 +271,35 @@ def make_train_step(
             mismatch_max=sums.mismatch_max,
             grad_norm=optax.tree.norm(grads),
             tokens=tokens,
+            **_routing_metrics(model, routing),
         )
         state = dataclasses.replace(
             state, updates=state.updates + 1, params=params, optimizer=optimizer_state
         )
-        return state, jnp.stack(metrics)
+        return state, jnp.stack([metric for metric in metrics if metric is not None])
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.parameters("")))
 
 
+def _routing_metrics(model: ModelConfig, routing: Routing | None) -> dict[str, jax.Array]:
+    """The fields of UpdateMetrics that a mixture has and a dense model has not."""
+    if routing is None:
+        return {}
+    load = load_of_experts(routing)
+    return {
+        "balance_loss": balance_loss(model, routing),
+        "expert_load_max": load.busiest,
+        "expert_load_entropy": load.entropy,
+    }
+
+
 def _accumulate(
-    gradients: Callable[[TrajectoryBatch], tuple[Params, LossSums]],
+    gradients: Callable[[TrajectoryBatch], tuple[Params, tuple[LossSums, Routing | None]]],
     batch: TrajectoryBatch,
     micro_batches: int,
     layout: Layout,
-) -> tuple[Params, LossSums]:
-    """Sums of gradients and losses over micro-batches, each with rows of every shard."""
+) -> tuple[Params, tuple[LossSums, Routing | None]]:
+    """Sums of all that `gradients` gives over micro-batches, each with rows of every shard."""
     if micro_batches == 1:
         return gradients(batch)
 
@@ -274,14 +309,10 @@ def _accumulate(
         return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
 
     def add(total: Any, part: TrajectoryBatch) -> tuple[Any, None]:
-        grads, sums = gradients(part)
-        total_grads, total_sums = total
-        added = LossSums(*(a + b for a, b in zip(total_sums, sums, strict=True)))
-        worst = jnp.maximum(total_sums.mismatch_max, sums.mismatch_max)
-        return (
-            jax.tree.map(jnp.add, total_grads, grads),
-            added._replace(mismatch_max=worst),
-        ), None
+        found = gradients(part)
+        grads, (sums, routing) = jax.tree.map(jnp.add, total, found)
+        worst = jnp.maximum(total[1][0].mismatch_max, found[1][0].mismatch_max)
+        return (grads, (sums._replace(mismatch_max=worst), routing)), None
 
     parts = jax.tree.map(split, batch)
     zeros = jax.tree.map(
@@ -293,7 +324,7 @@ def _accumulate(
 
 
 def read_metrics(metrics: jax.Array) -> UpdateMetrics:
-    """The one read of an update: eight numbers to the host."""
+    """The one read of an update: eight numbers to the host, eleven of a mixture."""
     return UpdateMetrics(*(float(number) for number in np.asarray(metrics)))
 
 
