@@ -424,6 +424,10 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
                 f"{path} is {value!r}; choose one of {', '.join(map(repr, arguments))}"
             )
         return value
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{path} is {value!r}; give a list, such as (1, 2)")

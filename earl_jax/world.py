@@ -92,7 +92,7 @@ class World:
             )
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
-        self.renderer = ChatRenderer(self.tokenizer, end_ids)
+        self.renderer = ChatRenderer(self.tokenizer, end_ids, config.chat.template_arguments)
         self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
         num_devices = len(self.devices)
         for field in ("num_slots", "episodes_per_step"):

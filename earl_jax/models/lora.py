@@ -71,9 +71,10 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
     ]
     for name in lora.targets:
         if name not in possible:
+            experts = " (projections of experts take no adapters)" if "router" in layers else ""
             raise ValueError(
-                f"config.train.lora.targets has {name!r}, which cannot be adapted in this model; "
-                f"choose from {', '.join(possible)}"
+                f"config.train.lora.targets has {name!r}, which cannot be adapted in this model"
+                f"{experts}; choose from {', '.join(possible)}"
             )
     return {"layers": {name: _pair(name, layers[name], lora.rank) for name in lora.targets}}
 
