@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_experts import MODEL, VOCAB, params
+from test_generation import CHECKPOINT
 
 from earl_jax.config import make_config
 from earl_jax.models.decoder import forward_rows_routed
@@ -19,6 +20,7 @@ from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import make_train_step, read_metrics, state_of
 from earl_jax.trajectory import TrajectoryBatch
+from earl_jax.world import World
 
 PAIR = dataclasses.replace(MODEL, num_experts=2, experts_per_token=1)
 ROWS, LENGTH = 8, 12
@@ -197,3 +199,9 @@ def test_updates_with_the_loss_even_out_a_crowded_router():
 def test_a_coefficient_that_makes_no_sense_is_an_error(overrides, words):
     with pytest.raises(ValueError, match=words):
         make_config({}, overrides)
+
+
+def test_a_dense_checkpoint_has_nothing_to_balance():
+    given = {"model": {"path": str(CHECKPOINT)}, "train": {"balance_coefficient": 0.1}}
+    with pytest.raises(ValueError, match="balance_coefficient is 0.1, but the model.*no experts"):
+        World(make_config(given))
