@@ -326,6 +326,7 @@ class _Keeper:
         trajectories, load, stage_s = record.trajectories, record.load, record.stage_s
         rewards = np.array([t.reward for t in trajectories])
         first, last = record.updates[0], record.updates[-1]
+        corrected = self.world.config.importance_cap > 0
         log = self.placement.take_log()
         switches = [decision for decision in log.decisions if decision.switched]
         train_tokens = sum(t.num_tokens for t in trajectories) * len(record.updates)
@@ -367,6 +368,8 @@ class _Keeper:
             "publish_host_bytes": record.publish_host_bytes,
             "logprob_mismatch_max": first.mismatch_max,
             "logprob_mismatch_mean": first.mismatch_mean,
+            "importance_mean": first.importance_mean if corrected else None,
+            "truncated_fraction": first.truncated_fraction if corrected else None,
             "version_lag_max": max(versions, default=0),
             "loss": last.loss,
             "kl": last.kl,

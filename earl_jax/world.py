@@ -113,6 +113,8 @@ class World:
         first = self.train_layout(self.train_candidates[0])
         choice = choose_kernel(config.train.attention, first, self.model)
         self.notes.append(f"attention in training: {choice}")
+        if not config.rollout.is_precise_as(self.model.compute_dtype):
+            self.notes.append(f"rollout in another precision than training: {_precision(config)}")
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         return check_tensor_axis(
@@ -142,8 +144,11 @@ class World:
         rollout = self.config.rollout
         return PolicyEngine(
             EngineConfig(
-                model=self.model,
+                model=dataclasses.replace(
+                    self.model, compute_dtype=rollout.computes_as(self.model.compute_dtype)
+                ),
                 vocab_size=self.vocab_size,
+                weight_dtype=rollout.weight_dtype,
                 num_slots=rollout.num_slots,
                 num_rows=rollout.episodes_per_step,
                 chunk_size=rollout.chunk_size,
@@ -175,6 +180,22 @@ class World:
             vocab_size=self.vocab_size,
             temperature=self.config.rollout.temperature,
             objective=objective,
+            importance_cap=self.config.importance_cap,
+        )
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether a batch is to be scored before it is learnt from."""
+        return self.config.importance_cap > 0 and self.config.train.epochs > 1
+
+    @functools.cache  # noqa: B019
+    def scorer(self, shape: MeshShape) -> Any:
+        """The jitted scoring of a batch on this training mesh."""
+        return train_step.make_scorer(
+            self.model,
+            self.config.train,
+            self.train_layout(shape),
+            temperature=self.config.rollout.temperature,
         )
 
     def train_state_shapes(self) -> TrainState:
@@ -258,6 +279,15 @@ class World:
             )
             for update in range(train.demonstration_updates)
         ]
+
+
+def _precision(config: Config) -> str:
+    """The rollout's, and what the loss does about it, for people."""
+    rollout, cap = config.rollout, config.importance_cap
+    dtype = rollout.computes_as(config.model.compute_dtype)
+    weights = f"{rollout.weight_dtype} weights, " if rollout.weight_dtype != "compute" else ""
+    correction = f"importance weights up to {cap:g}" if cap else "no correction of the loss"
+    return f"{weights}{dtype} against {config.model.compute_dtype}; {correction}"
 
 
 def _tokenizer(config: Config, folder: Path | None) -> Any:

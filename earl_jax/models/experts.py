@@ -20,6 +20,8 @@ computes its own experts for all tokens of its group, so that nothing travels bu
   shards, but needs room for the worst case, or drops tokens.
 """
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.grouped_matmul import grouped_matmul
+from earl_jax.models.quantization import Quantized
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import Layout
 
@@ -79,14 +82,26 @@ def mix_experts(
     sizes_E = jnp.sum(local_M[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     x_TUD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), per_token, x_TD.shape[-1]))
     x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
-    gate_MF = grouped_matmul(x_MD, layer["expert_gate"], sizes_E)
-    up_MF = grouped_matmul(x_MD, layer["expert_up"], sizes_E)
+    expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
+    gate_MF = _multiply(x_MD, layer["expert_gate"], sizes_E, expert_M)
+    up_MF = _multiply(x_MD, layer["expert_up"], sizes_E, expert_M)
     hidden_MF = ACTIVATIONS[config.activation](gate_MF) * up_MF
-    out_MD = grouped_matmul(hidden_MF, layer["expert_down"], sizes_E)
+    out_MD = _multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M)
     out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
     # Behind the last group a backend may leave anything, NaN included.
     out_TUD = jnp.where(here_TU[..., None], out_TUD, 0).astype(jnp.float32)
     return jnp.einsum("TUD,TU->TD", out_TUD, weights_TU).astype(x_TD.dtype)
+
+
+def _multiply(
+    x_MD: jax.Array, weights_EDF: jax.Array | Quantized, sizes_E: jax.Array, expert_M: jax.Array
+) -> jax.Array:
+    """`grouped_matmul`, of int8 too. `expert_M` is the group of each row, any behind the last."""
+    if not isinstance(weights_EDF, Quantized):
+        return grouped_matmul(x_MD, weights_EDF, sizes_E)
+    product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E)
+    scale_MF = weights_EDF.scale[expert_M]
+    return (product_MF.astype(jnp.float32) * scale_MF).astype(x_MD.dtype)
 
 
 def _permute(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
@@ -156,11 +171,14 @@ def experts_of_shard(
 
     if layout is None or layout.shape.expert * layout.shape.tensor == 1:
         return mix(jnp.arange(config.num_experts), weights, x_BTD)
+
     # Axes of rows are manual already, and so are no part of a specification here.
-    placed = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
+    def within_rows(letters: str) -> P:
+        spec = layout.parameter_spec(letters)
+        return P(*(axis if axis in _WITHIN_ROWS else None for axis in spec))
+
     specs = {
-        name: P(*(axis if axis in _WITHIN_ROWS else None for axis in spec))
-        for name, spec in placed.items()
+        name: _placed(weights[name], letters, within_rows) for name, letters in _WEIGHTS.items()
     }
 
     def mix_own(weights: Any, x_BTD: jax.Array) -> jax.Array:
@@ -174,3 +192,11 @@ def experts_of_shard(
         check_vma=False,
     )
     return mixed(weights, x_BTD)
+
+
+def _placed(weight: Any, letters: str, place: Callable[[str], P]) -> Any:
+    """The specification of a matrix, or of both parts of a quantised one."""
+    if not isinstance(weight, Quantized):
+        return place(letters)
+    outputs = "".join(letter for letter in letters if letter not in weight.inputs)
+    return dataclasses.replace(weight, values=place(letters), scale=place(outputs))

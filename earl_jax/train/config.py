@@ -10,6 +10,7 @@ from earl_jax.models.config import LoraConfig
 ESTIMATORS = ("reinforce", "grpo")
 SCHEDULES = ("constant", "linear", "cosine")
 ATTENTION = ("auto", "blockwise", "splash", "tokamax")
+CORRECTIONS = ("auto", "none", "truncated")
 
 # Not infinity: a number that is infinite is a mistake too.
 _LARGEST = 1e30
@@ -29,6 +30,7 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "adam_b2": (0.0, 0.999999),
     "clip_low": (0.0, 1.0),
     "clip_high": (0.0, _LARGEST),
+    "importance_cap": (1.0, _LARGEST),
     "entropy_coefficient": (0.0, _LARGEST),
     "final_entropy_coefficient": (0.0, _LARGEST),
     "turn_discount": (0.0, 1.0),
@@ -48,6 +50,14 @@ class TrainConfig:
     tokens of every row are scored at a time. `remat` recomputes activations in the backward pass.
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the best that there is for the devices.
+
+    `correction` says what is done where the policy that sampled is not the one that an update
+    begins with. "none": the clipped ratio is relative to the policy that sampled. "truncated": it
+    is relative to the policy that the step begins with, as this trainer scores it, and each token
+    is weighted by how much likelier that one finds it than the one that sampled, at most
+    `importance_cap` (see `losses.policy_gradient`). With `epochs` above 1 that costs one more
+    forward pass a step. "auto" is "truncated" where the rollout has another precision than the
+    trainer (config.rollout.weight_dtype, config.rollout.compute_dtype), else "none".
 
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
     `demonstration_updates` supervised updates on games of random legal moves, at
@@ -73,6 +83,8 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
+    correction: Literal["auto", "none", "truncated"] = "auto"
+    importance_cap: float = 2.0
     entropy_coefficient: float = 0.03
     final_entropy_coefficient: float = 0.0
     balance_coefficient: float = 0.0
@@ -93,6 +105,7 @@ class TrainConfig:
             ("advantage", ESTIMATORS),
             ("schedule", SCHEDULES),
             ("attention", ATTENTION),
+            ("correction", CORRECTIONS),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(

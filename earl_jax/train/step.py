@@ -66,6 +66,8 @@ class UpdateMetrics(NamedTuple):
     kl: Any
     mismatch_mean: Any
     mismatch_max: Any
+    importance_mean: Any
+    truncated_fraction: Any
     grad_norm: Any
     tokens: Any
     balance_loss: Any = None
@@ -218,13 +220,16 @@ def make_train_step(
     vocab_size: int,
     temperature: float,
     objective: Objective,
+    importance_cap: float = 0.0,
 ) -> Any:
     """The jitted `step(state, batch, controls) -> (state, metrics f32[M])`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
     micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
     balanced within each micro-batch, which counts by the policy's tokens in it. A frozen base goes
-    through in the buffers that it came in. Read the metrics with `read_metrics`.
+    through in the buffers that it came in. Read the metrics with `read_metrics`. `importance_cap`
+    above 0 corrects for who sampled (`losses.policy_gradient`); with more than one update a batch,
+    give `batch.proximal` then, by `make_scorer`.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout)
@@ -243,6 +248,7 @@ def make_train_step(
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
                 entropy_coefficient=entropy_coefficient,
+                importance_cap=importance_cap,
             )
         if routing is not None and config.balance_coefficient:
             weight = config.balance_coefficient * jnp.sum(batch.turn_ids > 0)
@@ -269,6 +275,8 @@ def make_train_step(
             kl=sums.kl / tokens,
             mismatch_mean=sums.mismatch / tokens,
             mismatch_max=sums.mismatch_max,
+            importance_mean=sums.importance / tokens,
+            truncated_fraction=sums.truncated / tokens,
             grad_norm=optax.tree.norm(grads),
             tokens=tokens,
             **_routing_metrics(model, routing),
@@ -303,18 +311,13 @@ def _accumulate(
     if micro_batches == 1:
         return gradients(batch)
 
-    def split(field_BT: jax.Array) -> jax.Array:
-        rows, length = field_BT.shape
-        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
-
     def add(total: Any, part: TrajectoryBatch) -> tuple[Any, None]:
         found = gradients(part)
         grads, (sums, routing) = jax.tree.map(jnp.add, total, found)
         worst = jnp.maximum(total[1][0].mismatch_max, found[1][0].mismatch_max)
         return (grads, (sums._replace(mismatch_max=worst), routing)), None
 
-    parts = jax.tree.map(split, batch)
+    parts = _split(batch, micro_batches, layout)
     zeros = jax.tree.map(
         lambda shape: jnp.zeros(shape.shape, shape.dtype),
         jax.eval_shape(gradients, jax.tree.map(lambda field: field[0], parts)),
@@ -323,12 +326,46 @@ def _accumulate(
     return total
 
 
+def _split(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> TrajectoryBatch:
+    """Micro-batches along a first axis, each with rows of every shard."""
+
+    def split(field_BT: jax.Array) -> jax.Array:
+        rows, length = field_BT.shape
+        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
+
+    return jax.tree.map(split, batch)
+
+
+def make_scorer(
+    model: ModelConfig, config: TrainConfig, layout: Layout, *, temperature: float
+) -> Any:
+    """The jitted `score(state, batch) -> batch` with `proximal`: what this state makes of it.
+
+    In as many parts as an update has micro-batches. Donates nothing.
+    """
+
+    def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
+        params = policy_parameters(config, state.params, state.base)
+        parts = _split(batch, config.micro_batches, layout)
+        logprobs = jax.lax.map(
+            lambda part: score_batch(model, config, layout, temperature, params, part).logprobs,
+            parts,
+        )
+        proximal_BT = logprobs.swapaxes(0, 1).reshape(batch.tokens.shape)
+        return dataclasses.replace(batch, proximal=layout.constrain(proximal_BT, "BT"))
+
+    return jax.jit(score)
+
+
 def read_metrics(metrics: jax.Array) -> UpdateMetrics:
-    """The one read of an update: eight numbers to the host, eleven of a mixture."""
+    """The one read of an update: ten numbers to the host, thirteen of a mixture."""
     return UpdateMetrics(*(float(number) for number in np.asarray(metrics)))
 
 
-def batch_shapes(rows: int, length: int, layout: Layout) -> TrajectoryBatch:
+def batch_shapes(
+    rows: int, length: int, layout: Layout, *, with_proximal: bool = False
+) -> TrajectoryBatch:
     """A TrajectoryBatch as placed shapes, for tracing."""
 
     def shape(dtype: Any) -> Any:
@@ -341,4 +378,5 @@ def batch_shapes(rows: int, length: int, layout: Layout) -> TrajectoryBatch:
         logprobs=shape(jnp.float32),
         versions=shape(jnp.int32),
         advantages=shape(jnp.float32),
+        proximal=shape(jnp.float32) if with_proximal else None,
     )
