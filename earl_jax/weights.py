@@ -27,9 +27,9 @@ class Published:
 def publish(params: Any, shapes: Any, shardings: Any) -> Published:
     """Layers unstacked, adapters merged, cast or quantised, placed on the rollout layout.
 
-    Numbers are rounded where they lie and then sent, so that no device holds more of the full
-    precision than before. Over the same devices all of it is one compiled program; to other devices
-    weights are sent piece by piece. int8 is made from fp32, whatever the compute type.
+    Over the same devices a cast is one compiled program with the move. int8 is made from fp32,
+    whatever the compute type, where the numbers lie, and sent then, as all is to other devices:
+    piece by piece, a byte a number, so that no device holds more of the full precision than before.
 
     Args:
         params: the trainer's tree, layers stacked on the leading axis; some may be `Adapted`.
@@ -39,10 +39,11 @@ def publish(params: Any, shapes: Any, shardings: Any) -> Published:
     made = _where_made(params, shapes)
     sources = jax.tree.map(lambda leaf: leaf.sharding, made)
     here, there = (jax.tree.leaves(side)[0].mesh for side in (sources, shardings))
-    if list(here.devices.flat) == list(there.devices.flat):
-        moved = program_of(params, shapes, shardings)(params)
-    else:
+    quantized = any(map(is_quantized, jax.tree.leaves(shapes, is_leaf=is_quantized)))
+    if quantized or list(here.devices.flat) != list(there.devices.flat):
         moved = reshard(program_of(params, shapes, sources)(params), shardings)
+    else:
+        moved = program_of(params, shapes, shardings)(params)
     described = tuple(
         (leaf.shape, leaf.dtype.itemsize, leaf.sharding) for leaf in jax.tree.leaves(made)
     )
@@ -52,21 +53,16 @@ def publish(params: Any, shapes: Any, shardings: Any) -> Published:
 
 
 def program_of(params: Any, shapes: Any, shardings: Any) -> Any:
-    """The jitted `make(params)` of `publish`; `shardings` must be over the devices of `params`."""
-    made = jax.tree.leaves(_where_made(params, shapes))
+    """The jitted `make(params)` of the engine's tree, over the devices of `params`."""
     return _unstack_to(
         jax.tree.structure(shapes),
-        tuple(leaf.dtype for leaf in made),
-        tuple(leaf.sharding for leaf in made),
+        tuple(leaf.dtype for leaf in jax.tree.leaves(shapes)),
         tuple(jax.tree.leaves(shardings)),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _unstack_to(
-    tree: Any, dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any, ...]
-) -> Any:
-    """The program that makes the engine's tree in these types, at `sources`, and puts it out."""
+def _unstack_to(tree: Any, dtypes: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
     wanted = jax.tree.unflatten(tree, dtypes)
 
     def make(want: Any, leaf: Any) -> Any:
@@ -77,9 +73,7 @@ def _unstack_to(
         return weight.astype(want)
 
     def unstack(params: Any) -> Any:
-        made = jax.tree.map(make, wanted, _unstacked(params, wanted), is_leaf=is_quantized)
-        # Else XLA may send first and round then.
-        return jax.lax.with_sharding_constraint(made, jax.tree.unflatten(tree, sources))
+        return jax.tree.map(make, wanted, _unstacked(params, wanted), is_leaf=is_quantized)
 
     return jax.jit(unstack, out_shardings=jax.tree.unflatten(tree, targets))
 
