@@ -26,6 +26,7 @@ def steps_of(workdir):
 # Between one update and the next the policy moves; its log-probs move by far more than rounding.
 SETTINGS = {
     "num_steps": 2,
+    "rollout.context_buckets": "(40,)",
     "eval.games": 16,
     "eval.final_games": 16,
     "train.epochs": 2,
