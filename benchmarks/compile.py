@@ -34,7 +34,7 @@ class Case:
     """What is compiled: `rows` of `length` tokens a device group that holds whole rows.
 
     In training `rows` are those of one update and row shard, in as many micro-batches; in a rollout
-    they are slots with room for `length` tokens.
+    they are slots with room for `length` tokens. `weight_dtype` is the engine's.
     """
 
     model: str
@@ -43,6 +43,7 @@ class Case:
     stage: Literal["train", "rollout"]
     rows: int
     length: int
+    weight_dtype: Literal["compute", "int8"] = "compute"
 
     @property
     def config(self) -> ModelConfig:
@@ -56,6 +57,7 @@ class Case:
 
     def __str__(self) -> str:
         what = "update" if self.stage == "train" else "round"
+        what += ", int8 weights" if self.weight_dtype == "int8" else ""
         return (
             f"{self.model} | {self.topology} | {what} | {self.mesh} | {self.rows} x {self.length:,}"
         )
@@ -83,6 +85,13 @@ CASES = (
     *_cases("mistral-7b", "h100:1x8", "fsdp=8", "data=4,tensor=2"),
     *_cases("gemma3-12b", "v5p:2x2x4", "fsdp=8,tensor=2", "data=8,tensor=2"),
     *_cases("gemma3-12b", "h100:2x8", "fsdp=16", "data=8,tensor=2"),
+)
+
+# Beside the same rounds in bf16.
+CASES += tuple(
+    dataclasses.replace(case, weight_dtype="int8")
+    for case in CASES
+    if case.stage == "rollout" and case.model in ("qwen2.5-7b", "qwen3-30b-a3b")
 )
 
 CHUNK, BURST = 128, 16
@@ -130,6 +139,7 @@ def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
     config = EngineConfig(
         model=case.config,
         vocab_size=case.vocab_size,
+        weight_dtype=case.weight_dtype,
         num_slots=slots,
         num_rows=slots,
         chunk_size=CHUNK,

@@ -30,7 +30,6 @@ from earl_jax.selector.throughput import Measurement, ThroughputTable, load_tabl
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import batch_shapes
-from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.weights import publish
 from earl_jax.world import World
 
@@ -48,7 +47,10 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "episodes_per_step",
                 "chunk_size",
                 "burst",
+                "page_size",
                 "model_logprobs",
+                "compute_dtype",
+                "weight_dtype",
             )
         }
         | {"choice_branches": world.choice_branches},
@@ -56,7 +58,7 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
             field: getattr(config.train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
         }
-        | {"lora": dataclasses.asdict(config.train.lora)},
+        | {"lora": dataclasses.asdict(config.train.lora), "importance_cap": config.importance_cap},
         "order": config.selector.order,
         "measure_rounds": config.selector.measure_rounds,
         "devices": [f"{d.platform} {d.device_kind}" for d in world.devices],
@@ -187,7 +189,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
 def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
     """Updates on rows full of the policy's tokens."""
     rows, layout = world.config.rollout.episodes_per_step, world.train_layout(mesh)
-    shapes = batch_shapes(rows, places, layout)
+    shapes = batch_shapes(rows, places, layout, with_proximal=world.needs_proximal)
     step = world.train_step(mesh, "policy_gradient")
     state = world.init_train_state(mesh)
     controls = np.zeros(2, np.float32)
@@ -198,14 +200,8 @@ def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
     shardings = world.train_state_shardings(mesh)
     reshard(elsewhere, shardings)
     switch_s = _seconds(lambda: reshard(elsewhere, shardings))
-    batch = TrajectoryBatch(
-        **{
-            field.name: jax.device_put(
-                np.ones((rows, places), getattr(shapes, field.name).dtype),
-                layout.activations("BT"),
-            )
-            for field in dataclasses.fields(TrajectoryBatch)
-        }
+    batch = jax.tree.map(
+        lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )
     state, metrics = step(state, batch, controls)
     jax.block_until_ready(metrics)

@@ -221,6 +221,13 @@ class Config:
                     "config.rollout.model_logprobs to True"
                 )
 
+    @property
+    def importance_cap(self) -> float:
+        """What the loss truncates importance weights at; 0 where it has none."""
+        same = self.rollout.is_precise_as(self.model.compute_dtype)
+        off = self.train.correction == "none" or (self.train.correction == "auto" and same)
+        return 0.0 if off else self.train.importance_cap
+
     def as_dict(self) -> dict[str, Any]:
         """The complete configuration, as written to config.json."""
         return dataclasses.asdict(self)
@@ -236,6 +243,10 @@ def _check_effects(config: Config) -> None:
     no_adapters = "config.train.lora.rank is 0"
     experts = ("experts_per_token", "expert_ffn_size", "normalize_expert_weights")
     no_experts = "config.model.num_experts is 0"
+    clips = ("clip_low", "clip_high")
+    # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
+    same_precision = config.rollout.is_precise_as(config.model.compute_dtype)
+    never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
     idle = (
         *(
             (config.model.path != "", f"model.{field.name}", "config.model.path gives the model")
@@ -267,6 +278,12 @@ def _check_effects(config: Config) -> None:
         (config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"),
         (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
         *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),
+        # The model of a path is known later: world.py looks at it.
+        (
+            config.model.num_experts == 0 and not config.model.path,
+            "train.balance_coefficient",
+            no_experts,
+        ),
         (config.model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"),
         (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
         (
@@ -274,8 +291,8 @@ def _check_effects(config: Config) -> None:
             "train.final_learning_rate",
             "config.train.schedule is 'constant'",
         ),
-        (train.epochs == 1, "train.clip_low", "config.train.epochs is 1"),
-        (train.epochs == 1, "train.clip_high", "config.train.epochs is 1"),
+        *((never_clips, f"train.{field}", "config.train.epochs is 1") for field in clips),
+        (config.importance_cap == 0, "train.importance_cap", "there is no correction here"),
         *(
             (train.lora.rank == 0, f"train.lora.{field}", no_adapters)
             for field in ("alpha", "targets", "base_dtype")
@@ -447,6 +464,10 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
                 f"{path} is {value!r}; choose one of {', '.join(map(repr, arguments))}"
             )
         return value
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
+        return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{path} is {value!r}; give a list, such as (1, 2)")

@@ -229,6 +229,8 @@ def learn(
 ) -> tuple[TrainState, list[UpdateMetrics]]:
     """The updates of one step; the first one's mismatch is taken before anything has changed."""
     config = world.config
+    if world.needs_proximal:
+        batch = world.scorer(placement.in_training)(state, batch)
     controls = np.array(
         [
             learning_rate(config.train, step, config.num_steps),

@@ -326,6 +326,7 @@ class _Keeper:
         trajectories, load, stage_s = record.trajectories, record.load, record.stage_s
         rewards = np.array([t.reward for t in trajectories])
         first, last = record.updates[0], record.updates[-1]
+        corrected = self.world.config.importance_cap > 0
         log = self.placement.take_log()
         switches = [decision for decision in log.decisions if decision.switched]
         train_tokens = sum(t.num_tokens for t in trajectories) * len(record.updates)
@@ -369,12 +370,17 @@ class _Keeper:
             "logprob_mismatch_max": first.mismatch_max,
             "logprob_mismatch_mean": first.mismatch_mean,
             "sampling_kl": sampling_kl(trajectories),
+            "importance_mean": first.importance_mean if corrected else None,
+            "truncated_fraction": first.truncated_fraction if corrected else None,
             "version_lag_max": max(versions, default=0),
             "loss": last.loss,
             "kl": last.kl,
             "entropy": first.entropy,
             "clip_fraction": last.clip_fraction,
             "grad_norm": last.grad_norm,
+            "balance_loss": last.balance_loss,
+            "expert_load_max": last.expert_load_max,
+            "expert_load_entropy": last.expert_load_entropy,
             "peak_bytes_per_device": log.bytes_per_device,
             "budget_bytes_per_device": self.world.budget_bytes,
         }

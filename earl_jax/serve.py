@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from earl_jax.main import exit_status, start_jax
 
@@ -94,6 +94,12 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "weights are, else bfloat16)",
     )
     parser.add_argument(
+        "--weight_dtype",
+        choices=("compute", "int8"),
+        help="type that matrices are kept in: as they are multiplied, or a byte a number (default: "
+        "the run's; for a model compute)",
+    )
+    parser.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu", "tpu"),
         help="devices for --model (auto); a run's own config says its",
@@ -115,6 +121,7 @@ class _Policy:
     tokenizer: Any
     end_ids: tuple[int, ...]
     max_context: int
+    weight_dtype: Literal["compute", "int8"]
     load: Callable[[Any], Any]
 
 
@@ -156,6 +163,7 @@ def serve_command(arguments: Sequence[str]) -> None:
         EngineConfig(
             model=policy.model,
             vocab_size=policy.vocab_size,
+            weight_dtype=policy.weight_dtype,
             num_slots=flags.num_slots,
             # Rollouts' own: nothing is written down here.
             num_rows=layout.num_row_shards,
@@ -260,12 +268,11 @@ def _run_policy(flags: argparse.Namespace) -> _Policy:
     from earl_jax.run import read_newest
 
     world, position, _ = read_newest(config, flags.workdir)
-    model, params = world.model, world.policy(position.state)
-    if flags.compute_dtype:
-        model = dataclasses.replace(model, compute_dtype=flags.compute_dtype)
+    params = world.policy(position.state)
+    dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
     return _Policy(
         name=f"{flags.workdir} after step {position.step}",
-        model=model,
+        model=dataclasses.replace(world.model, compute_dtype=dtype),
         vocab_size=world.vocab_size,
         tokenizer=world.tokenizer,
         end_ids=world.renderer.end_of_turn_ids,
@@ -273,6 +280,7 @@ def _run_policy(flags: argparse.Namespace) -> _Policy:
         max_context=_max_context(world.checkpoint)
         if world.checkpoint
         else 2 * config.rollout.context_buckets[-1],
+        weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
         load=lambda layout: params,
     )
 
@@ -309,6 +317,7 @@ def _model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> _Policy:
         tokenizer=tokenizer,
         end_ids=generation.end_ids_of(tokenizer),
         max_context=_max_context(checkpoint),
+        weight_dtype=flags.weight_dtype or "compute",
         load=lambda layout: load_parameters(checkpoint, layout),
     )
 

@@ -125,8 +125,10 @@ class TrajectoryBatch:
     sample (there is one, unless it forks), which sees nothing of the others; `turn_ids` i32[N,T], 0
     where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
     of the policy that the update is measured against (config.train.ratio), `versions` i32[N,T] of
-    the policy that sampled, `advantages` f32[N,T]. All but `tokens` and `segment_ids` mean
-    something only where `turn_ids` > 0.
+    the policy that sampled, `advantages` f32[N,T]. `proximal` f32[N,T] are log-probs of the policy
+    that learning from this batch begins with, as the trainer scores it; None where the loss needs
+    none (`train.step.make_scorer`). All but `tokens` and `segment_ids` mean something only where
+    `turn_ids` > 0.
 
     Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
     segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.
@@ -138,11 +140,13 @@ class TrajectoryBatch:
     logprobs: jax.Array
     versions: jax.Array
     advantages: jax.Array
+    proximal: jax.Array | None = None
 
     def validate(self) -> None:
         """Raises ValueError unless every field has the shape of `tokens`."""
         for field in dataclasses.fields(self):
-            shape = getattr(self, field.name).shape
+            values = getattr(self, field.name)
+            shape = self.tokens.shape if values is None else values.shape
             if shape != self.tokens.shape or len(shape) != 2:
                 raise ValueError(
                     f"TrajectoryBatch.{field.name} has shape {shape}; every field must be "

@@ -4,98 +4,121 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.models.lora import is_adapted, merged
+from earl_jax.models.quantization import is_quantized, quantize
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfers, shard_ranges
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """The engine's weights (layers as a list, compute type), and the bytes that changed device."""
+    """The engine's weights (layers as a list, in its types), and the bytes that changed device."""
 
     params: Any
     moved_bytes: int
 
 
 def publish(params: Any, shapes: Any, shardings: Any) -> Published:
-    """Layers unstacked, adapters merged, cast to the compute type, placed on the rollout layout.
+    """Layers unstacked, adapters merged, cast or quantised, placed on the rollout layout.
 
-    Over the same devices all of it is one compiled program. Over other devices the layers are
-    unstacked where they are and then sent, piece by piece.
+    Over the same devices a cast is one compiled program with the move. int8 is made from fp32,
+    whatever the compute type, where the numbers lie, and sent then, as all is to other devices:
+    piece by piece, a byte a number, so that no device holds more of the full precision than before.
 
     Args:
         params: the trainer's tree, layers stacked on the leading axis; some may be `Adapted`.
-        shapes: shapes and types of the engine's tree, layers as a list.
+        shapes: shapes and types of the engine's tree, layers as a list; some may be `Quantized`.
         shardings: where the engine wants each of them.
     """
-    targets = tuple(jax.tree.leaves(shardings))
-    dtype = jax.tree.leaves(shapes)[0].dtype
-    num_layers = len(shapes["layers"])
-    source = jax.tree.leaves(params)[0].sharding
-    if list(source.mesh.devices.flat) == list(targets[0].mesh.devices.flat):
-        moved = _unstack_to(num_layers, dtype, jax.tree.structure(shardings), targets)(params)
-        unstacked = _unstacked_shapes(num_layers, params)
+    made = _where_made(params, shapes)
+    sources = jax.tree.map(lambda leaf: leaf.sharding, made)
+    here, there = (jax.tree.leaves(side)[0].mesh for side in (sources, shardings))
+    quantized = any(map(is_quantized, jax.tree.leaves(shapes, is_leaf=is_quantized)))
+    if quantized or list(here.devices.flat) != list(there.devices.flat):
+        moved = reshard(program_of(params, shapes, sources)(params), shardings)
     else:
-        unstacked = _unstack_in_place(num_layers, dtype)(params)
-        moved = reshard(unstacked, shardings)
+        moved = program_of(params, shapes, shardings)(params)
     described = tuple(
-        (leaf.shape, dtype.itemsize, leaf.sharding) for leaf in jax.tree.leaves(unstacked)
+        (leaf.shape, leaf.dtype.itemsize, leaf.sharding) for leaf in jax.tree.leaves(made)
     )
-    return Published(params=moved, moved_bytes=_moved_bytes(described, targets))
+    return Published(
+        params=moved, moved_bytes=_moved_bytes(described, tuple(jax.tree.leaves(shardings)))
+    )
 
 
-def _unstack(num_layers: int, dtype: jnp.dtype, params: Any) -> Any:
-    params = jax.tree.map(
-        lambda leaf: leaf if is_adapted(leaf) else leaf.astype(dtype), params, is_leaf=is_adapted
+def program_of(params: Any, shapes: Any, shardings: Any) -> Any:
+    """The jitted `make(params)` of the engine's tree, over the devices of `params`."""
+    return _unstack_to(
+        jax.tree.structure(shapes),
+        tuple(leaf.dtype for leaf in jax.tree.leaves(shapes)),
+        tuple(jax.tree.leaves(shardings)),
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _unstack_to(tree: Any, dtypes: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
+    wanted = jax.tree.unflatten(tree, dtypes)
+
+    def make(want: Any, leaf: Any) -> Any:
+        # Merged layer by layer, because a merged weight is fp32 before it is rounded.
+        weight = merged(leaf)
+        if is_quantized(want):
+            return quantize(weight, want.axes, want.inputs)
+        return weight.astype(want)
+
+    def unstack(params: Any) -> Any:
+        return jax.tree.map(make, wanted, _unstacked(params, wanted), is_leaf=is_quantized)
+
+    return jax.jit(unstack, out_shardings=jax.tree.unflatten(tree, targets))
+
+
+def _unstacked(params: Any, wanted: Any) -> Any:
     layers = [
         jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
-        for index in range(num_layers)
+        for index in range(len(wanted["layers"]))
     ]
-    # Merged layer by layer, because a merged weight is fp32 before it is cast.
-    return jax.tree.map(
-        lambda leaf: merged(leaf).astype(dtype), {**params, "layers": layers}, is_leaf=is_adapted
-    )
+    return {**params, "layers": layers}
 
 
-@functools.lru_cache(maxsize=64)
-def _unstack_to(num_layers: int, dtype: Any, tree: Any, targets: tuple[Any, ...]) -> Any:
-    return jax.jit(
-        functools.partial(_unstack, num_layers, dtype),
-        out_shardings=jax.tree.unflatten(tree, targets),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def _unstack_in_place(num_layers: int, dtype: Any) -> Any:
-    return jax.jit(functools.partial(_unstack, num_layers, dtype))
-
-
-def _unstacked_shapes(num_layers: int, params: Any) -> Any:
+def _where_made(params: Any, shapes: Any) -> Any:
     """The engine's tree as it lies on the trainer's layout: L is cut, and was not sharded."""
 
-    def shape(leaf: Any, skip: int) -> Any:
+    def describe(shape: Any, leaf: Any, skip: int) -> Any:
         # Merged where the weight lies: the adapter's parts are cut as it is.
-        leaf = leaf.weight if is_adapted(leaf) else leaf
-        spec = jax.sharding.PartitionSpec(*tuple(leaf.sharding.spec)[skip:])
-        return jax.ShapeDtypeStruct(
-            leaf.shape[skip:],
-            leaf.dtype,
-            sharding=jax.sharding.NamedSharding(leaf.sharding.mesh, spec),
+        where = (leaf.weight if is_adapted(leaf) else leaf).sharding
+        entries = tuple(where.spec)[skip:]
+
+        def at(part: jax.ShapeDtypeStruct, entries: Sequence[Any]) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(where.mesh, PartitionSpec(*entries))
+            return jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=sharding)
+
+        if not is_quantized(shape):
+            return at(shape, entries)
+        kept = [
+            entry
+            for letter, entry in zip(shape.axes, entries, strict=False)
+            if letter not in shape.inputs
+        ]
+        return dataclasses.replace(
+            shape, values=at(shape.values, entries), scale=at(shape.scale, kept)
         )
 
-    layer = jax.tree.map(lambda leaf: shape(leaf, 1), params["layers"], is_leaf=is_adapted)
+    def describe_all(shapes: Any, leaves: Any, skip: int) -> Any:
+        return jax.tree.map(
+            lambda shape, leaf: describe(shape, leaf, skip), shapes, leaves, is_leaf=is_quantized
+        )
+
     rest = {
-        name: jax.tree.map(lambda leaf: shape(leaf, 0), part)
-        for name, part in params.items()
-        if name != "layers"
+        name: describe_all(shapes[name], params[name], 0) for name in shapes if name != "layers"
     }
-    return {**rest, "layers": [layer] * num_layers}
+    layers = [describe_all(layer, params["layers"], 1) for layer in shapes["layers"]]
+    return {**rest, "layers": layers}
 
 
 @functools.lru_cache(maxsize=64)

@@ -86,9 +86,14 @@ class World:
             self.model = config.model
             self.tokenizer = _tokenizer(config, tokenizer_folder)
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        if config.train.balance_coefficient and not self.model.num_experts:
+            raise ValueError(
+                f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
+                f"model of config.model.path ({config.model.path!r}) has no experts; remove it"
+            )
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
-        self.renderer = ChatRenderer(self.tokenizer, end_ids)
+        self.renderer = ChatRenderer(self.tokenizer, end_ids, config.chat.template_arguments)
         strange = [i for i in config.rollout.stop_token_ids if i >= self.vocab_size]
         if strange:
             raise ValueError(
@@ -116,6 +121,8 @@ class World:
         first = self.train_layout(self.train_candidates[0])
         choice = choose_kernel(config.train.attention, first, self.model)
         self.notes.append(f"attention in training: {choice}")
+        if not config.rollout.is_precise_as(self.model.compute_dtype):
+            self.notes.append(f"rollout in another precision than training: {_precision(config)}")
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         return check_tensor_axis(
@@ -145,8 +152,11 @@ class World:
         rollout = self.config.rollout
         return PolicyEngine(
             EngineConfig(
-                model=self.model,
+                model=dataclasses.replace(
+                    self.model, compute_dtype=rollout.computes_as(self.model.compute_dtype)
+                ),
                 vocab_size=self.vocab_size,
+                weight_dtype=rollout.weight_dtype,
                 num_slots=rollout.num_slots,
                 num_rows=rollout.episodes_per_step,
                 chunk_size=rollout.chunk_size,
@@ -179,6 +189,22 @@ class World:
             vocab_size=self.vocab_size,
             temperature=self.train_temperature,
             objective=objective,
+            importance_cap=self.config.importance_cap,
+        )
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether a batch is to be scored before it is learnt from."""
+        return self.config.importance_cap > 0 and self.config.train.epochs > 1
+
+    @functools.cache  # noqa: B019
+    def scorer(self, shape: MeshShape) -> Any:
+        """The jitted scoring of a batch on this training mesh."""
+        return train_step.make_scorer(
+            self.model,
+            self.config.train,
+            self.train_layout(shape),
+            temperature=self.train_temperature,
         )
 
     @property
@@ -286,6 +312,15 @@ def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
             f"with its end of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )
     return len(choice_tree(replies)[0])
+
+
+def _precision(config: Config) -> str:
+    """The rollout's, and what the loss does about it, for people."""
+    rollout, cap = config.rollout, config.importance_cap
+    dtype = rollout.computes_as(config.model.compute_dtype)
+    weights = f"{rollout.weight_dtype} weights, " if rollout.weight_dtype != "compute" else ""
+    correction = f"importance weights up to {cap:g}" if cap else "no correction of the loss"
+    return f"{weights}{dtype} against {config.model.compute_dtype}; {correction}"
 
 
 def _tokenizer(config: Config, folder: Path | None) -> Any:

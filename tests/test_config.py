@@ -186,6 +186,15 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
         ("train.schedule=step", "choose one of 'constant', 'linear', 'cosine'"),
         ("train.advantage=3", "config.train.advantage is 3; choose one of 'reinforce', 'grpo'"),
         ("model.compute_dtype=float16", "choose one of 'float32', 'bfloat16'"),
+        (
+            "rollout.weight_dtype=int4",
+            "config.rollout.weight_dtype is 'int4'; choose one of 'compute', 'int8'",
+        ),
+        (
+            "rollout.compute_dtype=int8",
+            "config.rollout.compute_dtype is 'int8'; choose one of 'model', 'float32', 'bfloat16'",
+        ),
+        ("train.correction=tis", "choose one of 'auto', 'none', 'truncated'"),
         ("train=3", "config.train is 3; it is a section: set its fields, config.train.NAME"),
         ("num_steps.x=3", "config.num_steps is {'x': 3}"),
         ("train.epochs", "--config.train.epochs: write it as --config.train.epochs=VALUE"),
@@ -248,6 +257,10 @@ RULES = [
     ("selector.measure_rounds=0", "config.selector.measure_rounds is 0"),
     ("rollout.patience_s=-1", "config.rollout.patience_s is -1.0; it must be a number of seconds"),
     ("train.epochs=0", "config.train.epochs is 0"),
+    (
+        "rollout.weight_dtype=int8;train.importance_cap=0.5",
+        "config.train.importance_cap is 0.5; it must be at least 1.0",
+    ),
     ("train.micro_batches=0", "config.train.micro_batches is 0"),
     ("train.micro_batches=3", "config.train.micro_batches is 3.*config.rollout.episodes_per_step"),
     ("train.logprob_chunk=0", "config.train.logprob_chunk is 0"),
@@ -324,6 +337,16 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "selector.measure_rounds",
             "config.selector.order is 'listed'",
         ),
+        (
+            ["train.importance_cap=3", "train.correction=auto"],
+            "train.importance_cap",
+            "there is no correction here",
+        ),
+        (
+            ["train.clip_low=0.1", "rollout.weight_dtype=int8"],
+            "train.clip_low",
+            "config.train.epochs is 1",
+        ),
         (["env.mcts_simulations=7"], "env.mcts_simulations", "config.env.opponent='random'"),
     ],
 )
@@ -347,6 +370,35 @@ def test_the_same_keys_are_fine_where_they_do_something():
         "env.mcts_simulations=7",
     )
     assert (config.train.demonstration_updates, config.devices.num_cpu_devices) == (3, 4)
+
+
+# The rollout's precision, and the correction for it.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "cap"),
+    [
+        ([], "float32", 0),
+        (["model.compute_dtype=bfloat16"], "bfloat16", 0),
+        (["model.compute_dtype=bfloat16", "rollout.compute_dtype=bfloat16"], "bfloat16", 0),
+        (["rollout.compute_dtype=bfloat16"], "bfloat16", 2),
+        (["model.compute_dtype=bfloat16", "rollout.compute_dtype=float32"], "float32", 2),
+        (["rollout.weight_dtype=int8"], "float32", 2),
+        (["rollout.weight_dtype=int8", "train.importance_cap=5"], "float32", 5),
+        (["rollout.weight_dtype=int8", "train.correction=none"], "float32", 0),
+        (["train.correction=truncated"], "float32", 2),
+        # Without the correction there is a ratio to be clipped, in one epoch too.
+        (
+            ["rollout.weight_dtype=int8", "train.correction=none", "train.clip_low=0.1"],
+            "float32",
+            0,
+        ),
+    ],
+)
+def test_the_loss_is_corrected_where_the_rollout_has_another_precision(overrides, dtype, cap):
+    config = with_overrides(*overrides)
+    assert config.rollout.computes_as(config.model.compute_dtype) == dtype
+    assert config.importance_cap == cap
 
 
 # Files.

@@ -450,6 +450,34 @@ def test_a_template_that_rewrites_is_named_once(name, opening, tools, words, cap
     assert words is None or (words in said[0] and "config.chat.history" in said[0])
 
 
+def test_arguments_of_the_template_are_given_to_it_at_every_turn():
+    """Qwen3 without thinking: the policy speaks behind reasoning that is empty."""
+    qwen3 = tokenizer("qwen3")
+    renderer = ChatRenderer(qwen3, template_arguments={"enable_thinking": False})
+    written = qwen3.apply_chat_template(
+        [{"role": "user", "content": "go"}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+    assert renderer.decode(renderer.first("go")) == written
+    assert written.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert renderer.decode(renderer.answer("on")) == (
+        "\n<|im_start|>user\non<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    thinking = ChatRenderer(qwen3, template_arguments={"enable_thinking": True})
+    assert thinking.first("go") == ChatRenderer(qwen3).first("go")
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("qwen2", "enable_thinking"), ("qwen3", "enable_thinkin"), ("qwen3", "messages")],
+)
+def test_an_argument_that_a_template_does_not_read_is_an_error(name, argument):
+    with pytest.raises(ValueError, match=f"template_arguments has '{argument}', which the chat"):
+        ChatRenderer(tokenizer(name), template_arguments={argument: False})
+
+
 def test_a_tokenizer_that_changes_text_is_refused():
     from tokenizers import normalizers
 

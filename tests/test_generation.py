@@ -86,6 +86,18 @@ def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
     assert conversation.answer("on").forks
 
 
+def test_a_run_gives_its_template_the_arguments_of_its_config():
+    text = "chat.template_arguments.enable_thinking=False"
+    config = make_config({"model": {"path": str(CHECKPOINT)}}, [text])
+    assert config.chat.template_arguments == {"enable_thinking": False}
+    assert make_config(json.loads(json.dumps(config.as_dict()))) == config
+    # This checkpoint's template knows no such thing, and is given it.
+    with pytest.raises(ValueError, match="'enable_thinking', which the chat template does not"):
+        World(config)
+    with pytest.raises(ValueError, match="template_arguments is 3; name its entries"):
+        make_config({}, ["chat.template_arguments=3"])
+
+
 def test_forks_without_a_template_that_forks_are_an_error():
     with pytest.raises(ValueError, match="config.chat.history = 'fork' has no effect.*model.path"):
         make_config({"chat": {"history": "fork"}})

@@ -159,7 +159,16 @@ def test_the_next_run_measures_nothing_and_decides_alike(tiny, place):
 
 @pytest.mark.parametrize(
     "override",
-    ["model.width=32", "rollout.burst=3", "rollout.num_slots=16", "rollout.chunk_size=4"],
+    [
+        "model.width=32",
+        "rollout.burst=3",
+        "rollout.num_slots=16",
+        "rollout.chunk_size=4",
+        "rollout.page_size=8",
+        "rollout.weight_dtype=int8",
+        "rollout.compute_dtype=bfloat16",
+        "train.correction=truncated",
+    ],
 )
 def test_what_was_measured_for_other_programs_is_not_taken(tiny, override):
     table, _ = open_table(World(make_config(GIVEN, [override])))

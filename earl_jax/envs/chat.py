@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -55,13 +56,20 @@ class ChatRenderer:
     A turn may end with the template's own token (`end_of_turn_id`), the tokenizer's eos, or one of
     `end_ids`. For use by one thread at a time, as the tokenizer underneath.
 
+    The template is given `template_arguments` too, the same for every message.
+
     Raises ValueError for a tokenizer without chat template, that changes text, or whose template
-    does not end the policy's turns.
+    does not end the policy's turns or does not read one of the arguments.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, end_ids: Sequence[int] = ()):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        end_ids: Sequence[int] = (),
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+    ):
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(tokenizer)
+        self._template = ChatTemplate(tokenizer, template_arguments)
         self._known_ids = frozenset(tokenizer.get_vocab().values())
         self.end_of_turn_id = _one_id(tokenizer.convert_tokens_to_ids(self._template.end))
         eos = [] if tokenizer.eos_token_id is None else [_one_id(tokenizer.eos_token_id)]

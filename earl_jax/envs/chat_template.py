@@ -9,9 +9,11 @@ text can act on it.
 
 import dataclasses
 import functools
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -24,6 +26,9 @@ _REPLY = "earl-reply"
 _REASON = "earl-reason"
 # Text that templates change where they change any: they trim, quote or escape it.
 PROBE = '  \n"earl" \\ <probé> \n'
+
+# What the template is given by us, or by `transformers`.
+_OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
 
 Said = str | Sequence[Message]
 
@@ -95,13 +100,28 @@ class Frame:
 class ChatTemplate:
     """The chat template of a tokenizer. `end` is the control token that ends a policy's turn.
 
-    Raises ValueError for a tokenizer without one, or one that does not end the policy's turns.
+    `arguments` are given to it by name beside the messages, such as Qwen3's `enable_thinking`.
+
+    Raises ValueError for a tokenizer without one, one that does not end the policy's turns, and an
+    argument that it does not read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+    ):
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer needs a chat template")
-        self._tokenizer = tokenizer
+        for name in arguments:
+            if name in _OURS or not re.search(
+                rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)
+            ):
+                raise ValueError(
+                    f"config.chat.template_arguments has {name!r}, which the chat template does "
+                    "not read, or which is not for a config to say; remove it"
+                )
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
         added = tokenizer.added_tokens_decoder.values()
         self._control = tuple(str(token) for token in added if token.special)
         self.end = self._find_end()
@@ -231,6 +251,7 @@ class ChatTemplate:
                 tools=described or None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **self._arguments,
             )
         except (TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error

@@ -15,17 +15,22 @@ History = Literal["append", "fork"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """What happens where the chat template rewrites earlier turns, as Qwen3's drops reasoning.
+    """What the chat template is told, and what happens where it rewrites earlier turns.
 
-    `history` "append": never anything but the next message, in the form that the template gives it
-    behind a policy's turn; the policy goes on to see all that it wrote. "fork": the next message
-    begins a new sample, whose prompt is the template's own rendering of the conversation so far.
-    The episode is then several samples, each of which is trained on as it was sampled, with the
-    episode's reward. Every fork reads the conversation anew, and all samples of an episode lie in
-    its row, which needs room for them.
+    `template_arguments` are what a template reads beside the messages: {"enable_thinking": False}
+    has Qwen3 begin the policy's turns behind reasoning that is empty.
+
+    Some templates rewrite earlier turns, as Qwen3's drops reasoning. `history` "append": never
+    anything but the next message, in the form that the template gives it behind a policy's turn;
+    the policy goes on to see all that it wrote. "fork": the next message begins a new sample, whose
+    prompt is the template's own rendering of the conversation so far. The episode is then several
+    samples, each of which is trained on as it was sampled, with the episode's reward. Every fork
+    reads the conversation anew, and all samples of an episode lie in its row, which needs room for
+    them.
     """
 
     history: History = "append"
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
         """Nothing can be wrong that its type does not say."""

@@ -74,9 +74,10 @@ class ModelConfig:
     what they make of it is added up, weighted by the router's probabilities of these experts;
     `normalize_expert_weights` scales the weights to a sum of 1. 0 is a dense model.
 
-    `compute_dtype` is the type of matrix work and of the KV cache; the trainer's parameters are
-    fp32 always. `init_scale` multiplies the 1/sqrt(fan-in) deviation of the projections that write
-    into the residual stream, which is further divided by sqrt(2 * num_layers).
+    `compute_dtype` is the type of matrix work and of the KV cache, in the rollout too unless
+    config.rollout.compute_dtype is another; the trainer's parameters are fp32 always. `init_scale`
+    multiplies the 1/sqrt(fan-in) deviation of the projections that write into the residual stream,
+    which is further divided by sqrt(2 * num_layers).
 
     `path` is a checkpoint of `transformers`, a local folder or a name of a hub, which then gives
     everything but `compute_dtype`; "" is a model from scratch. `preset` names a model of presets.py

@@ -24,6 +24,7 @@ from earl_jax.models.lora import project
 from earl_jax.models.paged_attention import attend_pages, plan_reading
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
+from earl_jax.models.routing import Routing, routing_of_rows
 from earl_jax.sharding.layout import Layout
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -176,14 +177,34 @@ def forward_rows(
     Returns:
         x_BTD in the compute type, normalised.
     """
+    x_BTD, _ = forward_rows_routed(
+        config, layout, params, tokens_BT, segment_ids_BT, remat=remat, kernel=kernel
+    )
+    return x_BTD
+
+
+def forward_rows_routed(
+    config: ModelConfig,
+    layout: Layout,
+    params: Params,
+    tokens_BT: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    remat: bool = False,
+    kernel: Kernel = "blockwise",
+) -> tuple[jax.Array, Routing | None]:
+    """`forward_rows`, and what the routers of its layers did with the tokens of segments above 0.
+
+    Returns:
+        x_BTD, and a Routing of f32[L, X]; None for a dense model.
+    """
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     positions_BT = positions_in_segments(segment_ids_BT)
 
-    mix_experts = functools.partial(experts_of_rows, config, layout)
-
-    def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, None]:
+    def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, Any]:
         layer, kind = xs
+        routing = None
         kind = layer_kind(config, 0) if kind is None else kind
 
         def attend(query_BTKGH: jax.Array, key_BTKH: jax.Array, value_BTKH: jax.Array) -> jax.Array:
@@ -200,16 +221,24 @@ def forward_rows(
                 windows=_windows_to_scan(config),
             )
 
+        def mix_experts(layer: Any, x_BTD: jax.Array) -> jax.Array:
+            nonlocal routing
+            real_BT = segment_ids_BT > 0
+            routing = routing_of_rows(config, layout, x_BTD, layer["router"], real_BT)
+            return experts_of_rows(config, layout, layer, x_BTD)
+
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
-        return layout.constrain(x_BTD, "BT."), None
+        return layout.constrain(x_BTD, "BT."), routing
 
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
     # to every device.
     embed_VD = layout.constrain(params["embed"], "V.")
     x_BTD = layout.constrain(_embed(config, embed_VD, tokens_BT), "BT.")
     layers = (params["layers"], _kinds_to_scan(config))
-    x_BTD, _ = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, layers)
-    return _norm(config, x_BTD, params["final_norm"])
+    x_BTD, routing = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, layers)
+    # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.
+    routing = jax.tree.map(lambda sums_LBX: jnp.sum(sums_LBX, axis=1), routing)
+    return _norm(config, x_BTD, params["final_norm"]), routing
 
 
 def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.parameters import ParameterSpec, Params
+from earl_jax.models.quantization import Quantized, matmul
 
 # The letters that each projection reads and writes. One with other axes cannot be adapted here.
 PROJECTIONS = {
@@ -71,9 +72,10 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
     ]
     for name in lora.targets:
         if name not in possible:
+            experts = " (projections of experts take no adapters)" if "router" in layers else ""
             raise ValueError(
-                f"config.train.lora.targets has {name!r}, which cannot be adapted in this model; "
-                f"choose from {', '.join(possible)}"
+                f"config.train.lora.targets has {name!r}, which cannot be adapted in this model"
+                f"{experts}; choose from {', '.join(possible)}"
             )
     return {"layers": {name: _pair(name, layers[name], lora.rank) for name in lora.targets}}
 
@@ -119,11 +121,13 @@ def adapt(base: Params, adapters: Params, lora: LoraConfig) -> Params:
     return {**base, "layers": layers}
 
 
-def project(equation: str, x: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
+def project(equation: str, x: jax.Array, weight: jax.Array | Adapted | Quantized) -> jax.Array:
     """`einsum(equation, x, weight)`, through the adapter too where the weight has one.
 
     The second operand of the equation must be the weight's inputs, then its outputs.
     """
+    if isinstance(weight, Quantized):
+        return matmul(equation, x, weight)
     if not isinstance(weight, Adapted):
         return jnp.einsum(equation, x, weight)
     operands, result = equation.split("->")

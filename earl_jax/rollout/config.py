@@ -4,6 +4,10 @@
 
 import dataclasses
 import math
+from typing import Literal
+
+COMPUTE_DTYPES = ("model", "float32", "bfloat16")
+WEIGHT_DTYPES = ("compute", "int8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,12 @@ class RolloutConfig:
     A turn ends at `stop_strings` and `stop_token_ids` too (see `Stops`), for episodes that do not
     say so themselves.
 
+    `compute_dtype` is the type of the engine's matrix work and KV cache: "model" is the trainer's,
+    config.model.compute_dtype. `weight_dtype` is that of its matrices: "compute" is the type they
+    are multiplied in, "int8" a byte a number with a scale for each output channel
+    (models/quantization.py). Evaluation games are played by the same engine. What another
+    precision than the trainer's does to log-probs is logged, and see `TrainConfig.correction`.
+
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
     takes part in which round then depends on their speed, an episode's tokens never do.
     """
@@ -147,9 +157,25 @@ class RolloutConfig:
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
     page_size: int = 16
+    compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    weight_dtype: Literal["compute", "int8"] = "compute"
+
+    def computes_as(self, model_dtype: str) -> str:
+        """The engine's compute type, for a model whose trainer computes in `model_dtype`."""
+        return model_dtype if self.compute_dtype == "model" else self.compute_dtype
+
+    def is_precise_as(self, model_dtype: str) -> bool:
+        """Whether log-probs differ from those of such a trainer by the order of sums alone."""
+        return self.weight_dtype == "compute" and self.computes_as(model_dtype) == model_dtype
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
+        for field, choices in (("compute_dtype", COMPUTE_DTYPES), ("weight_dtype", WEIGHT_DTYPES)):
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"config.rollout.{field} is {getattr(self, field)!r}; choose one of "
+                    f"{', '.join(map(repr, choices))}"
+                )
         for field in (
             "num_slots",
             "episodes_per_step",

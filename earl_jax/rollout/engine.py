@@ -10,7 +10,7 @@ versions written down beside the KV cache. Both run on the same DecodeState.
 import dataclasses
 import functools
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,8 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import PagedCache, empty_cache
-from earl_jax.models.parameters import (
-    Params,
-    parameter_shapes,
-    parameter_shardings,
-    parameter_specs,
-    unstacked_specs,
-)
+from earl_jax.models.parameters import Params, parameter_shardings
+from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.config import Sampling
@@ -61,7 +56,8 @@ class EngineConfig:
 
     `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
     `chunk_size` tokens of a prompt or an answer are appended per slot and round. The KV cache comes
-    in pages of `page_size` tokens. `serving` is for JetStream's calls alone.
+    in pages of `page_size` tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
+    (models/quantization.py). `serving` is for JetStream's calls alone.
     """
 
     model: ModelConfig
@@ -72,6 +68,7 @@ class EngineConfig:
     rules: SlotRules
     seed: int
     page_size: int = 64
+    weight_dtype: Literal["compute", "int8"] = "compute"
     serving: Serving = Serving()
 
 
@@ -122,14 +119,9 @@ class PolicyEngine(Engine):
         # devices in one order.
         self._dispatching = threading.Lock()
         self._key_data = jax.random.key_data(jax.random.key(config.seed))
-        specs = unstacked_specs(
-            parameter_specs(config.model, config.vocab_size), config.model.num_layers
-        )
+        specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
         self.parameter_shardings = parameter_shardings(specs, layout)
-        dtype = jnp.dtype(config.model.compute_dtype)
-        self.parameter_shapes = jax.tree.map(
-            lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), parameter_shapes(specs)
-        )
+        self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
         self._rows = layout.activations("B")
         self.state_shardings = jax.tree.map(
             lambda leaf: layout.activations("ZK" if leaf.ndim == 4 else "B"), self.state_shapes(1)
@@ -266,7 +258,7 @@ class PolicyEngine(Engine):
     # JetStream's interface.
 
     def load_params(self, params: Params) -> Params:
-        """Places weights (layers as a list) where this engine wants them, device to device."""
+        """Places weights, such as `publish` makes, where this engine wants them, on the devices."""
         return reshard(params, self.parameter_shardings)
 
     def prefill(

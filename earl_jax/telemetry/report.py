@@ -171,6 +171,10 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
             "Log-prob mismatch", "nats, rollout against training (log scale)",
             ("logprob_mismatch_mean", "mean"), ("logprob_mismatch_max", "max"), log=True,
         ),
+        curves(
+            "Load of experts", "busiest expert over the mean",
+            ("expert_load_max", "worst layer"), from_zero=True,
+        ),
         curves("Gradient norm", "norm before clipping", ("grad_norm", "norm"), from_zero=True),
     ]  # fmt: skip
     return [card for card in cards if card["svg"]]

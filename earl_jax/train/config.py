@@ -11,6 +11,7 @@ ESTIMATORS = ("reinforce", "grpo")
 SCHEDULES = ("constant", "linear", "cosine")
 RATIOS = ("behaviour", "model")
 ATTENTION = ("auto", "blockwise", "splash", "tokamax")
+CORRECTIONS = ("auto", "none", "truncated")
 
 # Not infinity: a number that is infinite is a mistake too.
 _LARGEST = 1e30
@@ -30,9 +31,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "adam_b2": (0.0, 0.999999),
     "clip_low": (0.0, 1.0),
     "clip_high": (0.0, _LARGEST),
+    "importance_cap": (1.0, _LARGEST),
     "entropy_coefficient": (0.0, _LARGEST),
     "final_entropy_coefficient": (0.0, _LARGEST),
     "turn_discount": (0.0, 1.0),
+    "balance_coefficient": (0.0, _LARGEST),
 }
 
 
@@ -57,9 +60,21 @@ class TrainConfig:
     another distribution is not corrected for: what was cut off is never tried, and what is learnt
     is the untempered policy.
 
+    `correction` says what is done where the policy that sampled is not the one that an update
+    begins with. "none": the clipped ratio is relative to the policy that sampled. "truncated": it
+    is relative to the policy that the step begins with, as this trainer scores it, and each token
+    is weighted by how much likelier that one finds it than the one that sampled, at most
+    `importance_cap` (see `losses.policy_gradient`). With `epochs` above 1 that costs one more
+    forward pass a step. "auto" is "truncated" where the rollout has another precision than the
+    trainer (config.rollout.weight_dtype, config.rollout.compute_dtype), else "none".
+
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
     `demonstration_updates` supervised updates on games of random legal moves, at
     `demonstration_learning_rate`. 0 turns them off.
+
+    `balance_coefficient` times the load-balancing loss of a mixture's routers (models/routing.py)
+    is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
+    the policy's gradient.
 
     `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
     """
@@ -77,9 +92,12 @@ class TrainConfig:
     max_grad_norm: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
+    correction: Literal["auto", "none", "truncated"] = "auto"
+    importance_cap: float = 2.0
     entropy_coefficient: float = 0.03
     final_entropy_coefficient: float = 0.0
     ratio: Literal["behaviour", "model"] = "behaviour"
+    balance_coefficient: float = 0.0
     epochs: int = 1
     micro_batches: int = 1
     remat: bool = False
@@ -98,6 +116,7 @@ class TrainConfig:
             ("schedule", SCHEDULES),
             ("ratio", RATIOS),
             ("attention", ATTENTION),
+            ("correction", CORRECTIONS),
         ):
             if getattr(self, field) not in allowed:
                 raise ValueError(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.decoder import forward_rows_routed, head_weights
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
@@ -24,6 +24,7 @@ from earl_jax.models.parameters import (
     parameter_shardings,
     parameter_specs,
 )
+from earl_jax.models.routing import Routing, balance_loss, load_of_experts
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.losses import LossSums, policy_gradient, supervised
@@ -53,6 +54,9 @@ class TrainState:
 class UpdateMetrics(NamedTuple):
     """Means over the policy's tokens of one update, read in one transfer; see `LossSums`.
 
+    `balance_loss`, `expert_load_max` and `expert_load_entropy` are those of a mixture's routers
+    over all tokens (routing.py), and None for a dense model.
+
     Scalars on the device inside the step, floats behind `read_metrics`.
     """
 
@@ -62,8 +66,13 @@ class UpdateMetrics(NamedTuple):
     kl: Any
     mismatch_mean: Any
     mismatch_max: Any
+    importance_mean: Any
+    truncated_fraction: Any
     grad_norm: Any
     tokens: Any
+    balance_loss: Any = None
+    expert_load_max: Any = None
+    expert_load_entropy: Any = None
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
@@ -171,7 +180,18 @@ def score_batch(
 
     Place t is scored from the hidden state at t - 1; place 0 gets zeros.
     """
-    hidden_BTD = forward_rows(
+    return _score_batch(model, config, layout, temperature, params, batch)[0]
+
+
+def _score_batch(
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    temperature: float,
+    params: Params,
+    batch: TrajectoryBatch,
+) -> tuple[TokenScores, Routing | None]:
+    hidden_BTD, routing = forward_rows_routed(
         model,
         layout,
         params,
@@ -189,7 +209,7 @@ def score_batch(
         chunk_size=config.logprob_chunk,
         softcap=model.final_softcap,
     )
-    return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores))
+    return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores)), routing
 
 
 def make_train_step(
@@ -200,12 +220,16 @@ def make_train_step(
     vocab_size: int,
     temperature: float,
     objective: Objective,
+    importance_cap: float = 0.0,
 ) -> Any:
-    """The jitted `step(state, batch, controls) -> (state, metrics f32[8])`.
+    """The jitted `step(state, batch, controls) -> (state, metrics f32[M])`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
-    micro-batches add up as sums and are divided once by all the policy's tokens. A frozen base goes
-    through in the buffers that it came in. Read the metrics with `read_metrics`.
+    micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
+    balanced within each micro-batch, which counts by the policy's tokens in it. A frozen base goes
+    through in the buffers that it came in. Read the metrics with `read_metrics`. `importance_cap`
+    above 0 corrects for who sampled (`losses.policy_gradient`); with more than one update a batch,
+    give `batch.proximal` then, by `make_scorer`.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout)
@@ -214,7 +238,7 @@ def make_train_step(
         params: Params, base: Params, batch: TrajectoryBatch, entropy_coefficient: jax.Array
     ):
         params = policy_parameters(config, params, base)
-        scores = score_batch(model, config, layout, temperature, params, batch)
+        scores, routing = _score_batch(model, config, layout, temperature, params, batch)
         if objective == "supervised":
             sums = supervised(scores, batch)
         else:
@@ -224,13 +248,17 @@ def make_train_step(
                 clip_low=config.clip_low,
                 clip_high=config.clip_high,
                 entropy_coefficient=entropy_coefficient,
+                importance_cap=importance_cap,
             )
-        return sums.loss, sums
+        if routing is not None and config.balance_coefficient:
+            weight = config.balance_coefficient * jnp.sum(batch.turn_ids > 0)
+            sums = sums._replace(loss=sums.loss + weight * balance_loss(model, routing))
+        return sums.loss, (sums, routing)
 
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
         rate, entropy_coefficient = controls[0], controls[1]
         gradients = jax.grad(loss_sums, has_aux=True)
-        grads, sums = _accumulate(
+        grads, (sums, routing) = _accumulate(
             lambda part: gradients(state.params, state.base, part, entropy_coefficient),
             batch,
             config.micro_batches,
@@ -247,43 +275,49 @@ def make_train_step(
             kl=sums.kl / tokens,
             mismatch_mean=sums.mismatch / tokens,
             mismatch_max=sums.mismatch_max,
+            importance_mean=sums.importance / tokens,
+            truncated_fraction=sums.truncated / tokens,
             grad_norm=optax.tree.norm(grads),
             tokens=tokens,
+            **_routing_metrics(model, routing),
         )
         state = dataclasses.replace(
             state, updates=state.updates + 1, params=params, optimizer=optimizer_state
         )
-        return state, jnp.stack(metrics)
+        return state, jnp.stack([metric for metric in metrics if metric is not None])
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.parameters("")))
 
 
+def _routing_metrics(model: ModelConfig, routing: Routing | None) -> dict[str, jax.Array]:
+    """The fields of UpdateMetrics that a mixture has and a dense model has not."""
+    if routing is None:
+        return {}
+    load = load_of_experts(routing)
+    return {
+        "balance_loss": balance_loss(model, routing),
+        "expert_load_max": load.busiest,
+        "expert_load_entropy": load.entropy,
+    }
+
+
 def _accumulate(
-    gradients: Callable[[TrajectoryBatch], tuple[Params, LossSums]],
+    gradients: Callable[[TrajectoryBatch], tuple[Params, tuple[LossSums, Routing | None]]],
     batch: TrajectoryBatch,
     micro_batches: int,
     layout: Layout,
-) -> tuple[Params, LossSums]:
-    """Sums of gradients and losses over micro-batches, each with rows of every shard."""
+) -> tuple[Params, tuple[LossSums, Routing | None]]:
+    """Sums of all that `gradients` gives over micro-batches, each with rows of every shard."""
     if micro_batches == 1:
         return gradients(batch)
 
-    def split(field_BT: jax.Array) -> jax.Array:
-        rows, length = field_BT.shape
-        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
-
     def add(total: Any, part: TrajectoryBatch) -> tuple[Any, None]:
-        grads, sums = gradients(part)
-        total_grads, total_sums = total
-        added = LossSums(*(a + b for a, b in zip(total_sums, sums, strict=True)))
-        worst = jnp.maximum(total_sums.mismatch_max, sums.mismatch_max)
-        return (
-            jax.tree.map(jnp.add, total_grads, grads),
-            added._replace(mismatch_max=worst),
-        ), None
+        found = gradients(part)
+        grads, (sums, routing) = jax.tree.map(jnp.add, total, found)
+        worst = jnp.maximum(total[1][0].mismatch_max, found[1][0].mismatch_max)
+        return (grads, (sums._replace(mismatch_max=worst), routing)), None
 
-    parts = jax.tree.map(split, batch)
+    parts = _split(batch, micro_batches, layout)
     zeros = jax.tree.map(
         lambda shape: jnp.zeros(shape.shape, shape.dtype),
         jax.eval_shape(gradients, jax.tree.map(lambda field: field[0], parts)),
@@ -292,12 +326,46 @@ def _accumulate(
     return total
 
 
+def _split(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> TrajectoryBatch:
+    """Micro-batches along a first axis, each with rows of every shard."""
+
+    def split(field_BT: jax.Array) -> jax.Array:
+        rows, length = field_BT.shape
+        parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
+
+    return jax.tree.map(split, batch)
+
+
+def make_scorer(
+    model: ModelConfig, config: TrainConfig, layout: Layout, *, temperature: float
+) -> Any:
+    """The jitted `score(state, batch) -> batch` with `proximal`: what this state makes of it.
+
+    In as many parts as an update has micro-batches. Donates nothing.
+    """
+
+    def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
+        params = policy_parameters(config, state.params, state.base)
+        parts = _split(batch, config.micro_batches, layout)
+        logprobs = jax.lax.map(
+            lambda part: score_batch(model, config, layout, temperature, params, part).logprobs,
+            parts,
+        )
+        proximal_BT = logprobs.swapaxes(0, 1).reshape(batch.tokens.shape)
+        return dataclasses.replace(batch, proximal=layout.constrain(proximal_BT, "BT"))
+
+    return jax.jit(score)
+
+
 def read_metrics(metrics: jax.Array) -> UpdateMetrics:
-    """The one read of an update: eight numbers to the host."""
+    """The one read of an update: ten numbers to the host, thirteen of a mixture."""
     return UpdateMetrics(*(float(number) for number in np.asarray(metrics)))
 
 
-def batch_shapes(rows: int, length: int, layout: Layout) -> TrajectoryBatch:
+def batch_shapes(
+    rows: int, length: int, layout: Layout, *, with_proximal: bool = False
+) -> TrajectoryBatch:
     """A TrajectoryBatch as placed shapes, for tracing."""
 
     def shape(dtype: Any) -> Any:
@@ -310,4 +378,5 @@ def batch_shapes(rows: int, length: int, layout: Layout) -> TrajectoryBatch:
         logprobs=shape(jnp.float32),
         versions=shape(jnp.int32),
         advantages=shape(jnp.float32),
+        proximal=shape(jnp.float32) if with_proximal else None,
     )

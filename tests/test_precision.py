@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose rollout has another precision than its trainer: what is logged and served."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from served import greedy, ids_of, prompt, request, serving
+from test_runs import command, run, tiny
+from test_serve_models import save_run
+
+from earl_jax.models.parameters import parameter_specs
+from earl_jax.models.quantization import INPUTS, dequantize, quantize
+from earl_jax.telemetry.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+def steps_of(workdir):
+    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+
+
+# Between one update and the next the policy moves; its log-probs move by far more than rounding.
+SETTINGS = {
+    "num_steps": 2,
+    "rollout.context_buckets": "(40,)",
+    "eval.games": 16,
+    "eval.final_games": 16,
+    "train.epochs": 2,
+    "rollout.weight_dtype": "int8",
+    "selector.rollout_meshes": "('data=4,tensor=2',)",
+    "selector.train_meshes": "('data=2,fsdp=4',)",
+    "train.demonstration_steps": 1,
+    "train.demonstration_updates": 1,
+}
+
+
+@pytest.mark.slow
+def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path):
+    workdir = tmp_path / "int8"
+    done = run(cache, *tiny(workdir, **SETTINGS))
+    assert done.returncode == 0, done.stderr
+    said = "int8 weights, float32 against float32; importance weights up to 2"
+    assert said in done.stdout.replace("\n", " ")
+    steps = steps_of(workdir)
+    assert len(steps) == 2
+    for line in steps:
+        # Far above the rounding of sums, and far below another policy.
+        assert 1e-4 < line["logprob_mismatch_mean"] < 2e-2
+        assert 1e-3 < line["logprob_mismatch_max"] < 0.5
+        assert 0 < abs(line["importance_mean"] - 1) < 1e-2
+        assert line["truncated_fraction"] == 0
+        assert line["publish_host_bytes"] == line["dispatch_host_bytes"] == 0
+    again = run(cache, *command("evaluate", f"--workdir={workdir}", "--games=16", "--json"))
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.slow
+def test_a_run_of_one_precision_logs_no_correction_unless_asked(cache, tmp_path):
+    same = {"rollout.weight_dtype": "compute", "num_steps": 1}
+    done = run(cache, *tiny(tmp_path / "off", **(SETTINGS | same)))
+    assert done.returncode == 0, done.stderr
+    assert "another precision" not in done.stdout
+    (off,) = steps_of(tmp_path / "off")
+    assert not {"importance_mean", "truncated_fraction"} & set(off)
+    asked = same | {"train.correction": "truncated"}
+    done = run(cache, *tiny(tmp_path / "on", **(SETTINGS | asked)))
+    assert done.returncode == 0, done.stderr
+    (on,) = steps_of(tmp_path / "on")
+    assert on["importance_mean"] == pytest.approx(1, abs=1e-5)
+    # The policies agree, so that the correction corrects nothing.
+    for name in ("loss", "kl", "entropy", "grad_norm"):
+        assert on[name] == pytest.approx(off[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_an_int8_policy_is_served_and_says_what_the_dequantised_one_says(cache, tmp_path):
+    folder = tmp_path / "run"
+    world, params = save_run(folder, 0)
+    axes = {name: spec.axes for name, spec in parameter_specs(world.model, 1)["layers"].items()}
+
+    def rounded(name, stacked):
+        if name not in INPUTS:
+            return stacked
+        one = [dequantize(quantize(leaf, axes[name][1:], INPUTS[name])) for leaf in stacked]
+        return jnp.stack(one)
+
+    layers = {name: rounded(name, jnp.asarray(leaf)) for name, leaf in params["layers"].items()}
+    stops = {*world.renderer.end_of_turn_ids, world.renderer.pad_id}
+    asked = [prompt(i, 5 + 7 * i) for i in range(6)]
+    whole, dequantised = (
+        [greedy(world.model, p, ids, 24, stops) for ids in asked]
+        for p in (jax.tree.map(jnp.asarray, params), {**params, "layers": layers})
+    )
+    assert whole != dequantised, "the comparison must mean something"
+    flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0", "--weight_dtype=int8")
+    with serving(cache, f"--workdir={folder}", *flags) as server:
+        calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
+        assert [ids_of(call) for call in calls] == dequantised
