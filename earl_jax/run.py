@@ -351,6 +351,8 @@ class _Keeper:
             "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
             "prefill_tokens": record.stats.prefill_tokens,
             "shared_tokens": record.stats.shared_tokens,
+            "recomputed_tokens": record.stats.recomputed_tokens or None,
+            "parked_episodes": record.stats.parked_episodes or None,
             "given_up_tokens": record.stats.given_up_tokens or None,
             "env_wait_s": record.stats.env_wait_s,
             "train_tokens": train_tokens,

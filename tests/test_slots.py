@@ -528,6 +528,40 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
         )
 
 
+def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids():
+    """Slot 5 has read a prompt; slot 2, which had another, takes it over, and slot 3 from that."""
+    prompt, other = (np.arange(first, first + CHUNK, dtype=np.int32) for first in (3, 12))
+    zeros = np.zeros(NUM_SLOTS, np.int32)
+
+    def say(state, chunks, rows, **changes):
+        chunk, count, row = np.zeros((NUM_SLOTS, CHUNK), np.int32), zeros.copy(), zeros + NO_ROW
+        for slot, ids in chunks.items():
+            chunk[slot, : len(ids)], count[slot], row[slot] = ids, len(ids), rows[slot]
+        orders = {
+            "restart": (count > 0).astype(np.int32),
+            "speak": zeros,
+            "seed": zeros,
+            "sampling": sampling_rows(Sampling(), NUM_SLOTS),
+            "version": 0,
+            **changes,
+        }
+        return play(state, pack_orders(chunk=chunk, count=count, row=row, **orders))[0]
+
+    play = play_on_one_device()
+    state = say(empty(), {5: prompt, 2: other}, {5: 6, 2: 7})
+    source, shared, copied = zeros.copy(), zeros.copy(), zeros + NO_PAGE
+    source[[2, 3]], shared[[2, 3]] = (3, -1), CHUNK
+    copied[[2, 3]] = np.asarray(state.cache.table)[5, 0]
+    tails = {2: [20], 3: [21]}
+    state = say(state, tails, {2: 1, 3: 4}, source=source, shared=shared, copied=copied)
+    for row, tail in ((1, 20), (4, 21)):
+        ids = np.asarray(state.experience.tokens)[row, : CHUNK + 1]
+        assert ids.tolist() == [*prompt.tolist(), tail]
+    sides = rows_of(state.cache)[0]
+    for slot in (2, 3):
+        np.testing.assert_array_equal(sides["key"][slot, :, :CHUNK], sides["key"][5, :, :CHUNK])
+
+
 def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     scripts, _, heard = played
     play, sizes = play_on_one_device(), iter([24, PLACES])
