@@ -373,11 +373,16 @@ def test_pages_are_made_where_they_are_needed(pool, games):
     assert grown.stats.parked_episodes == 0
 
 
+@pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
-def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh):
-    """Room for one episode a lane of two slots: nothing is lost, and nothing read twice is news."""
+def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):
+    """Room for one episode a lane of two slots: nothing is lost, and nothing read twice is news.
+
+    With short bursts some are parked in the middle of a turn.
+    """
     rooms = Rooms(most_pages=5)
-    parked = collect(pool, tasks(40), pages=5, make_room=rooms, player=engine(mesh=mesh))
+    player = engine(mesh=mesh, burst=burst)
+    parked = collect(pool, tasks(40), pages=5, make_room=rooms, player=player, burst=burst)
     assert parked.seat.pool.pages == 5 and rooms.wanted_pages
     assert parked.stats.parked_episodes > 0
     assert parked.stats.recomputed_tokens > 0

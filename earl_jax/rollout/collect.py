@@ -281,6 +281,8 @@ class Collector:
             if episode.begins:
                 begins = self._room.begin(slot)
                 if begins is None:
+                    # Until its sample is read again it must not go on over what was in its cache.
+                    columns["rewind"][slot] = episode.rewinds
                     continue
                 columns["source"][slot] = begins.source - slot
                 columns["shared"][slot], columns["copied"][slot] = begins.shared, begins.copied
@@ -317,9 +319,10 @@ class Collector:
         branches = self._choice_branches
         columns["choices"] = no_choices(num_slots, branches) if branches else None
         columns["stop_ids"] = np.full((num_slots, MAX_STOP_IDS), NO_ID, np.int32)
-        for slot in self._stopped:
+        for slot in self._stopped | self._room.stopped:
             columns["rewind"][slot] = 1
         self._stopped.clear()
+        self._room.stopped.clear()
         for slot, number in self._given_up.items():
             columns["halt"][slot], columns["given_up"][slot] = 1, number
         self._given_up.clear()

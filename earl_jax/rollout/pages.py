@@ -74,11 +74,6 @@ class PageTable:
         """Pages of the slot."""
         return len(self._pages[slot])
 
-    @property
-    def num_used(self) -> int:
-        """Pages in use, of the lane that uses most."""
-        return self.pool.pages - min(len(free) for free in self._free)
-
     def missing(self, slot: int, tokens: int) -> int:
         """How many more pages the slot needs to hold so many tokens."""
         return max(0, pages_for(tokens, self._page_size) - len(self._pages[slot]))

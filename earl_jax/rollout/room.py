@@ -51,6 +51,8 @@ class CacheRoom:
         self._given: np.ndarray | None = None
         # Pages of each lane that nobody wants in this round.
         self._spare = [0] * seat.pool.lanes
+        # Slots that give up their pages, and must be told before the next round.
+        self.stopped: set[int] = set()
         self.num_parked, self.recomputed_tokens = 0, 0
         self.new_weights()
 
@@ -61,11 +63,6 @@ class CacheRoom:
             num_lanes=self._pages.pool.lanes,
             chunk_size=self._config.chunk_size,
         )
-
-    @property
-    def num_used(self) -> int:
-        """Pages in use, of the lane that uses most."""
-        return self._pages.num_used
 
     # Before a round.
 
@@ -136,6 +133,7 @@ class CacheRoom:
         self.recomputed_tokens += episode.rewind()
         self.num_parked += 1
         episode.parked = True
+        self.stopped.add(slot)
         self._give_up(slot)
 
     def _episode(self, slot: int) -> LiveEpisode:
