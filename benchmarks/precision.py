@@ -37,11 +37,14 @@ from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.weights import publish
 from earl_jax.world import World
 
+# Of weights, KV cache and matrix work.
 PRECISIONS = (
-    ("compute", "float32"),
-    ("compute", "bfloat16"),
-    ("int8", "float32"),
-    ("int8", "bfloat16"),
+    ("compute", "compute", "float32"),
+    ("compute", "compute", "bfloat16"),
+    ("int8", "compute", "float32"),
+    ("int8", "compute", "bfloat16"),
+    ("compute", "int8", "float32"),
+    ("int8", "int8", "bfloat16"),
 )
 CAP = 2.0
 # Games that no training step has played.
@@ -164,18 +167,18 @@ def main() -> None:
     state = placement.move_state(position.state)
     trainer = config.model.compute_dtype
     print(f"{flags.workdir} after step {position.step}; the trainer computes in {trainer}\n")
-    print("| weights | compute | MiB | tokens |", " | ".join(HEADINGS), "|")
-    print("|---" * (4 + len(HEADINGS)) + "|")
+    print("| weights | cache | compute | MiB | tokens |", " | ".join(HEADINGS), "|")
+    print("|---" * (5 + len(HEADINGS)) + "|")
     first = None
-    for weights, compute in PRECISIONS:
+    for weights, cache, compute in PRECISIONS:
         other = World(
-            with_rollout(config, weight_dtype=weights, compute_dtype=compute),
+            with_rollout(config, weight_dtype=weights, kv_dtype=cache, compute_dtype=compute),
             flags.workdir / "tokenizer",
         )
         batches, size = play(other, state, flags.num_steps)
         gap = Gap(score(world, state, batches), sampled(batches, lambda b: b.logprobs))
-        kind = compute if weights == "compute" else weights
-        cells = [kind, compute, f"{size:.2f}", f"{len(gap.other):,}", *gap.columns()]
+        kinds = [compute if kind == "compute" else kind for kind in (weights, cache)]
+        cells = [*kinds, compute, f"{size:.2f}", f"{len(gap.other):,}", *gap.columns()]
         print(f"| {' | '.join(cells)} |", flush=True)
         first = first or (batches, gap.trainer)
     print("\n| rounded to int8 |", " | ".join(HEADINGS[:3]), "|")

@@ -51,6 +51,7 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "model_logprobs",
                 "compute_dtype",
                 "weight_dtype",
+                "kv_dtype",
             )
         }
         | {"choice_branches": world.choice_branches},

@@ -100,6 +100,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "the run's; for a model compute)",
     )
     parser.add_argument(
+        "--kv_dtype",
+        choices=("compute", "int8"),
+        help="type that the KV cache is kept in (default: the run's; for a model compute)",
+    )
+    parser.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu", "tpu"),
         help="devices for --model (auto); a run's own config says its",
@@ -122,6 +127,7 @@ class _Policy:
     end_ids: tuple[int, ...]
     max_context: int
     weight_dtype: Literal["compute", "int8"]
+    kv_dtype: Literal["compute", "int8"]
     load: Callable[[Any], Any]
 
 
@@ -164,6 +170,7 @@ def serve_command(arguments: Sequence[str]) -> None:
             model=policy.model,
             vocab_size=policy.vocab_size,
             weight_dtype=policy.weight_dtype,
+            kv_dtype=policy.kv_dtype,
             num_slots=flags.num_slots,
             # Rollouts' own: nothing is written down here.
             num_rows=layout.num_row_shards,
@@ -281,6 +288,7 @@ def _run_policy(flags: argparse.Namespace) -> _Policy:
         if world.checkpoint
         else 2 * config.rollout.context_buckets[-1],
         weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
+        kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
         load=lambda layout: params,
     )
 
@@ -318,6 +326,7 @@ def _model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> _Policy:
         end_ids=generation.end_ids_of(tokenizer),
         max_context=_max_context(checkpoint),
         weight_dtype=flags.weight_dtype or "compute",
+        kv_dtype=flags.kv_dtype or "compute",
         load=lambda layout: load_parameters(checkpoint, layout),
     )
 

@@ -157,6 +157,7 @@ class World:
                 ),
                 vocab_size=self.vocab_size,
                 weight_dtype=rollout.weight_dtype,
+                kv_dtype=rollout.kv_dtype,
                 num_slots=rollout.num_slots,
                 num_rows=rollout.episodes_per_step,
                 chunk_size=rollout.chunk_size,
@@ -318,7 +319,8 @@ def _precision(config: Config) -> str:
     """The rollout's, and what the loss does about it, for people."""
     rollout, cap = config.rollout, config.importance_cap
     dtype = rollout.computes_as(config.model.compute_dtype)
-    weights = f"{rollout.weight_dtype} weights, " if rollout.weight_dtype != "compute" else ""
+    stored = {"weights": rollout.weight_dtype, "KV cache": rollout.kv_dtype}
+    weights = "".join(f"{t} {what}, " for what, t in stored.items() if t != "compute")
     correction = f"importance weights up to {cap:g}" if cap else "no correction of the loss"
     return f"{weights}{dtype} against {config.model.compute_dtype}; {correction}"
 

@@ -156,3 +156,53 @@ def test_what_is_read_is_what_is_there(filled):
     assert reading.pages.max() == 2
     idle = plan_reading(cache, cached, 0 * ones, 1, None, 4)
     assert not np.asarray(idle.pages).any()
+
+
+def test_in_int8_each_head_of_a_token_has_its_own_scale():
+    """Hand: of (1.27, -0.5, 0.004) the scale is 0.01, of (0, 0, 0) it is 0."""
+    model = ModelConfig(num_layers=1, width=6, num_heads=2, num_kv_heads=2, head_size=3, ffn_size=4)
+    cache = empty_cache(model, 1, 2, page_size=2, kv_dtype="int8")
+    new = jnp.array([[[[1.27, -0.5, 0.004], [0.0, 0.0, 0.0]]]])
+    out = write(cache.layers[0], cache.table, new, 2 * new, jnp.array([1]), jnp.array([1]))
+    assert out.key.dtype == out.value.dtype == jnp.int8
+    np.testing.assert_array_equal(out.key[0, 0], [[0, 127], [0, -50], [0, 0]])
+    np.testing.assert_array_equal(out.value[0, 0], [[0, 0, 0], [127, -50, 0]])
+    assert not np.asarray(out.key)[0, 1].any() and not np.asarray(out.value)[0, 1].any()
+    np.testing.assert_allclose(out.key_scale[0], [[0, 0.01], [0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(out.value_scale[0], [[0, 0.02], [0, 0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, 5])
+def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled, length):
+    cache, key, value, cached = filled
+    rng = np.random.default_rng(2)
+    query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
+    counts = np.minimum(length, ROOM - cached).astype(np.int32)
+    model = ModelConfig(
+        num_layers=1, width=32, num_heads=6, num_kv_heads=2, head_size=8, ffn_size=64
+    )
+    rounded = empty_cache(model, ROWS, ROOM, SIZE, "int8")
+    layer = write(
+        rounded.layers[0],
+        rounded.table,
+        jnp.asarray(key.swapaxes(1, 2)),
+        jnp.asarray(value.swapaxes(1, 2)),
+        jnp.zeros(ROWS, jnp.int32),
+        jnp.full(ROWS, ROOM, jnp.int32),
+    )
+    rounded = PagedCache(layers=[layer], table=rounded.table)
+    out = np.asarray(jax.jit(attend)(rounded, query, cached, counts))
+    # What the whole numbers stand for, in a cache that does not round.
+    assert layer.key_scale is not None and layer.value_scale is not None
+    same = LayerCache(
+        key=layer.key * layer.key_scale[:, :, None],
+        value=layer.value * layer.value_scale[..., None],
+    )
+    exact = PagedCache(layers=[same], table=rounded.table)
+    np.testing.assert_allclose(
+        out, jax.jit(attend)(exact, query, cached, counts), atol=2e-6, rtol=0
+    )
+    # Half of a 127th of the largest of eight numbers each, averaged over keys: about 1 %.
+    real = np.arange(length)[None, :] < counts[:, None]
+    far = np.abs(out - np.asarray(jax.jit(attend)(cache, query, cached, counts)))[real]
+    assert 1e-4 < far.mean() < 1e-2 and far.max() < 0.1

@@ -166,6 +166,7 @@ def test_the_next_run_measures_nothing_and_decides_alike(tiny, place):
         "rollout.chunk_size=4",
         "rollout.page_size=8",
         "rollout.weight_dtype=int8",
+        "rollout.kv_dtype=int8",
         "rollout.compute_dtype=bfloat16",
         "train.correction=truncated",
     ],

@@ -31,6 +31,7 @@ SETTINGS = {
     "eval.final_games": 16,
     "train.epochs": 2,
     "rollout.weight_dtype": "int8",
+    "rollout.kv_dtype": "int8",
     "selector.rollout_meshes": "('data=4,tensor=2',)",
     "selector.train_meshes": "('data=2,fsdp=4',)",
     "train.demonstration_steps": 1,
@@ -43,7 +44,7 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path)
     workdir = tmp_path / "int8"
     done = run(cache, *tiny(workdir, **SETTINGS))
     assert done.returncode == 0, done.stderr
-    said = "int8 weights, float32 against float32; importance weights up to 2"
+    said = "int8 weights, int8 KV cache, float32 against float32; importance weights up to 2"
     assert said in done.stdout.replace("\n", " ")
     steps = steps_of(workdir)
     assert len(steps) == 2
@@ -60,7 +61,7 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path)
 
 @pytest.mark.slow
 def test_a_run_of_one_precision_logs_no_correction_unless_asked(cache, tmp_path):
-    same = {"rollout.weight_dtype": "compute", "num_steps": 1}
+    same = {"rollout.weight_dtype": "compute", "rollout.kv_dtype": "compute", "num_steps": 1}
     done = run(cache, *tiny(tmp_path / "off", **(SETTINGS | same)))
     assert done.returncode == 0, done.stderr
     assert "another precision" not in done.stdout

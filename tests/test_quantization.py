@@ -400,3 +400,32 @@ def test_the_bytes_of_a_device_by_hand():
     layer = matrices // 2 + 4 * scales + 4 * 2 * 32  # and two norms
     whole = 2 * layer + 4 * (2 * VOCAB * 32 // 2 + 32)  # embedding and head halved, a norm
     assert resident_bytes(engine.parameter_shapes, engine.parameter_shardings) == whole
+
+
+# The KV cache.
+
+INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")
+
+
+@pytest.mark.parametrize("shape", [MeshShape(data=8), MeshShape(data=2, tensor=4)], ids=str)
+def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
+    engine = engine_on(shape, INT8_CACHE)
+    state, heard = converse_on(shape, INT8_CACHE)
+    assert_same(heard, converse_on(UNSHARDED, INT8_CACHE)[1], atol=2e-2)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == engine.state_shardings
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.cache.layers)} == {
+        jnp.dtype(jnp.int8),
+        jnp.dtype(jnp.float32),
+    }
+
+
+def test_an_int8_cache_is_near_and_not_the_same_and_takes_the_bytes_it_says():
+    """Sampled tokens' log-probs against the trainer's; 4 numbers a head, so scales weigh much."""
+    state, heard = converse_on(UNSHARDED, INT8_CACHE)
+    expected, got = score(stacked_params(), heard)
+    far = np.abs(expected - got)
+    assert 1e-4 < far.mean() < 2e-2 and far.max() < 0.2
+    exact = converse_on(UNSHARDED, CONFIG)[0]
+    pages = [sum(leaf.nbytes for leaf in jax.tree.leaves(s.cache.layers)) for s in (state, exact)]
+    # A head of 4 numbers: 4 bytes and a scale of 4, against 16.
+    assert pages[0] * 2 == pages[1]

@@ -22,10 +22,16 @@ from earl_jax.models.config import ModelConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """The pages of one layer in the model's compute type: key_ZKHS and value_ZKSH."""
+    """The pages of one layer, key_ZKHS and value_ZKSH, in the model's compute type or in int8.
+
+    In int8 each token's key and value of a head have a scale, f32 key_scale_ZKS and
+    value_scale_ZKS: numbers are round(x / scale), the largest 127 (symmetric, no zero point).
+    """
 
     key: jax.Array
     value: jax.Array
+    key_scale: jax.Array | None = None
+    value_scale: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -50,23 +56,35 @@ class PagedCache:
         return self.layers[0].value.shape[0]
 
 
-def empty_cache(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> PagedCache:
+def empty_cache(
+    config: ModelConfig, rows: int, places: int, page_size: int = 64, kv_dtype: str = "compute"
+) -> PagedCache:
     """Zeros, and a table that gives every row pages of its own for so many places, in order."""
     per_row = -(-places // page_size)
     return PagedCache(
-        layers=empty_pages(config, rows * per_row, page_size),
+        layers=empty_pages(config, rows * per_row, page_size, kv_dtype),
         table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
     )
 
 
-def empty_pages(config: ModelConfig, pages: int, page_size: int) -> list[LayerCache]:
-    """Pools of zeros, one a layer."""
-    dtype = jnp.dtype(config.compute_dtype)
+def empty_pages(
+    config: ModelConfig, pages: int, page_size: int, kv_dtype: str = "compute"
+) -> list[LayerCache]:
+    """Pools of zeros, one a layer; `kv_dtype` is "compute" or "int8"."""
+    dtype = jnp.dtype(config.compute_dtype if kv_dtype == "compute" else kv_dtype)
     heads, size = config.num_kv_heads, config.head_size
+
+    def scales() -> jax.Array | None:
+        if kv_dtype == "compute":
+            return None
+        return jnp.zeros((pages, heads, page_size), jnp.float32)
+
     return [
         LayerCache(
             key=jnp.zeros((pages, heads, size, page_size), dtype),
             value=jnp.zeros((pages, heads, page_size, size), dtype),
+            key_scale=scales(),
+            value_scale=scales(),
         )
         for _ in range(config.num_layers)
     ]
@@ -99,8 +117,27 @@ def write(
     written_BT = (offsets_BT < counts_B[:, None]) & (index_BT < table_BY.shape[1])
     pages_BT = jnp.where(written_BT, pages_BT, num_pages)
     inside_BT = places_BT % page_size
-    dtype = layer.key.dtype
+
+    def put(pages: jax.Array, new_BTK: jax.Array, *between: slice) -> jax.Array:
+        index = (pages_BT, slice(None), *between, inside_BT)
+        return pages.at[index].set(new_BTK.astype(pages.dtype), mode="drop")
+
+    if layer.key_scale is None or layer.value_scale is None:
+        return LayerCache(
+            key=put(layer.key, key_BTKH, slice(None)), value=put(layer.value, value_BTKH)
+        )
+    (key_BTKH, key_scale_BTK), (value_BTKH, value_scale_BTK) = map(_round, (key_BTKH, value_BTKH))
     return LayerCache(
-        key=layer.key.at[pages_BT, :, :, inside_BT].set(key_BTKH.astype(dtype), mode="drop"),
-        value=layer.value.at[pages_BT, :, inside_BT].set(value_BTKH.astype(dtype), mode="drop"),
+        key=put(layer.key, key_BTKH, slice(None)),
+        value=put(layer.value, value_BTKH),
+        key_scale=put(layer.key_scale, key_scale_BTK),
+        value_scale=put(layer.value_scale, value_scale_BTK),
     )
+
+
+def _round(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whole numbers from -127 to 127, and the scale that each head's numbers have in common."""
+    x32 = x_BTKH.astype(jnp.float32)
+    scale_BTK = jnp.max(jnp.abs(x32), axis=-1) / 127
+    safe_BTK = jnp.where(scale_BTK > 0, scale_BTK, 1.0)
+    return jnp.round(x32 / safe_BTK[..., None]), scale_BTK

@@ -125,19 +125,28 @@ def attend_pages(
         seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.pages))[:, None, None]
         if window is not None:
             seen_BTS &= behind_BTS < window
+
+        def page(pool: jax.Array) -> jax.Array:
+            return pool.at[pages_B].get(mode="clip")
+
+        # Of int8 pages the scales come after the product: they are the same for all of a head.
         scores_BKMS = jnp.einsum(
             "BKMH,BKHS->BKMS",
             of_these(query_BKMH),
-            layer.key.at[pages_B].get(mode="clip"),
+            page(layer.key).astype(query_BKMH.dtype),
             preferred_element_type=jnp.float32,
         )
+        if layer.key_scale is not None:
+            scores_BKMS *= page(layer.key_scale)[:, :, None]
         scores_BKMS = cap(scores_BKMS * scale, softcap)
         seen_BMS = jnp.repeat(seen_BTS, group, axis=1)
         # A finite floor, because -inf everywhere in a page would make NaN. Where a query has seen
         # nothing but the floor, what is summed up is taken back by the first page that it sees.
         scores_BKMS = jnp.where(seen_BMS[:, None], scores_BKMS, -1e30)
         these = _Sums(*[of_these(field) for field in sums])
-        these = _add(these, scores_BKMS, layer.value.at[pages_B].get(mode="clip"))
+        value_scale_BKS = None if layer.value_scale is None else page(layer.value_scale)
+        value_BKSH = page(layer.value).astype(query_BKMH.dtype)
+        these = _add(these, scores_BKMS, value_BKSH, value_scale_BKS)
         return _Sums(
             *[
                 jax.lax.dynamic_update_slice_in_dim(field, new, start, 0)
@@ -161,14 +170,22 @@ def attend_pages(
     return out_BKMH.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
 
 
-def _add(sums: _Sums, scores_BKMS: jax.Array, value_BKSH: jax.Array) -> _Sums:
+def _add(
+    sums: _Sums,
+    scores_BKMS: jax.Array,
+    value_BKSH: jax.Array,
+    value_scale_BKS: jax.Array | None,
+) -> _Sums:
     """One more page."""
     top_BKM = jnp.maximum(sums.top_BKM, jnp.max(scores_BKMS, axis=-1))
     weights_BKMS = jnp.exp(scores_BKMS - top_BKM[..., None])
     kept_BKM = jnp.exp(sums.top_BKM - top_BKM)
+    scaled_BKMS = weights_BKMS
+    if value_scale_BKS is not None:
+        scaled_BKMS = weights_BKMS * value_scale_BKS[:, :, None]
     read_BKMH = jnp.einsum(
         "BKMS,BKSH->BKMH",
-        weights_BKMS.astype(value_BKSH.dtype),
+        scaled_BKMS.astype(value_BKSH.dtype),
         value_BKSH,
         preferred_element_type=jnp.float32,
     )

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 COMPUTE_DTYPES = ("model", "float32", "bfloat16")
-WEIGHT_DTYPES = ("compute", "int8")
+STORED_DTYPES = ("compute", "int8")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,8 @@ class RolloutConfig:
     `compute_dtype` is the type of the engine's matrix work and KV cache: "model" is the trainer's,
     config.model.compute_dtype. `weight_dtype` is that of its matrices: "compute" is the type they
     are multiplied in, "int8" a byte a number with a scale for each output channel
-    (models/quantization.py). Evaluation games are played by the same engine. What another
+    (models/quantization.py). `kv_dtype` is that of the KV cache: "compute", or "int8" with a scale
+    for each token and head. Evaluation games are played by the same engine. What another
     precision than the trainer's does to log-probs is logged, and see `TrainConfig.correction`.
 
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
@@ -159,6 +160,7 @@ class RolloutConfig:
     page_size: int = 16
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"
+    kv_dtype: Literal["compute", "int8"] = "compute"
 
     def computes_as(self, model_dtype: str) -> str:
         """The engine's compute type, for a model whose trainer computes in `model_dtype`."""
@@ -166,11 +168,16 @@ class RolloutConfig:
 
     def is_precise_as(self, model_dtype: str) -> bool:
         """Whether log-probs differ from those of such a trainer by the order of sums alone."""
-        return self.weight_dtype == "compute" and self.computes_as(model_dtype) == model_dtype
+        rounded = "int8" in (self.weight_dtype, self.kv_dtype)
+        return not rounded and self.computes_as(model_dtype) == model_dtype
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        for field, choices in (("compute_dtype", COMPUTE_DTYPES), ("weight_dtype", WEIGHT_DTYPES)):
+        for field, choices in (
+            ("compute_dtype", COMPUTE_DTYPES),
+            ("weight_dtype", STORED_DTYPES),
+            ("kv_dtype", STORED_DTYPES),
+        ):
             if getattr(self, field) not in choices:
                 raise ValueError(
                     f"config.rollout.{field} is {getattr(self, field)!r}; choose one of "

@@ -55,6 +55,7 @@ def empty_state(
     *,
     page_size: int,
     pool: Pool | None = None,
+    kv_dtype: str = "compute",
     model_logprobs: bool = False,
     choice_branches: int = 0,
 ) -> DecodeState:
@@ -69,7 +70,7 @@ def empty_state(
     pool = pool or dense_pool(slots, slots, places, page_size)
     return DecodeState(
         cache=PagedCache(
-            layers=empty_pages(config, pool.total, page_size),
+            layers=empty_pages(config, pool.total, page_size, kv_dtype),
             table=_first_table(pool, slots, pages_for(places, page_size)),
         ),
         experience=Experience(

@@ -69,6 +69,7 @@ class EngineConfig:
     seed: int
     page_size: int = 64
     weight_dtype: Literal["compute", "int8"] = "compute"
+    kv_dtype: Literal["compute", "int8"] = "compute"
     serving: Serving = Serving()
 
 
@@ -123,8 +124,10 @@ class PolicyEngine(Engine):
         self.parameter_shardings = parameter_shardings(specs, layout)
         self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
         self._rows = layout.activations("B")
-        self.state_shardings = jax.tree.map(
-            lambda leaf: layout.activations("ZK" if leaf.ndim == 4 else "B"), self.state_shapes(1)
+        by_rows = jax.tree.map(lambda leaf: self._rows, self.state_shapes(1))
+        pages = jax.tree.map(lambda leaf: layout.activations("ZK"), by_rows.cache.layers)
+        self.state_shardings = dataclasses.replace(
+            by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages)
         )
         self._build_programs()
 
@@ -198,6 +201,7 @@ class PolicyEngine(Engine):
             places,
             page_size=config.page_size,
             pool=pool,
+            kv_dtype=config.kv_dtype,
             model_logprobs=config.rules.model_logprobs,
             choice_branches=config.rules.choice_branches,
         )
@@ -310,7 +314,13 @@ class PolicyEngine(Engine):
         self._num_prefills = self._num_prefills % MAX_SEED + 1
         zero = jnp.zeros((1,), jnp.int32)
         return Prefix(
-            cache=empty_cache(self.config.model, 1, self.max_prefill_length, self.config.page_size),
+            cache=empty_cache(
+                self.config.model,
+                1,
+                self.max_prefill_length,
+                self.config.page_size,
+                self.config.kv_dtype,
+            ),
             cached=zero,
             pending=zero,
             seed=zero + self._num_prefills,
@@ -414,7 +424,7 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
 
     def put_pages(old: jax.Array, new: jax.Array) -> jax.Array:
         inserted = jnp.take(new, number_Z, axis=0, mode="clip")
-        return jnp.where(mine_Z[:, None, None, None], inserted, old)
+        return jnp.where(mine_Z.reshape(-1, *(1,) * (old.ndim - 1)), inserted, old)
 
     return dataclasses.replace(
         state,

@@ -66,7 +66,7 @@ class TrainConfig:
     is weighted by how much likelier that one finds it than the one that sampled, at most
     `importance_cap` (see `losses.policy_gradient`). With `epochs` above 1 that costs one more
     forward pass a step. "auto" is "truncated" where the rollout has another precision than the
-    trainer (config.rollout.weight_dtype, config.rollout.compute_dtype), else "none".
+    trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else "none".
 
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
     `demonstration_updates` supervised updates on games of random legal moves, at
