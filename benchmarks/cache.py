@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.models.kv_cache import LayerCache, PagedCache
-from earl_jax.models.paged_attention import attend_pages, plan_reading
+from earl_jax.models.paged_attention import Tile, attend_pages, plan_reading
 from earl_jax.rollout.pages import pages_for
 
 LAYERS, KV_HEADS, GROUPS, HEAD_SIZE = 4, 2, 2, 64
@@ -57,7 +57,7 @@ def dense(keys_last: bool, query: jax.Array, key: jax.Array, value: jax.Array, c
 def paged(some: int, query: jax.Array, layer: LayerCache, table: jax.Array, cached: jax.Array):
     """The same over pages, as the engine has it."""
     cache, ones = PagedCache(layers=[layer], table=table), jnp.ones_like(cached)
-    reading = plan_reading(cache, cached, ones, 1, None, some)
+    reading = plan_reading(cache, cached, ones, 1, None, Tile(rows=some, pages=1))
     return attend_pages(query[:, None], layer, reading, scale=HEAD_SIZE**-0.5)[:, 0]
 
 

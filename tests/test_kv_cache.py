@@ -19,7 +19,7 @@ from earl_jax.models.kv_cache import (
     empty_cache,
     write,
 )
-from earl_jax.models.paged_attention import attend_pages, plan_reading
+from earl_jax.models.paged_attention import Tile, attend_pages, plan_reading, tile_for
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 
@@ -95,21 +95,22 @@ def filled():
     return PagedCache(layers=[layer], table=jnp.asarray(table)), key, value, cached
 
 
-def attend(cache, query, cached, counts, *, rows_at_a_time=4, **settings):
+def attend(cache, query, cached, counts, *, tile=Tile(4, 1), **settings):  # noqa: B008
     window = settings.get("window")
-    reading = plan_reading(cache, cached, counts, query.shape[1], window, rows_at_a_time)
+    reading = plan_reading(cache, cached, counts, query.shape[1], window, tile)
     return attend_pages(query, cache.layers[0], reading, scale=0.4, **settings)
 
 
 @pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("tile", [Tile(4, 1), Tile(ROWS, 2), Tile(3, 9)], ids=str)
 @pytest.mark.parametrize("settings", [{}, {"window": 3}, {"window": 12, "softcap": 2.0}], ids=str)
-def test_attention_over_pages_is_attention_over_dense_keys(filled, length, settings):
+def test_attention_over_pages_is_attention_over_dense_keys(filled, length, settings, tile):
     cache, key, value, cached = filled
     rng = np.random.default_rng(1)
     query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
     counts = np.minimum(rng.integers(0, length + 1, ROWS), ROOM - cached).astype(np.int32)
     assert (counts == 0).any() and (counts == length).any()
-    out = jax.jit(functools.partial(attend, **settings))(cache, query, cached, counts)
+    out = jax.jit(functools.partial(attend, tile=tile, **settings))(cache, query, cached, counts)
     order = cached[:, None] + np.arange(length)[None, :]
     places = np.tile(np.arange(ROOM), (ROWS, 1))
     expected = attention(
@@ -144,18 +145,21 @@ def test_what_is_read_is_what_is_there(filled):
     cache, _, _, cached = filled
     ones = np.ones(ROWS, np.int32)
     ends = cached + 1
-    reading = plan_reading(cache, cached, ones, 1, None, 4)
+    reading = plan_reading(cache, cached, ones, 1, None, Tile(4, 1))
     order = np.asarray(reading.order)
-    assert reading.pages.tolist() == [*-(-ends[order] // SIZE), 0]
+    assert reading.blocks.tolist() == [*-(-ends[order] // SIZE), 0]
     assert sorted(order) == list(range(ROWS)) and not np.asarray(reading.first).any()
-    reading = plan_reading(cache, cached, ones, 1, 3, 4)
+    reading = plan_reading(cache, cached, ones, 1, 3, Tile(4, 1))
     order = np.asarray(reading.order)
     first = np.maximum(0, ends[order] - 3) // SIZE
     assert reading.first.tolist() == [*first, 0]
-    assert reading.pages.tolist() == [*-(-ends[order] // SIZE) - first, 0]
-    assert reading.pages.max() == 2
-    idle = plan_reading(cache, cached, 0 * ones, 1, None, 4)
-    assert not np.asarray(idle.pages).any()
+    assert reading.blocks.tolist() == [*-(-ends[order] // SIZE) - first, 0]
+    assert reading.blocks.max() == 2
+    reading = plan_reading(cache, cached, ones, 1, None, Tile(4, 2))
+    order = np.asarray(reading.order)
+    assert reading.blocks.tolist() == [*-(-ends[order] // (2 * SIZE)), 0]
+    idle = plan_reading(cache, cached, 0 * ones, 1, None, Tile(4, 1))
+    assert not np.asarray(idle.blocks).any()
 
 
 def test_in_int8_each_head_of_a_token_has_its_own_scale():
@@ -206,3 +210,10 @@ def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled, leng
     real = np.arange(length)[None, :] < counts[:, None]
     far = np.abs(out - np.asarray(jax.jit(attend)(cache, query, cached, counts)))[real]
     assert 1e-4 < far.mean() < 1e-2 and far.max() < 0.1
+
+
+def test_chips_read_large_blocks_for_all_rows_and_cpus_a_page_for_a_few():
+    assert tile_for("cpu", 64, 16) == tile_for(None, 64, 16) == Tile(rows=8, pages=1)
+    assert tile_for("cpu", 3, 16) == Tile(rows=3, pages=1)
+    assert tile_for("tpu", 64, 16) == Tile(rows=64, pages=64)
+    assert tile_for("gpu", 64, 2048) == Tile(rows=64, pages=1)

@@ -21,7 +21,7 @@ from earl_jax.models.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.kernels import Kernel, attend_rows
 from earl_jax.models.kv_cache import PagedCache, write
 from earl_jax.models.lora import project
-from earl_jax.models.paged_attention import attend_pages, plan_reading
+from earl_jax.models.paged_attention import attend_pages, plan_reading, tile_for
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.models.routing import Routing, routing_of_rows
@@ -272,8 +272,9 @@ def forward_chunk(
     x_BTD = _embed(config, params["embed"], tokens_BT)
     mix_experts = functools.partial(experts_of_shard, config, layout)
     windows = [window or None for window in config.layer_windows]
+    tile = tile_for(layout and layout.platform, len(cached_B), cache.page_size)
     readings = {
-        window: plan_reading(cache, cached_B, counts_B, length, window)
+        window: plan_reading(cache, cached_B, counts_B, length, window, tile)
         for window in dict.fromkeys(windows)
     }
     new_layers = []

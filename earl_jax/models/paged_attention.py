@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the pages that rows have, page by page with an online softmax.
 
-What it costs follows the tokens that are there: rows are sorted by how many pages they have to
-read, and page i is read for those rows only that have one, a few rows at a time. Nothing depends on
-how long the table is, nor on how large the pool. The online softmax is that of arXiv 2205.14135,
-pages those of arXiv 2309.06180.
+What it costs follows the tokens that are there: rows are sorted by how much they have to read, and
+block i of a few pages is read for those rows only that have one, a tile of rows at a time. Nothing
+depends on how long the table is, nor on how large the pool. The online softmax is that of arXiv
+2205.14135, pages those of arXiv 2309.06180.
 
-A row's numbers are added up page by page in the order of its places, whoever its neighbours are.
+A row's numbers are added up block by block in the order of its places, whoever its neighbours are.
 """
 
 from typing import NamedTuple
@@ -18,26 +18,44 @@ import jax.numpy as jnp
 from earl_jax.models.attention import cap
 from earl_jax.models.kv_cache import LayerCache, PagedCache
 
-# Rows that read a page at a time. Fewer waste less where lengths differ; more are fewer steps.
-# On a CPU with 64 rows: 576 places each, 15.4 ms with 8 and 14.5 with 16; long-tailed lengths, 12.1
-# and 17.7 (fp32, 4 layers, pages of 64, 2026-11).
-ROWS_AT_A_TIME = 8
+
+class Tile(NamedTuple):
+    """How much is read at a time: a block of `pages` pages for each of `rows` rows."""
+
+    rows: int
+    pages: int
+
+
+# Few rows waste little where lengths differ, and their copies stay in a core's own cache. One page,
+# because several would have to be copied once more to lie side by side. On a CPU with 64 rows of
+# 576 places, 15.4 ms with 8 rows and 14.5 with 16; of long-tailed lengths, 12.1 and 17.7; with two
+# pages of 64 instead of one, 29.9 and 15.9 (fp32, 4 layers, 2026-11).
+ON_CPU = Tile(rows=8, pages=1)
+# Each step is some kernels to start, so steps are few and large. Not measured on a chip yet.
+PLACES_AT_A_TIME = 1024
+
+
+def tile_for(platform: str | None, rows: int, page_size: int) -> Tile:
+    """What this platform reads at a time; None is the CPU."""
+    if platform in (None, "cpu"):
+        return ON_CPU._replace(rows=min(rows, ON_CPU.rows))
+    return Tile(rows=rows, pages=max(1, PLACES_AT_A_TIME // page_size))
 
 
 class Reading(NamedTuple):
-    """Who reads what, rows sorted by the number of pages to read, the most first.
+    """Who reads what, rows sorted by the number of blocks to read, the most first.
 
-    `order` i32[B] is the rows in that order; the others are in it, padded to a multiple of the rows
-    at a time by rows that read nothing. `first` is a row's first page, `pages` how many it reads,
-    `table` its pages, `positions` i32[B,T] where its queries stand.
+    `order` i32[B] is the rows in that order; the others are in it, padded to a multiple of the
+    tile's rows by rows that read nothing. `first` is a row's first page, `blocks` how many blocks
+    it reads from there on, `table` its pages, `positions` i32[B,T] where its queries stand.
     """
 
     order: jax.Array
     first: jax.Array
-    pages: jax.Array
+    blocks: jax.Array
     table: jax.Array
     positions: jax.Array
-    rows_at_a_time: int
+    tile: Tile
 
 
 def plan_reading(
@@ -46,7 +64,7 @@ def plan_reading(
     counts_B: jax.Array,
     length: int,
     window: int | None,
-    rows_at_a_time: int = ROWS_AT_A_TIME,
+    tile: Tile,
 ) -> Reading:
     """Which pages are read for `length` queries behind the first `cached_B` places of each row.
 
@@ -59,16 +77,16 @@ def plan_reading(
     if window is not None:
         first_B = jnp.maximum(0, cached_B + 1 - window) // size
     pages_B = jnp.maximum(0, (ends_B + size - 1) // size - first_B)
-    order_B = jnp.argsort(-pages_B, stable=True)
-    rows_at_a_time = min(rows, rows_at_a_time)
-    pad = [(0, -rows % rows_at_a_time)]
+    blocks_B = (pages_B + tile.pages - 1) // tile.pages
+    order_B = jnp.argsort(-blocks_B, stable=True)
+    pad = [(0, -rows % tile.rows)]
     return Reading(
         order=order_B,
         first=jnp.pad(first_B[order_B], pad),
-        pages=jnp.pad(pages_B[order_B], pad),
+        blocks=jnp.pad(blocks_B[order_B], pad),
         table=jnp.pad(cache.table[order_B], [*pad, (0, 0)]),
         positions=jnp.pad(cached_B[order_B], pad)[:, None] + jnp.arange(length)[None, :],
-        rows_at_a_time=rows_at_a_time,
+        tile=tile,
     )
 
 
@@ -103,49 +121,55 @@ def attend_pages(
         out_BTKGH in the type of the query; zeros for rows that read nothing.
     """
     rows, length, heads, group, size = query_BTKGH.shape
-    some = reading.rows_at_a_time
+    some, together = reading.tile
     # One axis for queries and the heads that share keys: the rows of one matrix product.
     query_BKMH = query_BTKGH[reading.order].transpose(0, 2, 1, 3, 4)
     query_BKMH = query_BKMH.reshape(rows, heads, length * group, size)
-    padded = reading.pages.shape[0]
+    padded = reading.blocks.shape[0]
     query_BKMH = jnp.pad(query_BKMH, ((0, padded - rows), (0, 0), (0, 0), (0, 0)))
     page_size = layer.value.shape[2]
 
     def read(index: jax.Array, start: jax.Array, sums: _Sums) -> _Sums:
-        """Page `index` of what the rows from `start` on have to read."""
+        """Block `index` of what the rows from `start` on have to read."""
 
         def of_these(array: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(array, start, some)
 
-        number_B = of_these(reading.first) + index
-        pages_B = jnp.take_along_axis(of_these(reading.table), number_B[:, None], 1, mode="clip")
-        pages_B = pages_B[:, 0]
-        places_BS = number_B[:, None] * page_size + jnp.arange(page_size)[None, :]
+        number_BY = (of_these(reading.first) + index * together)[:, None]
+        number_BY = number_BY + jnp.arange(together)[None, :]
+        pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
+        # Behind a row's last page come places behind its queries, which see none of them.
+        places_BYS = number_BY[:, :, None] * page_size + jnp.arange(page_size)[None, None, :]
+        places_BS = places_BYS.reshape(some, -1)
         behind_BTS = of_these(reading.positions)[:, :, None] - places_BS[:, None, :]
-        seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.pages))[:, None, None]
+        seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
         if window is not None:
             seen_BTS &= behind_BTS < window
 
-        def page(pool: jax.Array) -> jax.Array:
-            return pool.at[pages_B].get(mode="clip")
+        def block(pool: jax.Array, places: int) -> jax.Array:
+            """The pages side by side, joined along the axis that has their places."""
+            pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, places)
+            shape = pages.shape
+            joined = (*shape[:places], together * page_size, *shape[places + 2 :])
+            return pages.reshape(joined)
 
         # Of int8 pages the scales come after the product: they are the same for all of a head.
         scores_BKMS = jnp.einsum(
             "BKMH,BKHS->BKMS",
             of_these(query_BKMH),
-            page(layer.key).astype(query_BKMH.dtype),
+            block(layer.key, 3).astype(query_BKMH.dtype),
             preferred_element_type=jnp.float32,
         )
         if layer.key_scale is not None:
-            scores_BKMS *= page(layer.key_scale)[:, :, None]
+            scores_BKMS *= block(layer.key_scale, 2)[:, :, None]
         scores_BKMS = cap(scores_BKMS * scale, softcap)
         seen_BMS = jnp.repeat(seen_BTS, group, axis=1)
-        # A finite floor, because -inf everywhere in a page would make NaN. Where a query has seen
-        # nothing but the floor, what is summed up is taken back by the first page that it sees.
+        # A finite floor, because -inf everywhere in a block would make NaN. Where a query has seen
+        # nothing but the floor, what is summed up is taken back by the first block that it sees.
         scores_BKMS = jnp.where(seen_BMS[:, None], scores_BKMS, -1e30)
         these = _Sums(*[of_these(field) for field in sums])
-        value_scale_BKS = None if layer.value_scale is None else page(layer.value_scale)
-        value_BKSH = page(layer.value).astype(query_BKMH.dtype)
+        value_scale_BKS = None if layer.value_scale is None else block(layer.value_scale, 2)
+        value_BKSH = block(layer.value, 2).astype(query_BKMH.dtype)
         these = _add(these, scores_BKMS, value_BKSH, value_scale_BKS)
         return _Sums(
             *[
@@ -155,7 +179,7 @@ def attend_pages(
         )
 
     def read_all(index: jax.Array, sums: _Sums) -> _Sums:
-        groups = (jnp.sum(reading.pages > index) + some - 1) // some
+        groups = (jnp.sum(reading.blocks > index) + some - 1) // some
         return jax.lax.fori_loop(0, groups, lambda g, sums: read(index, g * some, sums), sums)
 
     shape = query_BKMH.shape[:-1]
@@ -164,8 +188,10 @@ def attend_pages(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(query_BKMH.shape, jnp.float32),
     )
-    sums = jax.lax.fori_loop(0, reading.pages[0], read_all, sums)
+    sums = jax.lax.fori_loop(0, reading.blocks[0], read_all, sums)
     out_BKMH = sums.value_BKMH / jnp.maximum(sums.weight_BKM, 1e-30)[..., None]
+    # Rows that read nothing may have been in a tile with others.
+    out_BKMH = jnp.where((reading.blocks > 0)[:, None, None, None], out_BKMH, 0)
     out_BKMH = out_BKMH.astype(query_BTKGH.dtype)[:rows][jnp.argsort(reading.order)]
     return out_BKMH.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
 
@@ -176,7 +202,7 @@ def _add(
     value_BKSH: jax.Array,
     value_scale_BKS: jax.Array | None,
 ) -> _Sums:
-    """One more page."""
+    """One more block."""
     top_BKM = jnp.maximum(sums.top_BKM, jnp.max(scores_BKMS, axis=-1))
     weights_BKMS = jnp.exp(scores_BKMS - top_BKM[..., None])
     kept_BKM = jnp.exp(sums.top_BKM - top_BKM)
