@@ -112,7 +112,8 @@ class RolloutConfig:
     prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
     per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
     compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
-    tokens, of which an episode has as many as it needs. A turn is cut, and its episode over, at
+    tokens, of which an episode has as many as it needs: large ones are read faster (128 for long
+    contexts), small ones waste less. A turn is cut, and its episode over, at
     `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
     (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
     episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
