@@ -10,6 +10,7 @@ depends on how long the table is, nor on how large the pool. The online softmax 
 A row's numbers are added up block by block in the order of its places, whoever its neighbours are.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -33,6 +34,10 @@ class Tile(NamedTuple):
 ON_CPU = Tile(rows=8, pages=1)
 # Each step is some kernels to start, so steps are few and large. Not measured on a chip yet.
 PLACES_AT_A_TIME = 1024
+# The score of what a query may not look at. Finite, because -inf everywhere in a block would make
+# NaN. Where a query has seen nothing else yet, what is summed up is taken back by the first block
+# that it sees.
+FLOOR = -1e30
 
 
 def tile_for(platform: str | None, rows: int, page_size: int) -> Tile:
@@ -121,70 +126,31 @@ def attend_pages(
         out_BTKGH in the type of the query; zeros for rows that read nothing.
     """
     rows, length, heads, group, size = query_BTKGH.shape
-    some, together = reading.tile
+    some = reading.tile.rows
     # One axis for queries and the heads that share keys: the rows of one matrix product.
     query_BKMH = query_BTKGH[reading.order].transpose(0, 2, 1, 3, 4)
     query_BKMH = query_BKMH.reshape(rows, heads, length * group, size)
     padded = reading.blocks.shape[0]
     query_BKMH = jnp.pad(query_BKMH, ((0, padded - rows), (0, 0), (0, 0), (0, 0)))
-    page_size = layer.value.shape[2]
 
     def read(index: jax.Array, start: jax.Array, sums: _Sums) -> _Sums:
-        """Block `index` of what the rows from `start` on have to read."""
-
-        def of_these(array: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_slice_in_dim(array, start, some)
-
-        number_BY = (of_these(reading.first) + index * together)[:, None]
-        number_BY = number_BY + jnp.arange(together)[None, :]
-        pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
-        # Behind a row's last page come places behind its queries, which see none of them.
-        places_BYS = number_BY[:, :, None] * page_size + jnp.arange(page_size)[None, None, :]
-        places_BS = places_BYS.reshape(some, -1)
-        behind_BTS = of_these(reading.positions)[:, :, None] - places_BS[:, None, :]
-        seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
-        if window is not None:
-            seen_BTS &= behind_BTS < window
-
-        def block(pool: jax.Array, places: int) -> jax.Array:
-            """The pages side by side, joined along the axis that has their places."""
-            pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, places)
-            shape = pages.shape
-            joined = (*shape[:places], together * page_size, *shape[places + 2 :])
-            return pages.reshape(joined)
-
-        # Of int8 pages the scales come after the product: they are the same for all of a head.
-        scores_BKMS = jnp.einsum(
-            "BKMH,BKHS->BKMS",
-            of_these(query_BKMH),
-            block(layer.key, 3).astype(query_BKMH.dtype),
-            preferred_element_type=jnp.float32,
-        )
-        if layer.key_scale is not None:
-            scores_BKMS *= block(layer.key_scale, 2)[:, :, None]
-        scores_BKMS = cap(scores_BKMS * scale, softcap)
-        seen_BMS = jnp.repeat(seen_BTS, group, axis=1)
-        # A finite floor, because -inf everywhere in a block would make NaN. Where a query has seen
-        # nothing but the floor, what is summed up is taken back by the first block that it sees.
-        scores_BKMS = jnp.where(seen_BMS[:, None], scores_BKMS, -1e30)
-        these = _Sums(*[of_these(field) for field in sums])
-        value_scale_BKS = None if layer.value_scale is None else block(layer.value_scale, 2)
-        value_BKSH = block(layer.value, 2).astype(query_BKMH.dtype)
-        these = _add(these, scores_BKMS, value_BKSH, value_scale_BKS)
+        these = _Sums(*[_rows_from(start, some, field) for field in sums])
+        query = _rows_from(start, some, query_BKMH)
+        scores, value = _look_at(query, layer, reading, index, start, scale, softcap, window)
         return _Sums(
             *[
                 jax.lax.dynamic_update_slice_in_dim(field, new, start, 0)
-                for field, new in zip(sums, these, strict=True)
+                for field, new in zip(sums, _add(these, scores, *value), strict=True)
             ]
         )
 
     def read_all(index: jax.Array, sums: _Sums) -> _Sums:
-        groups = (jnp.sum(reading.blocks > index) + some - 1) // some
-        return jax.lax.fori_loop(0, groups, lambda g, sums: read(index, g * some, sums), sums)
+        tiles = (jnp.sum(reading.blocks > index) + some - 1) // some
+        return jax.lax.fori_loop(0, tiles, lambda tile, sums: read(index, tile * some, sums), sums)
 
     shape = query_BKMH.shape[:-1]
     sums = _Sums(
-        jnp.full(shape, -1e30, jnp.float32),
+        jnp.full(shape, FLOOR, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(query_BKMH.shape, jnp.float32),
     )
@@ -194,6 +160,63 @@ def attend_pages(
     out_BKMH = jnp.where((reading.blocks > 0)[:, None, None, None], out_BKMH, 0)
     out_BKMH = out_BKMH.astype(query_BTKGH.dtype)[:rows][jnp.argsort(reading.order)]
     return out_BKMH.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+
+
+def _rows_from(start: jax.Array, some: int, array: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, some)
+
+
+def _look_at(
+    query_BKMH: jax.Array,
+    layer: LayerCache,
+    reading: Reading,
+    index: jax.Array,
+    start: jax.Array,
+    scale: float,
+    softcap: float,
+    window: int | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """Block `index` of what the tile of rows from `start` on has to read.
+
+    Returns:
+        scores_BKMS, FLOOR where a query may not look; value_BKSH in the type of the query, and
+        their scales, f32[B,K,S], of int8 pages.
+    """
+    some, together = reading.tile
+    of_these = functools.partial(_rows_from, start, some)
+    page_size = layer.value.shape[2]
+    number_BY = (of_these(reading.first) + index * together)[:, None]
+    number_BY = number_BY + jnp.arange(together)[None, :]
+    pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
+    # Behind a row's last page come places behind its queries, which see none of them.
+    places_BYS = number_BY[:, :, None] * page_size + jnp.arange(page_size)[None, None, :]
+    places_BS = places_BYS.reshape(some, -1)
+    behind_BTS = of_these(reading.positions)[:, :, None] - places_BS[:, None, :]
+    seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
+    if window is not None:
+        seen_BTS &= behind_BTS < window
+
+    def block(pool: jax.Array, places: int) -> jax.Array:
+        """The pages side by side, joined along the axis that has their places."""
+        pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, places)
+        shape = pages.shape
+        return pages.reshape(*shape[:places], together * page_size, *shape[places + 2 :])
+
+    scores_BKMS = jnp.einsum(
+        "BKMH,BKHS->BKMS",
+        query_BKMH,
+        block(layer.key, 3).astype(query_BKMH.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    # Of int8 pages the scales come after the product: they are the same for all of a head.
+    if layer.key_scale is not None:
+        scores_BKMS *= block(layer.key_scale, 2)[:, :, None]
+    scores_BKMS = cap(scores_BKMS * scale, softcap)
+    seen_BMS = jnp.repeat(seen_BTS, query_BKMH.shape[2] // seen_BTS.shape[1], axis=1)
+    scores_BKMS = jnp.where(seen_BMS[:, None], scores_BKMS, FLOOR)
+    value_BKSH = block(layer.value, 2).astype(query_BKMH.dtype)
+    value_scale_BKS = None if layer.value_scale is None else block(layer.value_scale, 2)
+    return scores_BKMS, (value_BKSH, value_scale_BKS)
 
 
 def _add(
