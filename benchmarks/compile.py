@@ -94,7 +94,7 @@ CASES += tuple(
     if case.stage == "rollout" and case.model in ("qwen2.5-7b", "qwen3-30b-a3b")
 )
 
-CHUNK, BURST = 128, 16
+CHUNK, BURST, PAGE = 128, 16, 128
 
 
 def lower(case: Case, layout: Any) -> tuple[Any, str]:
@@ -143,6 +143,7 @@ def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
         num_slots=slots,
         num_rows=slots,
         chunk_size=CHUNK,
+        page_size=PAGE,
         rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,
     )
