@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 TURNS = 2
 CHILD = """
 import json, sys
-from earl_jax.config import load_config_file, make_config
+from earl_jax.config_file import load_config_file, make_config
 from earl_jax.main import start_jax
 number = int(sys.argv[1])
 config = make_config(load_config_file("configs/tictactoe_tiny_cpu.py"), [

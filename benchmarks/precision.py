@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.config import Config, read_workdir_config
+from earl_jax.config import Config
+from earl_jax.config_file import read_workdir_config
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.loop import row_facts
 from earl_jax.main import start_jax

@@ -34,7 +34,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args(arguments)
 
-    from earl_jax.config import read_workdir_config
+    from earl_jax.config_file import read_workdir_config
 
     config = read_workdir_config(flags.workdir)
     games = config.eval.final_games if flags.games is None else flags.games

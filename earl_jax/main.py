@@ -93,7 +93,7 @@ def train_command(arguments: Sequence[str]) -> None:
     """The whole command, from its flags to its last line."""
     start_s = time.perf_counter()
     config_path, overrides, workdir = parse_flags(arguments)
-    from earl_jax.config import load_config_file, make_config
+    from earl_jax.config_file import load_config_file, make_config
 
     config = make_config(load_config_file(config_path), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)

@@ -268,7 +268,7 @@ def _room(flags: argparse.Namespace, policy: _Policy) -> tuple[int, int]:
 
 def _run_policy(flags: argparse.Namespace) -> _Policy:
     """The newest checkpoint of a run."""
-    from earl_jax.config import read_workdir_config
+    from earl_jax.config_file import read_workdir_config
 
     config = read_workdir_config(flags.workdir)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)

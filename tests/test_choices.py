@@ -22,7 +22,7 @@ from test_collect import (
 from test_control import Script, swap_to
 from test_tasks import GIVEN, one_step
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.envs.board_game import all_replies, make_environment
 from earl_jax.envs.environment import EnvConfig, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool

@@ -10,7 +10,8 @@ import re
 import pytest
 from ml_collections import ConfigDict, config_dict
 
-from earl_jax.config import Config, load_config_file, make_config
+from earl_jax.config import Config
+from earl_jax.config_file import load_config_file, make_config
 
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 
@@ -218,7 +219,7 @@ RULES = [
     ("num_steps=0", "config.num_steps is 0; it must be at least 1"),
     ("seed=-1", "config.seed is -1"),
     ("seed=2147483648", "[0, 2**31)"),
-    ("devices.platform=tpux", "config.devices.platform is 'tpux'; choose 'auto', 'cpu'"),
+    ("devices.platform=tpux", "config.devices.platform is 'tpux'; choose one of 'auto', 'cpu'"),
     ("devices.num_cpu_devices=0", "config.devices.num_cpu_devices is 0"),
     ("env.game=tictactoe", "config.env.game is 'tictactoe'.*did you mean 'tic_tac_toe'"),
     ("env.opponent=mtcs", "config.env.opponent is 'mtcs'.*did you mean 'mcts'"),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from reference.make_checkpoint import write_checkpoint
 
-from earl_jax.config import load_config_file, make_config
+from earl_jax.config_file import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.orders import order_width

@@ -18,7 +18,7 @@ from test_engine import COLLECTIVE, replica_groups
 from test_runs import command, run
 from test_slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.experts import mix_experts, route

@@ -14,7 +14,7 @@ import pytest
 from references import KINDS, NAMES, REFERENCE, checkpoint, reference
 from safetensors.numpy import load_file
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.export import export_policy, keep_exports
 from earl_jax.models.attention import cap
 from earl_jax.models.config import LoraConfig

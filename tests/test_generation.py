@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.generation import read_generation_settings
 from earl_jax.world import World

@@ -22,7 +22,7 @@ from references import (
 )
 from safetensors.numpy import load_file, save_file
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.models import hf_read
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from references import NAMES, REFERENCE, change_config, checkpoint
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.families import family_of
 from earl_jax.models.hf_read import open_checkpoint

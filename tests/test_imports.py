@@ -18,18 +18,19 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # What each part may import of ours, beside itself. Top-level modules that are no record and no part
 # of a stage (loop, world, main, ...) may import everything.
 ARROWS = {
+    "settings": set(),
     "trajectory": set(),
     "sharding": set(),
     "envs": set(),
-    "models": {"sharding"},
+    "models": {"settings", "sharding"},
     "telemetry": {"trajectory"},
-    "selector": {"sharding", "telemetry"},
+    "selector": {"settings", "sharding", "telemetry"},
     "dispatch": {"sharding", "trajectory"},
-    "rollout": {"models", "envs", "sharding", "trajectory", "telemetry"},
-    "train": {"models", "sharding", "trajectory"},
+    "rollout": {"models", "envs", "settings", "sharding", "trajectory", "telemetry"},
+    "train": {"models", "settings", "sharding", "trajectory"},
     "weights": {"models", "sharding"},
 }
-STAGES = ARROWS.keys() - {"trajectory", "weights"}
+STAGES = ARROWS.keys() - {"settings", "trajectory", "weights"}
 JETSTREAM_GATE = "earl_jax/rollout/_jetstream.py"
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_topology import need_compiler
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.kernels import attend_rows, choose_kernel

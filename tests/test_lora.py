@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from earl_jax.checkpoint import Checkpoints
-from earl_jax.config import CheckpointConfig, make_config
+from earl_jax.config import CheckpointConfig
+from earl_jax.config_file import make_config
 from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
 from earl_jax.models.kv_cache import empty_cache

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.models.config import RopeScaling
 from earl_jax.models.families import FAMILIES, family_of
 from earl_jax.models.hf_settings import read_settings, write_settings

@@ -12,7 +12,7 @@ import pytest
 from test_experts import MODEL, VOCAB, params
 from test_generation import CHECKPOINT
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.models.decoder import forward_rows_routed
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.models.routing import Routing, balance_loss, count_routing, load_of_experts

@@ -21,7 +21,8 @@ from test_families import REFERENCE, reference
 from transformers import PreTrainedTokenizerFast
 
 from earl_jax.checkpoint import Checkpoints, open_workdir
-from earl_jax.config import CheckpointConfig, make_config
+from earl_jax.config import CheckpointConfig
+from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import save_tokenizer
 from earl_jax.models.lora import fingerprint
 from earl_jax.sharding.layout import MeshShape

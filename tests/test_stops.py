@@ -20,7 +20,7 @@ from test_collect import (
 )
 from test_control import Script, furthest, swap_to
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.config import Stops

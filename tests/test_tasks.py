@@ -9,7 +9,7 @@ import pytest
 from test_collect import assert_same_episodes, check_rows, collect, engine, tasks
 
 from earl_jax.calibrate import Calibration
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import Position, learnable, rl_step
 from earl_jax.placement import Placement

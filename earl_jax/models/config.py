@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Literal
 
-DTYPES = ("float32", "bfloat16")
-ACTIVATIONS = ("silu", "gelu_tanh")
+from earl_jax.settings import check_choices
+
 # The projections of a layer, by the names that parameters.py gives them.
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
 
@@ -31,8 +31,7 @@ class RopeScaling:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         path = "config.model.rope_scaling"
-        if self.kind not in ("llama3", "linear"):
-            raise ValueError(f"{path}.kind is {self.kind!r}; choose 'llama3' or 'linear'")
+        check_choices(self, path)
         if not 1 <= self.factor < math.inf:
             raise ValueError(f"{path}.factor is {self.factor}; it must be at least 1 (1: none)")
         if self.original_max_position < 1:
@@ -159,11 +158,7 @@ class ModelConfig:
                 f"config.model.num_experts ({self.num_experts}); a token uses each expert once"
             )
         self.rope_scaling.validate()
-        for field, choices in (("compute_dtype", DTYPES), ("activation", ACTIVATIONS)):
-            if getattr(self, field) not in choices:
-                raise ValueError(
-                    f"config.model.{field} is {getattr(self, field)!r}; choose one of {choices}"
-                )
+        check_choices(self, "config.model")
 
     def _check_numbers(self) -> None:
         sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size")
@@ -218,5 +213,4 @@ class LoraConfig:
                 f"{path}.targets is {self.targets!r}; name at least one of "
                 f"{', '.join(LORA_TARGETS)}, each once"
             )
-        if self.base_dtype not in DTYPES:
-            raise ValueError(f"{path}.base_dtype is {self.base_dtype!r}; choose one of {DTYPES}")
+        check_choices(self, path)

@@ -6,8 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-COMPUTE_DTYPES = ("model", "float32", "bfloat16")
-STORED_DTYPES = ("compute", "int8")
+from earl_jax.settings import check_choices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,16 +173,7 @@ class RolloutConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
-        for field, choices in (
-            ("compute_dtype", COMPUTE_DTYPES),
-            ("weight_dtype", STORED_DTYPES),
-            ("kv_dtype", STORED_DTYPES),
-        ):
-            if getattr(self, field) not in choices:
-                raise ValueError(
-                    f"config.rollout.{field} is {getattr(self, field)!r}; choose one of "
-                    f"{', '.join(map(repr, choices))}"
-                )
+        check_choices(self, "config.rollout")
         for field in (
             "num_slots",
             "episodes_per_step",

@@ -5,6 +5,7 @@
 import dataclasses
 from typing import Literal
 
+from earl_jax.settings import check_choices
 from earl_jax.sharding.layout import MeshShape
 
 
@@ -34,6 +35,7 @@ class SelectorConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, "config.selector")
         for field in ("rollout_meshes", "train_meshes"):
             shapes = []
             for text in getattr(self, field):

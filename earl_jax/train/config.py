@@ -6,12 +6,7 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.models.config import LoraConfig
-
-ESTIMATORS = ("reinforce", "grpo")
-SCHEDULES = ("constant", "linear", "cosine")
-RATIOS = ("behaviour", "model")
-ATTENTION = ("auto", "blockwise", "splash", "tokamax")
-CORRECTIONS = ("auto", "none", "truncated")
+from earl_jax.settings import check_choices
 
 # Not infinity: a number that is infinite is a mistake too.
 _LARGEST = 1e30
@@ -111,18 +106,7 @@ class TrainConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         self.lora.validate()
-        for field, allowed in (
-            ("advantage", ESTIMATORS),
-            ("schedule", SCHEDULES),
-            ("ratio", RATIOS),
-            ("attention", ATTENTION),
-            ("correction", CORRECTIONS),
-        ):
-            if getattr(self, field) not in allowed:
-                raise ValueError(
-                    f"config.train.{field} is {getattr(self, field)!r}; choose one of "
-                    f"{', '.join(map(repr, allowed))}"
-                )
+        check_choices(self, "config.train")
         for field, (least, most) in _BOUNDS.items():
             if not least <= getattr(self, field) <= most:
                 upper = "" if most == _LARGEST else f" and at most {most}"

@@ -1,0 +1,183 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The only way to a `Config`: ConfigDict -> Config, strictly.
+
+A config file (configs/*.py) returns an `ml_collections.ConfigDict` with what differs from the
+defaults; `--config.section.key=value` changes it further. Every key must be a field, of the field's
+type, within its rules, and have an effect in this run.
+"""
+
+import ast
+import copy
+import dataclasses
+import difflib
+import importlib.util
+import json
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import RequiredValueError
+
+from earl_jax.config import Config
+from earl_jax.models.presets import fill_section
+from earl_jax.settings import check_choice
+
+
+def load_config_file(path: str | Path) -> ConfigDict:
+    """Calls `get_config()` of a config file. Raises ValueError if it is none."""
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3)
+        raise ValueError(
+            f"--config={path}: no such file"
+            + (f"; did you mean {', '.join(near)}?" if near else "")
+        )
+    spec = importlib.util.spec_from_file_location(f"earl_jax_config_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        given = module.get_config()
+    except Exception as error:  # noqa: BLE001 - whatever a user's file raises is a user's mistake
+        raise ValueError(f"--config={path}: {type(error).__name__}: {error}") from error
+    if not isinstance(given, ConfigDict):
+        raise ValueError(f"--config={path}: get_config() must return an ml_collections.ConfigDict")
+    return given
+
+
+def read_workdir_config(workdir: Path) -> Config:
+    """The config of the run in a workdir. Raises ValueError where there is none."""
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--workdir={workdir} holds no run: there is no {path}")
+    try:
+        given = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return make_config(given)
+
+
+def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
+    """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
+
+    A file may leave a value to the command line: `config_dict.required_placeholder(str)`.
+
+    Raises:
+        ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
+            rule, a key without effect, or one that was to be given and is not.
+    """
+    required: list[str] = []
+    if isinstance(given, ConfigDict):
+        values = _plain(given, "", required)
+    else:
+        values = copy.deepcopy(dict(given))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise ValueError(f"--config.{override}: write it as --config.{path}=VALUE")
+        _set(values, path.split("."), _parse(text), path)
+    for path in required:
+        if path not in (override.partition("=")[0] for override in overrides):
+            raise ValueError(
+                f"config.{path} is left open by this config; give it: --config.{path}=VALUE"
+            )
+    if isinstance(values.get("model"), Mapping):
+        values["model"] = fill_section(values["model"])
+    config = _build(Config, values, "config")
+    config.validate()
+    return config
+
+
+def _plain(given: ConfigDict, prefix: str, required: list[str]) -> dict[str, Any]:
+    """As `to_dict`, but for values that are left open: their paths are added to `required`."""
+    values = {}
+    for key in given:
+        try:
+            value = given[key]
+        except RequiredValueError:
+            required.append(f"{prefix}{key}")
+            continue
+        nested = isinstance(value, ConfigDict)
+        values[key] = _plain(value, f"{prefix}{key}.", required) if nested else value
+    return values
+
+
+def _set(values: dict[str, Any], names: list[str], value: Any, path: str) -> None:
+    for name in names[:-1]:
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"config.{path}: {name} is a value, not a section")
+    values[names[-1]] = value
+
+
+def _parse(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} is {values!r}; it is a section: set its fields, {path}.NAME")
+    types = typing.get_type_hints(cls)
+    fields = {field.name for field in dataclasses.fields(cls)}
+    for key in values:
+        if key not in fields:
+            raise ValueError(_unknown_key(cls, key, path, fields))
+    built = {
+        key: _build(types[key], value, f"{path}.{key}")
+        if dataclasses.is_dataclass(types[key])
+        else _typed(types[key], value, f"{path}.{key}")
+        for key, value in values.items()
+    }
+    return cls(**built)
+
+
+def _unknown_key(cls: type, key: str, path: str, fields: set[str]) -> str:
+    near = difflib.get_close_matches(str(key), fields, n=1)
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    else:
+        elsewhere = [name for name in _all_paths(Config, "config") if name.endswith(f".{key}")]
+        hint = (
+            f"there is {elsewhere[0]}"
+            if elsewhere
+            else f"its fields are {', '.join(sorted(fields))}"
+        )
+    return f"{path}.{key} is not a field of {cls.__name__}; {hint}"
+
+
+def _all_paths(cls: type, path: str) -> Iterator[str]:
+    for name, kind in typing.get_type_hints(cls).items():
+        yield f"{path}.{name}"
+        if dataclasses.is_dataclass(kind):
+            yield from _all_paths(typing.cast(type, kind), f"{path}.{name}")
+
+
+def _typed(kind: Any, value: Any, path: str) -> Any:
+    """The value as the field's type; ints become floats, lists tuples. Raises ValueError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        check_choice(value, arguments, path)
+        return value
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
+        return dict(value)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{path} is {value!r}; give a list, such as (1, 2)")
+        return tuple(_typed(arguments[0], entry, path) for entry in value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(
+            f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
+        )
+    return value

@@ -1,0 +1,22 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that records of settings have in common."""
+
+import typing
+from typing import Any
+
+
+def check_choices(section: Any, path: str) -> None:
+    """Raises ValueError for a field of a `Literal` type that holds something else.
+
+    `path` is the record's name in a config, such as "config.train".
+    """
+    for field, kind in typing.get_type_hints(type(section)).items():
+        if typing.get_origin(kind) is typing.Literal:
+            check_choice(getattr(section, field), typing.get_args(kind), f"{path}.{field}")
+
+
+def check_choice(value: Any, choices: tuple[Any, ...], path: str) -> None:
+    """Raises ValueError, with the choices, for a value that is none of them."""
+    if value not in choices:
+        raise ValueError(f"{path} is {value!r}; choose one of {', '.join(map(repr, choices))}")
