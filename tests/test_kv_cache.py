@@ -18,20 +18,32 @@ from earl_jax.models.kv_cache import (
     cache_bytes,
     empty_cache,
     write,
+    writes_whole_pages,
 )
 from earl_jax.models.paged_attention import Tile, attend_pages, plan_reading, tile_for
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 
+both_ways = pytest.mark.parametrize("whole_pages", [False, True])
 
-def test_a_write_lands_where_it_should_and_nowhere_else():
+
+@both_ways
+def test_a_write_lands_where_it_should_and_nowhere_else(whole_pages):
     # Pages of two places; row 0 has the pages 4 and 1, row 1 has 0 and 2, row 2 has 5 and 3.
     table = jnp.array([[4, 1], [0, 2], [5, 3]])
     before = jnp.zeros((6, 1, 2, 1)) - 1
     layer = LayerCache(key=before.swapaxes(2, 3), value=before)
     new = jnp.array([[11.0, 12, 13], [21, 22, 23], [31, 32, 33]]).reshape(3, 3, 1, 1)
     # Row 0: two entries at 1 and 2. Row 1: none. Row 2: three at 2, 3, 4, of which it has two.
-    out = write(layer, table, new, new + 100, jnp.array([1, 4, 2]), jnp.array([2, 0, 3]))
+    out = write(
+        layer,
+        table,
+        new,
+        new + 100,
+        jnp.array([1, 4, 2]),
+        jnp.array([2, 0, 3]),
+        whole_pages=whole_pages,
+    )
     pages = [[-1, -1], [12, -1], [-1, -1], [31, 32], [-1, 11], [-1, -1]]
     np.testing.assert_array_equal(out.key[:, 0, 0], pages)
     np.testing.assert_array_equal(
@@ -39,19 +51,58 @@ def test_a_write_lands_where_it_should_and_nowhere_else():
     )
 
 
-def test_a_write_keeps_heads_and_sizes_apart():
+@both_ways
+def test_a_write_keeps_heads_and_sizes_apart(whole_pages):
     rng = np.random.default_rng(3)
     key, value = (rng.normal(size=(2, 4, 3, 4)).astype(np.float32) for _ in range(2))
     cache = empty_cache(MODEL, 2, 5, page_size=3)
     zeros = LayerCache(key=jnp.zeros((4, 3, 4, 3)), value=jnp.zeros((4, 3, 3, 4)))
     starts, counts = jnp.array([2, 0]), jnp.array([3, 1])
-    layer = write(zeros, cache.table, jnp.asarray(key), jnp.asarray(value), starts, counts)
+    layer = write(
+        zeros,
+        cache.table,
+        jnp.asarray(key),
+        jnp.asarray(value),
+        starts,
+        counts,
+        whole_pages=whole_pages,
+    )
     (sides,) = rows_of(PagedCache(layers=[layer], table=cache.table))
     for name, given in (("key", key), ("value", value)):
         expected = np.zeros((2, 3, 6, 4), np.float32)
         expected[0, :, 2:5] = given[0, :3].swapaxes(0, 1)
         expected[1, :, 0] = given[1, 0]
         np.testing.assert_array_equal(sides[name], expected)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 8])
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_pages_are_written_as_their_places_are(length, page_size):
+    rng = np.random.default_rng(length)
+    for kv_dtype in ("compute", "int8"):
+        cache = empty_cache(MODEL, 4, 24, page_size, kv_dtype)
+        table = jnp.asarray(rng.permutation(cache.num_pages), jnp.int32).reshape(cache.table.shape)
+        layer = jax.tree.map(
+            lambda pool: jnp.asarray(rng.integers(-9, 9, pool.shape), pool.dtype), cache.layers[0]
+        )
+        key, value = (
+            jnp.asarray(rng.normal(size=(4, length, 2, 8)), jnp.float32) for _ in range(2)
+        )
+        # The third row begins in its last page, and the fourth writes nothing.
+        starts = jnp.array([*rng.integers(0, 24, 2), 23, 5], jnp.int32)
+        counts = jnp.array([length, rng.integers(1, length + 1), length, 0], jnp.int32)
+        by_place, by_page = (
+            write(layer, table, key, value, starts, counts, whole_pages=whole)
+            for whole in (False, True)
+        )
+        jax.tree.map(np.testing.assert_array_equal, by_place, by_page)
+
+
+def test_tpus_alone_write_whole_pages():
+    assert [writes_whole_pages(name) for name in ("tpu", "gpu", "cpu", None)] == [
+        True,
+        *[False] * 3,
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -162,12 +213,21 @@ def test_what_is_read_is_what_is_there(filled):
     assert not np.asarray(idle.blocks).any()
 
 
-def test_in_int8_each_head_of_a_token_has_its_own_scale():
+@both_ways
+def test_in_int8_each_head_of_a_token_has_its_own_scale(whole_pages):
     """Hand: of (1.27, -0.5, 0.004) the scale is 0.01, of (0, 0, 0) it is 0."""
     model = ModelConfig(num_layers=1, width=6, num_heads=2, num_kv_heads=2, head_size=3, ffn_size=4)
     cache = empty_cache(model, 1, 2, page_size=2, kv_dtype="int8")
     new = jnp.array([[[[1.27, -0.5, 0.004], [0.0, 0.0, 0.0]]]])
-    out = write(cache.layers[0], cache.table, new, 2 * new, jnp.array([1]), jnp.array([1]))
+    out = write(
+        cache.layers[0],
+        cache.table,
+        new,
+        2 * new,
+        jnp.array([1]),
+        jnp.array([1]),
+        whole_pages=whole_pages,
+    )
     assert out.key.dtype == out.value.dtype == jnp.int8
     np.testing.assert_array_equal(out.key[0, 0], [[0, 127], [0, -50], [0, 0]])
     np.testing.assert_array_equal(out.value[0, 0], [[0, 0, 0], [127, -50, 0]])

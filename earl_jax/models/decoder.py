@@ -19,7 +19,7 @@ from earl_jax.models.attention import Window, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.kernels import Kernel, attend_rows
-from earl_jax.models.kv_cache import PagedCache, write
+from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
 from earl_jax.models.paged_attention import attend_pages, plan_reading, tile_for
 from earl_jax.models.parameters import Params
@@ -273,6 +273,7 @@ def forward_chunk(
     mix_experts = functools.partial(experts_of_shard, config, layout)
     windows = [window or None for window in config.layer_windows]
     tile = tile_for(layout and layout.platform, len(cached_B), cache.page_size)
+    whole_pages = writes_whole_pages(layout and layout.platform)
     readings = {
         window: plan_reading(cache, cached_B, counts_B, length, window, tile)
         for window in dict.fromkeys(windows)
@@ -282,7 +283,15 @@ def forward_chunk(
         kind = layer_kind(config, index)
 
         def attend(query_BTKGH, key_BTKH, value_BTKH, pages=pages, window=windows[index]):
-            pages = write(pages, cache.table, key_BTKH, value_BTKH, cached_B, counts_B)
+            pages = write(
+                pages,
+                cache.table,
+                key_BTKH,
+                value_BTKH,
+                cached_B,
+                counts_B,
+                whole_pages=whole_pages,
+            )
             new_layers.append(pages)
             return attend_pages(
                 query_BTKGH,
