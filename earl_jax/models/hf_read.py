@@ -36,6 +36,8 @@ DTYPES: Mapping[str, Any] = {
 }
 # What was read of a mapped file counts as this process's memory until the file is closed.
 MAX_MAPPED_BYTES = 32 * 2**20
+# The longest list that safetensors reads; what claims to be longer is no such file.
+MAX_LIST_BYTES = 100_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -148,7 +150,8 @@ class _Tensors:
                         "it can stand there"
                     )
         elif (folder / SINGLE).is_file():
-            keys = self._handle("its list of tensors", folder / SINGLE).keys()
+            # Every model has this one: where no list can be read, it is the first that is missed.
+            keys = self._handle(_EMBEDDING, folder / SINGLE).keys()
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
             raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}")
@@ -164,7 +167,8 @@ class _Tensors:
             try:
                 handle = self._stack.enter_context(safe_open(file, framework="np"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{name} cannot be read from {file}: {error}") from error
+                name, words = _where_cut(file, name)
+                raise ValueError(f"{name} cannot be read from {file}: {error}{words}") from error
             self._open[file] = handle
         return self._open[file]
 
@@ -188,6 +192,26 @@ class _Tensors:
             return self._handle(name, file).get_slice(name)
         except SafetensorError as error:
             raise ValueError(f"{name} cannot be read from {file}: {error}") from error
+
+
+def _where_cut(file: Path, name: str) -> tuple[str, str]:
+    """The first tensor that a file ends before, and this in words; else `name`, and no words.
+
+    A file is eight bytes, the length of its list; the list, in JSON; and the tensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            behind = file.stat().st_size - 8 - length
+            if -MAX_LIST_BYTES < behind < 0:
+                return name, "; the file ends within its list of tensors"
+            listed = json.loads(opened.read(length)) if behind >= 0 else {}
+        ends = {key: at["data_offsets"][1] for key, at in listed.items() if key != "__metadata__"}
+        ends = {key: end for key, end in ends.items() if end > behind}
+        first = min(ends, key=ends.__getitem__)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        return name, ""
+    return first, f"; the file ends {ends[first] - behind:,} bytes before this tensor does"
 
 
 def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
