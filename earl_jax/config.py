@@ -63,6 +63,7 @@ class CheckpointConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, "config.checkpoint")
         if self.every_steps < 1 or self.keep < 2:
             raise ValueError(
                 f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
