@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from earl_jax.main import exit_status, start_jax
 
+# How a token is drawn where neither a flag nor the model says it.
+_DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _HELP = """\
 Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
 HealthCheck), on this machine alone unless --host says otherwise. There is no password and no
@@ -41,7 +43,6 @@ SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what
 the devices failed.
 """
 DEFAULT_PROMPT_TOKENS = 1024
-_DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
