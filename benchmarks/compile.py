@@ -127,7 +127,7 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
     batch = train_step.batch_shapes(case.rows * layout.num_row_shards, case.length, layout)
     # Kernels ask JAX's default device which chip they are for.
     with jax.default_device(layout.mesh.devices.flat[0]):
-        kernel = choose_kernel(config.attention, layout, case.config).kernel
+        kernel = choose_kernel(config.attention, layout, case.config, case.length).kernel
         return step.lower(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32)), kernel
 
 
@@ -147,7 +147,7 @@ def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
         rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,
     )
-    return PolicyEngine(config, layout).lower_play(case.length), "blockwise"
+    return PolicyEngine(config, layout).lower_play(case.length), "pages"
 
 
 COLLECTIVE = re.compile(

@@ -6,7 +6,8 @@
 
 8,192 tokens of one row, width 1,024, vocabulary 151,936, bf16. Memory: temporaries of the gradient
 to hidden states and head, by each platform's compiler; ours scores log-probs and entropy, the naive
-form log-probs alone. Error: the first ERROR_TOKENS tokens against float64, log-probs of targets.
+form log-probs alone. Error: the first ERROR_TOKENS tokens against float64, log-probs of targets and
+entropies.
 Prints two Markdown tables; chips that are not here are compiled for where their extra is installed.
 """
 
@@ -79,27 +80,37 @@ def print_errors() -> None:
     # Logits of deviation 3: a policy that is sure of some tokens and not of others.
     head = jnp.asarray(3 * WIDTH**-0.5 * rng.normal(size=(WIDTH, VOCAB)), jnp.bfloat16)
     targets = jnp.asarray(rng.integers(0, VOCAB, (1, ERROR_TOKENS)), jnp.int32)
-    exact = _exact(np.asarray(hidden[0], np.float64), np.asarray(head, np.float64), targets[0])
+    exact_logprobs, exact_entropy = _exact(
+        np.asarray(hidden[0], np.float64), np.asarray(head, np.float64), targets[0]
+    )
     layout = make_layout(MeshShape())
-    ours = score_tokens(layout, hidden, head, targets, temperature=1.0, chunk_size=64).logprobs
-    rounded = score_logits(jnp.einsum("BTD,DV->BTV", hidden, head), targets, 1.0).logprobs
-    print("| log-prob of the target | largest error | mean error |")
-    print("|---|---|---|")
-    for name, found in (("ours, fp32 logits", ours), ("logits rounded to bf16", rounded)):
-        error = np.abs(np.asarray(found[0], np.float64) - exact)
-        print(f"| {name} | {error.max():.1e} | {error.mean():.1e} |")
+    ours = score_tokens(layout, hidden, head, targets, temperature=1.0, chunk_size=64)
+    rounded = score_logits(jnp.einsum("BTD,DV->BTV", hidden, head), targets, 1.0)
+    print("| error | of | largest | mean |")
+    print("|---|---|---|---|")
+    for name, scores in (("ours, fp32 logits", ours), ("logits rounded to bf16", rounded)):
+        for what, found, exact in (
+            ("log-prob of the target", scores.logprobs, exact_logprobs),
+            ("entropy", scores.entropy, exact_entropy),
+        ):
+            error = np.abs(np.asarray(found[0], np.float64) - exact)
+            print(f"| {name} | {what} | {error.max():.1e} | {error.mean():.1e} |")
 
 
-def _exact(hidden_TD: np.ndarray, head_DV: np.ndarray, targets_T: jax.Array) -> np.ndarray:
-    """float64, some tokens at a time."""
-    found = []
+def _exact(
+    hidden_TD: np.ndarray, head_DV: np.ndarray, targets_T: jax.Array
+) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs of the targets and entropies in float64, some tokens at a time."""
+    logprobs, entropy = [], []
     for first in range(0, len(hidden_TD), 64):
         logits = hidden_TD[first : first + 64] @ head_DV
         top = logits.max(axis=1, keepdims=True)
         total = top[:, 0] + np.log(np.exp(logits - top).sum(axis=1))
         picked = np.asarray(targets_T[first : first + 64])
-        found.append(logits[np.arange(len(logits)), picked] - total)
-    return np.concatenate(found)
+        logprobs.append(logits[np.arange(len(logits)), picked] - total)
+        logits -= total[:, None]
+        entropy.append(-np.sum(np.exp(logits) * logits, axis=1))
+    return np.concatenate(logprobs), np.concatenate(entropy)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
         }
         | {"lora": dataclasses.asdict(config.train.lora), "importance_cap": config.importance_cap},
+        "attention": [choice.kernel for choice in world.attention_choices],
         "order": config.selector.order,
         "measure_rounds": config.selector.measure_rounds,
         "devices": [f"{d.platform} {d.device_kind}" for d in world.devices],

@@ -50,18 +50,20 @@ class DispatchConfig:
 class CheckpointConfig:
     """A checkpoint every `every_steps` steps and at the end; the newest `keep` are kept.
 
-    `export` writes the policy too, every `every_steps` steps and at the end, as a folder that
-    `transformers` loads, in the type of the checkpoint in config.model.path, fp32 where there is
-    none; of these the newest `keep` stay as well. Training waits while it is written. With adapters
-    (config.train.lora), theirs is a folder for PEFT beside it.
+    `export` writes the policy too, as a folder that `transformers` loads, in the type of the
+    checkpoint in config.model.path, fp32 where there is none. "auto": at the end of a run that has
+    such a path. True: with every checkpoint as well, of which the newest `keep` stay; training
+    waits while one is written. With adapters (config.train.lora), theirs is a folder for PEFT
+    beside it.
     """
 
     every_steps: int = 50
     keep: int = 3
-    export: bool = False
+    export: Literal["auto", True, False] = "auto"
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, "config.checkpoint")
         if self.every_steps < 1 or self.keep < 2:
             raise ValueError(
                 f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
@@ -164,13 +166,13 @@ class Config:
                 "config.rollout.group_size to 2 or more, or config.train.advantage to 'reinforce'"
             )
         self._check_ratio()
-        if self.checkpoint.export and not self.model.path and self.model.attention_bias:
+        if self.checkpoint.export is True and not self.model.path and self.model.attention_bias:
             raise ValueError(
                 "config.checkpoint.export is True with config.model.attention_bias and no "
                 "config.model.path; such layers are those of qwen2, for which transformers would "
                 "read this run's tokenizer wrongly: remove one of the two"
             )
-        if self.checkpoint.export and not self.model.path:
+        if self.checkpoint.export is True and not self.model.path:
             try:
                 family_of(self.model)
             except ValueError as error:

@@ -165,7 +165,8 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, path)
-        return value
+        # The choice itself: 1 is as good as True, and is written down as True.
+        return arguments[arguments.index(value)]
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise ValueError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")

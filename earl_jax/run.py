@@ -302,8 +302,12 @@ class _Keeper:
         )
 
     def _export(self, position: Position) -> None:
-        checkpoint = self.world.config.checkpoint
-        if not checkpoint.export:
+        config = self.world.config
+        checkpoint, at_end = config.checkpoint, position.step == config.num_steps
+        wanted = checkpoint.export
+        if wanted == "auto":
+            wanted = at_end and config.model.path != ""
+        if not wanted:
             return
         for folder in export_policy(self.world, position.state, position.step, self.workdir):
             self.progress.note(f"exported {folder}")

@@ -7,12 +7,14 @@ import asyncio
 import dataclasses
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from earl_jax.main import exit_status, start_jax
 
+# How a token is drawn where neither a flag nor the model says it.
+_DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 _HELP = """\
 Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
 HealthCheck), on this machine alone unless --host says otherwise. There is no password and no
@@ -33,8 +35,9 @@ answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EX
 
 A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
-stop_strings and stop_token_ids. The trailing metadata `finish-reason` is end_of_turn, max_tokens,
-stop_string or stop_token_id.
+stop_strings and stop_token_ids. One that says nothing is drawn as the flags say, and where these
+say nothing as the model's generation_config.json does. The trailing metadata `finish-reason` is
+end_of_turn, max_tokens, stop_string or stop_token_id.
 
 SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
 the devices failed.
@@ -81,8 +84,9 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         ("top_p", float, "draw from the fewest tokens with this share of the probability"),
         ("min_p", float, "draw from tokens at least so likely, relative to the likeliest"),
     ):
-        default = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}[name]
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (%(default)s)")
+        default = _DRAWN[name]
+        words = f"{text} (default: as generation_config.json of --model says, else {default})"
+        parser.add_argument(f"--{name}", type=kind, help=words)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
     parser.add_argument(
         "--mesh", help="such as data=2,tensor=4 (default: every device decodes its own slots)"
@@ -117,7 +121,7 @@ class _Policy:
     """What is served. `max_context` of the model, in tokens.
 
     `load` gives the parameters, fp32 with layers stacked; they may lie on the layout given, or
-    elsewhere.
+    elsewhere. `told` is how the model's own files say that tokens are drawn.
     """
 
     name: str
@@ -129,6 +133,7 @@ class _Policy:
     weight_dtype: Literal["compute", "int8"]
     kv_dtype: Literal["compute", "int8"]
     load: Callable[[Any], Any]
+    told: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def serve_command(arguments: Sequence[str]) -> None:
@@ -136,12 +141,13 @@ def serve_command(arguments: Sequence[str]) -> None:
     flags = parse_flags(arguments)
     from earl_jax.sharding.layout import MeshShape
 
-    sampling = _check_flags(flags)
+    _check_flags(flags)
     mesh = MeshShape.parse(flags.mesh) if flags.mesh else None
     if flags.workdir:
         policy = _run_policy(flags)
     else:
         policy = _model_policy(flags, mesh.num_devices if mesh else 1)
+    sampling = _sampling(flags, policy.told)
 
     import jax
 
@@ -207,10 +213,9 @@ def serve_command(arguments: Sequence[str]) -> None:
     asyncio.run(serving)
 
 
-def _check_flags(flags: argparse.Namespace) -> Any:
-    """What needs no model; returns the Sampling. Raises ValueError."""
+def _check_flags(flags: argparse.Namespace) -> None:
+    """What needs no model. Raises ValueError."""
     from earl_jax.rollout._jetstream import PREFILL_LENGTHS
-    from earl_jax.rollout.config import Sampling
     from earl_jax.rollout.server import check_address
 
     for name, low, high in (
@@ -238,11 +243,23 @@ def _check_flags(flags: argparse.Namespace) -> Any:
             f"--seed={flags.seed} has no effect with --temperature=0, which draws nothing; remove "
             "one of the two"
         )
-    sampling = Sampling(
-        temperature=flags.temperature, top_k=flags.top_k, top_p=flags.top_p, min_p=flags.min_p
-    )
-    sampling.validate("--")
+    _sampling(flags, {})
     check_address(flags.host, flags.port)
+
+
+def _sampling(flags: argparse.Namespace, told: Mapping[str, float]) -> Any:
+    """How tokens are drawn for who does not say: by the flags, and else as the model is `told`.
+
+    Who wants the likeliest token wants no cuts of the model's; who wants cuts, not its likeliest
+    token. Raises ValueError.
+    """
+    from earl_jax.rollout.config import Sampling
+
+    given = {name: getattr(flags, name) for name in _DRAWN if getattr(flags, name) is not None}
+    if given and 0 in (given.get("temperature"), told.get("temperature")):
+        told = {}
+    sampling = Sampling(**{**told, **given})
+    sampling.validate("--")
     return sampling
 
 
@@ -310,12 +327,7 @@ def _model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> _Policy:
             f"{checkpoint.vocab_size}"
         )
     generation = read_generation_settings(folder)
-    if generation.sampling:
-        named = ", ".join(f"{name}={value!r}" for name, value in generation.sampling.items())
-        print(
-            f"{generation.path}: {named} not used; the flags say how tokens are drawn",
-            file=sys.stderr,
-        )
+    told = _told(generation)
     start_jax(flags.platform or "auto", num_cpu_devices)
     dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
     return _Policy(
@@ -328,7 +340,25 @@ def _model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> _Policy:
         weight_dtype=flags.weight_dtype or "compute",
         kv_dtype=flags.kv_dtype or "compute",
         load=lambda layout: load_parameters(checkpoint, layout),
+        told=told,
     )
+
+
+def _told(generation: Any) -> dict[str, float]:
+    """How the model's files say that tokens are drawn; what else they say is told the user.
+
+    Raises ValueError naming the file.
+    """
+    from earl_jax.rollout.config import Sampling
+
+    told = generation.drawn_by()
+    Sampling(**told).validate(f"{generation.path}: ")
+    unused = {name: v for name, v in generation.sampling.items() if name not in _DRAWN}
+    for word, fields in (("taken for requests that say nothing", told), ("not used", unused)):
+        if fields:
+            named = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+            print(f"{generation.path}: {named} {word}", file=sys.stderr)
+    return told
 
 
 def _max_context(checkpoint: Any) -> int:

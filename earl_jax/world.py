@@ -21,10 +21,11 @@ from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.generation import read_generation_settings
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
-from earl_jax.models.kernels import choose_kernel
+from earl_jax.models.kernels import Choice, choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
@@ -117,12 +118,20 @@ class World:
         self.train_candidates = train_candidates(
             num_devices, config.selector.train_meshes, self._train_obstacle, experts
         )
-        # The first mesh speaks for all of them: they have the same devices.
-        first = self.train_layout(self.train_candidates[0])
-        choice = choose_kernel(config.train.attention, first, self.model)
-        self.notes.append(f"attention in training: {choice}")
+        self.attention_choices = self._attention_choices()
+        self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
+
+    def _attention_choices(self) -> list[Choice]:
+        """What attention in training may come to: for short rows, and for longer ones."""
+        # The first mesh speaks for all of them: they have the same devices.
+        layout, rollout = self.train_layout(self.train_candidates[0]), self.config.rollout
+        most = rollout.max_episode_tokens or BLOCK_SIZE + 1
+        lengths = [rollout.places_for(min(tokens, most)) for tokens in (1, BLOCK_SIZE + 1)]
+        setting = self.config.train.attention
+        choices = [choose_kernel(setting, layout, self.model, length) for length in lengths]
+        return list(dict.fromkeys(choices))
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         return check_tensor_axis(

@@ -137,7 +137,10 @@ def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, 
     )
     # Kernels ask it which chip they are for.
     with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
-        assert layout.platform != "tpu" or choose_kernel("auto", layout, model).kernel == "splash"
+        assert (
+            layout.platform != "tpu"
+            or choose_kernel("auto", layout, model, 1000).kernel == "splash"
+        )
         controls = jax.ShapeDtypeStruct((2,), jnp.float32)
         lowered = step.lower(state, batch_shapes(4, 1000, layout), controls)
     analysis = lowered.compile().memory_analysis()

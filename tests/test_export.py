@@ -5,6 +5,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 
 from earl_jax.config_file import make_config
 from earl_jax.export import export_policy, keep_exports
+from earl_jax.loop import Position
 from earl_jax.models.attention import cap
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
@@ -24,7 +26,9 @@ from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
 from earl_jax.models.peft_adapter import save_adapter
+from earl_jax.run import _Keeper
 from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
@@ -200,6 +204,39 @@ def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
     )
     again = load_parameters(open_checkpoint(folder / "base"), make_layout(MeshShape()))
     jax.tree.map(np.testing.assert_array_equal, again, state.base)
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "steps"),
+    [
+        ({}, "qwen2_tied", [5]),
+        ({}, None, []),
+        ({"export": True}, "qwen2_tied", [2, 4, 5]),
+        ({"export": True}, None, [2, 4, 5]),
+        ({"export": False}, "qwen2_tied", []),
+    ],
+)
+def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, tmp_path):
+    """Unless told otherwise only what began as a checkpoint of `transformers` is one at the end."""
+    sections = {"num_steps": 5, "checkpoint": {"every_steps": 2, **given}}
+    model = {"path": str(REFERENCE / path)} if path else {"num_layers": 1}
+    world = World(make_config({**sections, "model": model}))
+    state = world.first_train_state(world.train_candidates[0])
+    notes = []
+    keeper = _Keeper(
+        world=world,
+        placement=None,
+        checkpoints=None,
+        progress=SimpleNamespace(note=notes.append),
+        metrics_log=None,
+        workdir=tmp_path,
+        stop=[],
+    )
+    for step in range(1, 6):
+        keeper.go_on(Position(step=step, state=state, history=LoadHistory()))
+    folders = [tmp_path / "export" / f"step_{step:06d}" for step in steps]
+    assert notes == [f"exported {folder}" for folder in folders]
+    assert all((folder / "config.json").is_file() for folder in folders)
 
 
 def test_without_adapters_the_model_is_all(tmp_path):

@@ -25,6 +25,7 @@ from references import (
     loaded,
     reference,
 )
+from test_slots import Script, converse
 
 from earl_jax.models.attention import cap
 from earl_jax.models.config import ModelConfig, RopeScaling
@@ -34,18 +35,25 @@ from earl_jax.models.hf_read import load_parameters
 from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
+from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
 
+NUM_GREEDY = 64
 # Of the references' tokens, where gradients are taken: beyond their windows.
 LENGTH = 24
 MIXED = (MESHES[-1], EXPERT_MESHES[-1])
+SOME_SLOW = [
+    pytest.param(name, mesh, marks=() if mesh in MIXED else pytest.mark.slow, id=f"{name}-{mesh}")
+    for name, mesh in PLACED
+]
 
 
 @functools.cache
-def make_logits(model: ModelConfig):
-    layout = make_layout(MeshShape())
+def make_logits(model: ModelConfig, mesh: MeshShape = MeshShape()):  # noqa: B008
+    layout = make_layout(mesh, row_axes=TRAINING_ROWS)
 
     @jax.jit
     def logits(params, tokens_BT):
@@ -79,10 +87,10 @@ def test_logits_are_those_of_transformers(name):
     assert scaling.factor == 1 or length > original
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_decoding_with_a_cache_is_that_of_transformers(name):
+@functools.cache
+def greedy(name: str) -> np.ndarray:
+    """What the model says to the reference's prompt, decoded with a cache."""
     model, prompt = checkpoint(name).model, reference(name)["prompt"]
-    expected = reference(name)["continuation"]
     params = unstack_layers(loaded(name), model.num_layers)
 
     @jax.jit
@@ -100,12 +108,87 @@ def test_greedy_decoding_with_a_cache_is_that_of_transformers(name):
             model, params, cache, prompt_BT, jnp.zeros(1, jnp.int32), count_B
         )
         first_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-        _, rest = jax.lax.scan(one, (first_B, count_B, cache), length=len(expected) - 1)
+        _, rest = jax.lax.scan(one, (first_B, count_B, cache), length=NUM_GREEDY - 1)
         return jnp.concatenate([first_B, rest[:, 0]])
 
-    found = decode(params, empty_cache(model, 1, len(prompt) + len(expected)), prompt[None])
-    assert len(expected) == 64
-    np.testing.assert_array_equal(found, expected)
+    return np.asarray(decode(params, empty_cache(model, 1, len(prompt) + NUM_GREEDY), prompt[None]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_decoding_with_a_cache_is_that_of_transformers(name):
+    np.testing.assert_array_equal(greedy(name), reference(name)["continuation"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_tokens_are_those_of_transformers_live(name):
+    """Computed by the `transformers` and torch that are here, as the references once were."""
+    torch = pytest.importorskip("torch")
+    from reference.make_reference import compute
+
+    # More would only wait for each other, in models as small as these.
+    torch.set_num_threads(1)
+    given = checkpoint(name)
+    live, _ = compute(REFERENCE / name, given.vocab_size)
+    np.testing.assert_array_equal(live["prompt"], reference(name)["prompt"])
+    logits = make_logits(given.model)(loaded(name), live["tokens"])
+    error = np.max(np.abs(logits - live["logits"]))
+    print(f"{name}: largest error of a logit {error:.1e}")
+    assert error <= 1e-4
+    np.testing.assert_array_equal(greedy(name), live["continuation"])
+
+
+@pytest.mark.parametrize(("name", "mesh"), SOME_SLOW)
+def test_logits_are_those_of_transformers_on_every_mesh(name, mesh):
+    """At every place, with rows for every shard."""
+    given, layout = checkpoint(name), make_layout(mesh, row_axes=TRAINING_ROWS)
+    tokens = reference(name)["tokens"]
+    params, rows = load_parameters(given, layout), np.tile(tokens, (4, 1))
+    logits = np.asarray(make_logits(given.model, mesh)(params, rows))
+    for other, allowed in (
+        (reference(name)["logits"], 1e-4),
+        (np.asarray(make_logits(given.model)(loaded(name), tokens)), 2e-5),
+    ):
+        assert np.max(np.abs(logits.reshape(4, *other.shape) - other)) <= allowed
+
+
+ROLLOUT = MeshShape(data=4, tensor=2)
+PLAYED = [
+    *(pytest.param(name, ROLLOUT, marks=pytest.mark.slow, id=name) for name in KINDS[:-1]),
+    pytest.param("gemma3", ROLLOUT, id="gemma3"),
+    pytest.param("qwen3_moe", MeshShape(data=2, expert=2, tensor=2), id="qwen3_moe-expert=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), PLAYED)
+def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
+    """A slot on each of four data shards or two on each of two, which begin one after the other."""
+    given, slots = checkpoint(name), range(4)
+    engine = PolicyEngine(
+        EngineConfig(
+            model=given.model,
+            vocab_size=given.vocab_size,
+            num_slots=len(slots),
+            num_rows=len(slots),
+            chunk_size=5,
+            rules=SlotRules(burst=16, end_of_turn_ids=(given.vocab_size,)),
+            seed=0,
+            page_size=16,
+        ),
+        make_layout(mesh),
+    )
+    weights = engine.load_params(unstack_layers(loaded(name), given.model.num_layers))
+    prompt = tuple(reference(name)["prompt"].tolist())
+    _, heard = converse(
+        functools.partial(engine.play, weights),
+        engine.empty_state(len(prompt) + NUM_GREEDY),
+        {slot: Script(seed=slot, row=slot, messages=(prompt,)) for slot in slots},
+        num_slots=len(slots),
+        temperature=dict.fromkeys(slots, 0.0),
+        turn_limits=dict.fromkeys(slots, NUM_GREEDY),
+        delays={slot: slot for slot in slots},
+    )
+    for slot in slots:
+        assert heard[slot].turns() == [reference(name)["continuation"].tolist()]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -187,15 +270,7 @@ def gradients(name: str, mesh: MeshShape):
     return jax.jit(jax.value_and_grad(loss))(load_parameters(given, layout))
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        pytest.param(
-            name, mesh, marks=() if mesh in MIXED else pytest.mark.slow, id=f"{name}-{mesh}"
-        )
-        for name, mesh in PLACED
-    ],
-)
+@pytest.mark.parametrize(("name", "mesh"), SOME_SLOW)
 def test_gradients_are_finite_and_equal_on_every_mesh(name, mesh):
     (loss, alone), (sharded_loss, sharded) = gradients(name, MeshShape()), gradients(name, mesh)
     assert float(sharded_loss) == pytest.approx(float(loss), rel=1e-6)

@@ -126,19 +126,65 @@ def test_a_folder_without_weights_is_an_error(copied):
         load(copied)
 
 
-def test_a_truncated_file_is_an_error(copied, tmp_path):
+def places(file: Path) -> dict[str, tuple[int, int]]:
+    """Where each tensor of a file begins and ends in it."""
+    data = file.read_bytes()
+    listed = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:listed])
+    entries.pop("__metadata__", None)
+    return {
+        name: tuple(listed + end for end in entry["data_offsets"])
+        for name, entry in entries.items()
+    }
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_a_truncated_file_is_an_error_that_names_the_tensor(copied):
+    """The first whose numbers are not all there; the embedding, where not even a list is."""
     file = copied / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="cannot be read from .*/model.safetensors"):
+    whole, found = file.read_bytes(), places(file)
+    for name, (start, end) in found.items():
+        for size in (start, start + 1, end - 1):
+            file.write_bytes(whole[:size])
+            first = min((e, n) for n, (_, e) in found.items() if e > size)[1]
+            assert first == name
+            words = f"^{name} cannot be read from .*/model.safetensors: .* {end - size:,} bytes bef"
+            with pytest.raises(ValueError, match=words):
+                load(copied)
+    list_end = min(start for start, _ in found.values())
+    for size in (0, 1, 7, 8, 9, list_end // 2, list_end - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"^{EMBEDDING} .*/model.safe.* within its list of"):
+            load(copied)
+
+
+@pytest.mark.parametrize(
+    "listed",
+    ["{", "[]", "7", "{}", '{"a": 3}', '{"a": {"data_offsets": ["b", "c"]}}', "[" * 50_000],
+)
+def test_a_list_of_tensors_that_is_none_is_an_error(copied, listed):
+    data = len(listed).to_bytes(8, "little") + listed.encode()
+    (copied / "model.safetensors").write_bytes(data)
+    with pytest.raises(ValueError, match=f"^{EMBEDDING} (cannot be read|is missing)"):
         load(copied)
+
+
+def test_one_truncated_file_of_several_is_an_error_that_names_the_tensor(tmp_path):
     several = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
     file = several / "model-00002-of-00004.safetensors"
-    name = sorted(load_file(file))[0]
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=f"model.* cannot be read from .*/{file.name}") as found:
+    found = places(file)
+    name = max(found, key=lambda name: found[name][1])
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=f"^{name} cannot be read from .*/{file.name}"):
         load(several)
     index = json.loads((several / "model.safetensors.index.json").read_text())["weight_map"]
-    assert index[str(found.value).split()[0]] == index[name] == file.name
+    asked = next(name for name in index if index[name] == file.name)
+    file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(ValueError, match=f"cannot be read from .*/{file.name}") as raised:
+        load(several)
+    assert index[str(raised.value).split()[0]] == index[asked] == file.name
     file.unlink()
     with pytest.raises(ValueError, match=f"cannot be read from .*/{file.name}"):
         load(several)

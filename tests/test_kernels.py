@@ -22,7 +22,14 @@ from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import Layout, MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
+from earl_jax.train.step import (
+    batch_shapes,
+    make_train_step,
+    score_batch,
+    state_shapes,
+    state_shardings,
+)
+from earl_jax.world import World
 
 KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 16
 SPLIT = MeshShape(data=2, tensor=2)
@@ -35,6 +42,8 @@ TINY = ModelConfig(
     ffn_size=256,
     compute_dtype="bfloat16",
 )
+# More than a block.
+LONG = 129
 has_tokamax = importlib.util.find_spec("tokamax") is not None
 need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
 
@@ -137,25 +146,67 @@ def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kerne
 
 def test_on_cpu_the_reference_is_chosen_and_the_reason_given():
     layout = make_layout(MeshShape(data=8))
-    choice = choose_kernel("auto", layout, TINY)
+    choice = choose_kernel("auto", layout, TINY, LONG)
     assert choice.kernel == "blockwise"
     assert str(choice) == (
         "our blockwise attention, because there is no other kernel for cpu devices"
     )
-    said = str(choose_kernel("blockwise", layout, TINY))
+    said = str(choose_kernel("blockwise", layout, TINY, LONG))
     assert said.endswith("config.train.attention says so")
 
 
 @pytest.mark.parametrize(("kernel", "chips"), [("splash", "TPUs"), ("tokamax", "GPUs")])
 def test_a_kernel_that_cannot_run_here_is_an_error_that_says_what_can(kernel, chips):
     with pytest.raises(ValueError, match=f"'{kernel}', .* for {chips} .* cpu devices: .*'auto'"):
-        choose_kernel(kernel, make_layout(MeshShape(data=8)), TINY)
+        choose_kernel(kernel, make_layout(MeshShape(data=8)), TINY, LONG)
 
 
 def test_an_abstract_mesh_takes_what_it_is_told():
     layout = make_abstract_layout(MeshShape(data=8))
-    assert choose_kernel("auto", layout, TINY).kernel == "blockwise"
-    assert choose_kernel("splash", layout, TINY).kernel == "splash"
+    assert choose_kernel("auto", layout, TINY, LONG).kernel == "blockwise"
+    assert choose_kernel("splash", layout, TINY, LONG).kernel == "splash"
+
+
+@pytest.fixture
+def on_tpus(monkeypatch):
+    """Layouts say that their devices are TPUs: enough to choose by, and to trace."""
+    monkeypatch.setattr(Layout, "platform", "tpu")
+
+
+def test_short_rows_get_the_reference_unless_the_setting_says_otherwise(on_tpus):
+    layout = make_layout(MeshShape(data=8))
+    for length, kernel in ((1, "blockwise"), (128, "blockwise"), (129, "splash")):
+        choice = choose_kernel("auto", layout, TINY, length)
+        assert choice.kernel == kernel
+        assert ("128 tokens are one block" in choice.reason) == (kernel == "blockwise")
+        assert choose_kernel("splash", layout, TINY, length).kernel == "splash"
+        assert choose_kernel("blockwise", layout, TINY, length).kernel == "blockwise"
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_each_length_of_a_batch_is_traced_with_its_own_kernel(on_tpus, length):
+    layout = make_layout(MeshShape(data=2), jax.devices()[:2])
+    config = TrainConfig()
+    score = functools.partial(score_batch, TINY, config, layout, 1.0)
+    params = state_shapes(TINY, config, 64).params
+    traced = str(jax.make_jaxpr(score)(params, batch_shapes(2, length, layout)))
+    assert ("pallas_call" in traced) == (length > 128)
+
+
+@pytest.mark.parametrize(
+    ("given", "kernels"),
+    [
+        ({}, ["blockwise", "splash"]),
+        ({"context_buckets": (256,)}, ["splash"]),
+        ({"max_episode_tokens": 128}, ["blockwise"]),
+    ],
+)
+def test_a_run_says_once_what_it_may_choose(on_tpus, given, kernels):
+    """Rows outgrow the buckets, but no limit."""
+    world = World(make_config({"rollout": given}))
+    assert [choice.kernel for choice in world.attention_choices] == kernels
+    said = [note for note in world.notes if note.startswith("attention in training: ")]
+    assert said == [f"attention in training: {choice}" for choice in world.attention_choices]
 
 
 @need_compiler("h100:1x8")
@@ -166,10 +217,10 @@ def test_gpus_without_the_known_tokamax_get_the_reference(monkeypatch, found, wo
     layout = make_layout(MeshShape(data=8), make_topology("h100:1x8").devices())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: found)
-    choice = choose_kernel("auto", layout, TINY)
+    choice = choose_kernel("auto", layout, TINY, LONG)
     assert choice.kernel == "blockwise" and re.search(words, choice.reason)
     with pytest.raises(ValueError, match=f"attention is 'tokamax', but .*{words}"):
-        choose_kernel("tokamax", layout, TINY)
+        choose_kernel("tokamax", layout, TINY, LONG)
 
 
 @need_compiler("h100:1x8")
@@ -177,10 +228,13 @@ def test_gpus_without_the_known_tokamax_get_the_reference(monkeypatch, found, wo
 def test_gpus_with_tokamax_use_it_for_what_it_can_compute():
     layout = make_layout(MeshShape(data=8), make_topology("h100:1x8").devices())
     with default_device_of(layout):
-        assert choose_kernel("auto", layout, TINY) == ("tokamax", "the devices are gpu devices")
-        choice = choose_kernel("auto", layout, WINDOWED)
+        assert choose_kernel("auto", layout, TINY, LONG) == (
+            "tokamax",
+            "the devices are gpu devices",
+        )
+        choice = choose_kernel("auto", layout, WINDOWED, LONG)
     assert choice.kernel == "blockwise" and "compute_dtype is 'float32'" in choice.reason
-    choice = choose_kernel("auto", layout, TINY)
+    choice = choose_kernel("auto", layout, TINY, LONG)
     assert choice.kernel == "blockwise" and "JAX's default device, which is not" in choice.reason
 
 
@@ -220,7 +274,9 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, 
         )
         controls = jax.ShapeDtypeStruct((2,), jnp.float32)
         with default_device_of(layout):
-            assert attention != "auto" or choose_kernel("auto", layout, model).kernel == kernel
+            assert (
+                attention != "auto" or choose_kernel("auto", layout, model, 1000).kernel == kernel
+            )
             lowered = step.lower(state, batch_shapes(8, 1000, layout), controls)
         return lowered.compile().as_text()
 

@@ -19,7 +19,7 @@ from earl_jax.rollout.orders import pack_orders
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.throughput import Measurement, ThroughputTable
-from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
@@ -173,6 +173,12 @@ def test_the_next_run_measures_nothing_and_decides_alike(tiny, place):
 )
 def test_what_was_measured_for_other_programs_is_not_taken(tiny, override):
     table, _ = open_table(World(make_config(GIVEN, [override])))
+    assert dict(table.measurements) == {}
+
+
+def test_what_was_measured_with_another_kernel_is_not_taken(tiny, monkeypatch):
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    table, _ = open_table(World(make_config(GIVEN)))
     assert dict(table.measurements) == {}
 
 

@@ -5,7 +5,9 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
+from test_tasks import one_step
 
 from earl_jax.config_file import make_config
 from earl_jax.models.config import RopeScaling
@@ -13,6 +15,7 @@ from earl_jax.models.families import FAMILIES, family_of
 from earl_jax.models.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS
+from earl_jax.world import World
 
 # Vocabulary and number of parameters of the published checkpoints (Gemma 3 without its images).
 PUBLISHED = {
@@ -76,6 +79,44 @@ def test_a_mixture_is_named_by_what_it_stores_and_what_a_token_uses():
         used = dataclasses.replace(PRESETS[name], num_experts=PRESETS[name].experts_per_token)
         count = num_parameters(parameter_specs(used, PUBLISHED[name][0]))
         assert count / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+SMALL = {"num_layers": 2, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
+# One of each family, and what beside the sizes has to shrink for a model of its kind to be left.
+SHRUNK = {
+    "qwen2.5-0.5b": {"ffn_size": 64},
+    "qwen3-0.6b": {"ffn_size": 64},
+    "qwen3-30b-a3b": EXPERTS,
+    "llama3.2-1b": {"ffn_size": 64},
+    "mistral-7b": {"ffn_size": 64, "windows": (16,)},
+    "gemma3-1b": {"ffn_size": 64, "windows": (16, 0)},
+}
+
+
+def test_one_of_each_family_is_shrunk():
+    families = {family_of(PRESETS[name]).architecture for name in SHRUNK}
+    assert families == {family.architecture for family in FAMILIES.values()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHRUNK)
+def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
+    """One RL step of a preset at a small size: what samples is what is trained."""
+    sections = {
+        "model": {**SMALL, **SHRUNK[name], "preset": name},
+        "rollout": {"num_slots": 8, "episodes_per_step": 16},
+        "selector": {
+            "rollout_meshes": ("data=4,tensor=2",),
+            "train_meshes": ("data=2,fsdp=2,tensor=2",),
+            "order": "listed",
+        },
+    }
+    world = World(make_config(sections))
+    assert family_of(world.model) is family_of(PRESETS[name])
+    record = one_step(world)
+    assert all(np.isfinite(update.loss) and update.grad_norm > 0 for update in record.updates)
+    assert record.updates[0].mismatch_max <= 1e-4
 
 
 def test_what_is_given_beside_a_preset_overrides_it():

@@ -435,13 +435,15 @@ def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)
     workdir, source = tmp_path / "run", ROOT / "tests/reference/qwen2_tied"
     line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")
-    line += [f"--config.model.path={source}", "--config.checkpoint.export=True"]
+    line += [f"--config.model.path={source}"]
     done = run(cache, *line)
     assert done.returncode == 0, done.stderr
     steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
     assert len(steps) == 2
     assert all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
-    out = workdir / "export" / "step_000002"
+    # At the end, without being asked for.
+    (out,) = (workdir / "export").iterdir()
+    assert out.name == "step_000002"
     assert open_checkpoint(out).model == open_checkpoint(source).model
     before, after = (
         load_parameters(open_checkpoint(folder), make_layout(MeshShape()))

@@ -3,6 +3,7 @@
 """python -m earl_jax.serve: runs, families of models and meshes; over gRPC, from real processes."""
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from served import (
     ids_of,
     prompt,
     request,
+    sampled,
     serving,
 )
 from test_families import REFERENCE, reference
@@ -25,6 +27,8 @@ from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import save_tokenizer
 from earl_jax.models.lora import fingerprint
+from earl_jax.rollout.config import Sampling
+from earl_jax.serve import _sampling, parse_flags, serve_command
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
 
@@ -61,6 +65,45 @@ def save_run(folder: Path, rank: int):
     checkpoints.save(7, state, position)
     checkpoints.close()
     return world, world.policy(state)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told", "drawn"),
+    [
+        ((), {}, Sampling()),
+        ((), {"temperature": 0.7, "top_k": 20}, Sampling(temperature=0.7, top_k=20)),
+        (("--top_k=0", "--min_p=0.1"), {"top_k": 20, "top_p": 0.8}, Sampling(top_p=0.8, min_p=0.1)),
+        (("--temperature=0",), {"top_k": 20, "top_p": 0.8}, Sampling(temperature=0.0)),
+        (("--top_p=0.8",), {"temperature": 0.0}, Sampling(top_p=0.8)),
+        ((), {"temperature": 0.0}, Sampling(temperature=0.0)),
+    ],
+)
+def test_flags_come_before_what_the_models_files_say(flags, told, drawn):
+    assert _sampling(parse_flags(["--model=x", *flags]), told) == drawn
+
+
+@pytest.mark.slow
+def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path):
+    """At a temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
+    ids, continuation = (
+        reference("qwen2_tied")[key].tolist() for key in ("prompt", "continuation")
+    )
+    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
+    told = {"do_sample": True, "temperature": 50.0, "top_k": 1, "repetition_penalty": 1.5}
+    (folder / "generation_config.json").write_text(json.dumps(told))
+    with serving(cache, f"--model={folder}", "--num_slots=4") as server:
+        said = ids_of(server.stub.Decode(request(ids, 20)))
+        noise = ids_of(server.stub.Decode(request(ids, 20), metadata=sampled(top_k=0, seed=1)))
+        assert "temperature=50.0, top_k=1 taken for requests that say" in "".join(server.errors)
+        assert "repetition_penalty=1.5 not used" in "".join(server.errors)
+    assert said == continuation[:20] != noise
+
+
+def test_a_model_whose_file_says_what_cannot_be_is_refused(tmp_path):
+    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
+    (folder / "generation_config.json").write_text('{"top_p": 1.5}')
+    with pytest.raises(ValueError, match="generation_config.json: top_p is 1.5; it must lie in"):
+        serve_command([f"--model={folder}", "--port=0"])
 
 
 @pytest.mark.slow

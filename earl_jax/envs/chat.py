@@ -145,7 +145,7 @@ class ChatRenderer:
         turn of the policy. What the template writes of the policy's turns is encoded like the
         rest of it, control tokens included.
 
-        Raises ValueError where the template refuses it.
+        Raises TemplateRefusal.
         """
         frame = self._template.whole(conversation, tools)
         shown = tuple(text for kind, text in conversation if kind is not None)

@@ -97,6 +97,10 @@ class Frame:
         return [texts[slot] if slot >= 0 else opening[slot] for slot in self.slots]
 
 
+class TemplateRefusal(ValueError):
+    """The template does not take these messages in this order."""
+
+
 class ChatTemplate:
     """The chat template of a tokenizer. `end` is the control token that ends a policy's turn.
 
@@ -147,7 +151,7 @@ class ChatTemplate:
         Each entry is an environment's message, or None and the text of a turn of the policy, which
         the template sees. Behind the last the policy is to speak. Slots count the messages.
 
-        Raises ValueError where the template refuses it.
+        Raises TemplateRefusal.
         """
         spoken = [text for kind, text in conversation if kind is None]
         name = "earl-message"
@@ -254,7 +258,7 @@ class ChatTemplate:
                 **self._arguments,
             )
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses the messages: {error}") from error
+            raise TemplateRefusal(f"the chat template refuses the messages: {error}") from error
         assert isinstance(written, str)
         return written
 

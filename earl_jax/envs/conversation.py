@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
-from earl_jax.envs.chat_template import Kind, Place, Said, messages_of
+from earl_jax.envs.chat_template import Kind, Place, Said, TemplateRefusal, messages_of
 from earl_jax.envs.text_stream import StopWatch
 
 History = Literal["append", "fork"]
@@ -48,7 +48,9 @@ class Conversation:
     """What was said in one episode. Call `open`, then `reply` and `answer` in turns.
 
     With `history` "fork" the conversation is kept as text, and `answer` compares: the text of the
-    sample's ids against that which the template gives for the whole conversation.
+    sample's ids against that which the template gives for the whole conversation. The template gets
+    the policy's turns as plain text, calls of tools too. One that refuses these (Mistral's, where
+    the policy speaks again behind a call) has no other text to give: then the sample goes on.
     """
 
     def __init__(self, renderer: ChatRenderer, history: History = "append"):
@@ -113,7 +115,10 @@ class Conversation:
         self._note(said, rendered)
         if not self._forks:
             return Heard(rendered.ids)
-        anew = self._renderer.render_whole(self._said, self._opening.place.tools)
+        try:
+            anew = self._renderer.render_whole(self._said, self._opening.place.tools)
+        except TemplateRefusal:
+            return Heard(rendered.ids)
         forks = anew.text != self._sample
         self._sample = anew.text
         return Heard(anew.ids, forks=True) if forks else Heard(rendered.ids)

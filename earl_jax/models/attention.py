@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one door to attention: arithmetic only, placement is the caller's."""
+"""Blockwise attention: the reference for every kernel, and what trains where none of them runs.
+
+Arithmetic only, placement is the caller's. The decoder does not come here: whole rows go through
+kernels.py, which chooses, and the engine's queries, over pages, through paged_attention.py.
+"""
 
 import functools
 from typing import NamedTuple

@@ -1,9 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""generation_config.json of a checkpoint: what of it a run takes, and what it does not.
+"""generation_config.json of a checkpoint: what of it is taken, and what is not.
 
-The ids that end a text end a turn of the policy. How to sample is said by the run's own config:
-training needs log-probs under the distribution that was sampled from, the same at every step.
+The ids that end a text end a turn of the policy. Who serves the checkpoint draws replies as it says
+(`drawn_by`). A run's episodes are sampled as the run's own config says: training needs log-probs
+under the distribution that was sampled from, the same at every step, and what a file cuts off for
+the sake of good replies would never be tried.
 """
 
 import dataclasses
@@ -34,6 +36,10 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 
+# What of these says how one token is drawn, and is computed here.
+_DRAWN = ("temperature", "top_k", "top_p", "min_p")
+
+
 class Tokenizer(Protocol):
     """What knows which ids are control tokens, as every tokenizer of `transformers`."""
 
@@ -45,9 +51,13 @@ class Tokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """`eos_token_ids` as the file has them, and the settings of sampling that say something."""
+    """`eos_token_ids` as the file has them, and the settings of sampling that say something.
+
+    `is_greedy`: do_sample is false, so that the likeliest token is taken whatever these say.
+    """
 
     path: Path
+    is_greedy: bool = False
     eos_token_ids: tuple[int, ...] = ()
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -74,6 +84,21 @@ class GenerationSettings:
             )
         return notes
 
+    def drawn_by(self) -> dict[str, float]:
+        """Temperature, top_k, top_p and min_p, as far as the file has them; not checked for range.
+
+        Raises ValueError for one that is no number.
+        """
+        drawn = {name: self.sampling[name] for name in _DRAWN if name in self.sampling}
+        for name, value in drawn.items():
+            whole = name == "top_k"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+                kind = "a whole number" if whole else "a number"
+                raise ValueError(f"{self.path}: {name} is {value!r}; it must be {kind}")
+        if self.is_greedy or drawn.get("temperature") == 0:
+            return {"temperature": 0.0}
+        return drawn
+
 
 def read_generation_settings(folder: Path) -> GenerationSettings:
     """The settings of a checkpoint's folder; empty where it has no such file.
@@ -98,4 +123,9 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
         for name, neutral in _NEUTRAL.items()
         if settings.get(name) is not None and settings[name] != neutral
     }
-    return GenerationSettings(path=path, eos_token_ids=tuple(ids), sampling=sampling)
+    return GenerationSettings(
+        path=path,
+        is_greedy=settings.get("do_sample") is False,
+        eos_token_ids=tuple(ids),
+        sampling=sampling,
+    )

@@ -36,8 +36,9 @@ DTYPES: Mapping[str, Any] = {
 }
 # What was read of a mapped file counts as this process's memory until the file is closed.
 MAX_MAPPED_BYTES = 32 * 2**20
+# The longest list that safetensors reads; what claims to be longer is no such file.
+MAX_LIST_BYTES = 100_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,8 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
     """
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
     weights = weights_of(specs, checkpoint.family)
-    with _Tensors(checkpoint.folder) as tensors:
-        _check(tensors, specs, weights, checkpoint.model)
+    with _Tensors(checkpoint) as tensors:
+        _check(tensors, specs, checkpoint)
 
         def load(path: Any, spec: ParameterSpec) -> jax.Array:
             weight, sharding = weights[key_of(path)], layout.parameters(spec.axes)
@@ -112,8 +113,8 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
 def check_weights(checkpoint: Checkpoint) -> None:
     """Raises what `load_parameters` would, as far as it shows before the weights are read."""
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
-    with _Tensors(checkpoint.folder) as tensors:
-        _check(tensors, specs, weights_of(specs, checkpoint.family), checkpoint.model)
+    with _Tensors(checkpoint) as tensors:
+        _check(tensors, specs, checkpoint)
 
 
 def key_of(path: Any) -> str:
@@ -130,7 +131,8 @@ def weights_of(specs: Any, family: Family) -> dict[str, Weight]:
 class _Tensors:
     """The tensors of a folder: one file, or those that an index names. Opened when first asked."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        folder = checkpoint.folder
         self._stack = contextlib.ExitStack()
         self._open: dict[Path, Any] = {}
         self._mapped_bytes = 0
@@ -148,7 +150,9 @@ class _Tensors:
                         "it can stand there"
                     )
         elif (folder / SINGLE).is_file():
-            keys = self._handle("its list of tensors", folder / SINGLE).keys()
+            # Every model has an embedding: where no list can be read, it is what is missed first.
+            name = checkpoint.family.weights["embed"].name
+            keys = self._handle(name, folder / SINGLE).keys()
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
             raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}")
@@ -164,7 +168,8 @@ class _Tensors:
             try:
                 handle = self._stack.enter_context(safe_open(file, framework="np"))
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{name} cannot be read from {file}: {error}") from error
+                name, words = _where_cut(file, name)
+                raise ValueError(f"{name} cannot be read from {file}: {error}{words}") from error
             self._open[file] = handle
         return self._open[file]
 
@@ -188,6 +193,26 @@ class _Tensors:
             return self._handle(name, file).get_slice(name)
         except SafetensorError as error:
             raise ValueError(f"{name} cannot be read from {file}: {error}") from error
+
+
+def _where_cut(file: Path, name: str) -> tuple[str, str]:
+    """The first tensor that a file ends before, and this in words; else `name`, and no words.
+
+    A file is eight bytes, the length of its list; the list, in JSON; and the tensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            behind = file.stat().st_size - 8 - length
+            if -MAX_LIST_BYTES < behind < 0:
+                return name, "; the file ends within its list of tensors"
+            listed = json.loads(opened.read(length)) if behind >= 0 else {}
+        ends = {key: at["data_offsets"][1] for key, at in listed.items() if key != "__metadata__"}
+        ends = {key: end for key, end in ends.items() if end > behind}
+        first = min(ends, key=ends.__getitem__)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        return name, ""
+    return first, f"; the file ends {ends[first] - behind:,} bytes before this tensor does"
 
 
 def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
@@ -220,10 +245,11 @@ def axes_order(weight: Weight, axes: str) -> list[int]:
     return [theirs.index(letter) for letter in axes if letter in theirs]
 
 
-def _check(
-    tensors: _Tensors, specs: Any, weights: Mapping[str, Weight], model: ModelConfig
-) -> None:
+def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
     """All tensors are there, of the right shape, of a type that can be read; and no others."""
+    model, family = checkpoint.model, checkpoint.family
+    weights = weights_of(specs, family)
+    embedding, head = (family.weights[key].name for key in ("embed", "head"))
     expected: dict[str, tuple[int, ...]] = {}
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
         weight = weights[key_of(path)]
@@ -245,29 +271,29 @@ def _check(
                 f"{', '.join(_READABLE)} can be read"
             )
     if model.tie_embeddings:
-        _check_copy(tensors)
+        _check_copy(tensors, embedding, head)
     for name, file in tensors.files.items():
         # Old files hold the rotary frequencies, which are computed here, and a copy of a tied head.
-        copied = model.tie_embeddings and name == _HEAD
+        copied = model.tie_embeddings and name == head
         if name not in expected and not copied and not name.endswith("rotary_emb.inv_freq"):
             raise ValueError(f"{name} in {file} is not part of the model that config.json gives")
 
 
-def _check_copy(tensors: _Tensors) -> None:
+def _check_copy(tensors: _Tensors, embedding: str, head: str) -> None:
     """A head beside a tied embedding is the same: `transformers` would compute with another."""
-    if _HEAD not in tensors.files:
+    if head not in tensors.files:
         return
-    embedding, head = (tensors.slice_of(name) for name in (_EMBEDDING, _HEAD))
-    shape = tuple(embedding.get_shape())
+    one, other = (tensors.slice_of(name) for name in (embedding, head))
+    shape = tuple(one.get_shape())
     rows = max(1, BLOCK_BYTES // (4 * shape[1]))
-    same = tuple(head.get_shape()) == shape and head.get_dtype() == embedding.get_dtype()
+    same = tuple(other.get_shape()) == shape and other.get_dtype() == one.get_dtype()
     for start in range(0, shape[0], rows) if same else ():
         part = (slice(start, min(start + rows, shape[0])),)
-        left, right = (tensors.read(name, part) for name in (_EMBEDDING, _HEAD))
+        left, right = (tensors.read(name, part) for name in (embedding, head))
         same = same and left.tobytes() == right.tobytes()
     if not same:
         raise ValueError(
-            f"{_HEAD} in {tensors.files[_HEAD]} is not the same as {_EMBEDDING}, but config.json "
+            f"{head} in {tensors.files[head]} is not the same as {embedding}, but config.json "
             "ties them (tie_word_embeddings): set it to false there, or remove the tensor"
         )
 

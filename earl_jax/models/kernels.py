@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention kernel whole rows get: chosen by platform, overridden by a setting.
+"""The door to attention over whole rows: the kernel is chosen by platform, model and length.
 
-Only rows of training have a choice. The engine's chunks stand at places of their own in a cache
-(`attention.attention` is what serves them): none of these kernels takes such queries.
+A setting overrides. Only rows of training have a choice: the engine's queries stand at places of
+their own behind pages, which none of these kernels takes. Their door is
+`paged_attention.attend_pages`.
 """
 
 import functools
@@ -13,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention import Places, Window, attention
+from earl_jax.models.attention import BLOCK_SIZE, Places, Window, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.sharding.layout import Layout
@@ -39,10 +40,11 @@ class Choice(NamedTuple):
         return f"{_NAMES[self.kernel]}, because {self.reason}"
 
 
-def choose_kernel(setting: str, layout: Layout, model: ModelConfig) -> Choice:
-    """The kernel for this model's rows on this layout; `setting` is config.train.attention.
+def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int) -> Choice:
+    """The kernel for this model's rows of `length` tokens on this layout.
 
-    An abstract mesh has no platform: it takes what it is told.
+    `setting` is config.train.attention. The length is that of a batch, which differs from step to
+    step: who traces a step chooses. An abstract mesh has no platform: it takes what it is told.
 
     Raises:
         ValueError: the kernel that was asked for does not run on the layout's devices.
@@ -61,6 +63,10 @@ def choose_kernel(setting: str, layout: Layout, model: ModelConfig) -> Choice:
         return Choice("blockwise", f"there is no other kernel for {devices}")
     if obstacle := _obstacle(best, layout, model):
         return Choice("blockwise", obstacle)
+    if length <= BLOCK_SIZE:
+        # Its scores are made in one piece and are few, while splash pads rows to 128 tokens. Not
+        # measured on a chip yet.
+        return Choice("blockwise", f"rows of at most {BLOCK_SIZE} tokens are one block of it")
     return Choice(best, f"the devices are {layout.platform} devices")
 
 

@@ -45,7 +45,7 @@ class TrainConfig:
     bonus goes linearly from `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk`
     tokens of every row are scored at a time. `remat` recomputes activations in the backward pass.
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
-    and Blackwell GPUs; "auto" takes the best that there is for the devices.
+    and Blackwell GPUs; "auto" takes the best that there is for the devices and the rows' length.
 
     `ratio` says what the policy's probability of a token is compared with. "behaviour": with that
     of the distribution that it was drawn from, both at the sampling temperature; right as long as

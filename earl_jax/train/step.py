@@ -198,7 +198,7 @@ def _score_batch(
         batch.tokens,
         batch.segment_ids,
         remat=config.remat,
-        kernel=choose_kernel(config.attention, layout, model).kernel,
+        kernel=choose_kernel(config.attention, layout, model, batch.tokens.shape[1]).kernel,
     )
     scores = score_tokens(
         layout,
