@@ -117,6 +117,12 @@ class RolloutConfig:
     (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
     episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
 
+    Where the budget holds no more pages, the shortest episodes are parked. `parking` says what
+    becomes of what they have read: "recompute" reads it again, "host" copies the pages to host
+    memory and back, as they are, and "auto" does what costs less by the chip's data sheet
+    (rollout/parking.py). Host memory takes at most `parking_host_gib` GiB; what is beyond that is
+    read again.
+
     `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`), for
     episodes that do not say so themselves. A token's log-prob is under the distribution that it was
     drawn from; with `model_logprobs` that under the model itself, untempered and with nothing cut
@@ -158,6 +164,8 @@ class RolloutConfig:
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
     page_size: int = 16
+    parking: Literal["auto", "recompute", "host"] = "auto"
+    parking_host_gib: float = 4.0
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"
@@ -203,6 +211,11 @@ class RolloutConfig:
             raise ValueError(
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
                 "at least 0"
+            )
+        if not 0 < self.parking_host_gib < math.inf:
+            raise ValueError(
+                f"config.rollout.parking_host_gib is {self.parking_host_gib}; it must be above 0 "
+                "(for no host memory set config.rollout.parking = 'recompute')"
             )
         if self.temperature == 0:
             raise ValueError(

@@ -27,6 +27,7 @@ from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, t
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
+from earl_jax.rollout.page_copies import PageCopies
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
@@ -227,6 +228,11 @@ class PolicyEngine(Engine):
         """The same state in which slots have the pages of `table` i32[num_slots, Y]."""
         placed = jax.device_put(table, self._rows)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
+
+    @functools.cached_property
+    def page_copies(self) -> PageCopies:
+        """The programs that copy pages out of the pools, and back."""
+        return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
 
     def play(
         self, params: Params, state: DecodeState, orders: np.ndarray
