@@ -10,16 +10,18 @@ each with the first of its heads.
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from earl_jax.models.kv_cache import LayerCache
-from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.page_copies import LEAVE, SLEEP, WAKE
 from earl_jax.rollout.seat import Seat
+
+if TYPE_CHECKING:
+    from earl_jax.rollout.engine import PolicyEngine
 
 _HOST_MEMORY = "pinned_host"
 # The axes of a piece [L,P,K,...].
@@ -102,7 +104,7 @@ class HostPages:
         for calls in _in_turn(waiting):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             for shard, (slot, some) in calls.items():
-                numbers[shard, : len(some)] = _local(seat, slot, some)
+                numbers[shard, : len(some)] = local_pages(seat, slot, some)
             block = copies.take(seat.state, numbers)
             for shard, (slot, some) in calls.items():
                 part = _Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
@@ -134,7 +136,7 @@ class HostPages:
             counts = np.zeros(copies.num_shards, np.int32)
             parts = {}
             for shard, (slot, (part, some)) in calls.items():
-                numbers[shard, : part.count] = _local(seat, slot, some)
+                numbers[shard, : part.count] = local_pages(seat, slot, some)
                 counts[shard], parts[shard] = part.count, part
                 self._count(part, holds=False)
             blank = copies.blank(state)
@@ -142,7 +144,7 @@ class HostPages:
         marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
         return _mark(dataclasses.replace(seat, state=state), marks)
 
-    def _keeps_pinned(self, engine: PolicyEngine) -> bool:
+    def _keeps_pinned(self, engine: "PolicyEngine") -> bool:
         if self._pinned is not None:
             return self._pinned
         device = next(iter(engine.layout.activations("").device_set))
@@ -179,7 +181,7 @@ def _in_turn(queues: Mapping[int, collections.deque]) -> Any:
         yield {shard: queue.popleft() for shard, queue in queues.items() if queue}
 
 
-def _local(seat: Seat, slot: int, pages: Sequence[int]) -> np.ndarray:
+def local_pages(seat: Seat, slot: int, pages: Sequence[int]) -> np.ndarray:
     """Pages of a slot's lane as its row shard numbers them."""
     lanes_a_shard = seat.pool.lanes // seat.engine.page_copies.num_shards
     lane = slot // (seat.engine.config.num_slots // seat.pool.lanes)

@@ -33,26 +33,27 @@ def take_pages(layers: list[LayerCache], pages_P: jax.Array) -> LayerCache:
 
 
 def put_pages(
-    layers: list[LayerCache], block: LayerCache, pages_P: jax.Array, count: jax.Array
+    layers: list[LayerCache], block: list[LayerCache], pages_P: jax.Array, count: jax.Array
 ) -> list[LayerCache]:
-    """The pools with the first `count` pages of a block where `pages_P` says.
+    """The pools with the first `count` pages of a block, [P,K,...] a layer, where `pages_P` says.
 
     One page after the other, because then they are written where they lie.
     """
 
     def put_one(index: jax.Array, layers: list[LayerCache]) -> list[LayerCache]:
-        def put(layer: int, pool: jax.Array, stacked: jax.Array) -> jax.Array:
-            page = jax.lax.dynamic_slice_in_dim(stacked[layer], index, 1, 0)
+        def put(pool: jax.Array, some: jax.Array) -> jax.Array:
+            page = jax.lax.dynamic_slice_in_dim(some, index, 1, 0)
             return jax.lax.dynamic_update_slice_in_dim(pool, page, pages_P[index], 0)
 
-        return [
-            jax.tree.map(
-                lambda pool, stacked, number=number: put(number, pool, stacked), old, block
-            )
-            for number, old in enumerate(layers)
-        ]
+        return jax.tree.map(put, layers, block)
 
     return jax.lax.fori_loop(0, count, put_one, layers)
+
+
+def _unstack(block: LayerCache, number: int) -> list[LayerCache]:
+    return [
+        jax.tree.map(lambda stacked, layer=layer: stacked[layer], block) for layer in range(number)
+    ]
 
 
 class PageCopies:
@@ -76,18 +77,23 @@ class PageCopies:
                 check_vma=False,
             )
 
+        def put_block(layers: Any, block: LayerCache, pages: jax.Array, count: jax.Array) -> Any:
+            return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
+
+        def put_row(layers: Any, row: Any, pages: jax.Array, count: jax.Array) -> Any:
+            return put_pages(layers, row, pages[0], count[0])
+
         by_page = P(None, layout.row_axes)
         self._take = jax.jit(
             over_rows(take_pages, (rows, rows), by_page), out_shardings=self.block_shardings
         )
-        self._put = jax.jit(
-            over_rows(
-                lambda layers, block, pages, count: put_pages(layers, block, pages, count[0]),
-                (rows, by_page, rows, rows),
-                rows,
-            ),
-            donate_argnums=0,
-            out_shardings=pool_shardings,
+        self._put, self._put_row = (
+            jax.jit(
+                over_rows(function, (rows, copied, rows, rows), rows),
+                donate_argnums=0,
+                out_shardings=pool_shardings,
+            )
+            for function, copied in ((put_block, by_page), (put_row, P()))
         )
         self._rows = layout.activations("B")
         self._mark = jax.jit(
@@ -123,6 +129,14 @@ class PageCopies:
         """
         placed = self._placed(pages.reshape(-1)), self._placed(counts)
         layers = self._put(state.cache.layers, block, *placed)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+    def put_row(
+        self, state: DecodeState, row: list[LayerCache], pages: np.ndarray, counts: np.ndarray
+    ) -> DecodeState:
+        """`put` for the pages of one row that every shard has: [P,K,...] a layer."""
+        placed = self._placed(pages), self._placed(counts)
+        layers = self._put_row(state.cache.layers, row, *placed)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
 
     def mark(self, state: DecodeState, marks: np.ndarray) -> DecodeState:
