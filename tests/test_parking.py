@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import itertools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,12 @@ from test_engine import COLLECTIVE
 
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout import collect as collect_module
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.parking import Choice, Rates, Work, choose_parking, rates_of, work_of
+from earl_jax.rollout.room import CacheRoom
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
@@ -331,34 +334,79 @@ def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):
 
 
 class Long(Talker):
-    """Says something long, episode by episode another length, for ten turns."""
+    """Its first message has another length for each episode; some answers take their time."""
 
     def __init__(self, task):
         super().__init__(task.env_seed)
-        self.text = "8" * (1 + 5 * task.episode % 23)
+        self.text, self.delay_s = "8" * (1 + 5 * task.episode % 23), 0.003 * (task.episode % 4)
 
     def start(self):
         return Start(text=self.text, role="x")
 
+    def step(self, reply):
+        time.sleep(self.delay_s)
+        return super().step(reply)
 
+
+class WatchedRoom(CacheRoom):
+    """Writes down, lane by lane, who was parked, and when another began or ended."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.log = [[] for _ in range(NUM_LANES)]
+
+    def _park(self, seat, lane):
+        slots = [slot for slot in self._pages.slots_of(lane) if self._slots[slot]]
+        playing = {slot for slot in slots if not self._episode(slot).parked}
+        super()._park(seat, lane)
+        [parked] = [slot for slot in playing if self._episode(slot).parked]
+        begun = {slot for slot in playing if not self._is_new(slot)}
+        assert parked not in begun or self._rank(parked) == min(map(self._rank, begun))
+        assert begun != {parked}, "the longest goes on"
+        if parked in begun:
+            self.log[lane].append(self._episode(parked).row)
+
+    def begin(self, slot):
+        self.log[self._pages.lane(slot)].append("change")
+        return super().begin(slot)
+
+    def end(self, slot):
+        self.log[self._pages.lane(slot)].append("change")
+        super().end(slot)
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
 @pytest.mark.parametrize("parking", ["host", "recompute"])
-@pytest.mark.parametrize("pages", [7, 9, 13])
-def test_parking_is_bounded_and_the_first_to_be_long_ends(pool, parking, pages):
-    """Lanes of two slots and at most six episodes, which each begin and end once."""
+@pytest.mark.parametrize("pages", [7, 11])
+def test_the_longest_goes_on_and_none_is_parked_for_nothing(
+    pool, monkeypatch, parking, pages, patience_s
+):
+    """Four slots a lane, which has pages for one whole episode, or a little more."""
+    rooms = []
+    monkeypatch.setattr(
+        collect_module, "CacheRoom", lambda *given: rooms.append(WatchedRoom(*given)) or rooms[-1]
+    )
     rollout = collect(
         pool,
         tasks(44),
         Long,
+        num_slots=32,
         places=56,
         pages=pages,
         make_room=Rooms(most_pages=pages),
-        player=player(MESHES[0], burst=1),
+        player=engine(32, burst=1),
         burst=1,
         parking=parking,
+        patience_s=patience_s,
     )
     check_rows(rollout, 44)
     assert {t.stop_reason for t in rollout.trajectories} == {"win"}
-    slots_a_lane, changes = 2, 2 * 44
-    assert rollout.stats.parked_episodes <= slots_a_lane * changes
-    # Whoever is parked is the lower of two: half of that.
-    assert rollout.stats.parked_episodes <= changes
+    [room] = rooms
+    times = 0
+    for log in room.log:
+        for is_change, entries in itertools.groupby(log, key=lambda entry: entry == "change"):
+            rows = [] if is_change else list(entries)
+            assert len(set(rows)) == len(rows), log
+            times += len(rows)
+    assert times == rollout.stats.parked_episodes > 0
+    assert (rollout.stats.parked_host_bytes > 0) == (parking == "host")

@@ -10,10 +10,10 @@ some. What they had read is in host memory until then, or is read again (parking
 Who goes on is a matter of rank: whoever has begun comes before whoever has not, then the longer
 before the shorter. The lowest in a lane is parked, the highest of the parked goes on first, and
 none overtakes it. So the highest of a lane is never parked: a lane always has an episode that goes
-on, which ends, and so all of them do. And none is parked for nothing: it goes on only where there
-is room for all that it has to read and two bursts more, which nobody gives up but by ending or by
-being parked, so between two times that an episode of its lane begins or ends, or that the cache
-grows, each is parked at most once.
+on, which ends, and so all of them do. And none is parked again and again: it goes on only where
+there is room for all that it has to read and two bursts more, and that room is there again only
+when another of its lane ends or begins anew, or the cache grows. Between two such times an episode
+is parked at most once.
 """
 
 import dataclasses
