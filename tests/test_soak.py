@@ -15,7 +15,6 @@ from test_collect import CONFIG, Rooms, check_rows, collect, engine, tasks, weig
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
-from earl_jax.rollout.config import PARKING
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.pages import pages_for
 from earl_jax.rollout.room import CacheRoom
@@ -127,7 +126,7 @@ def test_every_episode_ends_once_and_nothing_leaks(monkeypatch):
             player=engine(32, append_rows=1),
             control=control,
             share_prefixes=number % 2 == 0,
-            parking=PARKING[number % 3],
+            parking=("auto", "host", "recompute")[number % 3],
             # Of three in host memory, or of thousands.
             parking_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
             patience_s=rng.choice([0.0, 0.001, 60.0]),
