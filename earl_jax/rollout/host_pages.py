@@ -64,9 +64,9 @@ class HostPages:
 
     def block_bytes(self, seat: Seat) -> int:
         """Bytes of a block of one row shard, over all of that shard's devices."""
-        copies = seat.engine.page_copies
-        leaves = jax.tree.leaves(copies.block_shapes(seat.state))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // copies.num_shards
+        pools = jax.tree.leaves(seat.state.cache.layers)
+        page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
+        return seat.engine.page_copies.pages_a_call * page_bytes
 
     def has_room(self, seat: Seat, num_pages: Sequence[int]) -> bool:
         """Whether slots with so many pages each may come too."""

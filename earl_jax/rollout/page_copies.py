@@ -105,10 +105,6 @@ class PageCopies:
             out_shardings=self.block_shardings,
         )
 
-    def block_shapes(self, state: DecodeState) -> LayerCache:
-        """A block as shapes."""
-        return jax.eval_shape(self._block_of, state.cache.layers)
-
     def _block_of(self, layers: list[LayerCache]) -> LayerCache:
         return take_pages(layers, jnp.zeros(self.num_shards * self.pages_a_call, jnp.int32))
 

@@ -74,11 +74,6 @@ class CacheRoom:
         """Bytes of parked pages that were copied to host memory, and back."""
         return self._host.moved_bytes
 
-    @property
-    def num_on_host(self) -> int:
-        """Slots whose pages are in host memory."""
-        return len(self._host.slots)
-
     def new_weights(self, *, recompute: bool) -> None:
         """What old weights have read is not for episodes that begin under new ones.
 
