@@ -47,7 +47,7 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "episodes_per_step",
                 "chunk_size",
                 "burst",
-                "page_size",
+                "tokens_a_page",
                 "model_logprobs",
                 "compute_dtype",
                 "weight_dtype",

@@ -258,6 +258,11 @@ def _check_effects(config: Config) -> None:
             for field in ("hysteresis", "horizon_steps", "measure_rounds")
         ),
         (
+            config.rollout.parking == "recompute",
+            "rollout.parking_host_gib",
+            "config.rollout.parking is 'recompute'",
+        ),
+        (
             config.model.path == "",
             "chat.history",
             "without config.model.path the chat template is ours, which only appends",

@@ -198,7 +198,7 @@ class Placement:
 
     def _least_pages(self, places: int) -> int:
         """A lane has pages for one whole episode."""
-        return pages_for(places, self._world.config.rollout.page_size)
+        return pages_for(places, self._world.config.rollout.tokens_a_page)
 
     @property
     def _pool(self) -> Pool:

@@ -357,6 +357,8 @@ class _Keeper:
             "shared_tokens": record.stats.shared_tokens,
             "recomputed_tokens": record.stats.recomputed_tokens or None,
             "parked_episodes": record.stats.parked_episodes or None,
+            "parked_host_bytes": record.stats.parked_host_bytes or None,
+            "parking": record.stats.parking or None,
             "given_up_tokens": record.stats.given_up_tokens or None,
             "env_wait_s": record.stats.env_wait_s,
             "train_tokens": train_tokens,

@@ -33,6 +33,10 @@ stream of messages, one for each token, with its id, and its text where the prom
 at an end of turn, which is not sent, or after max_tokens. A request that cannot be served is
 answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EXHAUSTED.
 
+The KV cache grows with the replies, up to the model's context, from pages that all requests share.
+Where there are no more (--cache_tokens) the shortest requests wait, their pages in host memory, and
+go on where they were; none is cut.
+
 A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
 stop_strings and stop_token_ids. One that says nothing is drawn as the flags say, and where these
@@ -42,7 +46,13 @@ end_of_turn, max_tokens, stop_string or stop_token_id.
 SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
 the devices failed.
 """
-DEFAULT_PROMPT_TOKENS = 1024
+# Of the model, where its checkpoint does not say.
+DEFAULT_CONTEXT = 2048
+# Of the KV cache a slot, where the devices do not say how much memory they have.
+DEFAULT_SLOT_TOKENS = 2048
+# Of a device's memory for weights and KV cache; the rest is for prompts that are read, and for what
+# programs need beside their arguments.
+CACHE_SHARE = 0.8
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
@@ -69,14 +79,19 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max_prompt_tokens",
         type=int,
-        help="longest prompt, a power of two from 16 to 32768 (default: half of the model's "
-        f"context, at most {DEFAULT_PROMPT_TOKENS})",
+        help="longest prompt, a power of two from 16 to 32768 (default: the smallest that holds "
+        "the longest context)",
     )
     parser.add_argument(
-        "--max_tokens",
+        "--max_context",
         type=int,
-        help="room for a reply behind the longest prompt; shorter prompts leave more (default: as "
-        "--max_prompt_tokens)",
+        help="most tokens of a prompt with its reply (default: the model's context)",
+    )
+    parser.add_argument(
+        "--cache_tokens",
+        type=int,
+        help="tokens that the KV cache has room for, over all slots (default: what the devices' "
+        f"memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
     for name, kind, text in (
         ("temperature", float, "0 takes the likeliest token"),
@@ -171,26 +186,28 @@ def serve_command(arguments: Sequence[str]) -> None:
             f"multiple of {layout.num_row_shards}"
         )
     prompt_tokens, places = _room(flags, policy)
-    engine = PolicyEngine(
-        EngineConfig(
-            model=policy.model,
-            vocab_size=policy.vocab_size,
-            weight_dtype=policy.weight_dtype,
-            kv_dtype=policy.kv_dtype,
-            num_slots=flags.num_slots,
-            # Rollouts' own: nothing is written down here.
-            num_rows=layout.num_row_shards,
-            chunk_size=1,
-            rules=SlotRules(burst=1, end_of_turn_ids=policy.end_ids),
-            seed=flags.seed,
-            serving=Serving(max_prefill_length=prompt_tokens, places=places, sampling=sampling),
-        ),
-        layout,
-        policy.tokenizer,
+    config = EngineConfig(
+        model=policy.model,
+        vocab_size=policy.vocab_size,
+        weight_dtype=policy.weight_dtype,
+        kv_dtype=policy.kv_dtype,
+        num_slots=flags.num_slots,
+        # Rollouts' own: nothing is written down here.
+        num_rows=layout.num_row_shards,
+        chunk_size=1,
+        rules=SlotRules(burst=1, end_of_turn_ids=policy.end_ids),
+        seed=flags.seed,
+        serving=Serving(max_prefill_length=prompt_tokens, places=places, sampling=sampling),
     )
+    engine = PolicyEngine(config, layout, policy.tokenizer)
     params = publish(
         policy.load(layout), engine.parameter_shapes, engine.parameter_shardings
     ).params
+    # Only now is it known how much memory the weights leave.
+    cache_tokens = flags.cache_tokens or _cache_tokens(engine)
+    room = dataclasses.replace(config.serving, cache_tokens=cache_tokens)
+    engine = PolicyEngine(dataclasses.replace(config, serving=room), layout, policy.tokenizer)
+    cache_tokens = engine.serving_pool.total * config.page_size
     name = policy.name
     del policy  # its fp32 weights
     warm_up(engine, params)
@@ -198,7 +215,8 @@ def serve_command(arguments: Sequence[str]) -> None:
     def say(address: str) -> None:
         print(
             f"serving {name} at {address}: prompts of up to {prompt_tokens} tokens, {places} with "
-            f"their replies, {flags.num_slots} at once on {mesh}",
+            f"their replies, {flags.num_slots} at once on {mesh}, {cache_tokens} tokens of KV "
+            "cache",
             flush=True,
         )
 
@@ -222,7 +240,8 @@ def _check_flags(flags: argparse.Namespace) -> None:
         ("port", 0, 65535),
         ("num_slots", 1, 2**20),
         ("max_waiting", 0, 2**20),
-        ("max_tokens", 1, 2**30),
+        ("max_context", 2, 2**30),
+        ("cache_tokens", 1, 2**40),
         ("seed", 0, 2**31 - 1),
     ):
         value = getattr(flags, name)
@@ -268,19 +287,36 @@ def _room(flags: argparse.Namespace, policy: _Policy) -> tuple[int, int]:
     from earl_jax.rollout._jetstream import PREFILL_LENGTHS
 
     limit = policy.max_context
-    prompt = flags.max_prompt_tokens
-    if prompt is None:
-        half = min(DEFAULT_PROMPT_TOKENS, limit // 2)
-        prompt = max((n for n in PREFILL_LENGTHS if n <= half), default=PREFILL_LENGTHS[0])
-    places = prompt + (
-        min(prompt, limit - prompt) if flags.max_tokens is None else flags.max_tokens
-    )
-    if prompt >= limit or places > limit:
+    places = flags.max_context or limit
+    if places > limit:
         raise ValueError(
-            f"--max_prompt_tokens={prompt} and --max_tokens={places - prompt} need a context of "
-            f"{places} tokens; that of {policy.name} is {limit}: lower one of them"
+            f"--max_context={places}; that of {policy.name} is {limit} tokens: lower it"
+        )
+    enough = next((n for n in PREFILL_LENGTHS if n >= places), PREFILL_LENGTHS[-1])
+    prompt = flags.max_prompt_tokens or enough
+    if prompt > enough:
+        raise ValueError(
+            f"--max_prompt_tokens={prompt} is more than a context of {places} tokens holds; "
+            f"choose at most {enough}"
         )
     return prompt, places
+
+
+def _cache_tokens(engine: Any) -> int:
+    """Room in the KV cache over all slots: what memory the devices have left, if they say so."""
+    import jax
+
+    from earl_jax.rollout.pages import Pool
+
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return DEFAULT_SLOT_TOKENS * engine.config.num_slots
+    free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
+    size, lanes = engine.config.page_size, engine.layout.num_row_shards
+    pages = engine.state_shapes(size, Pool(lanes, 1)).cache.layers
+    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    token_bytes /= lanes * size * engine.layout.shape.tensor
+    return max(1, int(lanes * free / token_bytes))
 
 
 def _run_policy(flags: argparse.Namespace) -> _Policy:
@@ -364,7 +400,7 @@ def _told(generation: Any) -> dict[str, float]:
 def _max_context(checkpoint: Any) -> int:
     """The context that a checkpoint is made for, in tokens."""
     context = checkpoint.settings.get("max_position_embeddings")
-    return context if isinstance(context, int) and context > 0 else 2 * DEFAULT_PROMPT_TOKENS
+    return context if isinstance(context, int) and context > 0 else DEFAULT_CONTEXT
 
 
 def main() -> None:

@@ -178,7 +178,7 @@ class World:
                     choice_branches=self.choice_branches,
                 ),
                 seed=self.config.seed,
-                page_size=rollout.page_size,
+                page_size=rollout.tokens_a_page,
             ),
             self.rollout_layout(shape),
             self.tokenizer,
@@ -187,7 +187,7 @@ class World:
     def pool_for(self, places: int) -> Pool:
         """Pages for every slot to have `places` tokens, in a lane a device."""
         rollout = self.config.rollout
-        return dense_pool(len(self.devices), rollout.num_slots, places, rollout.page_size)
+        return dense_pool(len(self.devices), rollout.num_slots, places, rollout.tokens_a_page)
 
     @functools.cache  # noqa: B019
     def train_step(self, shape: MeshShape, objective: Objective) -> Any:

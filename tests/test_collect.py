@@ -382,8 +382,17 @@ def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, ga
     """
     rooms = Rooms(most_pages=5)
     player = engine(mesh=mesh, burst=burst)
-    parked = collect(pool, tasks(40), pages=5, make_room=rooms, player=player, burst=burst)
+    parked = collect(
+        pool,
+        tasks(40),
+        pages=5,
+        make_room=rooms,
+        player=player,
+        burst=burst,
+        parking="recompute",
+    )
     assert parked.seat.pool.pages == 5 and rooms.wanted_pages
+    assert parked.stats.parked_host_bytes == 0
     assert parked.stats.parked_episodes > 0
     assert parked.stats.recomputed_tokens > 0
     check_rows(parked, 40)

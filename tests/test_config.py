@@ -29,6 +29,19 @@ def value_at(config, path):
 # What is accepted.
 
 
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ((), 16),
+        (("rollout.context_buckets=(512,1023)",), 16),
+        (("rollout.context_buckets=(512,1024)",), 128),
+        (("rollout.context_buckets=(512,1024)", "rollout.page_size=32"), 32),
+    ],
+)
+def test_pages_are_large_for_long_contexts_unless_their_size_is_given(given, size):
+    assert with_overrides(*given).rollout.tokens_a_page == size
+
+
 def test_nothing_given_is_the_default():
     assert make_config({}) == Config()
     assert make_config(ConfigDict()) == Config()
@@ -256,6 +269,9 @@ RULES = [
     ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
     ("selector.measure_rounds=0", "config.selector.measure_rounds is 0"),
+    ("rollout.page_size=-1", "config.rollout.page_size is -1; it must be at least 0"),
+    ("rollout.parking=disk", "config.rollout.parking is 'disk'; .*'auto', 'recompute', 'host'"),
+    ("rollout.parking_host_gib=0", "parking_host_gib is 0.0; .*parking = 'recompute'"),
     ("rollout.patience_s=-1", "config.rollout.patience_s is -1.0; it must be a number of seconds"),
     ("train.epochs=0", "config.train.epochs is 0"),
     (
@@ -332,6 +348,11 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             ["devices.num_cpu_devices=4", "devices.platform=tpu"],
             "devices.num_cpu_devices",
             "config.devices.platform is 'tpu'",
+        ),
+        (
+            ["rollout.parking_host_gib=1", "rollout.parking=recompute"],
+            "rollout.parking_host_gib",
+            "config.rollout.parking is 'recompute'",
         ),
         (
             ["selector.measure_rounds=3", "selector.order=listed"],

@@ -67,14 +67,16 @@ class Quiz:
         return StepResult(text=f"{self.seed}", reward=0.0, done=False)
 
 
-def collect(history: str, todo=None, places: int = ROOM) -> Rollout:
+def collect(
+    history: str, todo=None, places: int = ROOM, rooms: Rooms | None = None, **changes
+) -> Rollout:
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
-        dataclasses.replace(CONFIG, share_prefixes=True),
+        dataclasses.replace(CONFIG, **{"share_prefixes": True, **changes}),
         lambda: Conversation(renderer(), history),
         pool,
         lambda task: Quiz(task.episode),
-        Rooms(),
+        rooms or Rooms(),
         num_lanes=NUM_LANES,
     )
     seat = Seat(
@@ -157,6 +159,21 @@ def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
     check_rows(grown, NUM_TASKS)
     for one, other in zip(forked.trajectories, grown.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
+
+
+@pytest.mark.parametrize("parking", ["host", "recompute"])
+def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, parking):
+    """Room for one sample a lane of two slots; environments answer while episodes are parked."""
+    longest = forked.stats.tokens_in_flight_max // NUM_LANES + 2 * CONFIG.chunk_size
+    parked = collect(
+        "fork", rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)), parking=parking
+    )
+    check_rows(parked, NUM_TASKS)
+    assert parked.stats.parked_episodes > 0
+    assert (parked.stats.parked_host_bytes > 0) == (parking == "host")
+    for one, other in zip(forked.trajectories, parked.trajectories, strict=True):
+        assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
+        assert one.sample_starts == other.sample_starts
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def cache(tmp_path_factory):
 def server(cache):
     """A temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
     flags = (f"--model={MODEL}", f"--num_slots={NUM_SLOTS}", "--temperature=5", "--top_k=1")
-    with serving(cache, *flags) as server:
+    with serving(cache, *flags, "--max_prompt_tokens=64") as server:
         yield server
 
 
@@ -77,6 +77,29 @@ def test_many_requests_at_once_on_few_slots(server):
     ]
     calls = [server.stub.Decode(request(ids, count)) for ids, count in asked]
     assert [ids_of(call) for call in calls] == [expected(ids, count) for ids, count in asked]
+
+
+def test_where_the_cache_is_full_requests_wait_and_none_is_cut(cache):
+    """Room for one whole context, on four slots: two pages of 64 tokens.
+
+    All of them want two in the end, and prompts wait for a first one.
+    """
+    flags = ("--num_slots=4", "--temperature=0", "--cache_tokens=1")
+    with serving(cache, f"--model={MODEL}", *flags) as server:
+        assert "prompts of up to 128 tokens, 128 with their replies" in server.ready_line
+        assert "128 tokens of KV cache" in server.ready_line
+        asked = [(prompt(i, 20 + i), 100 - i) for i in range(10)]
+        calls = [server.stub.Decode(request(ids, count)) for ids, count in asked]
+        # Who goes away while it waits leaves nothing behind.
+        gone = [server.stub.Decode(request(prompt(i, 30), 90)) for i in range(4)]
+        for call in gone:
+            call.cancel()
+        assert [ids_of(call) for call in calls] == [expected(ids, count) for ids, count in asked]
+        # A prompt that fills the whole context, and one token.
+        assert ids_of(server.stub.Decode(request(prompt(3, 127), 1))) == expected(prompt(3, 127), 1)
+        code, words = refusal(server.stub.Decode(request(prompt(3, 128), 1)))
+        assert code == Code.INVALID_ARGUMENT and words.endswith("there are 128: shorten the prompt")
+        assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
 
 
 def test_a_text_is_its_ids_and_comes_back_as_text(server):
@@ -300,7 +323,8 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--port=70000"], r"--port=70000; it must lie between 0 and 65535"),
         (["--num_slots=0"], r"--num_slots=0; it must lie between 1"),
         (["--max_waiting=-1"], r"--max_waiting=-1; it must lie between 0"),
-        (["--max_tokens=0"], r"--max_tokens=0; it must lie between 1"),
+        (["--max_context=1"], r"--max_context=1; it must lie between 2"),
+        (["--cache_tokens=0"], r"--cache_tokens=0; it must lie between 1"),
         (["--max_prompt_tokens=100"], r"powers of two: choose one of 16, 32, .*32768"),
         (["--temperature=-1"], r"--temperature is -1.0; it must be finite and at least 0"),
         (["--top_p=0"], r"--top_p is 0.0; it must lie in \(0, 1\]"),
@@ -344,6 +368,7 @@ def test_mistakes_that_need_the_model_end_with_status_2():
         assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
         return done.stderr
 
-    assert "need a context of 192 tokens" in refused("--max_prompt_tokens=64", "--max_tokens=128")
+    assert "--max_context=192; that of" in refused("--max_context=192")
+    assert "choose at most 64" in refused("--max_prompt_tokens=128", "--max_context=64")
     assert "--num_slots=3 does not divide" in refused("--mesh=data=2", "--num_slots=3")
     assert "--mesh=data=1,tensor=3 cannot hold" in refused("--mesh=tensor=3")

@@ -44,7 +44,7 @@ def cache(tmp_path_factory):
 def parrot(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "parrot"
     save_parrot(folder)
-    flags = ("--max_prompt_tokens=16", "--max_tokens=8000", f"--max_waiting={MAX_WAITING}")
+    flags = ("--max_prompt_tokens=16", f"--max_waiting={MAX_WAITING}")
     with serving(
         cache, f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
     ) as server:
@@ -179,7 +179,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(parrot):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_and_its_requests(cache, tmp_path, number):
     save_parrot(tmp_path / "parrot")
-    flags = (f"--model={tmp_path / 'parrot'}", "--max_tokens=7000", "--num_slots=2")
+    flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=2")
     line = [sys.executable, "-m", "earl_jax.serve", "--port=0", "--temperature=0", *flags]
     server = Server(line, cache)
     with contextlib.closing(server.channel):

@@ -3,17 +3,21 @@
 """Thousands of episodes of random shape: each ends once, as it should, and nothing leaks."""
 
 import collections
+import gc
 import random
 import threading
 import time
 
+import jax
 import pytest
 from test_collect import CONFIG, Rooms, check_rows, collect, engine, tasks, weights
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout import collect as collect_module
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.pages import pages_for
+from earl_jax.rollout.room import CacheRoom
 from earl_jax.rollout.seat import Policy
 
 NUM_ROLLOUTS = 45
@@ -76,11 +80,31 @@ class Shape:
         return StepResult(reward=0.5, done=True, stop_reason="win")
 
 
+def check_room(room: CacheRoom) -> None:
+    """Every page is free or held for what an idle slot has read; nothing is left in host memory."""
+    pages = room._pages
+    for slot in range(len(room._slots)):
+        assert pages.num_held(slot) <= pages_for(LONGEST, CONFIG.page_size)
+    for lane, holders in enumerate(pages.holders()):
+        assert holders.count(0) == pages.num_free(lane)
+        assert sum(holders) == sum(map(pages.num_held, pages.slots_of(lane)))
+    host = room._host
+    assert (host.held_bytes, host.slots, host._leaving, room._leaving) == (0, [], [], {})
+
+
 @pytest.mark.slow
-def test_every_episode_ends_once_and_nothing_leaks():
+def test_every_episode_ends_once_and_nothing_leaks(monkeypatch):
+    rooms = []
+
+    class KeptRoom(CacheRoom):
+        def __init__(self, *given):
+            super().__init__(*given)
+            rooms.append(self)
+
+    monkeypatch.setattr(collect_module, "CacheRoom", KeptRoom)
     pool = EnvironmentPool(3, timeout_s=60.0)
     threads = threading.active_count()
-    reasons, parked = collections.Counter(), 0
+    reasons, parked, moved, live = collections.Counter(), 0, 0, []
     for number in range(NUM_ROLLOUTS):
         control, made = RolloutControl(), {}
 
@@ -102,6 +126,9 @@ def test_every_episode_ends_once_and_nothing_leaks():
             player=engine(32, append_rows=1),
             control=control,
             share_prefixes=number % 2 == 0,
+            parking=("auto", "host", "recompute")[number % 3],
+            # Of three in host memory, or of thousands.
+            parking_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
             patience_s=rng.choice([0.0, 0.001, 60.0]),
         )
         assert [t.episode for t in rollout.trajectories] == [task.episode for task in todo]
@@ -111,8 +138,14 @@ def test_every_episode_ends_once_and_nothing_leaks():
             assert trajectory.stop_reason == shape.stop_reason, shape.end
             reasons[trajectory.stop_reason] += 1
         check_rows(rollout, len(todo))
+        check_room(rooms.pop())
         parked += rollout.stats.parked_episodes
-    assert parked > 0
+        moved += rollout.stats.parked_host_bytes
+        del rollout
+        gc.collect()
+        live.append(len(jax.live_arrays()))
+    assert parked > 0 and moved > 0
+    assert live[-1] == live[NUM_ROLLOUTS // 2], "arrays are left on the devices"
     assert sum(reasons.values()) > 1000
     assert set(reasons) == {"win", "aborted", "unencodable", "environment_error"}
     assert threading.active_count() == threads

@@ -80,6 +80,7 @@ def _import_jetstream() -> tuple[Any, ...]:
 ) = _import_jetstream()
 Engine = engine_api.Engine
 ResultTokens = engine_api.ResultTokens
+SlotData = engine_api.SlotData
 # The lengths to which it pads prompts; `max_prefill_length` must be one of them.
 PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))
 _REPLACEMENT = "\ufffd"

@@ -48,7 +48,9 @@ class RolloutStats:
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
     `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
-    each time one gave up its pages. `given_up_tokens` were sampled in the same round behind a stop
+    each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
+    and back; `parking` is the last choice between the two in words, "" where there was none.
+    `given_up_tokens` were sampled in the same round behind a stop
     string, and are no part of `rollout_tokens`. `env_wait_s`: seconds in which no round ran because
     environments were waited for.
     """
@@ -59,6 +61,8 @@ class RolloutStats:
     shared_tokens: int = 0
     recomputed_tokens: int = 0
     parked_episodes: int = 0
+    parked_host_bytes: int = 0
+    parking: str = ""
     given_up_tokens: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
@@ -152,6 +156,8 @@ class Collector:
             self._stats.rounds += 1
         self._stats.parked_episodes = self._room.num_parked
         self._stats.recomputed_tokens += self._room.recomputed_tokens
+        self._stats.parked_host_bytes = self._room.host_bytes
+        self._stats.parking = self._room.parking
         trajectories = [self._finished[row] for row in range(len(tasks))]
         return Rollout(trajectories=trajectories, seat=seat, stats=self._stats)
 
@@ -173,7 +179,7 @@ class Collector:
                 self._stopped.add(slot)
         if requests.swap is None:
             return seat
-        self._room.new_weights()
+        self._room.new_weights(recompute=requests.swap.cache == "recompute")
         if requests.swap.cache == "recompute":
             for episode in filter(None, self._slots):
                 self._stats.recomputed_tokens += episode.rewind()

@@ -45,6 +45,8 @@ class Sampling:
             )
 
 
+# Contexts from which on large pages are worth what they waste.
+LONG_CONTEXT = 1024
 # Each slot holds so many on the devices.
 MAX_STOP_IDS = 8
 
@@ -111,11 +113,18 @@ class RolloutConfig:
     prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
     per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
     compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
-    tokens, of which an episode has as many as it needs: large ones are read faster (128 for long
-    contexts), small ones waste less. A turn is cut, and its episode over, at
+    tokens, of which an episode has as many as it needs: large ones are read faster, small ones
+    waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more, else 16. A
+    turn is cut, and its episode over, at
     `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
     (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
     episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
+
+    Where the budget holds no more pages, the shortest episodes are parked. `parking` says what
+    becomes of what they have read: "recompute" reads it again, "host" copies the pages to host
+    memory and back, as they are, and "auto" does what costs less by the chip's data sheet
+    (rollout/parking.py). Host memory takes at most `parking_host_gib` GiB; what is beyond that is
+    read again.
 
     `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`), for
     episodes that do not say so themselves. A token's log-prob is under the distribution that it was
@@ -157,7 +166,9 @@ class RolloutConfig:
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
-    page_size: int = 16
+    page_size: int = 0
+    parking: Literal["auto", "recompute", "host"] = "auto"
+    parking_host_gib: float = 4.0
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"
@@ -181,12 +192,16 @@ class RolloutConfig:
             "chunk_size",
             "append_rows",
             "burst",
-            "page_size",
         ):
             if getattr(self, field) < 1:
                 raise ValueError(
                     f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
                 )
+        if self.page_size < 0:
+            raise ValueError(
+                f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "
+                "lengths of contexts)"
+            )
         self.limits.validate("config.rollout.")
         self.stops.validate("config.rollout.stop_")
         if self.episodes_per_step % (2 * self.group_size):
@@ -204,6 +219,11 @@ class RolloutConfig:
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
                 "at least 0"
             )
+        if not 0 < self.parking_host_gib < math.inf:
+            raise ValueError(
+                f"config.rollout.parking_host_gib is {self.parking_host_gib}; it must be above 0 "
+                "(for no host memory set config.rollout.parking = 'recompute')"
+            )
         if self.temperature == 0:
             raise ValueError(
                 f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
@@ -216,6 +236,11 @@ class RolloutConfig:
                 f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
                 "such as (32, 64)"
             )
+
+    @property
+    def tokens_a_page(self) -> int:
+        """`page_size`, or what 0 stands for."""
+        return self.page_size or (128 if self.context_buckets[-1] >= LONG_CONTEXT else 16)
 
     @property
     def limits(self) -> Limits:

@@ -6,6 +6,7 @@ The Driver as it comes answers any exception in its threads with SIGKILL, decode
 that are gone, and leaves callers waiting when it stops. Its threads and queues are used unchanged.
 """
 
+import queue
 import sys
 import threading
 import traceback
@@ -37,6 +38,18 @@ class _PrefillEngine:
         return self._engine.prefill(**prompt, sampling=wishes.sampling, seed=wishes.seed)
 
 
+class _FreeSlots(queue.Queue):
+    """JetStream's queue of free slots; the engine hears of each."""
+
+    def __init__(self, size: int, engine: PolicyEngine) -> None:
+        super().__init__(size)
+        self._engine = engine
+
+    def put(self, item: int, block: bool = True, timeout: float | None = None) -> None:
+        self._engine.free_resource(item)
+        super().put(item, block, timeout)
+
+
 class PolicyDriver(orchestrator.Driver):
     """Open requests are known by the name that the servicer gives them as their `history_path`.
 
@@ -53,6 +66,7 @@ class PolicyDriver(orchestrator.Driver):
         self._on_failure = on_failure
         self._open: dict[str, Any] = {}
         self._wishes: dict[str, Wishes] = {}
+        self._engine = engine
         self._prefill_engine = _PrefillEngine(engine)
         self._opening = threading.Lock()
         self._in_prefill = ""
@@ -64,6 +78,15 @@ class PolicyDriver(orchestrator.Driver):
             interleaved_mode=True,
             jax_padding=False,
         )
+
+    @property
+    def _generate_slots(self) -> list[queue.Queue]:
+        """As JetStream's threads know them."""
+        return self._free_slots
+
+    @_generate_slots.setter
+    def _generate_slots(self, queues: list[queue.Queue]) -> None:
+        self._free_slots: list[queue.Queue] = [_FreeSlots(q.maxsize, self._engine) for q in queues]
 
     @property
     def num_free_slots(self) -> int:

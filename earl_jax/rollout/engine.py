@@ -10,6 +10,7 @@ versions written down beside the KV cache. Both run on the same DecodeState.
 import dataclasses
 import functools
 import threading
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,8 +28,10 @@ from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, t
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
-from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.page_copies import PageCopies
+from earl_jax.rollout.pages import Pool, dense_pool, pages_for
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
+from earl_jax.rollout.serving_room import ServingRoom, step_tokens
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
@@ -42,11 +45,14 @@ class Serving:
     """What JetStream's calls are compiled for.
 
     Prompts of up to `max_prefill_length` tokens (a power of two, from 16: JetStream pads to these);
-    `places` for a prompt and its reply; how tokens are drawn for who does not say.
+    `places` for a prompt and its reply; how tokens are drawn for who does not say. The KV cache
+    holds `cache_tokens` in all, and one whole context a row shard at least; 0: `places` for every
+    slot. Where that is not enough, requests wait for others.
     """
 
     max_prefill_length: int = 64
     places: int = 128
+    cache_tokens: int = 0
     sampling: Sampling = Sampling()
 
 
@@ -116,6 +122,7 @@ class PolicyEngine(Engine):
         self.config, self.layout = config, layout
         self._tokenizer = tokenizer
         self._num_prefills = 0
+        self._room: ServingRoom | None = None
         # JetStream calls from several threads. Programs that hold collectives must reach all
         # devices in one order.
         self._dispatching = threading.Lock()
@@ -147,10 +154,14 @@ class PolicyEngine(Engine):
             shard = jax.lax.axis_index(row_axes)
             return slots.play(model, rules, params, state, orders, key, shard, replicate, layout)
 
-        def generate_shard(params: Params, state: DecodeState, key_data: jax.Array):
+        def generate_shard(
+            params: Params, state: DecodeState, awake: jax.Array, key_data: jax.Array
+        ):
             key = jax.random.wrap_key_data(key_data)
             shard = jax.lax.axis_index(row_axes)
-            return slots.generate_one(model, rules, params, state, key, shard, replicate, layout)
+            return slots.generate_one(
+                model, rules, params, state, awake > 0, key, shard, replicate, layout
+            )
 
         def over_rows(function: Any, in_specs: Any, out_specs: Any = P(row_axes)) -> Any:  # noqa: B008
             # Manual over rows; the axes within them stay automatic and follow the weights'
@@ -171,7 +182,9 @@ class PolicyEngine(Engine):
             out_shardings=out,
         )
         self._generate = jax.jit(
-            over_rows(generate_shard, (P(), P(row_axes), P())), donate_argnums=1, out_shardings=out
+            over_rows(generate_shard, (P(), P(row_axes), P(row_axes), P())),
+            donate_argnums=1,
+            out_shardings=out,
         )
         self._empty = jax.jit(
             self._new_state,
@@ -184,7 +197,11 @@ class PolicyEngine(Engine):
         )
         # A prompt is one row: every row shard reads it alike.
         self._prefill = jax.jit(over_rows(functools.partial(_prefill, model, layout), P(), P()))
-        self._insert = jax.jit(_insert, donate_argnums=1, out_shardings=self.state_shardings)
+        self._insert = jax.jit(
+            _insert,
+            donate_argnums=1,
+            out_shardings=dataclasses.replace(self.state_shardings, cache=None),
+        )
 
     # What a rollout calls.
 
@@ -223,10 +240,19 @@ class PolicyEngine(Engine):
         """The same state with more room, and more pages (`decode_state.grow`)."""
         return self._grow(state, places, old, new)
 
+    def place_rows(self, numbers: np.ndarray) -> jax.Array:
+        """Numbers of slots on their row shards."""
+        return jax.device_put(numbers, self._rows)
+
     def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
         """The same state in which slots have the pages of `table` i32[num_slots, Y]."""
         placed = jax.device_put(table, self._rows)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
+
+    @functools.cached_property
+    def page_copies(self) -> PageCopies:
+        """The programs that copy pages out of the pools, and back."""
+        return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
 
     def play(
         self, params: Params, state: DecodeState, orders: np.ndarray
@@ -300,7 +326,9 @@ class PolicyEngine(Engine):
         if seed is not None and not 0 <= seed <= MAX_SEED:
             raise ValueError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
         with self._dispatching:
-            prefix = existing_prefix or self._empty_prefix()
+            room = pages_for(read + places, self.config.page_size)
+            prefix = existing_prefix or self._empty_prefix(room)
+            prefix = dataclasses.replace(prefix, cache=_grown(prefix.cache, room))
             if seed is not None:
                 prefix = dataclasses.replace(prefix, seed=_named_seed(seed))
             if sampling is not None:
@@ -309,15 +337,15 @@ class PolicyEngine(Engine):
                 params, prefix, jnp.asarray(padded_tokens), true_length, self._key_data
             )
 
-    def _empty_prefix(self) -> Prefix:
-        """No prompt yet, and a seed that no other one has, nor is given."""
+    def _empty_prefix(self, pages: int) -> Prefix:
+        """No prompt yet, so many pages, and a seed that no other one has, nor is given."""
         self._num_prefills = self._num_prefills % MAX_SEED + 1
         zero = jnp.zeros((1,), jnp.int32)
         return Prefix(
             cache=empty_cache(
                 self.config.model,
                 1,
-                self.max_prefill_length,
+                pages * self.config.page_size,
                 self.config.page_size,
                 self.config.kv_dtype,
             ),
@@ -328,24 +356,72 @@ class PolicyEngine(Engine):
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Puts a prompt that was read into a slot. Donates `decode_state`, not `prefix`."""
+        """Puts a prompt that was read into a slot, as soon as there are pages for it.
+
+        Donates `decode_state`, not `prefix`.
+        """
         with self._dispatching:
-            return self._insert(prefix, decode_state, slot)
+            self._served.insert(prefix, slot)
+        return decode_state
+
+    @property
+    def _served(self) -> ServingRoom:
+        """Who has which page of the state that is served."""
+        assert self._room is not None, "there is no state to serve before init_decode_state"
+        return self._room
+
+    def put_prompt(
+        self, state: DecodeState, prefix: Prefix, slot: int, pages: Sequence[int]
+    ) -> DecodeState:
+        """The state with a prompt in a slot and in these pages of its lane. Donates `state`."""
+        copies = self.page_copies
+        number = prefix.cache.num_pages
+        numbers = np.zeros((copies.num_shards, number), np.int32)
+        counts = np.zeros(copies.num_shards, np.int32)
+        # For serving every row shard is a lane.
+        lane = self._served.pages.lane(slot)
+        numbers[lane, : len(pages)], counts[lane] = pages, len(pages)
+        state = copies.put_row(state, prefix.cache.layers, numbers, counts)
+        rows = dataclasses.replace(prefix, cache=None)
+        small = self._insert(rows, dataclasses.replace(state, cache=None), slot)
+        return dataclasses.replace(small, cache=state.cache)
+
+    def free_resource(self, slot: int) -> None:
+        """The slot's request is over, if one was in it: its pages are others'."""
+        with self._dispatching:
+            if self._room is not None:
+                self._room.free(slot)
 
     def generate(
         self, params: Params, decode_state: DecodeState
     ) -> tuple[DecodeState, ResultTokens]:
-        """The next token of every slot. Donates `decode_state`."""
+        """The next token of every slot, but of those that wait for pages.
+
+        Donates `decode_state`.
+        """
         with self._dispatching:
-            state, data = self._generate(params, decode_state, self._key_data)
-        return state, ResultTokens(
-            data=data, tokens_idx=(0, 1), valid_idx=(1, 2), length_idx=(2, 3), samples_per_slot=1
-        )
+            state, moving = self._served.prepare(decode_state)
+            state, data = self._generate(params, state, moving, self._key_data)
+            return state, step_tokens(data, self._served.asleep)
 
     def init_decode_state(self) -> DecodeState:
-        """Empty slots for serving."""
+        """Empty slots for serving. One state at a time: the engine knows who has which page."""
+        places, pool = self.config.serving.places, self.serving_pool
         with self._dispatching:
-            return self.empty_state(self.config.serving.places)
+            self._room = ServingRoom(self, pool, places)
+            return self.empty_state(places, pool)
+
+    @property
+    def serving_pool(self) -> Pool:
+        """The pages of a state for serving."""
+        serving, size = self.config.serving, self.config.page_size
+        lanes = self.layout.num_row_shards
+        pool = dense_pool(lanes, self.config.num_slots, serving.places, size)
+        if not serving.cache_tokens:
+            return pool
+        least = pages_for(serving.places, size)
+        pages = max(least, serving.cache_tokens // (lanes * size))
+        return pool._replace(pages=min(pool.pages, pages))
 
     def get_prefix_destination_sharding(self) -> Any:
         """Where a prefix made by another engine is to be put before `insert`: on every device."""
@@ -385,6 +461,17 @@ class PolicyEngine(Engine):
         return None
 
 
+def _grown(cache: PagedCache, pages: int) -> PagedCache:
+    """A row's cache with so many pages at least."""
+    more = pages - cache.num_pages
+    if more <= 0:
+        return cache
+    layers = jax.tree.map(
+        lambda pool: jnp.pad(pool, [(0, more), *[(0, 0)] * (pool.ndim - 1)]), cache.layers
+    )
+    return PagedCache(layers=layers, table=jnp.arange(pages, dtype=jnp.int32)[None])
+
+
 def _named_seed(seed: int) -> jax.Array:
     return jnp.full((1,), MAX_SEED + 1 + seed, jnp.int32)
 
@@ -409,29 +496,18 @@ def _prefill(
 
 
 def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
-    """A select over slots instead of a write at `slot`: no shard has to know where the slot is."""
+    """The fields of a slot, without caches.
+
+    A select over slots instead of a write at `slot`: no shard has to know where the slot is.
+    """
     chosen_B = jnp.arange(state.cached.shape[0]) == slot
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         chosen = chosen_B.reshape(-1, *(1,) * (old.ndim - 1))
         return jnp.where(chosen, new.astype(old.dtype), old)
 
-    # For serving every slot has its own pages, in order (`empty_cache`).
-    page_Z = jnp.arange(state.cache.num_pages)
-    per_slot = state.cache.table.shape[1]
-    mine_Z = page_Z // per_slot == slot
-    number_Z = page_Z % per_slot
-
-    def put_pages(old: jax.Array, new: jax.Array) -> jax.Array:
-        inserted = jnp.take(new, number_Z, axis=0, mode="clip")
-        return jnp.where(mine_Z.reshape(-1, *(1,) * (old.ndim - 1)), inserted, old)
-
     return dataclasses.replace(
         state,
-        cache=dataclasses.replace(
-            state.cache,
-            layers=jax.tree.map(put_pages, state.cache.layers, prefix.cache.layers),
-        ),
         origin=put(state.origin, jnp.zeros((1,), jnp.int32)),
         cached=put(state.cached, prefix.cached),
         pending=put(state.pending, prefix.pending),

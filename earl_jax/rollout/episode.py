@@ -48,9 +48,9 @@ class LiveEpisode:
     token sampled last, which goes into the cache now, or what other weights have read before.
     `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
     the queue begins with all of this sample again. `parked`: it takes no part, because there are
-    too few pages. `speaking`: in the middle of a turn. `length` counts the episode's tokens, the
-    first `origin` of which belong to earlier samples. `choices` are the ids of what its next turn
-    may be, () where that may be anything.
+    too few pages; what was read may be in host memory. `speaking`: in the middle of a turn.
+    `length` counts the episode's tokens, the first `origin` of which belong to earlier samples.
+    `choices` are the ids of what its next turn may be, () where that may be anything.
     """
 
     task: Task
@@ -134,6 +134,12 @@ class LiveEpisode:
     def num_cached(self) -> int:
         """Tokens in its slot's cache; the one that was sampled last counts, though it is not."""
         return 0 if self.begins else self.length - self.origin - len(self.queue)
+
+    @property
+    def num_written(self) -> int:
+        """Tokens in its slot's cache: without the one that was sampled last, where it waits."""
+        pending = self.waits or not self.queue
+        return 0 if self.begins else self.num_cached - pending
 
     def speak(self, report: Report, slot: int, version: int) -> int:
         """The policy said what the report has of this slot.

@@ -74,6 +74,10 @@ class PageTable:
         """Pages of the slot."""
         return len(self._pages[slot])
 
+    def pages_of(self, slot: int, tokens: int) -> list[int]:
+        """The pages that hold the slot's first so many tokens, numbered within its lane."""
+        return self._pages[slot][: pages_for(tokens, self._page_size)]
+
     def missing(self, slot: int, tokens: int) -> int:
         """How many more pages the slot needs to hold so many tokens."""
         return max(0, pages_for(tokens, self._page_size) - len(self._pages[slot]))

@@ -122,8 +122,12 @@ def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> Non
     if count + max_tokens > limits.places:
         raise _invalid(
             f"the prompt's {count} tokens and max_tokens={max_tokens} need "
-            f"{count + max_tokens} places; there are {limits.places}: lower max_tokens to at most "
-            f"{limits.places - count}"
+            f"{count + max_tokens} places; there are {limits.places}: "
+            + (
+                f"lower max_tokens to at most {limits.places - count}"
+                if count < limits.places
+                else "shorten the prompt"
+            )
         )
     low, high = min(ids), max(ids)
     if low < 0 or high >= limits.vocab_size:

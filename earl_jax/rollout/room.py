@@ -4,8 +4,16 @@
 
 Every round each episode that takes part gets the pages that it may need. Where a lane has too few,
 slots that nobody plays in give up what they keep for others; then the cache grows; and where the
-budget does not let it grow, episodes are parked: they give up their pages, and are read again when
-there are some. The longest go on, so that what is read again is little.
+budget does not let it grow, episodes are parked: they give up their pages, and go on when there are
+some. What they had read is in host memory until then, or is read again (parking.py).
+
+Who goes on is a matter of rank: whoever has begun comes before whoever has not, then the longer
+before the shorter. The lowest in a lane is parked, the highest of the parked goes on first, and
+none overtakes it. So the highest of a lane is never parked: a lane always has an episode that goes
+on, which ends, and so all of them do. And none is parked again and again: it goes on only where
+there is room for all that it has to read and two bursts more, and that room is there again only
+when another of its lane ends or begins anew, or the cache grows. Between two such times an episode
+is parked at most once.
 """
 
 import dataclasses
@@ -16,8 +24,10 @@ import numpy as np
 
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
+from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.orders import NO_PAGE
 from earl_jax.rollout.pages import PageTable, pages_for
+from earl_jax.rollout.parking import choose_parking, rates_of, work_of
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.seat import Seat
 
@@ -53,11 +63,28 @@ class CacheRoom:
         self._spare = [0] * seat.pool.lanes
         # Slots that give up their pages, and must be told before the next round.
         self.stopped: set[int] = set()
-        self.num_parked, self.recomputed_tokens = 0, 0
-        self.new_weights()
+        self._host = HostPages(int(config.parking_host_gib * 2**30))
+        # What is copied to the host before the next round: the pages of slots that were parked.
+        self._leaving: dict[int, list[int]] = {}
+        self.num_parked, self.recomputed_tokens, self.parking = 0, 0, ""
+        self._forget_prompts()
 
-    def new_weights(self) -> None:
-        """What old weights have read is not for episodes that begin under new ones."""
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of parked pages that were copied to host memory, and back."""
+        return self._host.moved_bytes
+
+    def new_weights(self, *, recompute: bool) -> None:
+        """What old weights have read is not for episodes that begin under new ones.
+
+        With `recompute` it is for nobody, who is parked among them.
+        """
+        self._forget_prompts()
+        if recompute:
+            for slot in self._host.slots:
+                self._host.drop(slot)
+
+    def _forget_prompts(self) -> None:
         self._prefixes = PrefixIndex(
             num_slots=len(self._slots),
             num_lanes=self._pages.pool.lanes,
@@ -70,16 +97,21 @@ class CacheRoom:
         """Parked episodes go on where there are pages for all that they have to read."""
         for lane in range(self._pages.pool.lanes):
             slots = [slot for slot in self._pages.slots_of(lane) if self._slots[slot] is not None]
+            if not any(self._episode(slot).parked for slot in slots):
+                continue
+            for slot in slots:
+                # It has nothing to lose, and lines up.
+                self._episode(slot).parked |= self._is_new(slot) and self._episode(slot).has_work
             parked = [slot for slot in slots if self._episode(slot).parked]
-            for slot in sorted(parked, key=lambda slot: -self._episode(slot).length):
+            for slot in sorted(parked, key=self._rank, reverse=True):
                 alone = all(self._episode(other).parked for other in slots)
-                needed = len(self._episode(slot).queue) + 2 * self._config.burst
-                spare = -self._short(lane) - pages_for(needed, self._page_size)
-                if alone or spare >= 0:
-                    self._episode(slot).parked = False
+                if not alone and self._short(lane, self._in_full(slot)) > 0:
+                    break
+                self._episode(slot).parked = False
 
     def fit(self, seat: Seat) -> Seat:
         """A seat with room for the next round of every episode that is not parked."""
+        self._host.settle()
         live = [episode for episode in self._slots if episode is not None]
         tokens = max((self._room_for(episode) for episode in live), default=0)
         short = max(self._short(lane) for lane in range(seat.pool.lanes))
@@ -91,9 +123,25 @@ class CacheRoom:
             self._given = None
         for lane in range(seat.pool.lanes):
             while (short := self._short(lane)) > 0:
-                self._park(lane)
+                self._park(seat, lane)
             self._spare[lane] = -short
-        return seat
+        return self._copy(seat)
+
+    def _copy(self, seat: Seat) -> Seat:
+        """Carries out what was decided: pages leave for the host, and come back from there."""
+        seat = self._host.copy_out(seat, self._leaving)
+        self._leaving = {}
+        coming, awake = {}, {}
+        for slot in self._host.slots:
+            episode = self._episode(slot)
+            if episode.begins:
+                # A new sample knows nothing of what was read.
+                self._host.drop(slot)
+            elif not episode.parked:
+                self._pages.hold(slot, episode.num_written)
+                coming[slot] = self._pages.pages_of(slot, episode.num_written)
+                awake[slot] = episode.speaking and not episode.queue
+        return self._host.copy_back(seat, coming, awake)
 
     def _room_for(self, episode: LiveEpisode) -> int:
         return min(episode.length + self._config.burst, episode.most_tokens)
@@ -106,11 +154,30 @@ class CacheRoom:
             return pages_for(tokens, self._page_size)
         return self._pages.missing(slot, tokens)
 
-    def _short(self, lane: int) -> int:
-        """Pages that the lane lacks for the next round; idle slots give up theirs before."""
+    def _in_full(self, slot: int) -> int:
+        """Pages that the episode lacks for all that it has to read, and two bursts."""
+        episode = self._episode(slot)
+        tokens = episode.num_cached + len(episode.queue) + 2 * self._config.burst
+        tokens = min(tokens, episode.most_tokens)
+        if episode.begins:
+            return pages_for(tokens, self._page_size)
+        return self._pages.missing(slot, tokens)
+
+    def _short(self, lane: int, resuming: int | None = None) -> int:
+        """Pages that the lane lacks for the next round; idle slots give up theirs before.
+
+        For an episode that is to go on with `resuming` pages nothing is counted upon that others
+        of the lane still need to have read what they read before.
+        """
         slots = self._pages.slots_of(lane)
         playing = [(slot, e) for slot in slots if (e := self._slots[slot]) and e.has_work]
         wanted = sum(self._wanted(slot, episode) for slot, episode in playing)
+        if resuming is not None:
+            wanted += resuming + sum(
+                max(0, self._in_full(slot) - self._wanted(slot, episode))
+                for slot, episode in playing
+                if episode.again or slot in self._host
+            )
         for slot in slots:
             if wanted <= self._pages.num_free(lane):
                 break
@@ -123,18 +190,53 @@ class CacheRoom:
         self._pages.keep(slot, 0)
         self._prefixes.forget(slot)
 
-    def _park(self, lane: int) -> None:
-        """The shortest of the lane's episodes gives up its pages."""
+    def _park(self, seat: Seat, lane: int) -> None:
+        """The lowest in rank of the lane's episodes gives up its pages, or its wish for some."""
         slots = self._pages.slots_of(lane)
-        playing = [slot for slot in slots if (e := self._slots[slot]) and not e.parked]
+        playing = [
+            slot
+            for slot in slots
+            if (e := self._slots[slot]) and not e.parked
+            if e.has_work or self._pages.num_held(slot)
+        ]
         assert len(playing) > 1, "a pool holds at least one episode a lane"
-        slot = min(playing, key=lambda slot: (self._episode(slot).length, -slot))
+        slot = min(playing, key=self._rank)
         episode = self._episode(slot)
-        self.recomputed_tokens += episode.rewind()
-        self.num_parked += 1
         episode.parked = True
-        self.stopped.add(slot)
+        if slot in self._host:
+            # It was about to come back.
+            return
+        self.num_parked += not self._is_new(slot)
+        if self._goes_to_host(seat, slot):
+            self._leaving[slot] = self._pages.pages_of(slot, episode.num_written)
+        else:
+            self.recomputed_tokens += episode.rewind()
+            self.stopped.add(slot)
         self._give_up(slot)
+
+    def _rank(self, slot: int) -> tuple[bool, int, int]:
+        """Who goes on rather than others of the lane is higher."""
+        return not self._is_new(slot), self._episode(slot).length, -slot
+
+    def _is_new(self, slot: int) -> bool:
+        """Whether the episode has nothing to lose."""
+        return self._episode(slot).fresh
+
+    def _goes_to_host(self, seat: Seat, slot: int) -> bool:
+        """Whether its pages are copied to the host, and not read again."""
+        config, tokens = self._config, self._episode(slot).num_written
+        if config.parking == "recompute" or not tokens:
+            return False
+        pages = [*map(len, self._leaving.values()), pages_for(tokens, self._page_size)]
+        if not self._host.has_room(seat, pages):
+            return False
+        if config.parking == "host":
+            return True
+        block_tokens = seat.engine.page_copies.pages_a_call * self._page_size
+        work = work_of(seat.engine, self._host.block_bytes(seat), block_tokens)
+        choice = choose_parking(tokens, work, rates_of(seat.engine))
+        self.parking = choice.reason
+        return choice.where == "host"
 
     def _episode(self, slot: int) -> LiveEpisode:
         episode = self._slots[slot]
@@ -196,5 +298,6 @@ class CacheRoom:
 
     def end(self, slot: int) -> None:
         """The slot keeps its prompt for who begins alike, and gives up the rest."""
+        self._host.drop(slot)
         self._prefixes.stop(slot)
         self._pages.keep(slot, self._prefixes.num_kept(slot))

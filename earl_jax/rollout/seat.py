@@ -3,11 +3,15 @@
 """Where a rollout runs, and with which weights."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.pages import Pool
+
+if TYPE_CHECKING:
+    # The engine moves pages between seats of its own.
+    from earl_jax.rollout.engine import PolicyEngine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class Seat:
     The state has room for `places` tokens an episode, and the pages of `pool`.
     """
 
-    engine: PolicyEngine
+    engine: "PolicyEngine"
     policy: Policy
     state: DecodeState
     places: int

@@ -43,6 +43,8 @@ FINISH_KEY = "finish-reason"
 # A client whose machine is gone without a word is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
 LAST_CALL_S, GRACE_S = 0.2, 5.0
+# Prompts up to so many tokens find their programs compiled.
+WARM_UP_TOKENS = 1024
 
 
 class _Reply:
@@ -184,16 +186,19 @@ def _message(text: str) -> Any:
 
 
 def warm_up(engine: PolicyEngine, params: Any) -> None:
-    """Compiles all that serving runs, and sees that it fits into memory."""
+    """Compiles what serving runs, and sees that it fits into memory.
+
+    But for prompts of more than WARM_UP_TOKENS, which are compiled for when the first comes.
+    """
     state = engine.init_decode_state()
-    for length in PREFILL_LENGTHS:
-        if length > engine.max_prefill_length:
-            break
+    longest = min(engine.max_prefill_length, max(WARM_UP_TOKENS, PREFILL_LENGTHS[0]))
+    for length in (n for n in PREFILL_LENGTHS if n <= longest):
         tokens = np.zeros(length, np.int32)
-        prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=length)
+        count = min(length, engine.config.serving.places)
+        prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=count)
         state = engine.insert(prefix, state, 0)
-    _, result = engine.generate(params, state)
-    result.convert_to_numpy()
+        state, result = engine.generate(params, state)
+        result.convert_to_numpy()
 
 
 async def serve(

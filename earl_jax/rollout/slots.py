@@ -316,12 +316,13 @@ def generate_one(
     rules: SlotRules,
     params: Params,
     state: DecodeState,
+    moving: jax.Array,
     key: jax.Array,
     shard: jax.Array | int,
     replicate: Replicate = lambda logits_BV: logits_BV,
     layout: Layout | None = None,
 ) -> tuple[DecodeState, jax.Array]:
-    """JetStream's step: hands out each slot's pending token, and samples the one after it.
+    """JetStream's step: hands out `moving` slots' pending tokens, and samples those after them.
 
     Returns:
         The new state, and i32[B,3]: the token, 1 if it is valid, and how many tokens the slot has
@@ -329,17 +330,16 @@ def generate_one(
     """
     first_row, first_page = shard * state.experience.tokens.shape[0], shard * state.cache.num_pages
     state = _shift(state, -first_row, -first_page)
-    everywhere = jnp.ones_like(state.active)
     places = state.experience.tokens.shape[1]
     handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
-    state, logits_BV = _forward_pending(config, params, state, everywhere, layout)
+    state, logits_BV = _forward_pending(config, params, state, moving, layout)
     nowhere = (
         state.pending[:, None],
         state.sampling.temperature[:, None],
         None,
         jnp.ones_like(state.cached),
     )
-    state, _ = _sample_next(rules, key, state, replicate(logits_BV), everywhere, nowhere)
+    state, _ = _sample_next(rules, key, state, replicate(logits_BV), moving, nowhere)
     return _shift(state, first_row, first_page), handed_out
 
 

@@ -28,7 +28,8 @@ class Chip:
 
     `link_bytes_per_s` leave one device for others of its pod (TPU) or host (GPU), over all of its
     links and in one direction; `network_bytes_per_s` is its share of its host's network, which
-    depends on who built the cluster.
+    depends on who built the cluster; `host_bytes_per_s` goes over PCIe to its host's memory, in one
+    direction.
     """
 
     name: str
@@ -40,13 +41,15 @@ class Chip:
     hbm_bytes_per_s: float
     link_bytes_per_s: float
     network_bytes_per_s: float
+    host_bytes_per_s: float
 
 
 _GIB = 2**30
 
 # TPUs: cloud.google.com/tpu/docs/{v5e,v5p,v6e}; link rates there count both directions. GPUs:
 # NVIDIA's data sheets of the SXM versions, dense rates, memory as the driver reports it, and a
-# 400 Gb/s network card for each GPU.
+# 400 Gb/s network card for each GPU. PCIe of TPUs is not in their documents: 16 GB/s, and 32 for
+# v6e, are what "How to Scale Your Model" (jax-ml.github.io/scaling-book) counts with.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -60,6 +63,7 @@ CHIPS = {
             hbm_bytes_per_s=819e9,
             link_bytes_per_s=200e9,
             network_bytes_per_s=3.1e9,
+            host_bytes_per_s=16e9,
         ),
         Chip(
             name="v5p",
@@ -71,6 +75,7 @@ CHIPS = {
             hbm_bytes_per_s=2765e9,
             link_bytes_per_s=600e9,
             network_bytes_per_s=6.25e9,
+            host_bytes_per_s=16e9,
         ),
         Chip(
             name="v6e",
@@ -82,6 +87,7 @@ CHIPS = {
             hbm_bytes_per_s=1638e9,
             link_bytes_per_s=400e9,
             network_bytes_per_s=12.5e9,
+            host_bytes_per_s=32e9,
         ),
         Chip(
             name="h100",
@@ -93,6 +99,7 @@ CHIPS = {
             hbm_bytes_per_s=3350e9,
             link_bytes_per_s=450e9,
             network_bytes_per_s=50e9,
+            host_bytes_per_s=64e9,
         ),
         Chip(
             name="h200",
@@ -104,9 +111,27 @@ CHIPS = {
             hbm_bytes_per_s=4800e9,
             link_bytes_per_s=450e9,
             network_bytes_per_s=50e9,
+            host_bytes_per_s=64e9,
         ),
     )
 }
+
+
+# How JAX names the kinds of these chips (`Device.device_kind`) begins so; longer ones first.
+_KINDS = (
+    ("TPU v5 lite", "v5e"),
+    ("TPU v5", "v5p"),
+    ("TPU v6", "v6e"),
+    ("NVIDIA H100", "h100"),
+    ("NVIDIA H200", "h200"),
+)
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The data sheet of a device that JAX found; None where there is none here."""
+    found = (name for start, name in _KINDS if device_kind.startswith(start))
+    name = next(found, None)
+    return CHIPS[name] if name else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,412 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Parked episodes: pages that go to host memory and come back, who is parked, and at what price."""
+
+import dataclasses
+import functools
+import itertools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_collect import (
+    CONFIG,
+    NUM_LANES,
+    Rooms,
+    Talker,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+)
+from test_control import Script, furthest, lecture, swap_to
+from test_engine import COLLECTIVE
+
+from earl_jax.envs.environment import Start
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout import collect as collect_module
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.host_pages import HostPages
+from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.parking import Choice, Rates, Work, choose_parking, rates_of, work_of
+from earl_jax.rollout.room import CacheRoom
+from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.topology import CHIPS, chip_of
+
+MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
+KV_DTYPES = ("compute", "int8")
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+@functools.cache
+def player(
+    mesh: MeshShape, kv_dtype: str = "compute", burst: int = CONFIG.burst, page_size: int = 0
+):
+    """The engine of test_collect with another cache."""
+    config = engine(burst=burst).config
+    config = dataclasses.replace(config, kv_dtype=kv_dtype, page_size=page_size or config.page_size)
+    return PolicyEngine(config, make_layout(mesh))
+
+
+# The price.
+
+
+RATES = Rates(flops=1e12, memory_bytes=2e12, host_bytes=64e9, call_s=0.0)
+WORK = Work(
+    weights=1e9, weight_bytes=2e9, pair_flops=2e5, chunk_tokens=100, block_bytes=32e6,
+    block_tokens=256,
+)  # fmt: skip
+
+
+def test_the_cheaper_way_is_taken_and_said():
+    """By hand: 4 blocks, each 0.5 ms out and 0.5 ms back; 10 chunks of 2e11 flops are 0.2 s each.
+
+    Attention adds 2e5 * 1000^2 / 2 = 1e11 flops, 100 ms.
+    """
+    choice = choose_parking(1000, WORK, RATES)
+    assert choice == Choice(
+        "host", "1,000 tokens: 4.0 ms to host memory and back, 2,100.0 ms to be read again"
+    )
+    # Chunks bound by reading the weights: 1 ms each.
+    fast = dataclasses.replace(RATES, flops=1e18)
+    assert choose_parking(1000, WORK, fast).reason.endswith(" 10.0 ms to be read again")
+    # A copy has its start, and takes whole blocks: 1.2 ms against one chunk of 1 ms.
+    slow = dataclasses.replace(fast, call_s=1e-4)
+    assert choose_parking(100, WORK, slow)[0] == "recompute"
+    assert choose_parking(200, WORK, slow)[0] == "host"
+
+
+def test_what_an_engine_has_to_do_is_its_devices_share():
+    """MODEL of test_collect: by hand from its sizes, 2 layers."""
+    one, two = (work_of(player(mesh), 1000, 32) for mesh in MESHES[:2])
+    matrices = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64
+    assert one.weights == 2 * (matrices + 2 * 32)
+    assert one.weight_bytes == 4 * one.weights and one.chunk_tokens == CONFIG.chunk_size
+    assert one.pair_flops == 2 * 4 * 4 * 8
+    assert two.weights == one.weights / 2 and two.pair_flops == one.pair_flops / 2
+    assert (one.block_bytes, two.block_bytes) == (1000, 500)
+
+
+def test_chips_are_known_by_what_jax_calls_them():
+    kinds = {
+        "TPU v5 lite": "v5e",
+        "TPU v5": "v5p",
+        "TPU v5p": "v5p",
+        "TPU v6 lite": "v6e",
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+    }
+    assert {kind: chip_of(kind) for kind in kinds} == {k: CHIPS[v] for k, v in kinds.items()}
+    assert chip_of("cpu") is chip_of("NVIDIA A100-SXM4-80GB") is None
+    assert rates_of(player(MESHES[0])).host_bytes == 2e9
+
+
+# The copies.
+
+SLOT_PAGES = {1: 6, 2: 1, 5: 4, 14: 9}
+
+
+def seat_with_noise(mesh: MeshShape, kv_dtype: str) -> Seat:
+    """Pools of noise; 4 pages of 64 tokens go at a time, and a lane has 12."""
+    made, pool = player(mesh, kv_dtype, page_size=64), Pool(NUM_LANES, 12)
+    state = made.empty_state(64 * 12, pool)
+    rng = np.random.default_rng(0)
+
+    def noise(leaf):
+        values = rng.integers(-127, 127, leaf.shape).astype(leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    layers = jax.tree.map(noise, state.cache.layers)
+    state = dataclasses.replace(
+        state,
+        cache=dataclasses.replace(state.cache, layers=layers),
+        active=jax.device_put(jnp.ones_like(state.active), state.active.sharding),
+    )
+    policy = Policy(params=None, version=0)
+    return Seat(engine=made, policy=policy, state=state, places=64 * 12, pool=pool)
+
+
+def pools(seat: Seat) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(seat.state.cache.layers)]
+
+
+def numbers(slot: int, pages) -> list[int]:
+    """In the whole pool."""
+    return [slot // 2 * 12 + page for page in pages]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
+    seat = seat_with_noise(mesh, kv_dtype)
+    before = pools(seat)
+    host = HostPages(2**30, pinned=pinned)
+    out = {slot: list(range(number)) for slot, number in SLOT_PAGES.items()}
+    seat = host.copy_out(seat, out)
+    assert host.slots == sorted(SLOT_PAGES) and 5 in host
+    assert np.flatnonzero(~np.asarray(seat.state.active)).tolist() == host.slots
+    # Their pages are others' by then.
+    cleared = jax.tree.map(jnp.zeros_like, seat.state.cache.layers)
+    cleared = jax.device_put(cleared, seat.engine.state_shardings.cache.layers)
+    state = dataclasses.replace(
+        seat.state, cache=dataclasses.replace(seat.state.cache, layers=cleared)
+    )
+    seat = dataclasses.replace(seat, state=state)
+    host.settle()
+    # 2 + 1 + 1 + 3 blocks of 4 pages; slots 2 and 5 come back, 5 in the middle of a turn.
+    block = sum(leaf[0].nbytes for leaf in before) * 4
+    assert (host.held_bytes, host.moved_bytes, host.most_bytes) == (7 * block,) * 3
+    back = {2: [11], 5: [3, 10, 0, 7]}
+    seat = host.copy_back(seat, back, {2: False, 5: True})
+    assert np.flatnonzero(np.asarray(seat.state.active)).tolist() == [
+        slot for slot in range(16) if slot not in SLOT_PAGES or slot == 5
+    ]
+    for old, new in zip(before, pools(seat), strict=True):
+        expected = np.zeros_like(old)
+        for slot, pages in back.items():
+            expected[numbers(slot, pages)] = old[numbers(slot, out[slot])]
+        np.testing.assert_array_equal(new, expected)
+    assert (host.held_bytes, host.moved_bytes) == (5 * block, 9 * block)
+    host.drop(1), host.drop(14), host.drop(3)
+    assert (host.held_bytes, host.slots) == (0, [])
+
+
+def test_pages_come_back_on_another_mesh():
+    ours = seat_with_noise(MeshShape(data=8), "int8")
+    for mesh in (MeshShape(data=4, tensor=2), MeshShape(data=2, tensor=2), MeshShape(data=1)):
+        theirs = seat_with_noise(mesh, "int8")
+        before = pools(theirs)
+        for first, second in ((ours, theirs), (theirs, ours)):
+            host = HostPages(2**30)
+            host.copy_out(first, {slot: range(n) for slot, n in SLOT_PAGES.items()})
+            back = {slot: [11 - page for page in range(n)] for slot, n in SLOT_PAGES.items()}
+            # `put` donates: to a copy, so that the seat can be used again.
+            state = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), second.state)
+            moved = host.copy_back(
+                dataclasses.replace(second, state=state), back, dict.fromkeys(back, True)
+            )
+            for old, new in zip(before, pools(moved), strict=True):
+                expected = old.copy()
+                for slot, pages in back.items():
+                    expected[numbers(slot, pages)] = old[numbers(slot, range(len(pages)))]
+                np.testing.assert_array_equal(new, expected)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_no_collective_is_in_the_copies(mesh):
+    seat = seat_with_noise(mesh, "int8")
+    copies, layers = seat.engine.page_copies, seat.state.cache.layers
+    block = copies.blank(seat.state)
+    pages = jnp.zeros(copies.num_shards * copies.pages_a_call, jnp.int32)
+    counts = jnp.zeros(copies.num_shards, jnp.int32)
+    programs = [
+        copies._take.lower(layers, pages),
+        copies._put.lower(layers, block, pages, counts),
+        copies._blank.lower(layers),
+    ]
+    for program in programs:
+        text = program.compile().as_text()
+        assert not COLLECTIVE.search(text)
+    # Written where they lie: no second pool.
+    analysis = programs[1].compile().memory_analysis()
+    pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers)) // mesh.num_devices
+    assert analysis.alias_size_in_bytes >= pool_bytes
+    assert analysis.temp_size_in_bytes < pool_bytes
+
+
+# Episodes.
+
+
+@pytest.fixture(scope="module")
+def never_parked(pool):
+    @functools.cache
+    def play(mesh, kv_dtype, burst):
+        return collect(
+            pool, tasks(40), player=player(mesh, kv_dtype, burst), burst=burst, parking="host"
+        )
+
+    return play
+
+
+# On every mesh with either cache and burst; the first two cover each value once.
+CASES = [(MESHES[0], "compute", CONFIG.burst), (MESHES[1], "int8", 1)]
+CASES += [case for case in itertools.product(MESHES, KV_DTYPES, (CONFIG.burst, 1))][1:]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kv_dtype", "burst"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=[pytest.mark.slow] * (index > 1))
+        for index, case in enumerate(dict.fromkeys(CASES))
+    ],
+)
+def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
+    pool, never_parked, mesh, kv_dtype, burst
+):
+    """Room for one episode a lane of two slots; with short bursts some are parked within a turn."""
+    whole = never_parked(mesh, kv_dtype, burst)
+    assert whole.stats.parked_episodes == whole.stats.parked_host_bytes == 0
+    parked = collect(
+        pool,
+        tasks(40),
+        pages=5,
+        make_room=Rooms(most_pages=5),
+        player=player(mesh, kv_dtype, burst),
+        burst=burst,
+        parking="host",
+    )
+    assert parked.seat.pool.pages == 5
+    assert parked.stats.parked_episodes > 0
+    assert parked.stats.recomputed_tokens == 0
+    # One block each, both ways: no context has more than one.
+    block = HostPages(0).block_bytes(parked.seat)
+    assert parked.stats.parked_host_bytes == 2 * parked.stats.parked_episodes * block
+    check_rows(parked, 40)
+    assert parked.trajectories == whole.trajectories
+    assert parked.stats.prefill_tokens == whole.stats.prefill_tokens
+    assert parked.stats.rollout_tokens == whole.stats.rollout_tokens
+
+
+def test_where_host_memory_is_full_episodes_are_read_again(pool, never_parked):
+    mesh = MESHES[0]
+    whole = never_parked(mesh, "compute", 1)
+    block = HostPages(0).block_bytes(whole.seat)
+    some = {"pages": 5, "make_room": Rooms(most_pages=5), "player": player(mesh, burst=1)}
+    some |= {"burst": 1, "parking": "host"}
+    none = collect(pool, tasks(40), **some, parking_host_gib=(block - 1) / 2**30)
+    assert none.stats.parked_host_bytes == 0 < none.stats.recomputed_tokens
+    few = collect(pool, tasks(40), **some, parking_host_gib=2 * block / 2**30)
+    assert few.stats.parked_host_bytes > 0 < few.stats.recomputed_tokens
+    for rollout in (none, few):
+        assert [t.turns[-1].token_ids for t in rollout.trajectories] == [
+            t.turns[-1].token_ids for t in whole.trajectories
+        ]
+
+
+def test_what_costs_less_is_done_and_said(pool):
+    """A long context of a tiny model is copied at once, one read in a few chunks is read again."""
+    some = {"pages": 5, "make_room": Rooms(most_pages=5)}
+    short = collect(pool, tasks(40), **some, player=player(MESHES[0]), parking="auto")
+    assert short.stats.parked_host_bytes == 0 < short.stats.recomputed_tokens
+    assert "ms to host memory and back" in short.stats.parking
+
+
+# Weights, aborts.
+
+
+@pytest.mark.parametrize("cache", ["recompute", "keep"])
+@pytest.mark.parametrize("rounds", [(4,), (3, 7, 8, 12)], ids=str)
+def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):
+    """Of who is parked as of who plays: read again by them, or kept as old weights left it."""
+    script = {number: swap_to(1 + i, cache) for i, number in enumerate(rounds)}
+    rollout = collect(
+        pool,
+        tasks(40),
+        lecture,
+        places=64,
+        pages=8,
+        make_room=Rooms(most_pages=8),
+        player=player(MESHES[0], burst=1),
+        control=Script(script),
+        burst=1,
+        parking="host",
+        patience_s=60.0,
+    )
+    check_rows(rollout, 40)
+    assert rollout.stats.parked_host_bytes > 0
+    assert (rollout.stats.recomputed_tokens > 0) == (cache == "recompute")
+    assert all(t.stop_reason == "win" for t in rollout.trajectories)
+    if cache == "recompute":
+        assert furthest(rollout.trajectories) < 1e-5
+
+
+# Who is parked, and how often.
+
+
+class Long(Talker):
+    """Its first message has another length for each episode; some answers take their time."""
+
+    def __init__(self, task):
+        super().__init__(task.env_seed)
+        self.text, self.delay_s = "8" * (1 + 5 * task.episode % 23), 0.003 * (task.episode % 4)
+
+    def start(self):
+        return Start(text=self.text, role="x")
+
+    def step(self, reply):
+        time.sleep(self.delay_s)
+        return super().step(reply)
+
+
+class WatchedRoom(CacheRoom):
+    """Writes down, lane by lane, who was parked, and when another began or ended."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.log = [[] for _ in range(NUM_LANES)]
+
+    def _park(self, seat, lane):
+        slots = [slot for slot in self._pages.slots_of(lane) if self._slots[slot]]
+        playing = {slot for slot in slots if not self._episode(slot).parked}
+        super()._park(seat, lane)
+        [parked] = [slot for slot in playing if self._episode(slot).parked]
+        begun = {slot for slot in playing if not self._is_new(slot)}
+        assert parked not in begun or self._rank(parked) == min(map(self._rank, begun))
+        assert begun != {parked}, "the longest goes on"
+        if parked in begun:
+            self.log[lane].append(self._episode(parked).row)
+
+    def begin(self, slot):
+        self.log[self._pages.lane(slot)].append("change")
+        return super().begin(slot)
+
+    def end(self, slot):
+        self.log[self._pages.lane(slot)].append("change")
+        super().end(slot)
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 60.0])
+@pytest.mark.parametrize("parking", ["host", "recompute"])
+@pytest.mark.parametrize("pages", [7, 11])
+def test_the_longest_goes_on_and_none_is_parked_for_nothing(
+    pool, monkeypatch, parking, pages, patience_s
+):
+    """Four slots a lane, which has pages for one whole episode, or a little more."""
+    rooms = []
+    monkeypatch.setattr(
+        collect_module, "CacheRoom", lambda *given: rooms.append(WatchedRoom(*given)) or rooms[-1]
+    )
+    rollout = collect(
+        pool,
+        tasks(44),
+        Long,
+        num_slots=32,
+        places=56,
+        pages=pages,
+        make_room=Rooms(most_pages=pages),
+        player=engine(32, burst=1),
+        burst=1,
+        parking=parking,
+        patience_s=patience_s,
+    )
+    check_rows(rollout, 44)
+    assert {t.stop_reason for t in rollout.trajectories} == {"win"}
+    [room] = rooms
+    times = 0
+    for log in room.log:
+        for is_change, entries in itertools.groupby(log, key=lambda entry: entry == "change"):
+            rows = [] if is_change else list(entries)
+            assert len(set(rows)) == len(rows), log
+            times += len(rows)
+    assert times == rollout.stats.parked_episodes > 0
+    assert (rollout.stats.parked_host_bytes > 0) == (parking == "host")
