@@ -27,6 +27,7 @@ from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.choices import choice_tree
+from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool, dense_pool
@@ -64,6 +65,7 @@ class World:
         self.notes: list[str] = []
         self.devices = jax.devices()
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
+        self.drafting = Drafting(config.rollout.speculation.mode)
         self.checkpoint = (
             open_checkpoint(find_folder(config.model.path)) if config.model.path else None
         )
@@ -123,6 +125,12 @@ class World:
         self.notes.append(f"attention in training: {choice}")
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
+        if config.rollout.speculation.mode == "auto":
+            self.notes.append(
+                "config.rollout.speculation.mode is 'auto': the clock decides which rounds guess "
+                "tokens, so log-probs of a run that is repeated or resumed are the same up to "
+                "rounding only"
+            )
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         return check_tensor_axis(
@@ -167,6 +175,8 @@ class World:
                     append_rows=rollout.append_rows,
                     model_logprobs=rollout.model_logprobs,
                     choice_branches=self.choice_branches,
+                    ngram=rollout.speculation.ngram if rollout.max_drafts else 0,
+                    draft=rollout.max_drafts,
                 ),
                 seed=self.config.seed,
                 page_size=rollout.page_size,

@@ -73,7 +73,7 @@ class CacheRoom:
             parked = [slot for slot in slots if self._episode(slot).parked]
             for slot in sorted(parked, key=lambda slot: -self._episode(slot).length):
                 alone = all(self._episode(other).parked for other in slots)
-                needed = len(self._episode(slot).queue) + 2 * self._config.burst
+                needed = len(self._episode(slot).queue) + 2 * self._most_said(self._episode(slot))
                 spare = -self._short(lane) - pages_for(needed, self._page_size)
                 if alone or spare >= 0:
                     self._episode(slot).parked = False
@@ -96,12 +96,16 @@ class CacheRoom:
         return seat
 
     def _room_for(self, episode: LiveEpisode) -> int:
-        return min(episode.length + self._config.burst, episode.most_tokens)
+        return min(episode.length + self._most_said(episode), episode.most_tokens)
+
+    def _most_said(self, episode: LiveEpisode) -> int:
+        """Tokens that the episode may say in a round."""
+        return min(self._config.round_tokens, episode.limits.max_turn_tokens)
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Pages that the episode may need for a round, beyond those that it has."""
         tokens = episode.num_cached + min(len(episode.queue), self._config.chunk_size)
-        tokens = min(tokens + self._config.burst, episode.most_tokens)
+        tokens = min(tokens + self._most_said(episode), episode.most_tokens)
         if episode.begins:
             return pages_for(tokens, self._page_size)
         return self._pages.missing(slot, tokens)
@@ -162,7 +166,7 @@ class CacheRoom:
         if not length % self._page_size:
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
-        tokens = min(length + part + config.burst, episode.most_tokens)
+        tokens = min(length + part + self._most_said(episode), episode.most_tokens)
         own = pages_for(tokens, self._page_size) - length // self._page_size
         # The page that is copied stays for the round, whoever lets it go.
         more = own + 1 - self._wanted(slot, episode)
@@ -174,7 +178,7 @@ class CacheRoom:
     def hold(self, slot: int) -> None:
         """The slot has pages for what its episode appends and says in this round."""
         episode = self._episode(slot)
-        tokens = min(episode.num_cached + self._config.burst, episode.most_tokens)
+        tokens = min(episode.num_cached + self._most_said(episode), episode.most_tokens)
         self._pages.hold(slot, tokens)
 
     def end_orders(self, counts: Sequence[int]) -> None:
