@@ -70,12 +70,16 @@ def engine(
     append_rows: int = CONFIG.append_rows,
     burst: int = CONFIG.burst,
     model_logprobs: bool = False,
+    ngram: int = 0,
+    draft: int = 0,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
         append_rows=append_rows,
         model_logprobs=model_logprobs,
+        ngram=ngram,
+        draft=draft,
     )
     return PolicyEngine(
         EngineConfig(
