@@ -180,6 +180,7 @@ def collect(
     player=None,
     control=None,
     sampling=Sampling(),  # noqa: B008
+    drafting=None,
     **changes,
 ):
     player = player or engine(num_slots)
@@ -190,6 +191,7 @@ def collect(
         make,
         make_room or Rooms(),
         num_lanes=NUM_LANES,
+        drafting=drafting,
     )
     size = player.config.page_size
     pages = pages or pages_for(places, size) * num_slots // NUM_LANES
