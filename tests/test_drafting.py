@@ -21,7 +21,7 @@ from test_collect import (
 )
 from test_control import Script, furthest, swap_to
 
-from earl_jax.config import make_config
+from earl_jax.config_file import make_config
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.config import Sampling, SpeculationConfig, Stops
 from earl_jax.rollout.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS, TRIAL, Drafting
