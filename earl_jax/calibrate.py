@@ -54,7 +54,11 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "kv_dtype",
             )
         }
-        | {"choice_branches": world.choice_branches},
+        | {
+            "choice_branches": world.choice_branches,
+            "draft": config.rollout.max_drafts,
+            "ngram": config.rollout.speculation.ngram if config.rollout.max_drafts else 0,
+        },
         "train": {
             field: getattr(config.train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")

@@ -267,6 +267,14 @@ def _check_effects(config: Config) -> None:
             "chat.history",
             "without config.model.path the chat template is ours, which only appends",
         ),
+        *(
+            (
+                config.rollout.speculation.mode == "off",
+                f"rollout.speculation.{field}",
+                "config.rollout.speculation.mode is 'off'",
+            )
+            for field in ("ngram", "draft")
+        ),
         (config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"),
         (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
         *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),

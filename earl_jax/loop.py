@@ -123,14 +123,14 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
 
 
 def expected_tokens(world: World, load: Load | None) -> int:
-    """Room that the next rollout's episodes will want: as long as recent ones, and a burst more.
+    """Room that the next rollout's episodes will want: as long as recent ones, and a round more.
 
     But no more than they may come to.
     """
     rollout = world.config.rollout
     if load is None:
         return rollout.context_buckets[0]
-    expected = load.context_tokens_max + rollout.burst
+    expected = load.context_tokens_max + rollout.round_tokens
     return min(expected, rollout.max_episode_tokens or expected)
 
 
@@ -164,6 +164,7 @@ def play(
         world.make_environment,
         lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
         num_lanes=len(world.devices),
+        drafting=world.drafting,
     )
     return collector.collect(seat, tasks, sampling=sampling or world.config.rollout.sampling)
 

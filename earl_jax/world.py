@@ -28,6 +28,7 @@ from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import Choice, choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.choices import choice_tree
+from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool, dense_pool
@@ -65,6 +66,7 @@ class World:
         self.notes: list[str] = []
         self.devices = jax.devices()
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
+        self.drafting = Drafting(config.rollout.speculation.mode)
         self.checkpoint = (
             open_checkpoint(find_folder(config.model.path)) if config.model.path else None
         )
@@ -122,6 +124,12 @@ class World:
         self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
+        if config.rollout.speculation.mode == "auto":
+            self.notes.append(
+                "config.rollout.speculation.mode is 'auto': the clock decides which rounds guess "
+                "tokens, so log-probs of a run that is repeated or resumed are the same up to "
+                "rounding only"
+            )
 
     def _attention_choices(self) -> list[Choice]:
         """What attention in training may come to: for short rows, and for longer ones."""
@@ -176,6 +184,8 @@ class World:
                     append_rows=rollout.append_rows,
                     model_logprobs=rollout.model_logprobs,
                     choice_branches=self.choice_branches,
+                    ngram=rollout.speculation.ngram if rollout.max_drafts else 0,
+                    draft=rollout.max_drafts,
                 ),
                 seed=self.config.seed,
                 page_size=rollout.tokens_a_page,

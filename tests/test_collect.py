@@ -70,12 +70,16 @@ def engine(
     append_rows: int = CONFIG.append_rows,
     burst: int = CONFIG.burst,
     model_logprobs: bool = False,
+    ngram: int = 0,
+    draft: int = 0,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
         append_rows=append_rows,
         model_logprobs=model_logprobs,
+        ngram=ngram,
+        draft=draft,
     )
     return PolicyEngine(
         EngineConfig(
@@ -176,6 +180,7 @@ def collect(
     player=None,
     control=None,
     sampling=Sampling(),  # noqa: B008
+    drafting=None,
     **changes,
 ):
     player = player or engine(num_slots)
@@ -186,6 +191,7 @@ def collect(
         make,
         make_room or Rooms(),
         num_lanes=NUM_LANES,
+        drafting=drafting,
     )
     size = player.config.page_size
     pages = pages or pages_for(places, size) * num_slots // NUM_LANES

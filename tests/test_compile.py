@@ -56,7 +56,8 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 @functools.cache
-def compiled_round(family: str, name: str, shape: MeshShape):
+def compiled_round(family: str, name: str, shape: MeshShape, draft: int = 0):
+    ngram = 3 if draft else 0
     config = EngineConfig(
         model=FAMILIES[family],
         vocab_size=VOCAB,
@@ -64,7 +65,7 @@ def compiled_round(family: str, name: str, shape: MeshShape):
         num_rows=SLOTS,
         chunk_size=CHUNK,
         page_size=128,
-        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
+        rules=SlotRules(burst=BURST, end_of_turn_ids=(0,), ngram=ngram, draft=draft),
         seed=0,
     )
     layout = make_layout(shape, make_topology(name).devices())
@@ -79,8 +80,10 @@ def compiled_round(family: str, name: str, shape: MeshShape):
         jax.config.update("jax_optimization_level", before)
 
 
-def collectives(family: str, name: str, shape: MeshShape) -> collections.Counter[str]:
-    lines = compiled_round(family, name, shape).as_text().splitlines()
+def collectives(
+    family: str, name: str, shape: MeshShape, draft: int = 0
+) -> collections.Counter[str]:
+    lines = compiled_round(family, name, shape, draft).as_text().splitlines()
     kinds = [re.search(KIND, line.split(" = ", 1)[1]) for line in lines if COLLECTIVE.search(line)]
     return collections.Counter(kind[1] if kind else "other" for kind in kinds)
 
@@ -103,6 +106,13 @@ def test_with_a_tensor_axis_a_round_has_those_of_its_layers_and_its_logits(famil
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BOTH)
+def test_a_round_that_guesses_tokens_has_the_same_collectives(name):
+    counts = collectives("qwen3-8b", name, cut("qwen3-8b", data=2), draft=4)
+    assert counts == collectives("qwen3-8b", name, cut("qwen3-8b", data=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOTH)
 def test_with_an_expert_axis_alone_a_round_adds_up_its_experts_and_no_more(name):
     """Attention, the embedding and the head are whole on every device of a row shard."""
     counts = collectives("qwen3-30b-a3b", name, MeshShape(data=2, expert=4))
@@ -110,9 +120,10 @@ def test_with_an_expert_axis_alone_a_round_adds_up_its_experts_and_no_more(name)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("draft", [0, 4])
 @pytest.mark.parametrize("name", BOTH)
-def test_a_round_holds_the_cache_once(name):
-    analysis = compiled_round("qwen3-8b", name, MeshShape(data=8)).memory_analysis()
+def test_a_round_holds_the_cache_once(name, draft):
+    analysis = compiled_round("qwen3-8b", name, MeshShape(data=8), draft).memory_analysis()
     cache = cache_bytes(FAMILIES["qwen3-8b"], SLOTS // 8, PLACES)
     assert analysis.alias_size_in_bytes > cache
     assert analysis.temp_size_in_bytes < cache / 2

@@ -24,7 +24,7 @@ from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, 
 from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders, unpack_report
-from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -185,7 +185,9 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     def play(state, orders):
         key = jax.random.key(7)
         state, packed = jitted_play(rules)(weights or params(), state, orders, key, 0)
-        report = unpack_report(np.asarray(packed), model_logprobs=rules.model_logprobs)
+        report = unpack_report(
+            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
+        )
         return state, report
 
     return play
@@ -274,8 +276,8 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
     @jax.jit
     def sample_everywhere(logits_TV, seed):
         seeds = jnp.full(len(places), seed)
-        uniforms = slots.token_uniforms(jax.random.key(7), seeds, jnp.asarray(places + 1))
-        return slots.sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(places)))[0]
+        uniforms = token_uniforms(jax.random.key(7), seeds, jnp.asarray(places + 1))
+        return sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(places)))[0]
 
     for row, (slot, h) in enumerate(heard.items()):
         tokens = np.asarray(sample_everywhere(logits_BTV[row], scripts[slot].seed))

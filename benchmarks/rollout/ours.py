@@ -141,7 +141,7 @@ class TimedEngine(PolicyEngine):
         self.trace: str | None = None
 
     def play(
-        self, params: Any, state: DecodeState, orders: np.ndarray
+        self, params: Any, state: DecodeState, orders: np.ndarray, *, drafts: bool = True
     ) -> tuple[DecodeState, Report]:
         """One round."""
         appended = int(orders[:, 0].sum())
@@ -152,7 +152,7 @@ class TimedEngine(PolicyEngine):
             traced = contextlib.nullcontext()
         with traced:
             start_s = time.perf_counter()
-            state, report = super().play(params, state, orders)
+            state, report = super().play(params, state, orders, drafts=drafts)
             seconds = time.perf_counter() - start_s
         self.rounds.append((seconds, appended, int(report.count.sum())))
         return state, report

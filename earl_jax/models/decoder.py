@@ -267,6 +267,42 @@ def forward_chunk(
     Returns:
         logits_BV f32 after each row's last new token, and the cache with the new tokens in it.
     """
+    x_BTD, cache = _chunk_states(config, params, cache, tokens_BT, cached_B, counts_B, layout)
+    last_B = jnp.maximum(counts_B - 1, 0)
+    x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
+    return _logits(config, params, x_BD), cache
+
+
+def forward_drafts(
+    config: ModelConfig,
+    params: Params,
+    cache: PagedCache,
+    tokens_BT: jax.Array,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    *,
+    layout: Layout | None = None,
+) -> tuple[jax.Array, PagedCache]:
+    """`forward_chunk` where every token counts, and not only the last of each row.
+
+    Returns:
+        logits_BTV f32 after each new token, which mean nothing behind the last of a row, and the
+        cache with the new tokens in it.
+    """
+    x_BTD, cache = _chunk_states(config, params, cache, tokens_BT, cached_B, counts_B, layout)
+    return _logits(config, params, x_BTD), cache
+
+
+def _chunk_states(
+    config: ModelConfig,
+    params: Params,
+    cache: PagedCache,
+    tokens_BT: jax.Array,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    layout: Layout | None,
+) -> tuple[jax.Array, PagedCache]:
+    """Hidden states x_BTD of a chunk's tokens behind the last layer, and the cache with them."""
     length = tokens_BT.shape[1]
     positions_BT = cached_B[:, None] + jnp.arange(length)[None, :]
     x_BTD = _embed(config, params["embed"], tokens_BT)
@@ -303,10 +339,15 @@ def forward_chunk(
             )
 
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
-    last_B = jnp.maximum(counts_B - 1, 0)
-    x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
-    x_BD = _norm(config, x_BD, params["final_norm"])
-    logits_BV = jnp.einsum(
-        "BD,DV->BV", x_BD, head_weights(params), preferred_element_type=jnp.float32
+    return x_BTD, PagedCache(layers=new_layers, table=cache.table)
+
+
+def _logits(config: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
+    """Logits f32 of hidden states behind the last layer, whatever axes are before the last."""
+    logits_BTV = jnp.einsum(
+        "...D,DV->...V",
+        _norm(config, x_BTD, params["final_norm"]),
+        head_weights(params),
+        preferred_element_type=jnp.float32,
     )
-    return cap(logits_BV, config.final_softcap), PagedCache(layers=new_layers, table=cache.table)
+    return cap(logits_BTV, config.final_softcap)

@@ -30,6 +30,7 @@ from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
 from earl_jax.rollout.choices import check_choices, no_choices, set_choices
 from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
+from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.orders import NO_ID, NO_PAGE, NO_ROW, Report, pack_orders
 from earl_jax.rollout.room import CacheRoom, MakeRoom
@@ -50,9 +51,10 @@ class RolloutStats:
     `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
     each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
     and back; `parking` is the last choice between the two in words, "" where there was none.
-    `given_up_tokens` were sampled in the same round behind a stop
-    string, and are no part of `rollout_tokens`. `env_wait_s`: seconds in which no round ran because
-    environments were waited for.
+    `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
+    `rollout_tokens`. `drafted_tokens` were guessed, `accepted_tokens` of them were what was
+    sampled, in `drafting_rounds` of the `rounds`. `env_wait_s`: seconds in which no round ran
+    because environments were waited for.
     """
 
     rounds: int = 0
@@ -64,9 +66,17 @@ class RolloutStats:
     parked_host_bytes: int = 0
     parking: str = ""
     given_up_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafting_rounds: int = 0
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """The fraction of guesses that were right; None where there were none."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,11 +105,16 @@ class Collector:
         make_room: MakeRoom,
         *,
         num_lanes: int,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`make_room` is asked where the seat has too little room for the next round."""
+        """`make_room` is asked where the seat has too little room for the next round.
+
+        `drafting` says which rounds guess tokens, and learns from them; None: as `config` says.
+        """
         self._config, self._new_conversation = config, new_conversation
         self._make_environment, self._make_room = make_environment, make_room
         self._num_lanes = num_lanes
+        self._drafting = drafting or Drafting(config.speculation.mode)
         # By row, not by slot: an answer may come when its episode was aborted and its slot is
         # another's.
         self._calls: Calls[int, Answer] = pool.calls()
@@ -150,8 +165,7 @@ class Collector:
             seat = self._room.fit(seat)
             orders = self._orders(sampling, seat.policy.version)
             seat = self._room.give(seat)
-            state, report = seat.engine.play(seat.policy.params, seat.state, orders)
-            seat = dataclasses.replace(seat, state=state)
+            seat, report = self._play(seat, orders)
             self._answer(self._listen(report, seat.policy.version))
             self._stats.rounds += 1
         self._stats.parked_episodes = self._room.num_parked
@@ -160,6 +174,20 @@ class Collector:
         self._stats.parking = self._room.parking
         trajectories = [self._finished[row] for row in range(len(tasks))]
         return Rollout(trajectories=trajectories, seat=seat, stats=self._stats)
+
+    def _play(self, seat: Seat, orders: np.ndarray) -> tuple[Seat, Report]:
+        """One round, timed."""
+        program = (str(seat.engine.layout), seat.places, seat.pool)
+        drafts = self._drafting.choose(program)
+        start_s = time.perf_counter()
+        state, report = seat.engine.play(seat.policy.params, seat.state, orders, drafts=drafts)
+        seconds = time.perf_counter() - start_s
+        self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
+        if report.passes is not None and report.drafted is not None:
+            self._stats.drafting_rounds += drafts
+            self._stats.drafted_tokens += int(report.drafted.sum())
+            self._stats.accepted_tokens += int((report.count - report.passes).sum())
+        return dataclasses.replace(seat, state=state), report
 
     def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
         """The episode in this slot is over; the slot is free."""

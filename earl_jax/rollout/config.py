@@ -103,6 +103,36 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Whether the engine guesses tokens, and how (speculative decoding by prompt lookup).
+
+    A forward pass then says up to `draft` tokens beside its own: those that followed where the
+    episode's last `ngram` ids stood before, as far as they are what the model samples anyway. So
+    tokens, and what they are drawn from, are those without; log-probs differ in rounding, because a
+    pass over more tokens adds up in another order.
+
+    `mode` is "off"; "on"; or "auto": rounds are timed both ways, and go on in the faster. Runs with
+    "off" and "on" are repeatable bit for bit; with "auto" the clock decides which rounding a round
+    has.
+    """
+
+    mode: Literal["off", "on", "auto"] = "off"
+    ngram: int = 3
+    draft: int = 4
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        check_choices(self, where.removesuffix("."))
+        if self.ngram < 1:
+            raise ValueError(f"{where}ngram is {self.ngram}; it must be at least 1 id")
+        if self.draft < 1:
+            raise ValueError(
+                f"{where}draft is {self.draft}; it must be at least 1 token; to guess none, set "
+                f"{where}mode to 'off'"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Settings of the rollout stage.
 
@@ -111,7 +141,8 @@ class RolloutConfig:
     environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round, for
     `append_rows` slots of a data shard at a time; with `share_prefixes` the common beginning of
     prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
-    per slot and round. `context_buckets` are the rooms per episode, in tokens, that programs are
+    per slot and round; with `speculation` there are so many forward passes, which may say more (see
+    `SpeculationConfig`). `context_buckets` are the rooms per episode, in tokens, that programs are
     compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
     tokens, of which an episode has as many as it needs: large ones are read faster, small ones
     waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more, else 16. A
@@ -172,6 +203,7 @@ class RolloutConfig:
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"
+    speculation: SpeculationConfig = SpeculationConfig()
 
     def computes_as(self, model_dtype: str) -> str:
         """The engine's compute type, for a model whose trainer computes in `model_dtype`."""
@@ -204,6 +236,7 @@ class RolloutConfig:
             )
         self.limits.validate("config.rollout.")
         self.stops.validate("config.rollout.stop_")
+        self.speculation.validate("config.rollout.speculation.")
         if self.episodes_per_step % (2 * self.group_size):
             raise ValueError(
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
@@ -248,6 +281,16 @@ class RolloutConfig:
         return Limits(
             max_turn_tokens=self.max_turn_tokens, max_episode_tokens=self.max_episode_tokens
         )
+
+    @property
+    def max_drafts(self) -> int:
+        """The most tokens that are guessed for a slot in a forward pass."""
+        return 0 if self.speculation.mode == "off" else self.speculation.draft
+
+    @property
+    def round_tokens(self) -> int:
+        """The most tokens that a slot says in a round."""
+        return self.burst * (1 + self.max_drafts)
 
     @property
     def sampling(self) -> Sampling:

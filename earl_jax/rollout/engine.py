@@ -147,12 +147,7 @@ class PolicyEngine(Engine):
             # Else XLA cuts the sampling over `tensor`, with collective-permutes. These wait for
             # every device of the mesh: shards that decode unequally long would hang. One
             # all-gather within the shard is also fewer collectives (16 without it).
-            return jax.lax.with_sharding_constraint(logits_BV, P(None, None))
-
-        def play_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
-            key = jax.random.wrap_key_data(key_data)
-            shard = jax.lax.axis_index(row_axes)
-            return slots.play(model, rules, params, state, orders, key, shard, replicate, layout)
+            return jax.lax.with_sharding_constraint(logits_BV, P(*[None] * logits_BV.ndim))
 
         def generate_shard(
             params: Params, state: DecodeState, awake: jax.Array, key_data: jax.Array
@@ -176,11 +171,20 @@ class PolicyEngine(Engine):
             )
 
         out = (self.state_shardings, self._rows)
-        self._play = jax.jit(
-            over_rows(play_shard, (P(), P(row_axes), P(row_axes), P())),
-            donate_argnums=1,
-            out_shardings=out,
-        )
+
+        def play_with(rules: SlotRules) -> Any:
+            def play_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: Any):
+                key = jax.random.wrap_key_data(key_data)
+                shard = jax.lax.axis_index(row_axes)
+                return slots.play(
+                    model, rules, params, state, orders, key, shard, replicate, layout
+                )
+
+            in_specs = (P(), P(row_axes), P(row_axes), P())
+            return jax.jit(over_rows(play_shard, in_specs), donate_argnums=1, out_shardings=out)
+
+        self._play = play_with(rules)
+        self._play_plain = play_with(rules._replace(ngram=0)) if rules.ngram else self._play
         self._generate = jax.jit(
             over_rows(generate_shard, (P(), P(row_axes), P(row_axes), P())),
             donate_argnums=1,
@@ -255,16 +259,17 @@ class PolicyEngine(Engine):
         return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
 
     def play(
-        self, params: Params, state: DecodeState, orders: np.ndarray
+        self, params: Params, state: DecodeState, orders: np.ndarray, *, drafts: bool = True
     ) -> tuple[DecodeState, Report]:
         """One round (`slots.play`). The one door: one array goes in, one comes out.
 
-        Donates `state`.
+        Donates `state`. Without `drafts` nothing is guessed, where the rules say that it may be.
         """
+        play, rules = self._play if drafts else self._play_plain, self.config.rules
         sent = jax.device_put(orders, self._rows)
-        state, packed = self._play(params, state, sent, self._key_data)
+        state, packed = play(params, state, sent, self._key_data)
         return state, unpack_report(
-            np.asarray(packed), model_logprobs=self.config.rules.model_logprobs
+            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
         )
 
     def lower_play(self, places: int, pool: Pool | None = None) -> Any:

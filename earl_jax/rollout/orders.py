@@ -148,7 +148,9 @@ def unpack_orders(packed: jax.Array, choice_branches: int = 0) -> Orders:
 class Report(NamedTuple):
     """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row.
 
-    `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down.
+    `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down. Where it may
+    guess tokens: `passes` [B] of the model that these took, and the `drafted` [B] guesses in them;
+    each pass says one token of its own, and the others were guessed.
     """
 
     tokens: np.ndarray
@@ -156,6 +158,8 @@ class Report(NamedTuple):
     count: np.ndarray
     active: np.ndarray
     model_logprobs: np.ndarray | None = None
+    passes: np.ndarray | None = None
+    drafted: np.ndarray | None = None
 
 
 def pack_report(
@@ -164,24 +168,33 @@ def pack_report(
     count: jax.Array,
     active: jax.Array,
     model_logprobs: jax.Array | None = None,
+    drafts: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`."""
+    """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`.
+
+    With `drafts`, which are the `passes` and the `drafted` of a Report, two columns more.
+    """
     floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
     bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
-    return jnp.concatenate([tokens, *bits, count[:, None], active[:, None].astype(jnp.int32)], 1)
+    columns = [*(drafts or ()), count, active.astype(jnp.int32)]
+    return jnp.concatenate([tokens, *bits, jnp.stack(columns, axis=1)], 1)
 
 
-def unpack_report(packed: np.ndarray, *, model_logprobs: bool = False) -> Report:
+def unpack_report(
+    packed: np.ndarray, *, model_logprobs: bool = False, drafts: bool = False
+) -> Report:
     """The inverse of `pack_report`, on the host."""
-    burst = (packed.shape[1] - 2) // (3 if model_logprobs else 2)
+    width = (packed.shape[1] - (4 if drafts else 2)) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:
-        return np.ascontiguousarray(packed[:, first : first + burst]).view(np.float32)
+        return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
 
     return Report(
-        tokens=packed[:, :burst],
-        logprobs=floats(burst),
+        tokens=packed[:, :width],
+        logprobs=floats(width),
         count=packed[:, -2],
         active=packed[:, -1].astype(bool),
-        model_logprobs=floats(2 * burst) if model_logprobs else None,
+        model_logprobs=floats(2 * width) if model_logprobs else None,
+        passes=packed[:, -4] if drafts else None,
+        drafted=packed[:, -3] if drafts else None,
     )

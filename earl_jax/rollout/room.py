@@ -11,7 +11,7 @@ Who goes on is a matter of rank: whoever has begun comes before whoever has not,
 before the shorter. The lowest in a lane is parked, the highest of the parked goes on first, and
 none overtakes it. So the highest of a lane is never parked: a lane always has an episode that goes
 on, which ends, and so all of them do. And none is parked again and again: it goes on only where
-there is room for all that it has to read and two bursts more, and that room is there again only
+there is room for all that it has to read and two rounds more, and that room is there again only
 when another of its lane ends or begins anew, or the cache grows. Between two such times an episode
 is parked at most once.
 """
@@ -144,20 +144,24 @@ class CacheRoom:
         return self._host.copy_back(seat, coming, awake)
 
     def _room_for(self, episode: LiveEpisode) -> int:
-        return min(episode.length + self._config.burst, episode.most_tokens)
+        return min(episode.length + self._most_said(episode), episode.most_tokens)
+
+    def _most_said(self, episode: LiveEpisode) -> int:
+        """Tokens that the episode may say in a round."""
+        return min(self._config.round_tokens, episode.limits.max_turn_tokens)
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
         """Pages that the episode may need for a round, beyond those that it has."""
         tokens = episode.num_cached + min(len(episode.queue), self._config.chunk_size)
-        tokens = min(tokens + self._config.burst, episode.most_tokens)
+        tokens = min(tokens + self._most_said(episode), episode.most_tokens)
         if episode.begins:
             return pages_for(tokens, self._page_size)
         return self._pages.missing(slot, tokens)
 
     def _in_full(self, slot: int) -> int:
-        """Pages that the episode lacks for all that it has to read, and two bursts."""
+        """Pages that the episode lacks for all that it has to read, and for two rounds."""
         episode = self._episode(slot)
-        tokens = episode.num_cached + len(episode.queue) + 2 * self._config.burst
+        tokens = episode.num_cached + len(episode.queue) + 2 * self._most_said(episode)
         tokens = min(tokens, episode.most_tokens)
         if episode.begins:
             return pages_for(tokens, self._page_size)
@@ -264,7 +268,7 @@ class CacheRoom:
         if not length % self._page_size:
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
-        tokens = min(length + part + config.burst, episode.most_tokens)
+        tokens = min(length + part + self._most_said(episode), episode.most_tokens)
         own = pages_for(tokens, self._page_size) - length // self._page_size
         # The page that is copied stays for the round, whoever lets it go.
         more = own + 1 - self._wanted(slot, episode)
@@ -276,7 +280,7 @@ class CacheRoom:
     def hold(self, slot: int) -> None:
         """The slot has pages for what its episode appends and says in this round."""
         episode = self._episode(slot)
-        tokens = min(episode.num_cached + self._config.burst, episode.most_tokens)
+        tokens = min(episode.num_cached + self._most_said(episode), episode.most_tokens)
         self._pages.hold(slot, tokens)
 
     def end_orders(self, counts: Sequence[int]) -> None:

@@ -8,13 +8,12 @@ whatever comes next (the next decode step, or the environment's answer), so a tu
 costs no forward pass of its own.
 
 `play` is one round: append the chunk that the host gives to each slot, then decode until every slot
-has ended its turn or `burst` tokens are out. The host's orders for a round travel as one array, and
-so does what came of them.
+has ended its turn or had `burst` forward passes (decoding.py), each of which says a token, or with
+drafts some. The host's orders for a round travel as one array, and so does what came of them.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,16 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, head_weights
 from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.choices import allowed_logits, walk
 from earl_jax.rollout.decode_state import DecodeState
+from earl_jax.rollout.decoding import (
+    Replicate,
+    SlotRules,
+    decode_drafted,
+    decode_plain,
+    nothing_said,
+    rows_or_drop,
+    sample_next,
+)
 from earl_jax.rollout.orders import (
     NO_PAGE,
     NO_ROW,
@@ -32,30 +39,8 @@ from earl_jax.rollout.orders import (
     pack_report,
     unpack_orders,
 )
-from earl_jax.rollout.sampling import (
-    model_logprobs,
-    sample,
-    token_uniforms,
-)
 from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
-
-Replicate = Callable[[jax.Array], jax.Array]
-
-
-class SlotRules(NamedTuple):
-    """What is fixed when the program is compiled: tokens per burst; ids.
-
-    Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
-    shard at a time. With `model_logprobs` these are written down too; that is one more pass over
-    the logits. With `choice_branches` turns can be held to replies whose tree has so many branches.
-    """
-
-    burst: int
-    end_of_turn_ids: tuple[int, ...]
-    append_rows: int = 8
-    model_logprobs: bool = False
-    choice_branches: int = 0
 
 
 def play(
@@ -83,15 +68,10 @@ def play(
     state = _give_up(rules, state, orders)
     state = _restart(_take_over(state, orders, shard), orders, first_row)
     slots = state.cached.shape[0]
-    out = (
-        jnp.zeros((slots, rules.burst), jnp.int32),
-        jnp.zeros((slots, rules.burst), jnp.float32),
-        jnp.zeros((slots, rules.burst), jnp.float32) if rules.model_logprobs else None,
-        jnp.zeros((slots,), jnp.int32),
-    )
+    said = nothing_said(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
 
     def append_chunks(carry: Any) -> Any:
-        state, out = carry
+        state, said = carry
         logits_BV, cache = _append(config, rules, params, state, orders, replicate, layout)
         experience = _record_chunk(state, orders)
         begins = orders.speak & (orders.count > 0)
@@ -111,20 +91,22 @@ def play(
                 state.choices,
             ),
         )
-        return _sample_next(rules, key, state, logits_BV, speaks_now, out)
+        said = said._replace(passes=said.passes + speaks_now)
+        return sample_next(rules, key, state, logits_BV, speaks_now, said)
+
+    decode = decode_drafted if rules.ngram else decode_plain
 
     def decode_one(carry: Any) -> Any:
-        state, out = carry
+        state, said = carry
         speaking = speaks(carry)
-        state, logits_BV = _forward_pending(config, params, state, speaking, layout)
-        return _sample_next(rules, key, state, replicate(logits_BV), speaking, out)
+        return decode(config, rules, params, state, said, speaking, key, replicate, layout)
 
     def speaks(carry: Any) -> Any:
-        # A slot that began its turn above has one token of its burst already.
-        state, (*_, count) = carry
-        return state.active & (count < rules.burst)
+        # A slot that began its turn above has had one pass of its burst already.
+        state, said = carry
+        return state.active & (said.passes < rules.burst)
 
-    carry: Any = (state, out)
+    carry: Any = (state, said)
     # A loop of at most one pass and not a `cond`, whose branches cannot share the caller's buffers:
     # XLA for GPUs then holds the whole KV cache twice, and copies it twice a round (9.7 GiB of
     # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 places, 2 of 8 H100s a shard).
@@ -134,9 +116,15 @@ def play(
         lambda loop: (jnp.zeros_like(waiting), append_chunks(loop[1])),
         (waiting, carry),
     )
-    state, out = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
-    tokens, logprobs, under_model, count = out
-    report = pack_report(tokens, logprobs, count, state.active, under_model)
+    state, said = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
+    report = pack_report(
+        said.tokens,
+        said.logprobs,
+        said.count,
+        state.active,
+        said.model_logprobs,
+        (said.passes, said.drafted) if rules.draft else None,
+    )
     return _shift(state, first_row, shard * state.cache.num_pages), report
 
 
@@ -156,10 +144,10 @@ def _give_up(rules: SlotRules, state: DecodeState, orders: Orders) -> DecodeStat
     """
     cached = state.cached - orders.given_up
     place = state.origin + cached
-    offsets_BK = jnp.arange(rules.burst)[None, :]
+    offsets_BK = jnp.arange(rules.round_tokens)[None, :]
     rows_BK = jnp.where(
         offsets_BK < orders.given_up[:, None],
-        _rows_or_drop(state, orders.halt)[:, None],
+        rows_or_drop(state, orders.halt)[:, None],
         state.experience.tokens.shape[0],
     )
     places_BK = place[:, None] + 1 + offsets_BK
@@ -332,20 +320,9 @@ def generate_one(
     state = _shift(state, -first_row, -first_page)
     places = state.experience.tokens.shape[1]
     handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
-    state, logits_BV = _forward_pending(config, params, state, moving, layout)
-    nowhere = (
-        state.pending[:, None],
-        state.sampling.temperature[:, None],
-        None,
-        jnp.ones_like(state.cached),
-    )
-    state, _ = _sample_next(rules, key, state, replicate(logits_BV), moving, nowhere)
+    nowhere = nothing_said(len(state.cached), 0, model_logprobs=rules.model_logprobs)
+    state, _ = decode_plain(config, rules, params, state, nowhere, moving, key, replicate, layout)
     return _shift(state, first_row, first_page), handed_out
-
-
-def _rows_or_drop(state: DecodeState, keep: jax.Array) -> jax.Array:
-    """The slot's row where it writes, else one past the end: writes there are dropped."""
-    return jnp.where(keep & (state.row >= 0), state.row, state.experience.tokens.shape[0])
 
 
 def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
@@ -353,65 +330,9 @@ def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
     offsets_BC = jnp.arange(orders.chunk.shape[1])[None, :]
     rows_BC = jnp.where(
         offsets_BC < orders.count[:, None],
-        _rows_or_drop(state, orders.count > 0)[:, None],
+        rows_or_drop(state, orders.count > 0)[:, None],
         state.experience.tokens.shape[0],
     )
     places_BC = (state.origin + state.cached)[:, None] + offsets_BC
     tokens = state.experience.tokens.at[rows_BC, places_BC].set(orders.chunk, mode="drop")
     return dataclasses.replace(state.experience, tokens=tokens)
-
-
-def _forward_pending(
-    config: ModelConfig,
-    params: Params,
-    state: DecodeState,
-    moving: jax.Array,
-    layout: Layout | None,
-) -> tuple[DecodeState, jax.Array]:
-    count = moving.astype(jnp.int32)
-    logits_BV, cache = forward_chunk(
-        config, params, state.cache, state.pending[:, None], state.cached, count, layout=layout
-    )
-    return dataclasses.replace(state, cache=cache, cached=state.cached + count), logits_BV
-
-
-def _sample_next(rules, key, state, logits_BV, speaking, out):
-    """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
-    tokens, logprobs, under_model, count = out
-    place = state.origin + state.cached
-    uniform = token_uniforms(key, state.seed, place)
-    may_BV = logits_BV if state.choices is None else allowed_logits(logits_BV, state.choices)
-    token, logprob = sample(uniform, may_BV, state.sampling)
-    model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
-    rows = _rows_or_drop(state, speaking)
-    written = state.experience
-    experience = Experience(
-        tokens=written.tokens.at[rows, place].set(token, mode="drop"),
-        turn_ids=written.turn_ids.at[rows, place].set(state.turn, mode="drop"),
-        logprobs=written.logprobs.at[rows, place].set(logprob, mode="drop"),
-        versions=written.versions.at[rows, place].set(state.version, mode="drop"),
-        model_logprobs=written.model_logprobs.at[rows, place].set(model_logprob, mode="drop")
-        if model_logprob is not None
-        else None,
-    )
-    turn_tokens = state.turn_tokens + speaking
-    goes_on = turn_tokens < state.turn_limit
-    goes_on &= jnp.all(token[:, None] != state.stop_ids, axis=1)
-    for end_of_turn_id in rules.end_of_turn_ids:
-        goes_on &= token != end_of_turn_id
-    state = dataclasses.replace(
-        state,
-        experience=experience,
-        pending=jnp.where(speaking, token, state.pending),
-        turn_tokens=turn_tokens,
-        active=jnp.where(speaking, goes_on, state.active),
-        choices=state.choices and walk(state.choices, token, speaking),
-    )
-    here = (jnp.arange(tokens.shape[1])[None, :] == count[:, None]) & speaking[:, None]
-    out = (
-        jnp.where(here, token[:, None], tokens),
-        jnp.where(here, logprob[:, None], logprobs),
-        jnp.where(here, model_logprob[:, None], under_model) if model_logprob is not None else None,
-        count + speaking,
-    )
-    return state, out

@@ -1,0 +1,46 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Guesses at what a row says next: what it said, or heard, the last time its ids ended alike.
+
+Prompt lookup, or n-gram, drafting: no second model, a comparison of a row's ids with its last few.
+Games, tool transcripts and code repeat themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def look_up(
+    ids_BP: jax.Array, lengths_B: jax.Array, *, ngram: int, draft: int
+) -> tuple[jax.Array, jax.Array]:
+    """The ids that followed the last `ngram` ids of each row where these stood before.
+
+    Of several such places it is the latest that `draft` ids follow; where none has so many behind
+    it, the earliest, behind which are the most.
+
+    Example: behind the row 5 6 7 8 5 6, with an `ngram` of 2, 5 6 stood at its beginning, where
+    7 8 5 6 followed: a `draft` of 3 is 7 8 5, one of 8 is 7 8 5 6.
+
+    Args:
+        ids_BP: i32, of which the first `lengths_B[b]` of row b are known.
+        lengths_B: i32.
+        ngram: how many ids must be the same, at least 1.
+        draft: the most ids to return, at least 1.
+
+    Returns:
+        drafts_BK i32, of which the first counts_B [B] of each row count; 0 where its last ids stand
+        nowhere before.
+    """
+    width = ids_BP.shape[1]
+    places_1P, last_B1 = jnp.arange(width)[None, :], lengths_B[:, None] - 1
+    # Place p is where the n-gram ended before: its first id must lie in the row, and one behind it.
+    same_BP = (places_1P >= ngram - 1) & (places_1P < last_B1)
+    for back in range(ngram):
+        id_B1 = jnp.take_along_axis(ids_BP, last_B1 - back, axis=1, mode="clip")
+        same_BP &= jnp.roll(ids_BP, back, axis=1) == id_B1
+    rank_BP = jnp.where(last_B1 - places_1P >= draft, places_1P, -1 - places_1P)
+    found_B1 = jnp.argmax(jnp.where(same_BP, rank_BP, -1 - width), axis=1, keepdims=True)
+    from_BK = found_B1 + 1 + jnp.arange(draft)[None, :]
+    drafts_BK = jnp.take_along_axis(ids_BP, from_BK, axis=1, mode="clip")
+    counts_B = jnp.minimum(draft, last_B1 - found_B1)[:, 0]
+    return drafts_BK, jnp.where(jnp.any(same_BP, axis=1), counts_B, 0)

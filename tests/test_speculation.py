@@ -1,0 +1,275 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Guessed tokens change nothing but the number of forward passes: the engine's side."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_engine import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, replica_groups, weights_on
+from test_engine import COLLECTIVE as COLLECTIVE_LINE
+from test_slots import (
+    CHUNK,
+    END,
+    MODEL,
+    PAGE_SIZE,
+    PLACES,
+    RULES,
+    VOCAB,
+    assert_same,
+    check_logprobs,
+    check_rows,
+    converse,
+    empty,
+    full_forward,
+    make_scripts,
+    params,
+    play_on_one_device,
+)
+
+from earl_jax.rollout import decode_state, slots
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.drafts import look_up
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.orders import Report, pack_orders, unpack_report
+from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+GUESSING = RULES._replace(ngram=1, draft=3)
+# Long turns, because what was said is guessed again. Some guesses reach beyond the shorter ones.
+LIMITS = {slot: (14, 14, 9, 4)[slot % 4] for slot in range(NUM_SLOTS)}
+# Greedy, where a random model soon repeats itself, and drawn, where guesses mostly fail.
+TEMPERATURE = {slot: (0.0, 0.0, 0.5, 1.0)[slot // 2 % 4] for slot in range(NUM_SLOTS)}
+
+
+@dataclasses.dataclass
+class Counter:
+    """A `play` that adds up what its reports say."""
+
+    play: object
+    tokens: int = 0
+    passes: int = 0
+    drafted: int = 0
+
+    def __call__(self, state, orders) -> tuple[object, Report]:
+        state, report = self.play(state, orders)
+        assert (report.passes <= report.count).all()
+        assert (report.count - report.passes <= report.drafted).all()
+        self.tokens += int(report.count.sum())
+        self.passes += int(report.passes.sum())
+        self.drafted += int(report.drafted.sum())
+        return state, report
+
+
+def talk(play, state, number: int = 8, **changes):
+    settings = {"turn_limits": LIMITS, "temperature": TEMPERATURE, "num_slots": number}
+    return converse(play, state, make_scripts(number, turns=2), **{**settings, **changes})
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Eight episodes of two turns, token by token."""
+    return talk(play_on_one_device(), empty())[1]
+
+
+@pytest.mark.parametrize("rules", [GUESSING, RULES._replace(ngram=2, draft=5, burst=2)])
+def test_the_tokens_are_those_without_guesses_in_fewer_passes(plain, rules):
+    play = Counter(play_on_one_device(rules))
+    state, heard = talk(play, empty())
+    assert_same(plain, heard)
+    check_logprobs(heard, TEMPERATURE)
+    check_rows(state.experience, heard, make_scripts(8, turns=2))
+    assert play.tokens == sum(len(turn) for h in heard.values() for turn in h.turns())
+    accepted = play.tokens - play.passes
+    assert 0.1 * play.tokens < accepted < play.drafted
+
+
+def test_the_conversation_is_worth_comparing(plain):
+    """Turns that are ended and cut, short and long."""
+    turns = [turn for h in plain.values() for turn in h.turns()]
+    assert {turn[-1] == END for turn in turns} == {True, False}
+    assert {len(turn) for turn in turns} >= {4, 9, 14}
+
+
+@pytest.mark.parametrize("changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}])
+def test_bursts_change_nothing(plain, changes):
+    _, heard = talk(play_on_one_device(GUESSING._replace(**changes)), empty())
+    assert_same(plain, heard)
+
+
+def circling():
+    """Weights that say 1 2 3 4 5 1 2 and so on: layers add nothing, the head tells the next id."""
+    head = np.zeros((MODEL.width, VOCAB), np.float32)
+    head[[1, 2, 3, 4, 5], [2, 3, 4, 5, 1]] = 10
+    silent = [
+        {**layer, "out": 0 * layer["out"], "down": 0 * layer["down"]}
+        for layer in params()["layers"]
+    ]
+    return {**params(), "embed": jnp.eye(VOCAB, MODEL.width), "layers": silent, "head": head}
+
+
+def test_a_text_that_repeats_itself_costs_fewer_passes_than_tokens():
+    """By hand, for a turn of 30 tokens behind the prompt 1 2 3 4 5, with n-grams of three.
+
+    First round: 4 5 1 and 5 1 2 have not been there, so three passes say 1, 2 and 3; the fourth
+    has 4 5 1 guessed, and says 2 too. Second: four passes of four tokens. Third: one of four, and
+    one of the last three, for which two are guessed.
+    """
+    play = play_on_one_device(GUESSING._replace(ngram=3), circling())
+    zeros, one = np.zeros(8, np.int32), np.eye(1, 8, dtype=np.int32)[0]
+    columns = {
+        "chunk": np.tile(np.int32([1, 2, 3, 4, 5]), (8, 1)),
+        "sampling": sampling_rows(Sampling(temperature=0), 8),
+        "seed": zeros,
+        "row": zeros,
+        "version": 0,
+        "turn_limit": 30,
+    }
+    state, said, rounds = empty(), [], []
+    for first in (True, False, False):
+        begins = one * first
+        orders = pack_orders(count=CHUNK * begins, restart=begins, speak=begins, **columns)
+        state, report = play(state, orders)
+        said += report.tokens[0, : report.count[0]].tolist()
+        rounds.append((report.count[0], report.passes[0], report.drafted[0]))
+        assert not report.count[1:].any() and not report.passes[1:].any()
+    assert said == [1, 2, 3, 4, 5] * 6
+    assert rounds == [(7, 4, 3), (16, 4, 12), (7, 2, 5)]
+    assert not report.active.any() and state.cached[0] == 34
+
+
+def test_nothing_is_guessed_beyond_the_limit_of_a_turn():
+    """With a limit of two, the pass behind the first token may say one, and guess none."""
+    for limit, drafted in ((1, False), (2, False), (3, True)):
+        play = Counter(play_on_one_device(GUESSING))
+        talk(play, empty(), turn_limits=dict.fromkeys(range(8), limit))
+        assert (play.drafted > 0) == drafted
+
+
+def test_an_episode_is_the_same_whatever_shares_the_batch(plain):
+    play = play_on_one_device(GUESSING)
+    for slot in (0, 3):
+        alone = {0: dataclasses.replace(make_scripts(8, turns=2)[slot], row=5)}
+        _, heard = converse(
+            play,
+            empty(),
+            alone,
+            turn_limits={0: LIMITS[slot]},
+            temperature={0: TEMPERATURE[slot]},
+        )
+        assert_same({0: plain[slot]}, heard)
+
+
+# What is sampled is what the model says, whatever is guessed.
+
+
+def test_pairs_of_tokens_come_as_often_as_the_model_says():
+    """2,048 draws of two tokens behind one prompt, against the product of their probabilities.
+
+    The prompt is what the model itself thinks likely, so that many first tokens stand in it, and
+    have a guess behind them.
+    """
+    number, length = 2048, 5
+    prompt = [3]
+    for _ in range(length - 1):
+        prompt.append(int(full_forward([prompt])[0, len(prompt) - 1].argmax()))
+    rules = RULES._replace(burst=2, ngram=1, draft=2)
+    play = jax.jit(functools.partial(slots.play, MODEL, rules), static_argnums=4)
+    state = decode_state.empty_state(MODEL, number, number, 16, page_size=PAGE_SIZE)
+    ones = np.ones(number, np.int32)
+    orders = pack_orders(
+        chunk=np.tile(np.int32(prompt), (number, 1)),
+        count=length * ones,
+        restart=ones,
+        speak=ones,
+        seed=np.arange(number),
+        row=np.arange(number),
+        sampling=sampling_rows(Sampling(), number),
+        version=0,
+    )
+    _, packed = play(params(), state, orders, jax.random.key(7), 0)
+    report = unpack_report(np.asarray(packed), drafts=True)
+    behind = full_forward([[*prompt, token] for token in range(VOCAB)], VOCAB).astype(np.float64)
+    chances = np.exp(behind - np.logaddexp.reduce(behind, axis=-1, keepdims=True))
+    first, second = chances[0, length - 1], chances[:, length]
+    # Behind a first token that ends the turn nothing is said.
+    alive = report.tokens[:, 0] != END
+    expected = number * first[:, None] * second
+    expected[END] = 0
+    seen = np.zeros((VOCAB, VOCAB))
+    np.add.at(seen, tuple(report.tokens[alive, :2].T), 1)
+    many = expected >= 5
+    excess = ((seen - expected)[many] ** 2 / expected[many]).sum()
+    assert many.sum() > 30
+    assert abs(excess - many.sum()) < 4 * np.sqrt(2 * many.sum())
+    drafted = report.drafted > 0
+    assert drafted.sum() > number / 4
+    # Where the first guess is right, and is no end of a turn, the pass says one more.
+    rows = np.concatenate([np.tile(prompt, (number, 1)), report.tokens[:, :1]], axis=1)
+    guesses, _ = look_up(jnp.asarray(rows), jnp.full(number, length + 1), ngram=1, draft=2)
+    right = drafted & (report.tokens[:, 1] == np.asarray(guesses)[:, 0])
+    np.testing.assert_array_equal(report.count > 2, right & (report.tokens[:, 1] != END))
+    assert number / 20 < right.sum() < drafted.sum()
+
+
+# Meshes.
+
+
+@functools.cache
+def engine_on(shape: MeshShape) -> PolicyEngine:
+    config = dataclasses.replace(CONFIG, rules=GUESSING)
+    return PolicyEngine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
+
+
+def talk_on(shape: MeshShape, *, drafts: bool):
+    play = Counter(functools.partial(engine_on(shape).play, weights_on(shape), drafts=drafts))
+    scripts = {
+        slot: dataclasses.replace(script, row=slot // 2 * 4 + slot % 2 + 1)
+        for slot, script in make_scripts(NUM_SLOTS, turns=2).items()
+    }
+    state, heard = converse(
+        play,
+        engine_on(shape).empty_state(PLACES),
+        scripts,
+        num_slots=NUM_SLOTS,
+        turn_limits=LIMITS,
+        temperature=TEMPERATURE,
+    )
+    return state, heard, scripts, play
+
+
+@functools.cache
+def unsharded():
+    """Token by token on one device, by an engine that could guess."""
+    _, heard, _, play = talk_on(UNSHARDED, drafts=False)
+    assert play.passes == play.tokens and not play.drafted
+    return heard
+
+
+@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
+def test_every_mesh_samples_the_same_tokens(shape):
+    state, heard, scripts, play = talk_on(shape, drafts=True)
+    assert_same(unsharded(), heard)
+    check_logprobs(heard, TEMPERATURE)
+    check_rows(state.experience, heard, scripts)
+    assert play.passes < play.tokens
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+    assert placed == engine_on(shape).state_shardings
+
+
+@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
+def test_a_pass_that_guesses_has_the_collectives_of_one_that_does_not(shape):
+    """As `test_engine` counts them: of the chunk and of the loop, and none in that over guesses."""
+    text = engine_on(shape).lower_play(PLACES).compile().as_text()
+    lines = [line.strip() for line in text.splitlines() if COLLECTIVE_LINE.search(line)]
+    reduces = [line for line in lines if " all-reduce" in line]
+    gathers = [line for line in lines if " all-gather" in line]
+    passes = 2 if shape.tensor > 1 else 0
+    assert (len(reduces), len(gathers)) == (passes * (1 + 2 * MODEL.num_layers), passes)
+    assert len(lines) == len(reduces) + len(gathers)
+    shards = {tuple(range(first, first + shape.tensor)) for first in range(0, 8, shape.tensor)}
+    for line in lines:
+        assert replica_groups(line) == shards, line
