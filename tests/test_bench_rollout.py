@@ -148,6 +148,15 @@ def test_the_longest_reply_is_sixteen_times_the_median(engine):
     assert collections.Counter(lengths) == {16: 96, 32: 96, 64: 32, 128: 24, 256: 6, 512: 2}
 
 
+def test_the_best_other_is_the_best_of_all_threads_and_batches(engine, capsys):
+    from benchmarks.rollout.parts import _print_best
+
+    found = {"ours, 16 slots": 2.0, "transformers, 1 thread": 9.0, "transformers, 2 threads": 8.0}
+    _print_best({label: {"seconds": seconds} for label, seconds in found.items()}, 2.0)
+    said = "The best other, transformers, 2 threads, takes 4.00 times as long."
+    assert said in capsys.readouterr().out
+
+
 def test_replies_are_equally_long(play):
     table, (warm_up, found, *_) = play("equal")
     assert [line[0] for line in table] == ["batch x new tokens", "---", "2 x 8"] * 2
@@ -174,7 +183,7 @@ def test_every_reply_of_the_tail_has_its_own_length(play):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "rows"), [("room", 1), ("waiting", 2), ("growth", 3), ("step", 1)]
+    ("part", "rows"), [("room", 1), ("waiting", 4), ("growth", 3), ("step", 1)]
 )
 def test_every_other_part_prints_its_table(play, part, rows):
     table, _ = play(part)
