@@ -39,9 +39,10 @@ go on where they were; none is cut.
 
 A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
-stop_strings and stop_token_ids. One that says nothing is drawn as the flags say, and where these
-say nothing as the model's generation_config.json does. The trailing metadata `finish-reason` is
-end_of_turn, max_tokens, stop_string or stop_token_id.
+stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
+(of which it is made). One that says nothing is drawn as the flags say, and where these say nothing
+as the model's generation_config.json does. The trailing metadata `finish-reason` is end_of_turn,
+max_tokens, stop_string or stop_token_id.
 
 SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
 the devices failed.
@@ -92,6 +93,13 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         help="tokens that the KV cache has room for, over all slots (default: what the devices' "
         f"memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
+    )
+    parser.add_argument(
+        "--max_choice_tokens",
+        type=int,
+        default=256,
+        help="room for the choices of a request, token by token, or for its allowed tokens; each "
+        "step looks at so many for every slot (%(default)s)",
     )
     for name, kind, text in (
         ("temperature", float, "0 takes the likeliest token"),
@@ -195,7 +203,9 @@ def serve_command(arguments: Sequence[str]) -> None:
         # Rollouts' own: nothing is written down here.
         num_rows=layout.num_row_shards,
         chunk_size=1,
-        rules=SlotRules(burst=1, end_of_turn_ids=policy.end_ids),
+        rules=SlotRules(
+            burst=1, end_of_turn_ids=policy.end_ids, choice_branches=flags.max_choice_tokens
+        ),
         seed=flags.seed,
         serving=Serving(max_prefill_length=prompt_tokens, places=places, sampling=sampling),
     )
@@ -240,6 +250,7 @@ def _check_flags(flags: argparse.Namespace) -> None:
         ("port", 0, 65535),
         ("num_slots", 1, 2**20),
         ("max_waiting", 0, 2**20),
+        ("max_choice_tokens", 0, 2**20),
         ("max_context", 2, 2**30),
         ("cache_tokens", 1, 2**40),
         ("seed", 0, 2**31 - 1),
@@ -399,8 +410,7 @@ def _told(generation: Any) -> dict[str, float]:
 
 def _max_context(checkpoint: Any) -> int:
     """The context that a checkpoint is made for, in tokens."""
-    context = checkpoint.settings.get("max_position_embeddings")
-    return context if isinstance(context, int) and context > 0 else DEFAULT_CONTEXT
+    return checkpoint.max_context or DEFAULT_CONTEXT
 
 
 def main() -> None:

@@ -28,11 +28,13 @@ from earl_jax.envs.environment import EnvConfig, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.rollout.choices import (
+    ALWAYS,
     FREE,
     allowed_logits,
     check_choices,
     choice_tree,
     no_choices,
+    set_allowed,
     set_choices,
     walk,
 )
@@ -91,7 +93,8 @@ def test_a_walk_meets_the_tokens_that_may_come_and_no_others():
         set_choices(rows, slot, REPLIES)
     choices = jax.tree.map(jnp.asarray, rows)
     logits = jnp.arange(30, dtype=jnp.float32).reshape(3, 10)
-    expected = [({5, 6}, {5, 6}), ({0, 7}, {0}), ({0}, set())]
+    # Behind its reply a slot may say anything.
+    expected = [({5, 6}, {5, 6}), ({0, 7}, {0}), ({0}, set(range(10)))]
     for said, allowed in zip(([5, 6, 9], [7, 0, 9], [0, 0, 9]), expected, strict=True):
         masked = np.asarray(allowed_logits(logits, choices))
         for slot, may in enumerate(allowed):
@@ -104,7 +107,20 @@ def test_a_walk_meets_the_tokens_that_may_come_and_no_others():
             choices.node.tolist()
         )
         choices = walk(choices, jnp.array(said), jnp.ones(3, bool))
-    assert choices.node.tolist()[0] == 4 and choices.node.tolist()[2] == FREE
+    assert choices.node.tolist() == [FREE] * 3
+
+
+def test_certain_tokens_alone_come_for_as_long_as_the_turn_lasts():
+    rows = no_choices(2, 3)
+    set_allowed(rows, 1, (7, 2))
+    choices = jax.tree.map(jnp.asarray, rows)
+    logits = jnp.zeros((2, 10))
+    for said in (7, 2, 2):
+        masked = np.asarray(allowed_logits(logits, choices))
+        assert np.isfinite(masked[0]).all()
+        assert np.flatnonzero(np.isfinite(masked[1])).tolist() == [2, 7]
+        choices = walk(choices, jnp.array([said, said]), jnp.ones(2, bool))
+    assert choices.node.tolist() == [FREE, ALWAYS]
 
 
 class Words:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m earl_jax.serve: what it serves, what it refuses; over gRPC, from real processes."""
 
+import json
 import re
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from served import (
     CONTEXT,
     MODEL,
     ROOT,
+    VOCAB,
     Code,
     Server,
     end_ids,
@@ -185,6 +187,73 @@ def test_a_token_id_of_the_request_ends_its_reply(server):
     assert ids_of(beside) == whole and finish_reason(beside) == "max_tokens"
 
 
+def narrowed(ids, count: int, may_follow, wishes) -> list[int]:
+    """What a request must be answered, where `may_follow(said)` are the ids that may come next."""
+    model, params = loaded()
+    forward = logits_step(model, CONTEXT)
+    draws = {name: value for name, value in wishes.items() if name != "seed"}
+    rows = sampling_rows(Sampling(**draws), 1)
+    row, said = np.zeros(CONTEXT, np.int32), []
+    row[: len(ids)] = ids
+    for place in range(len(ids), len(ids) + count):
+        allowed = np.full(VOCAB, -np.inf, np.float32)
+        allowed[sorted(may_follow(said))] = 0
+        logits = forward(params, row, place) + allowed
+        token = int(draw(logits, wishes.get("seed", 0), place, rows))
+        if token in end_ids():
+            break
+        row[place] = token
+        said.append(token)
+    return said
+
+
+CHOICES = ("left", "left up", "right", "日")
+
+
+def test_a_reply_is_one_of_the_choices_of_its_request(server):
+    """At a heat at which all is noise: each is said, and no other, as the decoder says them."""
+    tokenizer, ids = load_tokenizer(MODEL), prompt(60, 12)
+    [end] = [tokenizer.eos_token_id]
+    replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in CHOICES]
+    assert len({reply[0] for reply in replies}) < len(replies) and max(map(len, replies)) > 2
+
+    def may_follow(said):
+        return {r[len(said)] for r in replies if len(r) > len(said) and r[: len(said)] == said}
+
+    asked = [{"temperature": 100, "top_k": 0, "seed": seed} for seed in range(16)]
+    calls = [
+        server.stub.Decode(request(ids, 30), metadata=sampled(choices=CHOICES, **wishes))
+        for wishes in asked
+    ]
+    beside = server.stub.Decode(request(ids, 30))
+    said = [ids_of(call) for call in calls]
+    assert {tuple(reply) for reply in said} == {tuple(reply[:-1]) for reply in replies}
+    assert said == [narrowed(ids, 30, may_follow, wishes) for wishes in asked]
+    assert {finish_reason(call) for call in calls} == {"end_of_turn"}
+    assert ids_of(beside) == expected(ids, 30)
+    greedy = server.stub.Decode(request(ids, 30), metadata=sampled(choices=CHOICES, temperature=0))
+    assert ids_of(greedy) == narrowed(ids, 30, may_follow, {"temperature": 0})
+    text = tokenizer.decode(ids)
+    replied = server.stub.Decode(request(text, 30), metadata=sampled(choices=["日 ok"]))
+    assert "".join(r.stream_content.samples[0].text for r in replied) == "日 ok"
+
+
+def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
+    ids, allowed = prompt(61, 12), [7, 40, 41, 300]
+    for count, may, wishes in (
+        (30, allowed, {"temperature": 50, "top_k": 0, "seed": 1}),
+        (30, allowed, {"temperature": 0}),
+        (60, [*allowed, *end_ids()], {"temperature": 50, "top_k": 0, "seed": 2}),
+    ):
+        call = server.stub.Decode(
+            request(ids, count), metadata=sampled(allowed_token_ids=may, **wishes)
+        )
+        said = ids_of(call)
+        assert said == narrowed(ids, count, lambda _, may=may: may, wishes)
+        ends = "max_tokens" if may == allowed else "end_of_turn"
+        assert set(said) <= set(allowed) and finish_reason(call) == ends
+
+
 # What is refused.
 
 
@@ -266,6 +335,21 @@ BAD_WISHES = {
         '{"stop_token_ids": [1, 320]}',
         "stop_token_ids holds 320; .* from 0 to 319",
     ),
+    "no choice": ('{"choices": []}', "sampling.choices is an empty list, which allows no reply"),
+    "empty choice": ('{"choices": ["a", ""]}', "sampling.choices holds an empty string"),
+    "choices of ids": ('{"choices": [5]}', r"sampling.choices must be a list of str; got \[5\]"),
+    "half a choice": ('{"choices": ["\\ud800"]}', "sampling.choices holds a lone surrogate"),
+    "long choice": ('{"choices": ["abcde"]}', "a reply of 5 tokens, and max_tokens is 4; raise it"),
+    "many choices": (
+        json.dumps({"choices": [f"{i:03}" for i in range(300)]}),
+        r"choices takes 633 different .* room for 256 \(--max_choice_tokens",
+    ),
+    "many tokens": (
+        json.dumps({"allowed_token_ids": [*range(257)] * 2}),
+        "allowed_token_ids takes 257 different .* room for 256",
+    ),
+    "strange token": ('{"allowed_token_ids": [-1]}', "allowed_token_ids holds -1; ids go from 0"),
+    "both": ('{"choices": ["a"], "allowed_token_ids": [5]}', "send one of them"),
 }
 
 

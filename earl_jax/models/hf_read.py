@@ -52,6 +52,12 @@ class Checkpoint:
     family: Family
     dtype: str
 
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model is made to read at once; None where config.json does not say."""
+        context = self.settings.get("max_position_embeddings")
+        return context if isinstance(context, int) and context > 0 else None
+
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Reads config.json; weights are not looked at.

@@ -109,6 +109,12 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         whole = bool(bos) and text.startswith(bos)
         return self._backend.encode(text, add_special_tokens=not whole).ids
 
+    def reply_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a reply that says this and ends, as the tokenizer writes it on its own."""
+        end = self._end_ids[0] if self._end_ids else self.eos_id
+        ends = () if end is None else (end,)
+        return (*self._backend.encode(text, add_special_tokens=False).ids, *ends)
+
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
         """Ids padded to the next of JetStream's prefill lengths, and how many count."""
         # The Driver would put a beginning-of-text token before every text.

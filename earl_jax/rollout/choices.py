@@ -9,9 +9,12 @@ Example: the replies (5, 0), (5, 7, 0) and (6, 0), of which 0 ends a turn, are t
 
     0: from 0 by 5 to 1    1: from 1 by 0 to 2    2: from 1 by 7 to 3    3: from 3 by 0 to 4
     4: from 0 by 6 to 5    5: from 5 by 0 to 6
+
+Or of certain tokens only: their branches lead from the node ALWAYS to itself.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +24,8 @@ import numpy as np
 # A turn that may be anything is at no node; places of a row without a branch leave from no node.
 FREE = -1
 _NO_BRANCH = -2
+# Where a turn stands, and stays, that may have certain tokens only.
+ALWAYS = -3
 
 
 class Choices(NamedTuple):
@@ -73,6 +78,12 @@ def set_choices(choices: Choices, slot: int, replies: tuple[tuple[int, ...], ...
     choices.node[slot] = 0
 
 
+def set_allowed(choices: Choices, slot: int, token_ids: Sequence[int]) -> None:
+    """Writes the only tokens of one slot, for which there is room, into rows on the host."""
+    choices.parents[slot, : len(token_ids)], choices.node[slot] = ALWAYS, ALWAYS
+    choices.tokens[slot, : len(token_ids)] = token_ids
+
+
 def allowed_logits(logits_BV: jax.Array, choices: Choices) -> jax.Array:
     """The logits with -inf at each token that may not come next."""
     rows, vocab = logits_BV.shape
@@ -84,7 +95,13 @@ def allowed_logits(logits_BV: jax.Array, choices: Choices) -> jax.Array:
 
 
 def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:
-    """The `moving` slots have said these tokens, which were allowed."""
+    """The `moving` slots have said these tokens, which were allowed.
+
+    Behind the end of a reply anything may come: nothing does, but where a server decodes on until
+    it has seen the end.
+    """
     taken_BJ = (choices.parents == choices.node[:, None]) & (choices.tokens == tokens_B[:, None])
     node_B = jnp.argmax(taken_BJ, axis=1).astype(jnp.int32) + 1
-    return choices._replace(node=jnp.where(moving_B & (choices.node != FREE), node_B, choices.node))
+    goes_on_B = jnp.any(choices.parents == node_B[:, None], axis=1)
+    node_B = jnp.where(goes_on_B, node_B, FREE)
+    return choices._replace(node=jnp.where(moving_B & (choices.node >= 0), node_B, choices.node))

@@ -35,7 +35,9 @@ class _PrefillEngine:
         wishes = self.wishes
         if wishes is None:
             return self._engine.prefill(**prompt)
-        return self._engine.prefill(**prompt, sampling=wishes.sampling, seed=wishes.seed)
+        return self._engine.prefill(
+            **prompt, sampling=wishes.sampling, seed=wishes.seed, choices=wishes.allowed
+        )
 
 
 class _FreeSlots(queue.Queue):

@@ -25,6 +25,7 @@ from earl_jax.models.parameters import Params, parameter_shardings
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
+from earl_jax.rollout.choices import Choices, allowed_logits, no_choices, walk
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
@@ -84,7 +85,8 @@ class EngineConfig:
 class Prefix:
     """A prompt that was read: the cache of one row, its length, and the token sampled behind it.
 
-    That token, and those behind it, are drawn with `seed` by `sampling`, of one row.
+    That token, and those behind it, are drawn with `seed` by `sampling`, of one row. `choices`, of
+    one row too, are what may be said behind the token; None where the engine has no room for any.
     """
 
     cache: PagedCache
@@ -92,6 +94,7 @@ class Prefix:
     pending: jax.Array
     seed: jax.Array
     sampling: SamplingRows
+    choices: Choices | None = None
 
 
 class PolicyEngine(Engine):
@@ -305,6 +308,7 @@ class PolicyEngine(Engine):
         true_length: int,
         sampling: Sampling | None = None,
         seed: int | None = None,
+        choices: Choices | None = None,
     ) -> Prefix:
         """Reads a prompt, and samples the token behind it.
 
@@ -316,6 +320,8 @@ class PolicyEngine(Engine):
             sampling: how the reply is drawn; as the prefix, or else `config.serving`, says.
             seed: of the reply, 0 to MAX_SEED: the same prompt then has the same reply. That of the
                 prefix, or else one that no other prompt has.
+            choices: what the reply may be, from its first token on, in one row with room for
+                `rules.choice_branches`; None: anything.
 
         Raises:
             ValueError: the prompt is empty, or with its prefix longer than `max_prefill_length`;
@@ -338,6 +344,8 @@ class PolicyEngine(Engine):
                 prefix = dataclasses.replace(prefix, seed=_named_seed(seed))
             if sampling is not None:
                 prefix = dataclasses.replace(prefix, sampling=sampling_rows(sampling, 1))
+            if branches := self.config.rules.choice_branches:
+                prefix = dataclasses.replace(prefix, choices=choices or no_choices(1, branches))
             return self._prefill(
                 params, prefix, jnp.asarray(padded_tokens), true_length, self._key_data
             )
@@ -496,8 +504,11 @@ def _prefill(
     )
     cached = prefix.cached + count
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
-    token, _ = sample(uniform, logits_BV, prefix.sampling)
-    return dataclasses.replace(prefix, cache=cache, cached=cached, pending=token)
+    choices = prefix.choices
+    may_BV = logits_BV if choices is None else allowed_logits(logits_BV, choices)
+    token, _ = sample(uniform, may_BV, prefix.sampling)
+    choices = choices and walk(choices, token, jnp.ones((1,), bool))
+    return dataclasses.replace(prefix, cache=cache, cached=cached, pending=token, choices=choices)
 
 
 def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
@@ -522,4 +533,5 @@ def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
         seed=put(state.seed, prefix.seed),
         row=put(state.row, jnp.full((1,), NO_ROW)),
         sampling=jax.tree.map(put, state.sampling, prefix.sampling),
+        choices=jax.tree.map(put, state.choices, prefix.choices),
     )

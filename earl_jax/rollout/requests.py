@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from earl_jax.rollout.choices import Choices, choice_tree, no_choices, set_allowed, set_choices
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import MAX_SEED
 
@@ -33,13 +34,17 @@ class Wishes:
     """How one reply is drawn and where it stops, beside what ends every reply.
 
     `seed` None: one that no other request has. The reply ends before the first of
-    `stop_token_ids`, and its text before the first of `stop_strings`.
+    `stop_token_ids`, and its text before the first of `stop_strings`. It is one of `choices`, or of
+    `allowed_token_ids` alone, where there are any: `allowed` is what the engine is told of it.
     """
 
     sampling: Sampling
     seed: int | None = None
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    choices: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    allowed: Choices | None = None
 
 
 class RequestError(Exception):
@@ -145,7 +150,10 @@ _SAMPLING_FIELDS = {
     "seed": int,
     "stop_strings": str,
     "stop_token_ids": int,
+    "choices": str,
+    "allowed_token_ids": int,
 }
+_LISTS = ("stop_strings", "stop_token_ids", "choices", "allowed_token_ids")
 _EXAMPLE = '{"temperature": 0.7, "seed": 1, "stop_strings": ["\\n"]}'
 
 
@@ -195,14 +203,67 @@ def _wishes(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> Wis
                 f"{SAMPLING_KEY}.seed has no effect at temperature 0, which draws nothing; remove "
                 "it, or set a temperature"
             )
-    if "" in wishes.stop_strings:
-        raise _invalid(f"{SAMPLING_KEY}.stop_strings holds an empty string; remove it")
-    strange = [token for token in wishes.stop_token_ids if not 0 <= token < vocab_size]
-    if strange:
-        raise _invalid(
-            f"{SAMPLING_KEY}.stop_token_ids holds {strange[0]}; ids go from 0 to {vocab_size - 1}"
-        )
+    _check_lists(wishes, given, vocab_size)
     return wishes
+
+
+def _check_lists(wishes: Wishes, given: Mapping[str, Any], vocab_size: int) -> None:
+    for name in ("stop_strings", "choices"):
+        if "" in getattr(wishes, name):
+            raise _invalid(f"{SAMPLING_KEY}.{name} holds an empty string; remove it")
+    if any("\ud800" <= letter <= "\udfff" for text in wishes.choices for letter in text):
+        raise _invalid(
+            f"{SAMPLING_KEY}.choices holds a lone surrogate, which no text can have; remove it"
+        )
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        strange = [token for token in getattr(wishes, name) if not 0 <= token < vocab_size]
+        if strange:
+            raise _invalid(
+                f"{SAMPLING_KEY}.{name} holds {strange[0]}; ids go from 0 to {vocab_size - 1}"
+            )
+    for name in ("choices", "allowed_token_ids"):
+        if name in given and not given[name]:
+            raise _invalid(
+                f"{SAMPLING_KEY}.{name} is an empty list, which allows no reply; give some, or "
+                "leave it out"
+            )
+    if wishes.choices and wishes.allowed_token_ids:
+        raise _invalid(
+            f"{SAMPLING_KEY}.choices and {SAMPLING_KEY}.allowed_token_ids each say what the reply "
+            "may be; send one of them"
+        )
+
+
+def allow(
+    wishes: Wishes, max_tokens: int, branches: int, ids_of: Callable[[str], tuple[int, ...]]
+) -> Wishes:
+    """The wishes with what the engine, which has room for so many `branches`, is told of them.
+
+    `ids_of` gives the ids of a whole reply that says a text, its end included. Raises RequestError.
+    """
+    if not wishes.choices and not wishes.allowed_token_ids:
+        return wishes
+    replies = tuple(dict.fromkeys(map(ids_of, wishes.choices)))
+    tokens = tuple(dict.fromkeys(wishes.allowed_token_ids))
+    longest = max(map(len, replies), default=0) - 1
+    if longest > max_tokens:
+        raise _invalid(
+            f"{SAMPLING_KEY}.choices holds a reply of {longest} tokens, and max_tokens is "
+            f"{max_tokens}; raise it"
+        )
+    needed = len(choice_tree(replies)[0]) or len(tokens)
+    if needed > branches:
+        what = "choices" if replies else "allowed_token_ids"
+        raise _invalid(
+            f"{SAMPLING_KEY}.{what} takes {needed} different continuations, token by token; this "
+            f"server has room for {branches} (--max_choice_tokens when it was started)"
+        )
+    allowed = no_choices(1, branches)
+    if replies:
+        set_choices(allowed, 0, replies)
+    else:
+        set_allowed(allowed, 0, tokens)
+    return dataclasses.replace(wishes, allowed=allowed)
 
 
 def _field(name: str, value: Any) -> Any:
@@ -218,7 +279,7 @@ def _field(name: str, value: Any) -> Any:
             )
         )
     kind = _SAMPLING_FIELDS[name]
-    if name.startswith("stop_"):
+    if name in _LISTS:
         if isinstance(value, list) and all(type(entry) is kind for entry in value):
             return tuple(value)
         raise _invalid(

@@ -30,6 +30,7 @@ from earl_jax.rollout.requests import (
     RequestError,
     RequestLimits,
     Wishes,
+    allow,
     check_fields,
     check_ids,
     read_wishes,
@@ -97,6 +98,7 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
             max_prompt_tokens=serving.max_prefill_length,
             places=serving.places,
         )
+        self._choice_branches = engine.config.rules.choice_branches
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
         self._max_open = engine.config.num_slots + max_waiting
         self._open: set[str] = set()
@@ -112,6 +114,9 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
             check_fields(request, self._limits)
             metadata = context.invocation_metadata()
             wishes = read_wishes(metadata, self._sampling, self._limits.vocab_size)
+            wishes = allow(
+                wishes, request.max_tokens, self._choice_branches, self._tokenizer.reply_ids
+            )
             name = self._enter(context)
             # The driver works in ids, and knows the request by its session_cache.
             checked = jetstream_pb2.DecodeRequest(session_cache=name, max_tokens=request.max_tokens)
