@@ -191,8 +191,26 @@ def test_a_row_gets_the_same_bits_whoever_its_neighbours_are(filled):
     np.testing.assert_array_equal(run(cache, query, cached, some)[some == 1], whole[some == 1])
 
 
+@pytest.mark.parametrize("tile", [Tile(4, 1), Tile(ROWS, 2)], ids=str)
+@pytest.mark.parametrize("window", [None, 3, 20])
+def test_a_query_gets_the_same_bits_wherever_its_chunk_begins(filled, window, tile):
+    """Five queries at once are those at the same places one by one, in chunks of as many places."""
+    cache, _, _, cached = filled
+    run = jax.jit(functools.partial(attend, tile=tile, window=window))
+    query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 5, 2, 3, 8)), jnp.float32)
+    counts = np.minimum(5, ROOM - cached).astype(np.int32)
+    whole = np.asarray(run(cache, query, cached, counts))
+    for begin in range(1, 5):
+        # Garbage behind what counts, as at the end of a prompt.
+        rest = jnp.roll(query, -begin, axis=1)
+        left = np.maximum(0, counts - begin)
+        part = np.asarray(run(cache, rest, cached + np.minimum(begin, counts), left))
+        for row in np.flatnonzero(left):
+            np.testing.assert_array_equal(part[row, : left[row]], whole[row, begin : counts[row]])
+
+
 def test_what_is_read_is_what_is_there(filled):
-    """Whole pages up to a row's end; with a window from the one on in which it begins."""
+    """Whole pages up to a row's end; with a window from the block on in which it begins."""
     cache, _, _, cached = filled
     ones = np.ones(ROWS, np.int32)
     ends = cached + 1
@@ -209,6 +227,12 @@ def test_what_is_read_is_what_is_there(filled):
     reading = plan_reading(cache, cached, ones, 1, None, Tile(4, 2))
     order = np.asarray(reading.order)
     assert reading.blocks.tolist() == [*-(-ends[order] // (2 * SIZE)), 0]
+    # Blocks of two pages, and of one where the window is no longer.
+    for window, pages in ((20, 2), (12, 1)):
+        reading = plan_reading(cache, cached, ones, 1, window, Tile(4, 4 if pages == 1 else 2))
+        order = np.asarray(reading.order)
+        first = np.maximum(0, ends[order] - window) // (pages * SIZE) * pages
+        assert reading.tile.pages == pages and reading.first.tolist() == [*first, 0]
     idle = plan_reading(cache, cached, 0 * ones, 1, None, Tile(4, 1))
     assert not np.asarray(idle.blocks).any()
 

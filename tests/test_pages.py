@@ -24,6 +24,14 @@ def test_a_dense_pool_is_enough_for_every_slot():
     assert pool == Pool(lanes=2, pages=9) and pool.total == 18
 
 
+def test_a_page_is_a_slots_alone_until_another_takes_it_over(table):
+    table.hold(0, 7)
+    assert table.has_alone(0, 3) and table.has_alone(0, 7)
+    table.begin(1, 0, 4)
+    assert not table.has_alone(0, 4) and table.has_alone(0, 5)
+    assert table.begin(0, 0, 6) is None, "what a slot has alone is not copied"
+
+
 def test_slots_get_pages_of_their_lane_in_order_as_they_need_them(table):
     assert (table.missing(1, 9), table.missing(1, 0)) == (3, 0)
     table.hold(1, 5)

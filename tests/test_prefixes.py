@@ -25,16 +25,18 @@ def index():
     [
         ([*SYSTEM, 30, 31], 8),
         ([*SYSTEM, 20, 21, 22, 23, 30], 12),
-        # Whole chunks only, and one token is left to append.
-        ([*SYSTEM, 20, 21, 22, 30], 8),
-        (SYSTEM, 4),
+        ([*SYSTEM, 20, 21, 22, 30], 11),
+        # One token is left to append, and less than a chunk is nothing.
+        ([*SYSTEM, 20, 21, 22, 23, 24], 12),
+        (SYSTEM, 7),
         ([*SYSTEM, 20], 8),
+        ([1, 2, 3, 4, 9], 4),
         ([1, 2, 3, 4], 0),
         ([1, 2, 3, 9, 5, 6, 7, 8, 9], 0),
         ([9, *SYSTEM], 0),
     ],
 )
-def test_the_longest_common_chunks_are_taken_over(index, prompt, length):
+def test_the_longest_common_beginning_is_taken_over(index, prompt, length):
     shared = index.find(1, prompt)
     assert shared.length == length
     assert shared.source == (0 if length else 1)
@@ -84,6 +86,6 @@ def test_what_is_taken_over_is_there_for_the_next(index):
 
 
 def test_answers_behind_the_prompt_are_not_shared(index):
-    """They went in at other places of a chunk than a prompt's tokens would."""
+    """Some of them were sampled, by another program than that which reads prompts."""
     index.append(0, 5)
-    assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 12
+    assert index.find(1, [*SYSTEM, 20, 21, 22, 23, 24, 60, 61, 62, 63, 64]).length == 13

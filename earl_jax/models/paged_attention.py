@@ -73,14 +73,17 @@ def plan_reading(
 ) -> Reading:
     """Which pages are read for `length` queries behind the first `cached_B` places of each row.
 
-    Rows with a count of 0 read nothing; with a window, what is before that of a row's first query
-    is left out. The same for all layers of one window.
+    Rows with a count of 0 read nothing; with a window, whole blocks before that of a row's first
+    query are left out. Blocks begin at the same places whichever part of a row is appended, so that
+    what comes of it does not depend on how it was cut. The same for all layers of one window.
     """
     size, rows = cache.page_size, cached_B.shape[0]
     ends_B = jnp.where(counts_B > 0, cached_B + counts_B, 0)
     first_B = jnp.zeros_like(cached_B)
     if window is not None:
-        first_B = jnp.maximum(0, cached_B + 1 - window) // size
+        # Of blocks no longer than the window at most one is read beside those that it fills.
+        tile = tile._replace(pages=max(1, min(tile.pages, window // size)))
+        first_B = jnp.maximum(0, cached_B + 1 - window) // (size * tile.pages) * tile.pages
     pages_B = jnp.maximum(0, (ends_B + size - 1) // size - first_B)
     blocks_B = (pages_B + tile.pages - 1) // tile.pages
     order_B = jnp.argsort(-blocks_B, stable=True)

@@ -82,6 +82,11 @@ class PageTable:
         """How many more pages the slot needs to hold so many tokens."""
         return max(0, pages_for(tokens, self._page_size) - len(self._pages[slot]))
 
+    def has_alone(self, slot: int, tokens: int) -> bool:
+        """Whether nobody else has the page in which the slot's first so many tokens end."""
+        page = self._pages[slot][pages_for(tokens, self._page_size) - 1]
+        return self._holders[self.lane(slot), page] == 1
+
     def hold(self, slot: int, tokens: int) -> None:
         """The slot has room for so many tokens. There must be pages enough (`missing`)."""
         lane = self.lane(slot)

@@ -7,9 +7,14 @@ common beginning computed once: whoever comes later takes it over from a slot's 
 episode's too, because a cache stays as it is until its slot is used again. A slot of the same lane
 only, which is on the same data shard on every mesh.
 
-What is taken over was read as a prompt, is a multiple of the chunk size, and leaves at least one
-token to append: every token goes in at the same place of a chunk as without sharing, and an
-episode's tokens do not depend on who was there before it.
+What is taken over was read as a prompt, and leaves the last token to append, which the policy's
+first word needs: a group's prompt is read once, and each of its other episodes appends one token.
+A beginning shorter than a chunk is not worth it: a chunk costs the same however full it is.
+
+An episode's tokens do not depend on who was there before it: a chunk's places are rows of the same
+matrix products as the slots are, and attention adds up a row in the same blocks wherever a chunk
+begins (models/paged_attention.py). What was sampled is not taken over: a decode step is another
+program than a chunk, which may round otherwise.
 """
 
 import dataclasses
@@ -84,9 +89,9 @@ class PrefixIndex:
     def _common(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
         """Tokens of the prompt that can be taken over from a cache of these."""
         length = min(len(cached), len(prompt) - 1)
-        length -= length % self._chunk_size
-        if length <= 0 or cached[: self._chunk_size] != list(prompt[: self._chunk_size]):
+        if length < self._chunk_size or (
+            cached[: self._chunk_size] != list(prompt[: self._chunk_size])
+        ):
             return 0
         same = np.array(cached[:length]) == np.array(prompt[:length])
-        common = length if same.all() else int(same.argmin())
-        return common - common % self._chunk_size
+        return length if same.all() else int(same.argmin())

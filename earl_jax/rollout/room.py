@@ -256,16 +256,20 @@ class CacheRoom:
             shared = self._prefixes.find(slot, prompt)
             if shared is None:
                 return None
-            if self._can_share(slot, shared.length):
+            if self._can_share(slot, shared):
                 source, length = shared.source, shared.length
             self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
         copy = self._pages.begin(slot, source, length)
         return Beginning(source, length, NO_PAGE if copy is None else copy.source)
 
-    def _can_share(self, slot: int, length: int) -> bool:
+    def _can_share(self, slot: int, shared: Shared) -> bool:
         """Whether there are pages for it: copying a part of one may need more than reading anew."""
         config, lane, episode = self._config, self._pages.lane(slot), self._episode(slot)
+        length = shared.length
         if not length % self._page_size:
+            return True
+        if shared.source == slot and self._pages.has_alone(slot, length):
+            # Nothing is copied.
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
         tokens = min(length + part + self._most_said(episode), episode.most_tokens)

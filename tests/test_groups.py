@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the episodes of a lane read, to the token: a prompt once, and then one token for each."""
+
+import dataclasses
+import functools
+
+import pytest
+from test_collect import (
+    CONFIG,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    renderer,
+    tasks,
+)
+from test_control import Script, swap_to
+
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.sharding.layout import MeshShape
+
+SYSTEM = "0123456780123456780123456"
+NUM_SLOTS = 4
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+class Question:
+    """Says the system's words and its own, and takes any reply."""
+
+    def __init__(self, words: str):
+        self.words = words
+
+    def start(self):
+        return Start(text=SYSTEM + self.words, role="x")
+
+    def step(self, reply: str):
+        return StepResult(reward=1.0, done=True, stop_reason="win")
+
+
+@functools.cache
+def prompt(words: str) -> tuple[int, ...]:
+    return renderer().first(SYSTEM + words)
+
+
+def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
+    """On one device, which is one lane."""
+    player = engine(num_slots, MeshShape())
+    rollout = collect(
+        pool, todo, make, num_slots=num_slots, player=player, num_lanes=1, places=48,
+        **{"share_prefixes": True, **changes},
+    )  # fmt: skip
+    check_rows(rollout, len(todo))
+    assert {t.stop_reason for t in rollout.trajectories} == {"win"}
+    return rollout
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(4, "7"), (4, ""), (4, "7777"), (9, "7")], ids="29 28 32 waves".split()
+)
+def test_a_groups_prompt_is_read_once_and_each_other_episode_appends_one_token(pool, size, words):
+    """However the prompt ends in a chunk; of nine episodes on four slots, in three waves."""
+    length = len(prompt(words))
+    assert length == 28 + len(words)
+    todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(size)]
+    rollout = play(pool, todo, lambda task: Question(words))
+    assert rollout.stats.prefill_tokens == length + size - 1
+    assert rollout.stats.shared_tokens == (size - 1) * (length - 1)
+    alone = play(pool, todo, lambda task: Question(words), share_prefixes=False)
+    assert alone.stats.prefill_tokens == size * length
+    for one, same in zip(alone.trajectories, rollout.trajectories, strict=True):
+        assert one == same, "to the last bit of each log-prob"
+
+
+def test_what_different_prompts_have_in_common_is_read_once_a_policy_version(pool):
+    """One slot, so that episodes follow each other; from the third on under other weights.
+
+    The first has four rounds for its prompt of 29, the others one each for the three tokens that
+    are their own.
+    """
+
+    def ask(task):
+        return Question(str(task.episode))
+
+    todo, own = tasks(8), 3
+    common = len(prompt("0")) - own
+    assert len({prompt(str(i))[:common] for i in range(8)}) == 1 and common == 26
+    assert len({prompt(str(i))[common] for i in range(8)}) == 8
+    once = play(pool, todo, ask, num_slots=1)
+    assert once.stats.prefill_tokens == common + 8 * own
+    twice = play(pool, todo, ask, num_slots=1, control=Script({5: swap_to(1, "keep")}))
+    versions = [t.turns[1].versions[0] for t in twice.trajectories]
+    assert versions == [0, 0, *[1] * 6]
+    assert twice.stats.prefill_tokens == 2 * common + 8 * own
+    assert_same_episodes(once.trajectories[:2], twice.trajectories[:2])
+
+
+def test_on_several_devices_it_is_once_for_each(pool):
+    """Eight lanes of two slots; six episodes have rows in the first, two in the second."""
+    todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(8)]
+    rollout = collect(pool, todo, lambda task: Question("7"), places=48, share_prefixes=True)
+    assert CONFIG.episodes_per_step // 8 == 6
+    assert rollout.stats.prefill_tokens == 2 * len(prompt("7")) + 6
