@@ -18,6 +18,7 @@ from earl_jax.dispatch.pack import dispatch
 from earl_jax.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout, RolloutStats
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -155,8 +156,9 @@ def play(
     tasks: Sequence[Task],
     load: Load | None,
     sampling: Sampling | None = None,
+    control: RolloutControl | None = None,
 ) -> Rollout:
-    """Plays the tasks from this seat, which may move while they run."""
+    """Plays the tasks from this seat, which may move while they run; obeys `control` meanwhile."""
     collector = Collector(
         world.config.rollout,
         world.new_conversation,
@@ -164,9 +166,11 @@ def play(
         world.make_environment,
         lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
         num_lanes=len(world.devices),
+        max_context=world.max_context,
         drafting=world.drafting,
     )
-    return collector.collect(seat, tasks, sampling=sampling or world.config.rollout.sampling)
+    sampling = sampling or world.config.rollout.sampling
+    return collector.collect(seat, tasks, sampling=sampling, control=control)
 
 
 def learnable(world: World, tasks: Sequence[Task]) -> Sequence[Task]:

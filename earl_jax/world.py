@@ -23,7 +23,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
 from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.generation import read_generation_settings
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hf_read import Checkpoint, load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import Choice, choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
@@ -31,6 +31,7 @@ from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, dense_pool
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
@@ -89,6 +90,7 @@ class World:
             self.model = config.model
             self.tokenizer = _tokenizer(config, tokenizer_folder)
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.max_context = _max_context(config, self.checkpoint)
         if config.train.balance_coefficient and not self.model.num_experts:
             raise ValueError(
                 f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
@@ -314,6 +316,24 @@ class World:
             )
             for update in range(train.demonstration_updates)
         ]
+
+
+def _max_context(config: Config, checkpoint: Checkpoint | None) -> int:
+    """Tokens that the model reads at once: those that its checkpoint says, or else any number.
+
+    Raises ValueError for episodes that may be longer.
+    """
+    context, most = checkpoint and checkpoint.max_context, config.rollout.max_episode_tokens
+    if context is None:
+        return NO_LIMIT
+    # An episode of several samples may come to more than the model reads at once.
+    if most > context and config.chat.history == "append":
+        raise ValueError(
+            f"config.rollout.max_episode_tokens is {most}, and the model of config.model.path "
+            f"({config.model.path!r}) is made for {context} (max_position_embeddings); lower it, "
+            "or leave it at 0: episodes then end where the model does"
+        )
+    return context
 
 
 def _choice_branches(config: Config, renderer: ChatRenderer) -> int:

@@ -28,6 +28,7 @@ from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, pages_for
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.rollout.slots import SlotRules
@@ -180,9 +181,13 @@ def collect(
     player=None,
     control=None,
     sampling=Sampling(),  # noqa: B008
+    num_lanes=NUM_LANES,
+    collectors=None,
+    max_context=NO_LIMIT,
     drafting=None,
     **changes,
 ):
+    """Plays the tasks; the Collector that does is added to `collectors`."""
     player = player or engine(num_slots)
     collector = Collector(
         dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
@@ -190,17 +195,20 @@ def collect(
         pool,
         make,
         make_room or Rooms(),
-        num_lanes=NUM_LANES,
+        num_lanes=num_lanes,
+        max_context=max_context,
         drafting=drafting,
     )
+    if collectors is not None:
+        collectors.append(collector)
     size = player.config.page_size
-    pages = pages or pages_for(places, size) * num_slots // NUM_LANES
+    pages = pages or pages_for(places, size) * num_slots // num_lanes
     seat = Seat(
         engine=player,
         policy=Policy(params=player.load_params(params or weights()), version=version),
-        state=player.empty_state(places, Pool(NUM_LANES, pages)),
+        state=player.empty_state(places, Pool(num_lanes, pages)),
         places=places,
-        pool=Pool(NUM_LANES, pages),
+        pool=Pool(num_lanes, pages),
     )
     return collector.collect(seat, todo, sampling=sampling, control=control)
 
@@ -525,6 +533,11 @@ def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
     limit = prompt + 1
     other = collect(pool, tasks(2), lambda task: Talker(0), max_episode_tokens=limit)
     assert cut_texts(other.trajectories) == [expected[limit]] * 2
+    # By the model, which reads no more: whatever the tasks and the config allow.
+    for limit in (prompt, first, second - 1):
+        model = collect(pool, tasks(2), lambda task: Talker(0), max_context=limit)
+        assert cut_texts(model.trajectories) == [expected[limit]] * 2
+        assert str(limit) in model.trajectories[0].detail
     same = collect(pool, todo, lambda task: Talker(0), player=engine(burst=1), burst=1)
     assert_same_episodes(rollout.trajectories, same.trajectories)
 
@@ -644,10 +657,10 @@ class Lecture(Talker):
 
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_what_prompts_have_in_common_is_read_once_a_lane(pool, mesh):
-    """Lanes of two slots and five or six episodes; two prompts that differ in one token."""
+    """Lanes of two slots and five or six episodes; two prompts that differ in one token of 29."""
     prompts = [renderer().first(Lecture(seed).start().text) for seed in range(2)]
-    length, common = len(prompts[0]), CONFIG.chunk_size * 3
-    assert prompts[0][:common] == prompts[1][:common] and length == len(prompts[1]) > common
+    common = next(i for i, ids in enumerate(zip(*prompts, strict=True)) if len(set(ids)) > 1)
+    assert common == 26 and len(prompts[0]) == 29
 
     def lecture(task):
         return Lecture(task.env_seed)
@@ -657,10 +670,11 @@ def test_what_prompts_have_in_common_is_read_once_a_lane(pool, mesh):
     shared = collect(pool, tasks(44), lecture, places=64, player=player, share_prefixes=True)
     assert_same_episodes(alone.trajectories, shared.trajectories)
     check_rows(shared, 44)
-    lanes = 8
-    assert alone.stats.shared_tokens == 0
-    assert shared.stats.shared_tokens == (44 - lanes) * common
-    assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == (44 - lanes) * common
+    taken, takers = shared.stats.shared_tokens, 44 - NUM_LANES
+    # Two more of who has heard the same words to the end, but for the token before its reply.
+    assert takers * common < taken < takers * (common + 2)
+    assert (alone.stats.shared_tokens, shared.stats.shared_tokens) == (0, taken)
+    assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == taken
     assert shared.stats.rounds < alone.stats.rounds
 
 
@@ -715,6 +729,25 @@ def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
     rollout = collect(pool, tasks(40), make, patience_s=patience_s)
     check_rows(rollout, 40)
     assert_same_episodes(games.trajectories, rollout.trajectories)
+
+
+def test_one_thread_alone_speaks_to_the_devices(pool):
+    """Environments run in two others."""
+    speakers, thinkers = set(), set()
+
+    class Noting(PolicyEngine):
+        def play(self, *given, **settings):
+            speakers.add(threading.get_ident())
+            return super().play(*given, **settings)
+
+    def make(task):
+        return Watched(task, lambda: thinkers.add(threading.get_ident()))
+
+    player = Noting(engine().config, engine().layout)
+    rollout = collect(pool, tasks(20), make, player=player, patience_s=0.0)
+    assert rollout.stats.rounds > 3
+    assert speakers == {threading.get_ident()}
+    assert len(thinkers) > 1 and not thinkers & speakers
 
 
 def test_waiting_for_everybody_is_counted(pool):

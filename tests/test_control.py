@@ -3,8 +3,10 @@
 """Rollouts that are paused, whose episodes are aborted, whose weights change under them."""
 
 import functools
+import re
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from test_collect import (
     tasks,
     weights,
 )
+from test_tasks import GIVEN, seated
 
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
@@ -278,6 +281,48 @@ def test_a_paused_rollout_stands_still_and_goes_on_as_if_nothing_had_been(pool, 
     control.resume()
     thread.join(timeout=120)
     assert_same_episodes(games.trajectories, done[0].trajectories)
+
+
+def test_a_rollout_is_paused_in_its_middle(pool, games):
+    """Before its fourth round, for half a second in which no other begins."""
+    began = []
+
+    class Watch(Script):
+        def take(self):
+            requests = super().take()
+            began.append(time.monotonic())
+            return requests
+
+    def pause(control):
+        control.pause()
+        threading.Timer(0.5, control.resume).start()
+
+    rollout = collect(pool, tasks(NUM_TASKS), control=Watch({3: pause}))
+    assert len(began) > 4 and began[3] - began[2] >= 0.45
+    check_rows(rollout, NUM_TASKS)
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+
+
+@pytest.mark.slow
+def test_what_the_readme_says_of_control_is_so():
+    """Its example, word for word, beside a rollout of the loop's own."""
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    [example] = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", readme, re.S)
+        if "RolloutControl" in code
+    ]
+    world, seat, placement = seated(GIVEN)
+    params = world.policy(world.first_train_state(placement.in_training))
+    names = {"world": world, "placement": placement, "seat": seat, "new_params": params}
+    names["tasks"] = world.training_tasks(0)
+    exec(example, names)
+    trajectories = names["rollout"].trajectories
+    assert [t.episode for t in trajectories] == list(range(16))
+    assert (trajectories[3].stop_reason, trajectories[3].detail) == ("aborted", "not wanted")
+    versions = {v for t in trajectories for turn in t.turns for v in turn.versions}
+    assert 7 in versions and versions <= {0, 7}
+    assert sum(t.stop_reason == "aborted" for t in trajectories) == 1
 
 
 def test_an_unknown_way_with_caches_is_refused():

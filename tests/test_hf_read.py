@@ -21,11 +21,14 @@ from references import (
     loaded,
 )
 from safetensors.numpy import load_file, save_file
+from test_tasks import seated
 
 from earl_jax.config_file import make_config
+from earl_jax.loop import play
 from earl_jax.models import hf_read
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
+from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
 
@@ -316,3 +319,43 @@ def test_weights_come_in_as_they_are_stored(copied, dtype):
         lambda leaf: np.asarray(leaf).astype(dtype).astype(np.float32), loaded("qwen2_tied")
     )
     assert_equal_trees(jax.tree.map(np.asarray, load(copied)), expected)
+
+
+def test_no_episode_is_longer_than_the_checkpoint_is_made_for():
+    """128 tokens, by its config.json; whoever asks for more is told."""
+    assert World(make_config(with_path("qwen2_tied"))).max_context == 128
+    for most in (128, 20):
+        config = make_config(with_path("qwen2_tied"), [f"rollout.max_episode_tokens={most}"])
+        assert World(config).max_context == 128
+    more = make_config(with_path("qwen2_tied"), ["rollout.max_episode_tokens=129"])
+    words = r"max_episode_tokens is 129, .*qwen2_tied.* made for 128 \(max_position_embeddings\)"
+    with pytest.raises(ValueError, match=words):
+        World(more)
+    forks = dataclasses.replace(more, chat=dataclasses.replace(more.chat, history="fork"))
+    assert World(forks).max_context == 128, "of each sample, and an episode has several"
+    assert World(make_config({})).max_context == NO_LIMIT
+
+
+@pytest.mark.slow
+def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
+    """Connect Four by random legal moves, with a model that is made for 64 tokens."""
+    folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "short")
+    change_config(folder, max_position_embeddings=64)
+    given = {
+        "model": {"path": str(folder)},
+        "env": {"game": "connect_four", "mask_illegal": True},
+        "rollout": {
+            "num_slots": 16,
+            "episodes_per_step": 16,
+            "model_logprobs": True,
+            "context_buckets": (64,),
+        },
+        "train": {"ratio": "model"},
+        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
+    }
+    world, seat, placement = seated(given)
+    trajectories = play(world, placement, seat, world.training_tasks(0), None).trajectories
+    assert max(t.num_tokens for t in trajectories) <= 64
+    ended = {t.stop_reason: t for t in trajectories}
+    assert {"win", "episode_too_long"} <= set(ended)
+    assert "within 64 tokens" in ended["episode_too_long"].detail

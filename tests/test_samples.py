@@ -8,6 +8,7 @@ behind exactly those turns that have one.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -68,7 +70,12 @@ class Quiz:
 
 
 def collect(
-    history: str, todo=None, places: int = ROOM, rooms: Rooms | None = None, **changes
+    history: str,
+    todo=None,
+    places: int = ROOM,
+    rooms: Rooms | None = None,
+    max_context: int = NO_LIMIT,
+    **changes,
 ) -> Rollout:
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
@@ -78,6 +85,7 @@ def collect(
         lambda task: Quiz(task.episode),
         rooms or Rooms(),
         num_lanes=NUM_LANES,
+        max_context=max_context,
     )
     seat = Seat(
         engine=engine(),
@@ -128,6 +136,26 @@ def test_rows_hold_every_sample_end_to_end_and_nothing_that_was_not_sampled_is_t
     turn = forked.trajectories[0].turns[2]
     assert turn.messages == (("tool", "né"), ("user", "so?")) and turn.text == "né\nso?"
     assert all(not turn.messages for turn in forked.trajectories[0].turns[4::4])
+
+
+def lengths_of_samples(trajectory: Trajectory) -> list[int]:
+    bounds = [*trajectory.sample_starts, trajectory.num_tokens]
+    return [end - begin for begin, end in itertools.pairwise(bounds)]
+
+
+def test_it_is_the_sample_that_may_not_be_longer_than_the_model_reads(forked):
+    """Episodes come to more than the longest of their samples, which the model reads alone."""
+    lengths = {t.episode: lengths_of_samples(t) for t in forked.trajectories}
+    longest = max(max(samples) for samples in lengths.values())
+    assert any(sum(samples) > longest for samples in lengths.values())
+    assert collect("fork", max_context=longest).trajectories == forked.trajectories
+    cut = collect("fork", max_context=longest - 1)
+    for whole, same in zip(forked.trajectories, cut.trajectories, strict=True):
+        if max(lengths[whole.episode]) < longest:
+            assert same == whole
+        else:
+            assert same.stop_reason == "episode_too_long"
+            assert max(lengths_of_samples(same)) < longest
 
 
 def test_forks_are_read_anew_and_counted(forked):

@@ -61,10 +61,26 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
                 assert gap[0] > 0.5
 
 
-def test_a_sampling_that_cannot_be_is_refused_before_anything_is_played(pool):
-    task = dataclasses.replace(tasks(1)[0], sampling=Sampling(top_p=0))
-    with pytest.raises(ValueError, match=r"episode 0: Task.sampling.top_p is 0"):
-        collect(pool, [task])
+def test_what_cannot_be_is_refused_before_anything_is_played(pool):
+    for asked, words in (
+        ({"sampling": Sampling(top_p=0)}, r"episode 0: Task.sampling.top_p is 0"),
+        ({"seed": -1}, r"episode 0: Task.seed is -1; it must lie between 0 and 2147483647"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            collect(pool, [dataclasses.replace(tasks(1)[0], **asked)])
+
+
+def test_an_episodes_tokens_are_those_of_its_seed(pool):
+    """Which is its number unless it says another: 0 and 8 to 15 are drawn as the first nine are."""
+    alike = [dataclasses.replace(task, env_seed=5, player=0) for task in tasks(16)]
+    plain = collect(pool, alike).trajectories
+    seeds = [9, *range(1, 8), *range(8)]
+    seeded = [dataclasses.replace(task, seed=seed) for task, seed in zip(alike, seeds, strict=True)]
+    for seed, trajectory in zip(seeds, collect(pool, seeded).trajectories, strict=True):
+        assert [turn.token_ids for turn in trajectory.turns] == [
+            turn.token_ids for turn in plain[seed].turns
+        ]
+    assert len({trajectory.turns[1].token_ids for trajectory in plain}) > 3
 
 
 GIVEN = {
@@ -79,6 +95,17 @@ GIVEN = {
     "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
     "train": {"ratio": "model", "epochs": 2},
 }
+
+
+def seated(given):
+    """A World of these settings, the first seat of its rollout, and the Placement that gave it."""
+    world = World(make_config(given))
+    calibration = Calibration(world, ThroughputTable(path=None, measurements={}), lambda _: None)
+    placement = Placement(world, calibration)
+    placement.choose_training(None)
+    placement.choose_rollout(world.config.rollout.context_buckets[0], None)
+    params = world.policy(world.first_train_state(placement.in_training))
+    return world, placement.open_seat(params, version=0)[0], placement
 
 
 def one_step(world: World):

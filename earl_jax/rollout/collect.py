@@ -32,7 +32,7 @@ from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.orders import NO_ID, NO_PAGE, NO_ROW, Report, pack_orders
+from earl_jax.rollout.orders import NO_ID, NO_LIMIT, NO_PAGE, NO_ROW, Report, pack_orders
 from earl_jax.rollout.room import CacheRoom, MakeRoom
 from earl_jax.rollout.sampling import sampling_rows, set_row
 from earl_jax.rollout.scheduler import LaneScheduler
@@ -105,15 +105,17 @@ class Collector:
         make_room: MakeRoom,
         *,
         num_lanes: int,
+        max_context: int = NO_LIMIT,
         drafting: Drafting | None = None,
     ) -> None:
         """`make_room` is asked where the seat has too little room for the next round.
 
+        The model reads at most `max_context` tokens: an episode that comes to more is cut there.
         `drafting` says which rounds guess tokens, and learns from them; None: as `config` says.
         """
         self._config, self._new_conversation = config, new_conversation
         self._make_environment, self._make_room = make_environment, make_room
-        self._num_lanes = num_lanes
+        self._num_lanes, self._max_context = num_lanes, max_context
         self._drafting = drafting or Drafting(config.speculation.mode)
         # By row, not by slot: an answer may come when its episode was aborted and its slot is
         # another's.
@@ -225,6 +227,7 @@ class Collector:
                     conversation=self._new_conversation(),
                     limits=task.limits or self._config.limits,
                     stops=task.stops or self._config.stops,
+                    max_context=self._max_context,
                 )
                 if task.episode in self._aborted:
                     self._end(slot, ABORTED, self._aborted[task.episode])
@@ -322,7 +325,7 @@ class Collector:
                 columns["shared"][slot], columns["copied"][slot] = begins.shared, begins.copied
                 _, news = episode.take(begins.shared)
                 self._stats.shared_tokens += news
-            columns["seed"][slot], columns["row"][slot] = episode.task.episode, episode.row
+            columns["seed"][slot], columns["row"][slot] = episode.task.token_seed, episode.row
             columns["stop_ids"][slot, : len(episode.stops.token_ids)] = episode.stops.token_ids
             if episode.task.sampling is not None:
                 set_row(drawn, slot, episode.task.sampling)

@@ -148,7 +148,8 @@ class RolloutConfig:
     waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more, else 16. A
     turn is cut, and its episode over, at
     `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
-    (0: nowhere), and there is no answer that leaves a turn no room below that. The last turn of an
+    (0: to what the checkpoint's model is made for, where there is one), and there is no answer that
+    leaves a turn no room below that. The last turn of an
     episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
 
     Where the budget holds no more pages, the shortest episodes are parked. `parking` says what

@@ -15,8 +15,9 @@ from earl_jax.trajectory import Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One episode to play. `episode` seeds the sampling, `env_seed` the environment.
+    """One episode to play. `seed` is what its tokens are drawn with, `env_seed` the environment's.
 
+    Without a `seed` it is the number of the episode, so that no two of a run draw alike.
     `limits`, `sampling` and `stops` are this episode's own; None: those of the rollout. Who trains
     on episodes with a sampling of their own sets config.train.ratio to "model".
     """
@@ -25,18 +26,29 @@ class Task:
     group: int
     env_seed: int
     player: int
+    seed: int | None = None
     limits: Limits | None = None
     sampling: Sampling | None = None
     stops: Stops | None = None
 
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
+        if not 0 <= self.token_seed < 2**31:
+            raise ValueError(
+                f"episode {self.episode}: Task.seed is {self.token_seed}; it must lie between 0 "
+                f"and {2**31 - 1}"
+            )
         if self.limits is not None:
             self.limits.validate(f"episode {self.episode}: Task.limits.")
         if self.sampling is not None:
             self.sampling.validate(f"episode {self.episode}: Task.sampling.")
         if self.stops is not None:
             self.stops.validate(f"episode {self.episode}: Task.stops.")
+
+    @property
+    def token_seed(self) -> int:
+        """What its tokens are drawn with."""
+        return self.episode if self.seed is None else self.seed
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,7 +62,8 @@ class LiveEpisode:
     the queue begins with all of this sample again. `parked`: it takes no part, because there are
     too few pages; what was read may be in host memory. `speaking`: in the middle of a turn.
     `length` counts the episode's tokens, the first `origin` of which belong to earlier samples.
-    `choices` are the ids of what its next turn may be, () where that may be anything.
+    `choices` are the ids of what its next turn may be, () where that may be anything. A sample
+    holds `max_context` tokens at most.
     """
 
     task: Task
@@ -58,6 +71,7 @@ class LiveEpisode:
     conversation: Conversation
     limits: Limits
     stops: Stops
+    max_context: int = NO_LIMIT
     environment: Environment | None = None
     waits: bool = True
     role: str = ""
@@ -86,12 +100,16 @@ class LiveEpisode:
 
     @property
     def most_tokens(self) -> int:
-        """What the episode may come to, whoever writes it."""
-        return self.limits.max_episode_tokens or NO_LIMIT
+        """What the episode may come to, whoever writes it, if no other sample begins."""
+        return self._most_tokens(self.origin)
+
+    def _most_tokens(self, origin: int) -> int:
+        return min(self.limits.max_episode_tokens or NO_LIMIT, origin + self.max_context)
 
     def leaves_room(self, heard: Heard) -> bool:
         """Whether the policy could say anything to this."""
-        return self.length + len(heard.ids) < self.most_tokens
+        most = self._most_tokens(self.length if heard.forks else self.origin)
+        return self.length + len(heard.ids) < most
 
     def hear(self, said: Said, heard: Heard) -> None:
         """The environment said something: to be appended, behind the pending token.
