@@ -27,6 +27,7 @@ from test_engine import COLLECTIVE
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
+from earl_jax.rollout.config import SpeculationConfig
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.pages import Pool
@@ -275,6 +276,18 @@ def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
     assert parked.trajectories == whole.trajectories
     assert parked.stats.prefill_tokens == whole.stats.prefill_tokens
     assert parked.stats.rollout_tokens == whole.stats.rollout_tokens
+
+
+def test_where_tokens_are_guessed_it_is_the_same_to_the_bit_too(pool):
+    """What wrong guesses leave behind a slot's last token may go along, or not."""
+    guesses = {"ngram": 1, "draft": 3}
+    some = {"player": engine(burst=1, **guesses), "burst": 1, "parking": "host"}
+    some |= {"speculation": SpeculationConfig(mode="on", **guesses)}
+    whole = collect(pool, tasks(40), **some)
+    assert whole.stats.drafted_tokens > 0 == whole.stats.parked_episodes
+    parked = collect(pool, tasks(40), **some, pages=5, make_room=Rooms(most_pages=5))
+    assert parked.stats.parked_host_bytes > 0 == parked.stats.recomputed_tokens
+    assert parked.trajectories == whole.trajectories
 
 
 def test_where_host_memory_is_full_episodes_are_read_again(pool, never_parked):
