@@ -127,6 +127,12 @@ class World:
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
         if config.rollout.speculation.mode == "auto":
+            if jax.process_count() > 1:
+                raise ValueError(
+                    "config.rollout.speculation.mode is 'auto' in a run of "
+                    f"{jax.process_count()} processes, whose clocks could choose different "
+                    "programs for one round; set it to 'on' or 'off'"
+                )
             self.notes.append(
                 "config.rollout.speculation.mode is 'auto': the clock decides which rounds guess "
                 "tokens, so log-probs of a run that is repeated or resumed are the same up to "

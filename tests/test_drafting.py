@@ -273,6 +273,15 @@ def test_settings_that_cannot_be_are_refused(override, message):
         make_config({}, [f"rollout.speculation.{override}"])
 
 
+def test_clocks_of_several_processes_are_not_asked(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    World(make_config({}, ["rollout.speculation.mode=on"]))
+    with pytest.raises(
+        ValueError, match="speculation.mode is 'auto' in a run of 2 processes.*'on'"
+    ):
+        World(make_config({}, ["rollout.speculation.mode=auto"]))
+
+
 def test_the_settings_reach_the_engine():
     settings = ["rollout.speculation.mode=auto", "rollout.speculation.draft=2"]
     world = World(make_config({}, settings))

@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import CONFIG, MODEL, NUM_LANES, Rooms, check_rows, engine, tasks, weights
+from test_collect import (
+    CONFIG,
+    MODEL,
+    NUM_LANES,
+    Rooms,
+    assert_same_episodes,
+    check_rows,
+    engine,
+    tasks,
+    weights,
+)
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.envs.board_game import game_corpus
@@ -25,7 +35,8 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.config import Sampling, SpeculationConfig
+from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.seat import Policy, Seat
@@ -75,8 +86,10 @@ def collect(
     places: int = ROOM,
     rooms: Rooms | None = None,
     max_context: int = NO_LIMIT,
+    player: PolicyEngine | None = None,
     **changes,
 ) -> Rollout:
+    player = player or engine()
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
         dataclasses.replace(CONFIG, **{"share_prefixes": True, **changes}),
@@ -88,9 +101,9 @@ def collect(
         max_context=max_context,
     )
     seat = Seat(
-        engine=engine(),
+        engine=player,
         policy=Policy(params=weights(), version=2),
-        state=engine().empty_state(places, Pool(NUM_LANES, 4)),
+        state=player.empty_state(places, Pool(NUM_LANES, 4)),
         places=places,
         pool=Pool(NUM_LANES, 4),
     )
@@ -102,6 +115,15 @@ def collect(
 @pytest.fixture(scope="module")
 def forked() -> Rollout:
     return collect("fork")
+
+
+@pytest.mark.slow
+def test_samples_are_the_same_where_tokens_are_guessed_from_those_before(forked):
+    speculation = SpeculationConfig(mode="on", ngram=1, draft=2)
+    guessed = collect("fork", player=engine(ngram=1, draft=2), speculation=speculation)
+    check_rows(guessed, NUM_TASKS)
+    assert_same_episodes(forked.trajectories, guessed.trajectories)
+    assert guessed.stats.drafted_tokens > 0
 
 
 def most_forked(rollout: Rollout) -> Trajectory:

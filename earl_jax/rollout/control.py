@@ -3,7 +3,8 @@
 """What others may ask of a rollout under way: to stand still, to drop episodes, to change weights.
 
 Asked from any thread, carried out by the rollout between two rounds, that is after at most
-`config.rollout.burst` tokens of every slot (interruptible generation, AReaL, arXiv 2505.24298).
+`config.rollout.burst` forward passes of every slot (interruptible generation, AReaL, arXiv
+2505.24298).
 """
 
 import dataclasses

@@ -16,8 +16,6 @@ BLOCK_ROUNDS = 8
 # Then the faster goes on for so many rounds before the next trial: how much a text repeats itself
 # changes as the policy learns. A trial is 3 % of all rounds.
 KEPT_ROUNDS = 1000
-
-
 # The slowest rounds of either kind are left out: a compilation, or whatever else disturbs one, only
 # ever makes it slower, and is not what is compared.
 SLOWEST_ROUNDS = 2
