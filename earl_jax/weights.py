@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.models.lora import is_adapted, merged
 from earl_jax.models.quantization import is_quantized, quantize
+from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.transfer_plan import plan_transfers, shard_ranges
+from earl_jax.sharding.transfer_plan import plan_transfers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,6 @@
 """Any layout to any layout: bit for bit, and no byte through the host."""
 
 import contextlib
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import jax
@@ -15,8 +12,9 @@ import pytest
 from jax._src import array as jax_array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.transfer_plan import choose_route, shard_ranges
+from earl_jax.sharding.transfer_plan import choose_route
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")
@@ -274,38 +272,3 @@ def test_errors_name_what_to_change():
         reshard({"w": np.zeros(8)}, {"w": NamedSharding(mesh, P())})
     with pytest.raises(ValueError, match="a mesh of real devices"):
         reshard(x, NamedSharding(AbstractMesh((2,), ("x",)), P()))
-
-
-TWO_PROCESSES = """
-import sys, jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from earl_jax.sharding.reshard import reshard
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 1)
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-target = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
-try:
-    reshard(jax.numpy.zeros(4), target)
-except ValueError as error:
-    print(error)
-"""
-
-
-@pytest.mark.slow
-def test_arrays_of_several_processes_are_refused():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, address, str(n)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for n in range(2)
-    ]
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert "the array is to go on devices of other processes" in output
-        assert "pass the process's own part" in output
