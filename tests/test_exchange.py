@@ -31,7 +31,7 @@ from earl_jax.sharding import exchange as exchange_module
 from earl_jax.sharding.exchange import Shipment, exchange
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import absent_array, reshard
-from earl_jax.sharding.rounds import colour, rounds_of
+from earl_jax.sharding.rounds import colour, rounds_of, separate
 from earl_jax.sharding.transfer_plan import plan_transfer
 from earl_jax.sharding.waiting import PeerLost, wait_for
 
@@ -58,9 +58,25 @@ def test_there_are_as_many_rounds_as_the_busiest_device_has_pieces(links):
     busiest = max(
         [*Counter(s for s, _ in links).values(), *Counter(r for _, r in links).values()], default=0
     )
-    assert len(set(colours)) == busiest
-    for end in (0, 1):
-        assert len({(link[end], c) for link, c in zip(links, colours, strict=True)}) == len(links)
+    for tangled in (None, separate(links, colours)):
+        rounds = set(zip(links, colours, strict=True))
+        for end in (0, 1):
+            assert len({(link[end], number) for link, number in rounds}) == len(links)
+        assert set(colours) == set(range(busiest))
+        mutual = any(
+            ((receiver, sender), number) in rounds for (sender, receiver), number in rounds
+        )
+        assert tangled in (None, mutual)
+
+
+@pytest.mark.parametrize("num", [3, 5, 8, 16])
+def test_no_two_devices_send_each_other_something_in_one_round(num):
+    links = [(s, r) for s in range(num) for r in range(num) if s != r]
+    colours = colour(links)
+    assert not separate(links, colours)
+    again = colour(links)
+    separate(links, again)
+    assert again == colours  # as every process must find it
 
 
 def test_all_to_all_over_eight_takes_seven_rounds_and_no_piece_is_above_the_limit():
