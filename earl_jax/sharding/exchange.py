@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from earl_jax.sharding.chunks import zeros_on
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.rounds import Round, rounds_of
 from earl_jax.sharding.transfer_plan import TransferPlan
@@ -96,7 +97,7 @@ def _as_row(array: jax.Array, shipment: Shipment, mesh: Mesh) -> jax.Array:
     for device in mesh.local_devices:
         shard = here.get(device)
         if shard is None:
-            shard = jnp.zeros(block, shipment.dtype, device=SingleDeviceSharding(device))
+            shard = zeros_on(SingleDeviceSharding(device), block, shipment.dtype)
         shards.append(shard if shard.ndim else shard.reshape(1))
     shape = (len(mesh.devices) * block[0], *block[1:])
     sharding = NamedSharding(mesh, PartitionSpec(_ROW))

@@ -9,6 +9,7 @@ from one device to one other device of the same process, where it copies directl
 
 import dataclasses
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -19,16 +20,24 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding, SingleDeviceSharding
 
+from earl_jax.sharding.chunks import carry_in_chunks
 from earl_jax.sharding.exchange import Shipment, exchange, narrower
 from earl_jax.sharding.ranges import Ranges, check_divides, process_of, shard_ranges
-from earl_jax.sharding.transfer_plan import Piece, plan_transfers
+from earl_jax.sharding.transfer_plan import Piece, TransferPlan, plan_transfers
 
 Tree = TypeVar("Tree")
 
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-def reshard(tree: Tree, shardings: Any, *, dtypes: Any = None) -> Tree:
+def reshard(
+    tree: Tree,
+    shardings: Any,
+    *,
+    dtypes: Any = None,
+    chunk_bytes: int | None = None,
+    donate: bool = False,
+) -> Tree:
     """Moves a tree of arrays to a tree of placements, bit for bit and with no byte on the host.
 
     Leaves whose devices hold what they need are only relabelled. Leaves that keep their devices in
@@ -50,16 +59,25 @@ def reshard(tree: Tree, shardings: Any, *, dtypes: Any = None) -> Tree:
     The result may share buffers with `tree` where a shard stays whole on its device: donate
     neither while the other is in use.
 
+    With `chunk_bytes` a device holds no more than about so much beside sources and results: the
+    leaves move a few at a time, and a leaf with larger shards chunk by chunk, at the price of more
+    and smaller sends. One batch of leaves is sent while the one before it arrives.
+
     Args:
       tree: `jax.Array`s. Of one that is on other processes' devices, `absent_array` is the handle.
       shardings: the same structure with a `NamedSharding` at every leaf.
       dtypes: the same structure with the type that each leaf is to arrive in; None: as they are.
         A cast to fewer bytes happens before the bytes are sent, one to more behind it.
+      chunk_bytes: a bound per device; None: all leaves at once.
+      donate: `tree` is given up. Each leaf's memory is free as soon as it is sent, but for buffers
+        that the result shares with it.
 
     Raises:
-      ValueError: if the structures differ, a leaf is no `jax.Array`, a target is no `NamedSharding`
-        on devices of the same platform, or a shape does not divide.
+      ValueError: if the structures differ, `chunk_bytes` is not above 0, a leaf is no `jax.Array`,
+        a target is no `NamedSharding` on devices of the same platform, or a shape does not divide.
     """
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes is {chunk_bytes}; give at least 1, or None for no bound")
     named_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     targets = _leaves_like(structure, shardings, "sharding")
     leaves = [leaf for _, leaf in named_leaves]
@@ -70,24 +88,75 @@ def reshard(tree: Tree, shardings: Any, *, dtypes: Any = None) -> Tree:
         if dtypes is None
         else [jnp.dtype(dtype) for dtype in _leaves_like(structure, dtypes, "type")]
     )
-    schedule = _make_schedule(
-        tuple(
-            _Move(leaf.shape, leaf.dtype, leaf.sharding, target, dtype)
-            for leaf, target, dtype in zip(leaves, targets, wanted, strict=True)
-        )
-    )
+    moves = [
+        _Move(leaf.shape, leaf.dtype, leaf.sharding, target, dtype)
+        for leaf, target, dtype in zip(leaves, targets, wanted, strict=True)
+    ]
+    moved: list[jax.Array] = []
+    last: list[jax.Array] = []
+    for batch in _batches(moves, chunk_bytes):
+        arrived = _carry([leaves[k] for k in batch], tuple(moves[k] for k in batch), chunk_bytes)
+        moved += arrived
+        if donate:
+            _give_up([leaves[k] for k in batch], arrived)
+        if chunk_bytes is not None:
+            jax.block_until_ready(last)
+            last = arrived
+    return jax.tree_util.tree_unflatten(structure, moved)
+
+
+def _batches(moves: Sequence["_Move"], chunk_bytes: int | None) -> list[list[int]]:
+    """Leaves in their order, as many at once as half of the chunk has room for; at least one."""
+    if chunk_bytes is None:
+        return [list(range(len(moves)))]
+    batches: list[list[int]] = []
+    room = 0
+    for k, move in enumerate(moves):
+        size = move.bytes_per_device
+        if size > room or not batches:
+            batches.append([])
+            room = chunk_bytes // 2
+        batches[-1].append(k)
+        room -= size
+    return batches
+
+
+def _carry(
+    leaves: Sequence[jax.Array], moves: tuple["_Move", ...], chunk_bytes: int | None
+) -> list[jax.Array]:
+    """Moves these leaves at once, but for those that are larger than a chunk."""
+    schedule = _make_schedule(moves, chunk_bytes)
+    targets = [move.target for move in moves]
     moved = dict(enumerate(leaves))
     for k in schedule.relabelled:
         moved[k] = _relabel(leaves[k], targets[k])
     # A caller's `jax.set_mesh` would forbid programs on any other devices than its own.
     with jax.set_mesh(_NO_MESH):
         for group in schedule.compiled:
-            identity = _identity(tuple(targets[k] for k in group), tuple(wanted[k] for k in group))
+            dtypes = tuple(moves[k].arrives_as for k in group)
+            identity = _identity(tuple(targets[k] for k in group), dtypes)
             moved.update(zip(group, identity(tuple(moved[k] for k in group)), strict=True))
         moved.update(_carry_pieces(leaves, targets, schedule))
-        arrived = exchange([leaves[k] for k in schedule.exchanged], schedule.shipments)
+        for k, plan in schedule.chunked:
+            assert chunk_bytes is not None
+            dtype = moves[k].arrives_as
+            moved[k] = carry_in_chunks(leaves[k], targets[k], plan, dtype, chunk_bytes)
+        arrived = exchange([leaves[k] for k in schedule.exchanged], schedule.shipments, chunk_bytes)
         moved.update(zip(schedule.exchanged, arrived, strict=True))
-    return jax.tree_util.tree_unflatten(structure, [moved[k] for k in range(len(leaves))])
+    return [moved[k] for k in range(len(leaves))]
+
+
+def _give_up(leaves: Sequence[jax.Array], moved: Sequence[jax.Array]) -> None:
+    """Frees what the results do not share. What is still being read is freed behind that."""
+    kept = {
+        (shard.device, shard.data.unsafe_buffer_pointer())
+        for array in moved
+        for shard in array.addressable_shards
+    }
+    for leaf in leaves:
+        buffers = {(s.device, s.data.unsafe_buffer_pointer()) for s in leaf.addressable_shards}
+        if not buffers & kept:
+            leaf.delete()
 
 
 def absent_array(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
@@ -131,6 +200,12 @@ class _Move(NamedTuple):
     def is_cast(self) -> bool:
         return self.dtype != self.arrives_as
 
+    @property
+    def bytes_per_device(self) -> int:
+        """Of the larger of the two shards, as it travels."""
+        sides = (side.shard_shape(self.shape) for side in (self.source, self.target))
+        return max(map(math.prod, sides)) * self.carried_as.itemsize
+
 
 class _Cut(NamedTuple):
     """A box of one leaf's shard, in the shard's own coordinates; None for the whole shard.
@@ -170,11 +245,12 @@ class _Schedule:
     joins: tuple[tuple[_Join, ...], ...]
     exchanged: tuple[int, ...]
     shipments: tuple[Shipment, ...]
+    chunked: tuple[tuple[int, TransferPlan], ...]
 
 
 # 256 plans and as many identities: layouts come from a selector's short list of candidates.
 @functools.lru_cache(maxsize=256)
-def _make_schedule(moves: tuple[_Move, ...]) -> _Schedule:
+def _make_schedule(moves: tuple[_Move, ...], chunk_bytes: int | None) -> _Schedule:
     sources = [shard_ranges(move.source, move.shape) for move in moves]
     targets = [shard_ranges(move.target, move.shape) for move in moves]
     plans = plan_transfers(
@@ -186,8 +262,12 @@ def _make_schedule(moves: tuple[_Move, ...]) -> _Schedule:
     )
     compiled: dict[tuple[int, ...], list[int]] = defaultdict(list)
     pieces: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    chunked = []
     for k, plan in enumerate(plans):
-        if plan.route == "compiled" or plan.route == "in place" and moves[k].is_cast:
+        large = chunk_bytes is not None and moves[k].bytes_per_device > chunk_bytes // 2
+        if large and plan.route in ("compiled", "pieces"):
+            chunked.append((k, plan))
+        elif plan.route == "compiled" or plan.route == "in place" and moves[k].is_cast:
             compiled[tuple(targets[k])].append(k)
         elif plan.route == "pieces":
             for piece in plan.pieces:
@@ -219,7 +299,8 @@ def _make_schedule(moves: tuple[_Move, ...]) -> _Schedule:
         ),
         compiled=tuple(tuple(group) for group in compiled.values()),
         cuts={device: tuple(numbered) for device, numbered in cuts.items()},
-        scattered=tuple(k for k, plan in enumerate(plans) if plan.route == "pieces"),
+        scattered=tuple(dict.fromkeys(k for by_leaf in pieces.values() for k in by_leaf)),
+        chunked=tuple(chunked),
         parcels=tuple(parcels),
         destinations=tuple(destinations),
         joins=tuple(joins),
@@ -253,7 +334,7 @@ def _cast(move: _Move, *, before: bool) -> Any:
 
 def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
     shards = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, target, shards)
+    return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
 
 
 @functools.lru_cache(maxsize=256)
