@@ -34,7 +34,7 @@ def dispatch(
     *,
     length: int,
     lengths: np.ndarray,
-    advantages: np.ndarray,
+    advantages: np.ndarray | jax.Array,
     sample_starts: np.ndarray | None = None,
 ) -> Delivery:
     """Moves N rows to `layout` and makes a TrajectoryBatch of them.
@@ -44,7 +44,7 @@ def dispatch(
         layout: where the trainer wants them.
         length: tokens per row of the batch, T.
         lengths: i32[N], how many tokens of each row count.
-        advantages: f32[N,M], one per episode and turn.
+        advantages: f32[N,M], one per episode and turn; on the host, or on `layout` already.
         sample_starts: i32[N,M], places where samples begin in a row, rising, and behind the row's
             end where there are fewer; None where every row is one sample.
 
