@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages are the same bits on every layout and over processes, and those of the papers."""
 
+import typing
+
 import jax
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from test_sharding_reshard import count_host_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.advantages import advantage_table
-from earl_jax.train.config import ESTIMATORS, TrainConfig
+from earl_jax.train.config import TrainConfig
 
 TURNS = 8
+ESTIMATORS = typing.get_args(typing.get_type_hints(TrainConfig)["advantage"])
 CONFIGS = [
     TrainConfig(advantage=name, normalize_advantages=normalize, turn_discount=0.7)
     for name in ESTIMATORS
