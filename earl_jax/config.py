@@ -38,12 +38,22 @@ class DevicesConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchConfig:
-    """`forbid_host_bytes`: experience or weights on the host end the run (else counted)."""
+    """How arrays move from layout to layout.
+
+    `forbid_host_bytes`: experience or weights on the host end the run (else counted). Where
+    `chunk_bytes` is above 0, a device that weights, optimiser state or KV caches go to or leave
+    holds no more than about so much of what is under way; 0: all of it at once, which is faster.
+    """
 
     forbid_host_bytes: bool = True
+    chunk_bytes: int = 0
 
     def validate(self) -> None:
-        """Nothing can be wrong."""
+        """Raises ValueError naming the field that breaks a rule."""
+        if self.chunk_bytes < 0:
+            raise ValueError(
+                f"config.dispatch.chunk_bytes is {self.chunk_bytes}; give bytes, or 0 for no bound"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,11 @@ from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
+from earl_jax.sharding.layout import Layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
-from earl_jax.train.advantages import advantage_table
+from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.step import TrainState, UpdateMetrics, read_metrics
 from earl_jax.trajectory import Experience, Trajectory, TrajectoryBatch
@@ -93,7 +94,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     layout = world.train_layout(placement.in_training)
     with timer("dispatch"), only_on_devices(world) as dispatch_reads:
         experience = to_learn_from(world, rollout.experience)
-        delivery = dispatch(experience, layout, **row_facts(world, rollout, length))
+        delivery = dispatch(experience, layout, **row_facts(world, rollout, length, layout))
         jax.block_until_ready(delivery.batch)
     trajectories, stats, seat = rollout.trajectories, rollout.stats, rollout.seat
     rollout_mesh, rollout_places = str(seat.engine.layout), seat.places
@@ -205,13 +206,18 @@ def to_learn_from(world: World, experience: Experience) -> Experience:
     return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
-def row_facts(world: World, rollout: Rollout, length: int) -> dict[str, Any]:
-    """The small facts that the host adds to the device rows, in the order of the rows."""
-    trajectories = rollout.trajectories
+def row_facts(world: World, rollout: Rollout, length: int, layout: Layout) -> dict[str, Any]:
+    """The small facts that the host adds to the device rows, in the order of the rows.
+
+    Advantages have room for a power of two of turns, so that few programs are compiled for them.
+    """
+    trajectories, config = rollout.trajectories, world.config.train
+    num_turns = max(8, 1 << max(t.num_turns for t in trajectories).bit_length())
+    rewards = place_rows(reward_rows(config, trajectories, num_turns), layout)
     return {
         "length": length,
         "lengths": np.array([trajectory.num_tokens for trajectory in trajectories]),
-        "advantages": advantage_table(world.config.train, trajectories),
+        "advantages": advantages_of(config, rewards, layout),
         "sample_starts": sample_starts(trajectories, length),
     }
 

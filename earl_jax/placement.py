@@ -139,12 +139,14 @@ class Placement:
         return decision
 
     def move_state(self, state: TrainState) -> TrainState:
-        """Parameters and optimiser state on the training mesh in use."""
+        """Parameters and optimiser state on the training mesh in use; `state` is given up."""
         shardings = self._world.train_state_shardings(self.in_training)
         if jax.tree.leaves(state)[0].sharding == jax.tree.leaves(shardings)[0]:
             return state
         start = time.perf_counter()
-        state = jax.block_until_ready(reshard(state, shardings))
+        state = jax.block_until_ready(
+            reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
+        )
         self.log.switch_s += time.perf_counter() - start
         return state
 
@@ -201,6 +203,10 @@ class Placement:
         return pages_for(places, self._world.config.rollout.tokens_a_page)
 
     @property
+    def _chunk_bytes(self) -> int | None:
+        return self._world.config.dispatch.chunk_bytes or None
+
+    @property
     def _pool(self) -> Pool:
         return Pool(lanes=len(self._world.devices), pages=self.pages)
 
@@ -211,7 +217,12 @@ class Placement:
             The seat, and the bytes of weights that changed device.
         """
         engine = self._world.engine(self.in_rollout)
-        published = publish(params, engine.parameter_shapes, engine.parameter_shardings)
+        published = publish(
+            params,
+            engine.parameter_shapes,
+            engine.parameter_shardings,
+            chunk_bytes=self._chunk_bytes,
+        )
         policy = Policy(params=published.params, version=version)
         pool = self._pool
         state = engine.empty_state(self.places, pool)
@@ -238,7 +249,9 @@ class Placement:
             start = time.perf_counter()
             params, state = jax.block_until_ready(
                 reshard(
-                    (policy.params, state), (engine.parameter_shardings, engine.state_shardings)
+                    (policy.params, state),
+                    (engine.parameter_shardings, engine.state_shardings),
+                    chunk_bytes=self._chunk_bytes,
                 )
             )
             policy = dataclasses.replace(policy, params=params)

@@ -12,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.models.lora import is_adapted, merged
 from earl_jax.models.quantization import is_quantized, quantize
+from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.transfer_plan import plan_transfers, shard_ranges
+from earl_jax.sharding.transfer_plan import plan_transfers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,9 @@ class Published:
     moved_bytes: int
 
 
-def publish(params: Any, shapes: Any, shardings: Any) -> Published:
+def publish(
+    params: Any, shapes: Any, shardings: Any, *, chunk_bytes: int | None = None
+) -> Published:
     """Layers unstacked, adapters merged, cast or quantised, placed on the rollout layout.
 
     Over the same devices a cast is one compiled program with the move. int8 is made from fp32,
@@ -35,13 +38,17 @@ def publish(params: Any, shapes: Any, shardings: Any) -> Published:
         params: the trainer's tree, layers stacked on the leading axis; some may be `Adapted`.
         shapes: shapes and types of the engine's tree, layers as a list; some may be `Quantized`.
         shardings: where the engine wants each of them.
+        chunk_bytes: how much a device may hold of what is under way to others (see `reshard`).
     """
     made = _where_made(params, shapes)
     sources = jax.tree.map(lambda leaf: leaf.sharding, made)
     here, there = (jax.tree.leaves(side)[0].mesh for side in (sources, shardings))
     quantized = any(map(is_quantized, jax.tree.leaves(shapes, is_leaf=is_quantized)))
     if quantized or list(here.devices.flat) != list(there.devices.flat):
-        moved = reshard(program_of(params, shapes, sources)(params), shardings)
+        made_here = program_of(params, shapes, sources)(params)
+        # Where nothing is to be done to a weight, its program returns the trainer's own buffer.
+        donate = not _shares_buffers(params, made_here)
+        moved = reshard(made_here, shardings, chunk_bytes=chunk_bytes, donate=donate)
     else:
         moved = program_of(params, shapes, shardings)(params)
     described = tuple(
@@ -50,6 +57,17 @@ def publish(params: Any, shapes: Any, shardings: Any) -> Published:
     return Published(
         params=moved, moved_bytes=_moved_bytes(described, tuple(jax.tree.leaves(shardings)))
     )
+
+
+def _shares_buffers(params: Any, made: Any) -> bool:
+    def buffers(tree: Any) -> set[tuple[Any, int]]:
+        return {
+            (shard.device, shard.data.unsafe_buffer_pointer())
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+        }
+
+    return bool(buffers(params) & buffers(made))
 
 
 def program_of(params: Any, shapes: Any, shardings: Any) -> Any:

@@ -152,7 +152,7 @@ def test_as_dict_is_json_and_builds_the_same_config_again():
         (
             {"dispatch": {"xyz": 1}},
             "config.dispatch.xyz is not a field of DispatchConfig; "
-            "its fields are forbid_host_bytes",
+            "its fields are chunk_bytes, forbid_host_bytes",
         ),
     ],
 )

@@ -9,12 +9,15 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 import pytest
+from processes import Processes
 
 # The count below every door of Python, of the test that any array gets anywhere.
 from test_sharding_reshard import count_host_bytes
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
+from earl_jax.sharding.reshard import absent_array
+from earl_jax.sharding.waiting import wait_for
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.trajectory import Experience
 
@@ -227,3 +230,65 @@ def test_a_second_delivery_compiles_nothing():
         jax.monitoring.unregister_event_duration_listener(listen)
     assert deliveries[0].plan is deliveries[1].plan
     assert (np.asarray(deliveries[0].batch.tokens) != deliveries[1].batch.tokens).any()
+
+
+# Over processes. Each of them runs this.
+
+
+def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
+    """The fields of the batch that this process has, compared place by place."""
+    experience, lengths, advantages = make_experience()
+    source, target = layout_of(source), layout_of(target)
+    sharding = source.activations("NS")
+
+    def part(field: np.ndarray) -> jax.Array:
+        if not sharding.addressable_devices:
+            return absent_array(field.shape, field.dtype, sharding)
+        return jax.make_array_from_callback(field.shape, sharding, lambda index: field[index])
+
+    mine = sharding.addressable_devices_indices_map((ROWS, PLACES)).values()
+    held = sorted({row for index in mine for row in range(ROWS)[index[0]]})
+    rows = jax.tree.map(part, experience)
+    with both_counters() as (counter, reads):
+        delivery = dispatch(
+            rows, target, length=length, lengths=lengths[held], advantages=advantages[held]
+        )
+        wait_for(delivery.batch, what="dispatch", timeout_s=60)
+    assert (counter.num_bytes, reads) == (0, [])
+    assert delivery.plan.moved_bytes == moved_bytes_by_hand(source, target, length)
+    expected = batch_by_hand(experience, lengths, advantages, length)
+    spoken = expected["turn_ids"] > 0
+    seen = []
+    for name, values in expected.items():
+        field = getattr(delivery.batch, name)
+        assert field.shape == (ROWS, length)
+        for shard in field.addressable_shards:
+            got, wanted, says = (
+                a[i]
+                for a, i in (
+                    (np.asarray(shard.data), ...),
+                    (values, shard.index),
+                    (spoken, shard.index),
+                )
+            )
+            if name in ("logprobs", "versions"):
+                got, wanted = got[says], wanted[says]
+            np.testing.assert_array_equal(got, wanted, err_msg=name)
+            seen.append(name)
+    return sorted(set(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "target", "trains"),
+    [
+        ("data=8", "data=2,fsdp=2,tensor=2", [True, True]),
+        ("data=4 on 0 1 2 3", "data=2,tensor=2 on 4 5 6 7", [False, True]),
+    ],
+)
+def test_experience_goes_from_process_to_process(source, target, trains):
+    fields = ["advantages", "logprobs", "segment_ids", "tokens", "turn_ids", "versions"]
+    results = Processes(
+        2, 4, "test_dispatch_pack:deliver_over_processes", source, target, 24
+    ).results()
+    assert results == [fields if does else [] for does in trains]

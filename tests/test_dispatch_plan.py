@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.dispatch.plan import plan_dispatch
-from earl_jax.sharding.transfer_plan import plan_transfer, plan_transfers, shard_ranges
+from earl_jax.sharding.ranges import shard_ranges
+from earl_jax.sharding.rounds import rounds_of
+from earl_jax.sharding.transfer_plan import plan_transfer, plan_transfers
 from earl_jax.trajectory import TrajectoryBatch
 
 P = PartitionSpec
@@ -158,12 +160,14 @@ MESH_2 = AbstractMesh((2,), ("x",))
 def test_a_plan_prints_who_sends_what_to_whom():
     source = {0: ((0, 2), (0, 4)), 1: ((2, 4), (0, 4))}
     target = {1: ((0, 4), (0, 2)), 2: ((0, 4), (2, 4))}
-    assert str(plan_transfer((4, 4), 4, source, target)) == (
-        "shape (4, 4), 4 B an element, pieces: 48 B between devices, 16 B in place\n"
-        "from  to       index  bytes\n"
-        "   0   1  [0:2, 0:2]   16 B\n"
-        "   0   2  [0:2, 2:4]   16 B\n"
-        "   1   2  [2:4, 2:4]   16 B\n"
+    plan = plan_transfer((4, 4), 4, source, target, process_of={0: 0, 1: 0, 2: 1})
+    assert plan.network_bytes(plan.process_of) == {(0, 1): 32}
+    assert str(plan) == (
+        "shape (4, 4), 4 B an element, rounds: 48 B between devices, 16 B in place\n"
+        "from  to       index  bytes          path\n"
+        "   0   1  [0:2, 0:2]   16 B  same process\n"
+        "   0   2  [0:2, 2:4]   16 B       network\n"
+        "   1   2  [2:4, 2:4]   16 B       network\n"
         "device  sends  receives  keeps\n"
         "     0   32 B       0 B    0 B\n"
         "     1   16 B      16 B   16 B\n"
@@ -185,9 +189,9 @@ def test_a_dispatch_plan_prints_leaves_links_and_shares():
         "    tokens    (2, 4)  in place       0 B      32 B\n"
         "     total                      4.00 KiB  4.03 KiB\n"
         "\n"
-        "from  to     bytes\n"
-        "   0   1  2.00 KiB\n"
-        "   1   0  2.00 KiB\n"
+        "from  to     bytes          path\n"
+        "   0   1  2.00 KiB  same process\n"
+        "   1   0  2.00 KiB  same process\n"
         "\n"
         "device     sends  receives     keeps\n"
         "     0  2.00 KiB  2.00 KiB  2.02 KiB\n"
@@ -195,25 +199,83 @@ def test_a_dispatch_plan_prints_leaves_links_and_shares():
     )
 
 
-def test_256_devices_are_planned_in_seconds_of_cpu():
-    mesh = AbstractMesh((16, 16), ("x", "y"))
-    rows, columns = NamedSharding(mesh, P(("x", "y"))), NamedSharding(mesh, P(None, ("x", "y")))
-    # The worst case: each of 256 devices needs a piece from each, 65,536 pieces in one array.
-    shape = (1024, 2048)
-    source, target = shard_ranges(rows, shape), shard_ranges(columns, shape)
-    start = time.process_time()
-    plan = plan_transfer(shape, 4, source, target)
-    assert plan.moved_bytes == 1024 * 2048 * 4 * 255 // 256
-    assert time.process_time() - start < 2.0
-    assert str(plan).count("\n") == 1 + 64 + 1 + 1 + 256
+def test_the_nearest_holder_sends_and_of_these_the_least_loaded():
+    """Devices 0 to 3 hold everything; 0, 1 and 4 are in one process, 2, 3 and 5 in another."""
+    everything = ((0, 4),)
+    process_of = {0: 0, 1: 0, 4: 0, 2: 1, 3: 1, 5: 1, 6: 2}
+    source = {device: everything for device in range(4)}
+    target = {device: everything for device in (4, 5, 6)}
+    plan = plan_transfer((4,), 4, source, target, process_of=process_of)
+    assert plan.route == "rounds"
+    assert dict(zip(plan.receivers.tolist(), plan.senders.tolist(), strict=True)) == {
+        4: 0,
+        5: 2,
+        6: 1,
+    }
+    busy = plan_transfer(
+        (4,), 4, source, target, process_of=process_of, sent_bytes={0: 99, 2: 99, 1: 9}
+    )
+    assert dict(zip(busy.receivers.tolist(), busy.senders.tolist(), strict=True)) == {
+        4: 1,
+        5: 3,
+        6: 3,
+    }
 
-    # A batch of six arrays, each row on 16 devices, from 256 devices to the halves of each row.
+
+@st.composite
+def pairs_of_layouts(draw):
+    """Two NamedShardings on meshes over overlapping or disjoint devices, replicated or not."""
+    shape = tuple(draw(st.lists(st.sampled_from((4, 8, 12, 24)), min_size=1, max_size=3)))
+    sides = []
+    for _ in range(2):
+        mesh_shape = tuple(draw(st.lists(st.sampled_from((1, 2, 4)), min_size=3, max_size=3)))
+        split: dict[int, list[str]] = {axis: [] for axis in range(-1, len(shape))}
+        for name in draw(st.permutations("xyz")):
+            axis = draw(st.integers(-1, len(shape) - 1))  # -1: replicated along this mesh axis
+            sizes = dict(zip("xyz", mesh_shape, strict=True))
+            parts = math.prod(sizes[other] for other in [*split[axis], name])
+            split[axis if axis >= 0 and shape[axis] % parts == 0 else -1].append(name)
+        spec = P(*(tuple(split[axis]) or None for axis in range(len(shape))))
+        ranges = shard_ranges(NamedSharding(AbstractMesh(mesh_shape, tuple("xyz")), spec), shape)
+        shift = draw(st.integers(0, 8))
+        ids = draw(st.permutations(range(shift, shift + len(ranges))))
+        sides.append(dict(zip(ids, ranges.values(), strict=True)))
+    return shape, *sides
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(pairs_of_layouts())
+def test_plans_between_random_layouts_move_the_lower_bound(pair):
+    shape, source, target = pair
+    process_of = {device: device // 4 for device in (*source, *target)}
+    plan = plan_transfer(shape, 2, source, target, process_of=process_of)
+    check_plan(plan, source, target)
+    rounds = rounds_of(plan, max_bytes=64)
+    pieces = [piece for round_ in rounds for piece in round_.pieces]
+    assert sum(piece.num_bytes for piece in pieces) == plan.moved_bytes + plan.in_place_bytes
+    for round_ in rounds:
+        for ends in zip(*((p.source_device, p.target_device) for p in round_.pieces), strict=True):
+            assert len(set(ends)) == len(ends)
+
+
+def test_1024_devices_are_planned_in_two_seconds_of_cpu():
+    mesh = AbstractMesh((32, 32), ("x", "y"))
+    rows, columns = NamedSharding(mesh, P(("x", "y"))), NamedSharding(mesh, P(None, ("x", "y")))
+    # The worst case: each of 1,024 devices needs a piece from each, in each of six arrays.
     leaf = jax.ShapeDtypeStruct((1024, 4096), jnp.int32, sharding=rows)
     fields = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
     batch = TrajectoryBatch(**dict.fromkeys(fields, leaf))
-    goal = TrajectoryBatch(**dict.fromkeys(fields, NamedSharding(mesh, P("x", "y"))))
-    start = time.process_time()
-    whole = plan_dispatch(batch, goal)
-    assert time.process_time() - start < 2.0
-    assert [name for name, _ in whole.leaves] == list(fields)
-    assert whole.moved_bytes + whole.in_place_bytes == 6 * math.prod(leaf.shape) * 4
+    for goal, moved in (
+        (columns, 1023 / 1024),
+        # Each device holds one row of 1,024 and wants half of each of 32.
+        (NamedSharding(mesh, P("x", "y")), 1 - 1 / 32),
+        (NamedSharding(mesh, P()), 1023),
+    ):
+        start = time.process_time()
+        plan = plan_dispatch(batch, TrajectoryBatch(**dict.fromkeys(fields, goal)))
+        total = 6 * math.prod(leaf.shape) * 4
+        assert plan.moved_bytes == moved * total
+        assert time.process_time() - start < 2.0
+        assert [name for name, _ in plan.leaves] == list(fields)
+    text = str(plan_dispatch(batch, TrajectoryBatch(**dict.fromkeys(fields, rows))))
+    assert text.count("\n") == 1 + 6 + 1 + 1 + 1024

@@ -3,7 +3,6 @@
 """Any layout to any layout: bit for bit, and no byte through the host."""
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ import pytest
 from jax._src import array as jax_array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.transfer_plan import choose_route, shard_ranges
+from earl_jax.sharding.transfer_plan import choose_route
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")
@@ -276,36 +276,101 @@ def test_errors_name_what_to_change():
         reshard(x, NamedSharding(AbstractMesh((2,), ("x",)), P()))
 
 
-TWO_PROCESSES = """
-import sys, jax, numpy as np
+@pytest.mark.parametrize("chunk_bytes", [1, 100, 700])
+@pytest.mark.parametrize(("source", "target"), PAIRS[1::3])
+def test_chunks_arrive_bit_for_bit_without_the_host(source, target, chunk_bytes):
+    values = {leaf: make_values()[leaf] for leaf in ("cache", "tokens", "mask")}
+    if chunk_bytes == 1:  # an element at a time
+        values = {"tokens": values["tokens"]}
+    tree = {
+        leaf: jax.device_put(value, make_shardings(source)[leaf]) for leaf, value in values.items()
+    }
+    shardings = {leaf: make_shardings(target)[leaf] for leaf in tree}
+    with count_host_bytes() as reads:
+        moved = jax.block_until_ready(reshard(tree, shardings, chunk_bytes=chunk_bytes))
+    assert reads == []
+    assert jax.tree.map(lambda array: array.sharding, moved) == shardings
+    assert_same_bits(moved, values)
+    assert_same_bits(tree, values)
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 64])
+@pytest.mark.parametrize("target", ["8x1x1", "4x1x2", "last six", "reversed rows"])
+def test_a_cast_happens_on_the_way(target, chunk_bytes):
+    weights = np.linspace(-3, 3, 24 * 8, dtype=np.float32).reshape(24, 8)
+    codes = np.arange(24 * 8, dtype=np.int8).reshape(24, 8)
+    source, goal = (make_shardings(name)["mask"] for name in ("8x1x1", target))
+    tree = jax.device_put({"weights": weights, "codes": codes}, source)
+    with count_host_bytes() as reads, jax.transfer_guard_device_to_host("disallow_explicit"):
+        moved = reshard(
+            tree,
+            dict.fromkeys(tree, goal),
+            dtypes={"weights": jnp.bfloat16, "codes": jnp.float32},
+            chunk_bytes=chunk_bytes,
+        )
+        jax.block_until_ready(moved)
+    assert reads == []
+    assert {leaf: array.sharding for leaf, array in moved.items()} == dict.fromkeys(tree, goal)
+    expected = weights.astype(jnp.bfloat16)
+    assert np.asarray(moved["weights"]).tobytes() == expected.tobytes()
+    np.testing.assert_array_equal(np.asarray(moved["codes"]), codes.astype(np.float32))
+    assert tree["weights"].dtype == np.float32
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 100])
+def test_what_is_given_up_is_freed_but_not_what_is_shared(chunk_bytes):
+    values = make_values()
+    for target, freed in (("4x1x2", True), ("last six", True), ("8x1x1", False)):
+        tree = jax.device_put(values, make_shardings("8x1x1"))
+        moved = reshard(tree, make_shardings(target), donate=True, chunk_bytes=chunk_bytes)
+        assert [array.is_deleted() for array in tree.values()] == [freed] * len(tree), target
+        assert_same_bits(moved, values)
+    with pytest.raises(ValueError, match="chunk_bytes is 0"):
+        reshard(tree, make_shardings("8x1x1"), chunk_bytes=0)
+
+
+MEMORY = """
+import ctypes, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from earl_jax.sharding.reshard import reshard
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 1)
-jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
-target = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), P("x"))
-try:
-    reshard(jax.numpy.zeros(4), target)
-except ValueError as error:
-    print(error)
+jax.config.update("jax_num_cpu_devices", 4)
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(l.split()[1]) for l in lines if l.startswith(field)) // 1024
+devices = np.array(jax.devices()).reshape(2, 2)
+rows, columns = (NamedSharding(Mesh(devices, ("x", "y")), s) for s in (P(("x", "y")), P("y", "x")))
+chunk = int(sys.argv[1]) or None
+def run(mib):
+    array = jax.jit(lambda: jnp.ones((mib, 2**18), jnp.float32), out_shardings=rows)()
+    goal = NamedSharding(Mesh(devices[::-1], ("x", "y")), columns.spec)
+    jax.block_until_ready(array)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    jax.block_until_ready(reshard(array, goal, chunk_bytes=chunk))
+    return status("VmHWM") - before
+run(8)
+print(run(256))
 """
 
 
 @pytest.mark.slow
-def test_arrays_of_several_processes_are_refused():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", TWO_PROCESSES, address, str(n)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+def test_chunks_bound_the_memory_beside_source_and_result():
+    """A result of 256 MiB over four devices, all at once and in chunks of 4 MiB a device."""
+    whole, chunked = (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", MEMORY, str(chunk)],
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            ).stdout
         )
-        for n in range(2)
-    ]
-    for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert "the array is to go on devices of other processes" in output
-        assert "pass the process's own part" in output
+        for chunk in (0, 4 * 2**20)
+    )
+    assert 256 <= chunked < 256 + 64
+    assert whole > 256 + 128

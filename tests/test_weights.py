@@ -195,7 +195,9 @@ def test_the_counters_catch_the_plain_way():
 
 
 def test_the_check_fails_for_a_publish_by_device_put(monkeypatch):
-    monkeypatch.setattr("earl_jax.weights.reshard", jax.device_put)
+    monkeypatch.setattr(
+        "earl_jax.weights.reshard", lambda tree, shardings, **_: jax.device_put(tree, shardings)
+    )
     source, target = half("data=1,fsdp=4", range(4)), half("data=2,tensor=2", range(4, 8))
     # jax 0.10.2 lets the read pass, and the counters see it; 0.12's transfer guard refuses it.
     seen = (AssertionError, jax.errors.JaxRuntimeError)

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.dispatch.plan import DispatchPlan, plan_dispatch
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.reshard import reshard
+from earl_jax.sharding.reshard import absent_array, reshard
 from earl_jax.trajectory import Experience, TrajectoryBatch
 
 
@@ -34,17 +35,22 @@ def dispatch(
     *,
     length: int,
     lengths: np.ndarray,
-    advantages: np.ndarray,
+    advantages: np.ndarray | jax.Array,
     sample_starts: np.ndarray | None = None,
 ) -> Delivery:
     """Moves N rows to `layout` and makes a TrajectoryBatch of them.
+
+    Where devices of several processes take part, every process calls this, those too that only make
+    rows or only train; each brings the facts of the rows that it holds (arrays of 0 rows where it
+    holds none), and they travel with the rows. A process that does not train gets a batch of which
+    it has no part.
 
     Args:
         experience: device rows; cut or padded to `length` places where they are.
         layout: where the trainer wants them.
         length: tokens per row of the batch, T.
         lengths: i32[N], how many tokens of each row count.
-        advantages: f32[N,M], one per episode and turn.
+        advantages: f32[N,M], one per episode and turn; on the host, or on `layout` already.
         sample_starts: i32[N,M], places where samples begin in a row, rising, and behind the row's
             end where there are fewer; None where every row is one sample.
 
@@ -58,13 +64,46 @@ def dispatch(
     rows = _fit(experience, length)
     shardings = jax.tree.map(lambda _: layout.activations("NS"), rows)
     plan = _plan(rows, shardings)
-    rows = reshard(rows, shardings)
-    facts = (
-        jax.device_put(lengths.astype(np.int32), layout.activations("N")),
-        jax.device_put(advantages.astype(np.float32), layout.activations("N.")),
-        jax.device_put(starts.astype(np.int32), layout.activations("N.")),
-    )
+    facts = (lengths.astype(np.int32), advantages.astype(np.float32), starts.astype(np.int32))
+    goals = (layout.activations("N"), layout.activations("N."), layout.activations("N."))
+    if layout.activations("N").is_fully_addressable and rows.tokens.is_fully_addressable:
+        rows, facts = reshard(rows, shardings), jax.device_put(facts, goals)
+    else:
+        beside = tuple(_beside(fact, rows.tokens) for fact in facts)
+        rows, facts = reshard((rows, beside), (shardings, goals))
+    if not layout.activations("N").addressable_devices:
+        return Delivery(batch=_absent_batch(rows, layout), plan=plan)
     return Delivery(batch=_pack(layout)(rows, *facts), plan=plan)
+
+
+def _beside(fact: np.ndarray | jax.Array, tokens: jax.Array) -> jax.Array:
+    """Facts of this process's rows as an array of all rows', on the devices of the rows.
+
+    What is an array of devices already is moved from where it is.
+    """
+    if isinstance(fact, jax.Array):
+        return fact
+    source = tokens.sharding
+    assert isinstance(source, NamedSharding)
+    axes = tuple(source.spec)[:1]
+    sharding = NamedSharding(source.mesh, PartitionSpec(*axes))
+    shape = (tokens.shape[0], *fact.shape[1:])
+    if not sharding.addressable_devices:
+        return absent_array(shape, fact.dtype, sharding)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(fact), shape)
+
+
+def _absent_batch(rows: Experience, layout: Layout) -> TrajectoryBatch:
+    sharding, shape = layout.activations("NS"), rows.tokens.shape
+    number, real = (absent_array(shape, dtype, sharding) for dtype in (np.int32, np.float32))
+    return TrajectoryBatch(
+        tokens=number,
+        segment_ids=number,
+        turn_ids=number,
+        logprobs=real,
+        versions=number,
+        advantages=real,
+    )
 
 
 def _fit(experience: Experience, length: int) -> Experience:
@@ -72,6 +111,11 @@ def _fit(experience: Experience, length: int) -> Experience:
     if experience.tokens.shape[1] == length:
         return experience
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(experience))
+    if not experience.tokens.addressable_shards:
+        return jax.tree.map(
+            lambda field: absent_array((field.shape[0], length), field.dtype, field.sharding),
+            experience,
+        )
     return _fitter(length, jax.tree.structure(experience), shardings)(experience)
 
 

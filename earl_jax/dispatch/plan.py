@@ -16,15 +16,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from earl_jax.sharding.plan_text import bytes_text, device_table_lines, table_lines
+from earl_jax.sharding.ranges import check_divides, process_of, shard_ranges
 from earl_jax.sharding.transfer_plan import (
+    MAX_PRINTED_LINES,
     Traffic,
     TransferPlan,
-    bytes_text,
-    check_divides,
-    device_table_lines,
     plan_transfers,
-    shard_ranges,
-    table_lines,
 )
 
 
@@ -41,6 +39,16 @@ class DispatchPlan(Traffic):
     def link_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes per (source device, target device) over all leaves."""
         return _sum_counts(plan.link_bytes for _, plan in self.leaves)
+
+    @functools.cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes per sending device."""
+        return _sum_counts(plan.sent_bytes for _, plan in self.leaves)
+
+    @functools.cached_property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes per receiving device."""
+        return _sum_counts(plan.received_bytes for _, plan in self.leaves)
 
     @functools.cached_property
     def kept_bytes(self) -> dict[int, int]:
@@ -61,8 +69,14 @@ class DispatchPlan(Traffic):
         total = ("total", "", "", bytes_text(self.moved_bytes), bytes_text(self.in_place_bytes))
         lines = table_lines(("leaf", "shape", "route", "moved", "in place"), [*rows, total])
         if self.link_bytes:
-            links = [(*link, bytes_text(size)) for link, size in self.link_bytes.items()]
-            lines += ["", *table_lines(("from", "to", "bytes"), links)]
+            path = self.leaves[0][1].path
+            links = [
+                (*link, bytes_text(size), path(*link))
+                for link, size in list(self.link_bytes.items())[:MAX_PRINTED_LINES]
+            ]
+            lines += ["", *table_lines(("from", "to", "bytes", "path"), links)]
+            if len(self.link_bytes) > MAX_PRINTED_LINES:
+                lines.append(f"... and {len(self.link_bytes) - MAX_PRINTED_LINES} more links")
         shares = device_table_lines(self.sent_bytes, self.received_bytes, self.kept_bytes)
         return "\n".join([*lines, "", *shares])
 
@@ -98,7 +112,8 @@ def plan_dispatch(tree: Any, shardings: Any) -> DispatchPlan:
                 shard_ranges(target, leaf.shape),
             )
             for (_, leaf), target in zip(named_leaves, targets, strict=True)
-        ]
+        ],
+        process_of=process_of(*(leaf.sharding for _, leaf in named_leaves), *targets),
     )
     return DispatchPlan(leaves=tuple(zip(names, plans, strict=True)))
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who must send which part of an array to whom, as arithmetic on index ranges.
 
-No device is touched here: a plan for 256 chips is made on a laptop. `reshard` carries plans out,
+No device is touched here: a plan for 1,024 chips is made on a laptop. `reshard` carries plans out,
 `dispatch.plan` adds them up over a batch and prints them.
 """
 
@@ -11,18 +11,18 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
+import numpy as np
 
-Ranges = tuple[tuple[int, int], ...]
-"""One (start, stop) per axis: a box of a global array. A scalar's only box is ()."""
+from earl_jax.sharding.plan_text import bytes_text, device_table_lines, index_text, table_lines
+from earl_jax.sharding.ranges import Ranges
 
-Route = Literal["in place", "compiled", "pieces"]
+Route = Literal["in place", "compiled", "pieces", "rounds"]
 
-# A table of more lines than this is no longer read, and 256 devices can need 65,280 pieces.
-_MAX_PRINTED_PIECES = 64
+# A table of more lines than this is no longer read, and 1,024 devices can need 1,047,552 pieces.
+MAX_PRINTED_LINES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +54,20 @@ class Traffic:
     @property
     def moved_bytes(self) -> int:
         """Bytes that travel between devices."""
-        return sum(self.link_bytes.values())
+        return sum(self.received_bytes.values())
 
     @property
     def in_place_bytes(self) -> int:
         """Bytes that the targets already hold."""
         return sum(self.kept_bytes.values())
+
+    def network_bytes(self, process_of: Mapping[int, int]) -> dict[tuple[int, int], int]:
+        """Bytes per (source process, target process), those within a process left out."""
+        totals: Counter[tuple[int, int]] = Counter()
+        for (source, target), num_bytes in self.link_bytes.items():
+            if process_of[source] != process_of[target]:
+                totals[process_of[source], process_of[target]] += num_bytes
+        return dict(sorted(totals.items()))
 
     def _sum_ends(self, end: int) -> dict[int, int]:
         totals: Counter[int] = Counter()
@@ -68,61 +76,100 @@ class Traffic:
         return dict(sorted(totals.items()))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TransferPlan(Traffic):
     """How one array gets from one placement to another.
 
     `pieces` cover every target device's ranges exactly once; a piece from a device to itself stays
     where it is. `route` says what carries the plan out: "in place" (all devices hold what they
     need), "compiled" (same devices in the same order: XLA's collectives, for which `pieces` is the
-    lower bound) or "pieces" (cut, send and join exactly as listed).
+    lower bound), "pieces" (cut, send and join exactly as listed) or "rounds" (the same between
+    processes, see `rounds.py`).
 
     Example: 4 floats, device 0 holds [0:4], devices 0 and 1 want [0:2] and [2:4]: the pieces are
     (0 -> 0, [0:2], 8 bytes) in place and (0 -> 1, [2:4], 8 bytes) moved.
+
+    The pieces are kept as arrays, n of them: `senders` and `receivers` i64[n], their boxes
+    i64[n, axes, 2].
     """
 
     shape: tuple[int, ...]
     itemsize: int
     route: Route
-    pieces: tuple[Piece, ...]
+    process_of: Mapping[int, int]
+    senders: np.ndarray
+    receivers: np.ndarray
+    boxes: np.ndarray
+
+    @functools.cached_property
+    def piece_bytes(self) -> np.ndarray:
+        """i64[n], the size of each piece."""
+        return self.itemsize * np.prod(self.boxes[..., 1] - self.boxes[..., 0], axis=1)
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The plan one by one, in the order of the target's devices."""
+        columns = (self.senders, self.receivers, self.boxes, self.piece_bytes)
+        return tuple(
+            Piece(source, target, tuple(map(tuple, box)), size)
+            for source, target, box, size in zip(*(c.tolist() for c in columns), strict=True)
+        )
 
     @functools.cached_property
     def link_bytes(self) -> dict[tuple[int, int], int]:
         """Bytes per (source device, target device), pieces that stay in place left out."""
-        links: Counter[tuple[int, int]] = Counter()
-        for piece in self._moved_pieces:
-            links[piece.source_device, piece.target_device] += piece.num_bytes
-        return dict(sorted(links.items()))
+        moved = self._is_moved
+        links = np.stack([self.senders[moved], self.receivers[moved]])
+        width = 1 + int(links.max(initial=0))
+        sums = _sums(links[0] * width + links[1], self.piece_bytes[moved])
+        ends = np.divmod(np.fromiter(sums, np.int64, len(sums)), width)
+        pairs = zip(*(end.tolist() for end in ends), strict=True)
+        return dict(zip(pairs, sums.values(), strict=True))
+
+    @functools.cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes per sending device."""
+        return _sums(self.senders[self._is_moved], self.piece_bytes[self._is_moved])
+
+    @functools.cached_property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes per receiving device."""
+        return _sums(self.receivers[self._is_moved], self.piece_bytes[self._is_moved])
 
     @functools.cached_property
     def kept_bytes(self) -> dict[int, int]:
         """Bytes per device that it needs and already holds."""
-        kept: Counter[int] = Counter()
-        for piece in self.pieces:
-            if piece.source_device == piece.target_device:
-                kept[piece.target_device] += piece.num_bytes
-        return dict(sorted(kept.items()))
+        stays = self.senders == self.receivers
+        return _sums(self.receivers[stays], self.piece_bytes[stays])
 
     @functools.cached_property
-    def _moved_pieces(self) -> list[Piece]:
-        return [p for p in self.pieces if p.source_device != p.target_device and p.num_bytes]
+    def _is_moved(self) -> np.ndarray:
+        return (self.senders != self.receivers) & (self.piece_bytes > 0)
+
+    def path(self, source: int, target: int) -> str:
+        """What lies between two devices: nothing, links inside a process, or the network."""
+        if source == target:
+            return "in place"
+        same = self.process_of[source] == self.process_of[target]
+        return "same process" if same else "network"
 
     def __str__(self) -> str:
         """The pieces that move, then what each device sends, receives and keeps."""
-        moved = self._moved_pieces
+        moved = np.flatnonzero(self._is_moved)
         lines = [
             f"shape {self.shape}, {self.itemsize} B an element, {self.route}: "
             f"{bytes_text(self.moved_bytes)} between devices, "
             f"{bytes_text(self.in_place_bytes)} in place"
         ]
-        if moved:
-            rows = [
-                (p.source_device, p.target_device, _index_text(p.index), bytes_text(p.num_bytes))
-                for p in moved[:_MAX_PRINTED_PIECES]
-            ]
-            lines += table_lines(("from", "to", "index", "bytes"), rows)
-        if len(moved) > _MAX_PRINTED_PIECES:
-            lines.append(f"... and {len(moved) - _MAX_PRINTED_PIECES} more pieces")
+        if len(moved):
+            rows = []
+            for n in moved[:MAX_PRINTED_LINES]:
+                ends = int(self.senders[n]), int(self.receivers[n])
+                size = bytes_text(int(self.piece_bytes[n]))
+                rows.append((*ends, index_text(self.boxes[n].tolist()), size, self.path(*ends)))
+            lines += table_lines(("from", "to", "index", "bytes", "path"), rows)
+        if len(moved) > MAX_PRINTED_LINES:
+            lines.append(f"... and {len(moved) - MAX_PRINTED_LINES} more pieces")
         lines += device_table_lines(self.sent_bytes, self.received_bytes, self.kept_bytes)
         return "\n".join(lines)
 
@@ -133,13 +180,15 @@ def plan_transfer(
     source: Mapping[int, Ranges],
     target: Mapping[int, Ranges],
     *,
+    process_of: Mapping[int, int] | None = None,
     sent_bytes: Mapping[int, int] | None = None,
 ) -> TransferPlan:
     """Plans that every target device gets exactly the ranges that it lacks, each once.
 
-    What a device already holds it takes from itself; the rest comes from the holder that has sent
-    the fewest bytes so far, the lowest id on a tie. The bytes moved equal the lower bound: the sum
-    over targets of their range minus what they hold.
+    What a device already holds it takes from itself. The rest comes from a holder of the same
+    process where there is one, of these from the one that has sent the fewest bytes so far, the
+    lowest id on a tie. The bytes moved equal the lower bound: the sum over targets of their range
+    minus what they hold.
 
     Args:
       shape: the global array's shape.
@@ -147,37 +196,35 @@ def plan_transfer(
       source: ranges per device id, in the order of the mesh. The distinct ranges must be the
         cells of a grid over the array, as those of every `NamedSharding` are.
       target: ranges per device id, in the order of the mesh; any boxes inside the array.
+      process_of: the process of each device; all in one where it is None.
       sent_bytes: what the devices send already for other arrays.
 
     Raises:
       ValueError: if the source is no grid over the array or a target leaves the array.
     """
     shape = tuple(shape)
-    grid = _Grid(shape, source)
-    load = Counter(sent_bytes or {})
-    pieces = []
     for device, wanted in target.items():
         _check_inside(shape, device, wanted)
-        own = source.get(device)
-        for cell, index in grid.overlaps(wanted):
-            num_bytes = itemsize * math.prod(stop - start for start, stop in index)
-            if cell == own:
-                holder = device
-            else:
-                holders = grid.holders[cell]
-                holder = holders[0] if len(holders) == 1 else min(holders, key=load.__getitem__)
-                load[holder] += num_bytes
-            pieces.append(Piece(holder, device, index, num_bytes))
+    processes = process_of or dict.fromkeys([*source, *target], 0)
+    grid = _Grid(shape, source)
+    receivers, cells, boxes = grid.overlaps(target)
+    sizes = itemsize * np.prod(boxes[..., 1] - boxes[..., 0], axis=1)
+    senders = grid.senders(receivers, cells, sizes, processes, sent_bytes or {})
     return TransferPlan(
         shape=shape,
         itemsize=itemsize,
-        route=choose_route(source, target),
-        pieces=tuple(pieces),
+        route=choose_route(source, target, processes),
+        process_of=processes,
+        senders=senders,
+        receivers=receivers,
+        boxes=boxes,
     )
 
 
 def plan_transfers(
     moves: Sequence[tuple[Sequence[int], int, Mapping[int, Ranges], Mapping[int, Ranges]]],
+    *,
+    process_of: Mapping[int, int] | None = None,
 ) -> tuple[TransferPlan, ...]:
     """Plans several arrays, (shape, itemsize, source, target) each, as one load on the devices.
 
@@ -185,18 +232,34 @@ def plan_transfers(
     """
     load: Counter[int] = Counter()
     plans = []
+    # The fields of a batch often go alike. Where nobody can choose a sender, so do their plans.
+    forced: dict[Any, TransferPlan] = {}
     for shape, itemsize, source, target in moves:
-        plan = plan_transfer(shape, itemsize, source, target, sent_bytes=load)
-        if plan.route == "pieces":
+        move = (tuple(shape), itemsize, tuple(source.items()), tuple(target.items()))
+        plan = forced.get(move)
+        if plan is None:
+            plan = plan_transfer(
+                shape, itemsize, source, target, process_of=process_of, sent_bytes=load
+            )
+            if len(set(source.values())) == len(source):
+                forced[move] = plan
+        if plan.route != "compiled":
             load.update(plan.sent_bytes)
         plans.append(plan)
     return tuple(plans)
 
 
-def choose_route(source: Mapping[int, Ranges], target: Mapping[int, Ranges]) -> Route:
+def choose_route(
+    source: Mapping[int, Ranges],
+    target: Mapping[int, Ranges],
+    process_of: Mapping[int, int] | None = None,
+) -> Route:
     """What can carry an array from `source` to `target` (ranges per device id in mesh order)."""
     if dict(source) == dict(target):
         return "in place"
+    # Between processes nothing can be sent but by a program that all of them run.
+    if process_of and len({process_of[device] for device in (*source, *target)}) > 1:
+        return "rounds"
     # jax 0.10.2: a compiled move of an array without elements returns shards of the wrong shape.
     has_elements = all(start < stop for ranges in target.values() for start, stop in ranges)
     # XLA makes whole copies on every device when the source is partly replicated: from (2,2,2) as
@@ -208,73 +271,15 @@ def choose_route(source: Mapping[int, Ranges], target: Mapping[int, Ranges]) -> 
     return "compiled" if same_devices and has_elements and not partly_replicated else "pieces"
 
 
-def shard_ranges(sharding: Sharding, shape: Sequence[int]) -> dict[int, Ranges]:
-    """The ranges that each device holds, by device id in the order of the mesh.
-
-    Under an abstract mesh the devices are numbered 0, 1, ... in the order of the mesh.
-    """
-    shape = tuple(shape)
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-        return _abstract_shard_ranges(sharding, shape)
-    return {
-        device.id: tuple(
-            (0 if part.start is None else part.start, size if part.stop is None else part.stop)
-            for part, size in zip(index, shape, strict=True)
-        )
-        for device, index in sharding.devices_indices_map(shape).items()
-    }
-
-
-def check_divides(name: str, shape: Sequence[int], sharding: NamedSharding) -> None:
-    """Raises ValueError unless the array called `name` splits evenly over `sharding`."""
-    for axis, (mesh_axes, parts) in enumerate(_splits(sharding, shape)):
-        if shape[axis] % parts:
-            raise ValueError(
-                f"{name} of shape {tuple(shape)} does not divide: axis {axis} has {shape[axis]} "
-                f"elements, and {sharding.spec} splits it over {parts} devices (mesh axes "
-                f"{mesh_axes} of mesh {dict(sharding.mesh.shape)}); pad axis {axis} to a multiple "
-                f"of {parts} or write None for it in the spec"
-            )
-
-
-def bytes_text(num_bytes: int) -> str:
-    """Bytes for people: 96 B, 1.50 MiB."""
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    power = min((num_bytes.bit_length() - 1) // 10, 4)
-    return f"{num_bytes / 1024**power:.2f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
-
-
-def table_lines(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of right-aligned columns, the header first."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
-
-
-def device_table_lines(
-    sent: Mapping[int, int], received: Mapping[int, int], kept: Mapping[int, int]
-) -> list[str]:
-    """A table of what each device sends, receives and keeps, in bytes."""
-    rows = [
-        (device, *(bytes_text(column.get(device, 0)) for column in (sent, received, kept)))
-        for device in sorted({*sent, *received, *kept})
-    ]
-    return table_lines(("device", "sends", "receives", "keeps"), rows)
-
-
 class _Grid:
-    """The cells into which a source placement cuts an array, and who holds each."""
+    """The cells, in row-major order, into which a source cuts an array, and who holds each."""
 
     def __init__(self, shape: tuple[int, ...], source: Mapping[int, Ranges]):
-        self.holders: dict[Ranges, list[int]] = defaultdict(list)
+        holders: dict[Ranges, list[int]] = defaultdict(list)
         for device in sorted(source):
-            self.holders[source[device]].append(device)
+            holders[source[device]].append(device)
         self._cuts = [
-            sorted({ranges[axis] for ranges in self.holders if len(ranges) == len(shape)})
+            sorted({ranges[axis] for ranges in holders if len(ranges) == len(shape)})
             for axis in range(len(shape))
         ]
         whole = all(
@@ -283,60 +288,77 @@ class _Grid:
             for cuts, size in zip(self._cuts, shape, strict=True)
             if cuts
         )
-        if not whole or len(self.holders) != math.prod(map(len, self._cuts)) or not source:
+        if not whole or len(holders) != math.prod(map(len, self._cuts)) or not source:
             raise ValueError(
-                f"the source's ranges {sorted(self.holders)} are not the cells of a grid over an "
+                f"the source's ranges {sorted(holders)} are not the cells of a grid over an "
                 f"array of shape {shape}; every element needs a holder, and two devices must hold "
                 "either the same range or ranges without overlap"
             )
+        self._holders = [holders[cell] for cell in itertools.product(*self._cuts)]
 
-    def overlaps(self, box: Ranges) -> Iterator[tuple[Ranges, Ranges]]:
-        """Yields (cell, cell's part inside `box`) for the cells that share elements with `box`."""
-        per_axis = [
-            [
-                (cut, (max(cut[0], start), min(cut[1], stop)))
-                for cut in cuts
-                if cut[0] < stop and start < cut[1] or cut == (start, stop)  # the last: no elements
-            ]
-            for cuts, (start, stop) in zip(self._cuts, box, strict=True)
-        ]
-        for parts in itertools.product(*per_axis):
-            yield tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+    def overlaps(self, boxes: Mapping[int, Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The parts of each device's box, cell by cell: devices [n], cells [n], parts [n, axes, 2].
 
-
-def _splits(sharding: NamedSharding, shape: Sequence[int]) -> list[tuple[tuple[str, ...], int]]:
-    """Per axis of the array: the mesh axes that split it and the number of parts."""
-    spec = tuple(sharding.spec)
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"{sharding.spec} has {len(spec)} entries for an array of shape {tuple(shape)}; "
-            f"give at most {len(shape)}"
-        )
-    splits = []
-    for entry in spec + (None,) * (len(shape) - len(spec)):
-        if not (entry is None or isinstance(entry, (str, tuple))):
-            raise ValueError(
-                f"{sharding.spec} leaves an axis open ({entry}); name its mesh axes or write None"
+        Axis by axis, all boxes at once: a part so far and the cuts that it meets there.
+        """
+        devices = np.fromiter(boxes, np.int64, len(boxes))
+        wanted = np.array(list(boxes.values()), np.int64).reshape(len(boxes), len(self._cuts), 2)
+        row, cell = np.arange(len(boxes)), np.zeros(len(boxes), np.int64)
+        parts = np.zeros((len(boxes), 0, 2), np.int64)
+        for axis, cuts in enumerate(self._cuts):
+            starts, stops = np.array(cuts, np.int64).T
+            box = wanted[row, axis]
+            first = np.searchsorted(stops, box[:, 0], side="right")
+            behind = np.searchsorted(starts, box[:, 1], side="left")
+            if stops[-1] == 0:  # no elements: the only cut meets every box
+                first, behind = np.zeros_like(first), np.ones_like(behind)
+            number = np.maximum(behind - first, 0)
+            again = np.repeat(np.arange(len(row)), number)
+            cut = np.arange(len(again)) - np.repeat(np.cumsum(number) - number, number)
+            cut += first[again]
+            row, cell = row[again], cell[again] * len(cuts) + cut
+            part = np.stack(
+                [np.maximum(starts[cut], box[again, 0]), np.minimum(stops[cut], box[again, 1])], -1
             )
-        names = () if entry is None else (entry,) if isinstance(entry, str) else entry
-        splits.append((names, math.prod(sharding.mesh.shape[name] for name in names)))
-    return splits
+            parts = np.concatenate([parts[again], part[:, None]], axis=1)
+        return devices[row], cell, parts
+
+    def senders(
+        self,
+        receivers: np.ndarray,
+        cells: np.ndarray,
+        sizes: np.ndarray,
+        process_of: Mapping[int, int],
+        sent_bytes: Mapping[int, int],
+    ) -> np.ndarray:
+        """Who sends each part: the only holder, the receiver itself, or the best of several."""
+        senders = np.array([holders[0] for holders in self._holders], np.int64)[cells]
+        several = np.array([len(holders) > 1 for holders in self._holders])[cells]
+        load = Counter(sent_bytes)
+        alone = ~several & (senders != receivers)
+        load.update(_sums(senders[alone], sizes[alone]))
+        for n in np.flatnonzero(several):
+            receiver, size = int(receivers[n]), int(sizes[n])
+            holders = self._holders[cells[n]]
+            if receiver in holders:
+                senders[n] = receiver
+                continue
+            home = process_of[receiver]
+            near = [holder for holder in holders if process_of[holder] == home]
+            senders[n] = sender = min(near or holders, key=load.__getitem__)
+            load[sender] += size
+        return senders
 
 
-def _abstract_shard_ranges(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Ranges]:
-    splits = _splits(sharding, shape)
-    mesh_axes = dict(sharding.mesh.shape)
-    ranges = {}
-    for device, place in enumerate(itertools.product(*map(range, mesh_axes.values()))):
-        coordinate = dict(zip(mesh_axes, place, strict=True))
-        box = []
-        for size, (names, parts) in zip(shape, splits, strict=True):
-            part = 0
-            for name in names:  # the first name is the slowest
-                part = part * mesh_axes[name] + coordinate[name]
-            box.append((part * size // parts, (part + 1) * size // parts))
-        ranges[device] = tuple(box)
-    return ranges
+def _sums(keys: np.ndarray, values: np.ndarray) -> dict[int, int]:
+    """The sum of the values of each key."""
+    if not len(keys):
+        return {}
+    order = np.argsort(keys, kind="stable")
+    keys, values = keys[order], values[order]
+    first = np.flatnonzero(np.diff(keys, prepend=keys[0] - 1))
+    sums = np.add.reduceat(values, first)
+    return dict(zip(keys[first].tolist(), sums.tolist(), strict=True))
 
 
 def _check_inside(shape: tuple[int, ...], device: int, box: Ranges) -> None:
@@ -347,7 +369,3 @@ def _check_inside(shape: tuple[int, ...], device: int, box: Ranges) -> None:
             f"target device {device} wants {box} of an array of shape {shape}; give one "
             "(start, stop) inside the array per axis"
         )
-
-
-def _index_text(index: Ranges) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in index) + "]"

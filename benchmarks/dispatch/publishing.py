@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Weights: the trainer's stacked fp32 to the engine's bf16, layer by layer, beside a plain copy.
+
+Publishing reads four bytes of every number and writes two (int8: one). The limit is the time in
+which the same device copies as many bytes, read and written.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks.dispatch.within import seconds
+from earl_jax.models.parameters import parameter_shapes, parameter_shardings, parameter_specs
+from earl_jax.models.presets import preset_named
+from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.weights import publish
+
+COLUMNS = (
+    "model",
+    "layers",
+    "trainer",
+    "rollout",
+    "weights",
+    "GB read",
+    "GB written",
+    "moved GB",
+    "publish ms",
+    "copy ms",
+    "of a copy's speed",
+)
+VOCAB = 152_064
+
+
+def measure(
+    presets: Sequence[str], meshes: Sequence[tuple[str, str]], cut: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """A row for each model, pair of meshes (trainer, rollout) and type of the engine's weights."""
+    for preset in presets:
+        model = preset_named(preset)
+        windows = model.windows[:1]
+        model = dataclasses.replace(
+            model, num_layers=max(1, model.num_layers // cut), windows=windows
+        )
+        specs = parameter_specs(model, VOCAB)
+        for trainer, rollout in meshes:
+            source = make_layout(MeshShape.parse(trainer), row_axes=TRAINING_ROWS)
+            target = make_layout(MeshShape.parse(rollout))
+            shardings = parameter_shardings(specs, source)
+            shapes = parameter_shapes(specs)
+            params = jax.jit(
+                lambda shapes=shapes: jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), shapes),
+                out_shardings=shardings,
+            )()
+            for dtype in ("compute", "int8"):
+                wanted = engine_specs(model, VOCAB, dtype)
+                goal = engine_shapes(wanted, "bfloat16")
+                places = parameter_shardings(wanted, target)
+                moved = publish(params, goal, places).moved_bytes
+                ours_s = seconds(
+                    lambda p=params, g=goal, w=places: publish(p, g, w).params, repeats
+                )
+                read, written = _bytes(shapes), _bytes(goal)
+                copy_s = seconds(_copy_of((read + written) // 2), repeats)
+                cells = (
+                    preset,
+                    model.num_layers,
+                    trainer,
+                    rollout,
+                    "bf16" if dtype == "compute" else dtype,
+                    read / 1e9,
+                    written / 1e9,
+                    moved / 1e9,
+                    1e3 * ours_s,
+                    1e3 * copy_s,
+                    copy_s / ours_s,
+                )
+                yield dict(zip(COLUMNS, cells, strict=True))
+
+
+def _bytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _copy_of(num_bytes: int) -> Any:
+    """A copy, on each device, of its share."""
+    devices = jax.devices()
+    share = max(1, num_bytes // len(devices) // 4)
+    parts = [jnp.ones(share, jnp.float32, device=SingleDeviceSharding(d)) for d in devices]
+    return lambda: [jnp.copy(part) for part in parts]

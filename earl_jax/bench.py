@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Times one stage: python -m earl_jax.bench dispatch [--only=PARTS] [--json]."""
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from earl_jax.main import exit_status, start_jax
+
+_HELP = """\
+Times a stage and prints Markdown tables, or with --json an object a line. Run it in the root of the
+repository, where benchmarks/ is.
+
+  python -m earl_jax.bench dispatch --only=processes --workers=16
+      worker processes on hosts of their own (network namespaces, which need root) against rank 0
+      that gathers and scatters
+  python -m earl_jax.bench dispatch --only=within --platform=cpu --devices=8
+      every rollout mesh to every training mesh, beside a plain copy
+  python -m earl_jax.bench dispatch --only=weights --platform=gpu --models=llama3.2-1b,qwen2.5-7b
+      publishing weights, beside a plain copy
+  python -m earl_jax.bench dispatch --only=paper
+      1,024 devices by the planner
+"""
+PARTS = ("processes", "within", "weights", "paper")
+STAGES = ("dispatch",)
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """Exits with status 2 for a flag that does not exist."""
+    parser = argparse.ArgumentParser(
+        prog="python -m earl_jax.bench",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--json", action="store_true", help="an object a line")
+    parser.add_argument("--repeats", type=int, default=3, help="the median of so many (3)")
+    between = parser.add_argument_group("processes")
+    between.add_argument("--workers", default="4,8,16", help="numbers of processes")
+    between.add_argument(
+        "--scale", type=float, default=16, help="divides EARL's 46, 93 and 187 MiB a worker (16)"
+    )
+    between.add_argument("--tensor", type=int, default=4, help="members of a trainer's group (4)")
+    between.add_argument("--mbit", type=float, default=100, help="rate of a link, Mbit/s (100)")
+    between.add_argument("--loopback", action="store_true", help="no namespaces")
+    inside = parser.add_argument_group("within, weights")
+    inside.add_argument("--platform", default="auto", help="auto, cpu, gpu or tpu")
+    inside.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8)")
+    inside.add_argument("--mib", default="0.25,4,64", help="sizes of the array within a process")
+    inside.add_argument("--models", default="qwen2.5-0.5b", help="presets whose weights go")
+    inside.add_argument("--cut", type=int, default=1, help="divides the layers of the models (1)")
+    return parser.parse_args(arguments)
+
+
+def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What a part measures, a dict a row."""
+    if part == "processes":
+        from benchmarks.dispatch.processes import Settings, measure
+
+        settings = Settings(
+            workers=tuple(map(int, flags.workers.split(","))),
+            scale=flags.scale,
+            tensor=flags.tensor,
+            mbit_per_s=flags.mbit,
+            repeats=flags.repeats,
+            loopback=flags.loopback,
+        )
+        return measure(settings)
+    if part == "paper":
+        from benchmarks.dispatch.paper import tables
+
+        return tables()
+    start_jax(flags.platform, flags.devices)
+    if part == "within":
+        from benchmarks.dispatch.within import measure as measure_within
+
+        return measure_within(tuple(map(float, flags.mib.split(","))), flags.repeats)
+    import jax
+
+    from benchmarks.dispatch.publishing import measure as measure_weights
+
+    num = len(jax.devices())
+    meshes = [(f"data=1,fsdp={num}", f"data={num}"), (f"data=1,fsdp={num}", f"tensor={num}")]
+    return measure_weights(flags.models.split(","), meshes[:num], flags.cut, flags.repeats)
+
+
+def write_table(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Markdown, a line as soon as it is known."""
+    names: list[str] = []
+    for row in rows:
+        if not names:
+            names = [name for name in row if not name.endswith("spans_s")]
+            print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
+        print(f"| {' | '.join(_cell(row[name]) for name in names)} |", flush=True)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return "" if value is None else str(value)
+
+
+def bench_command(arguments: Sequence[str]) -> None:
+    """The whole command."""
+    flags = parse_flags(arguments)
+    parts = flags.only.split(",")
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise ValueError(f"--only={flags.only}: {unknown[0]!r} is no part of {', '.join(PARTS)}")
+    if importlib.util.find_spec("benchmarks") is None:
+        raise ValueError("there is no folder benchmarks/ here; run this in the repository's root")
+    for part in parts:
+        rows = rows_of(part, flags)
+        if flags.json:
+            for row in rows:
+                print(json.dumps({"part": part, **row}), flush=True)
+        else:
+            print(f"\n## {part}\n")
+            write_table(rows)
+
+
+def main() -> None:
+    """The entry point."""
+    sys.exit(exit_status(lambda: bench_command(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

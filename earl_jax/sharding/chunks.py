@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A large array within one process, a chunk at a time into the place where it is to lie.
+
+`reshard` sends all pieces of an array and then joins them: for a moment a device holds what it
+sends, what it received, and what it made of that. Here each chunk is written into the target's
+shard as it comes, which is donated to the write, so that beside source and target a device holds
+two chunks.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from earl_jax.sharding.ranges import Ranges, shard_ranges
+from earl_jax.sharding.rounds import rounds_of
+from earl_jax.sharding.transfer_plan import TransferPlan
+
+
+def carry_in_chunks(
+    array: jax.Array, target: NamedSharding, plan: TransferPlan, dtype: Any, chunk_bytes: int
+) -> jax.Array:
+    """Carries out a plan within this process; no device has more than `chunk_bytes` under way.
+
+    What goes beside it is not held up: a chunk is sent while the one before it is written.
+    """
+    source, goal = (shard_ranges(sharding, array.shape) for sharding in (array.sharding, target))
+    devices = {device.id: SingleDeviceSharding(device) for device in target.device_set}
+    shards = {shard.device.id: shard.data for shard in array.addressable_shards}
+    block = target.shard_shape(array.shape)
+    outs = {device: zeros_on(devices[device], block, dtype) for device in goal}
+    written: list[jax.Array] = []
+    for round_ in rounds_of(plan, max(1, chunk_bytes // 2)):
+        # Two chunks are half of what may be under way each: the one before this must have arrived.
+        jax.block_until_ready(written)
+        written = []
+        for piece in round_.pieces:
+            cut = _cut(
+                shards[piece.source_device],
+                _offset(piece.index, source[piece.source_device]),
+                round_.shape,
+                dtype if plan.itemsize == jnp.dtype(dtype).itemsize else array.dtype,
+            )
+            end = piece.target_device
+            arrived = jax.device_put(cut, devices[end])
+            outs[end], mark = _write(outs[end], arrived, _offset(piece.index, goal[end]))
+            written.append(mark)
+    return jax.make_array_from_single_device_arrays(array.shape, target, list(outs.values()))
+
+
+def zeros_on(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Zeros that the device makes itself."""
+    return _zeros(device, shape, dtype)()
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=device)
+
+
+def _offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
+    return tuple(start - first for (start, _), (first, _) in zip(index, shard, strict=True))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _cut(shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return lax.dynamic_slice(shard, start, shape).astype(dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(out: jax.Array, chunk: jax.Array, start: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    """The shard with the chunk in it, and something small that is ready when it is written."""
+    out = lax.dynamic_update_slice(out, chunk.astype(out.dtype), start)
+    return out, lax.dynamic_slice(out.reshape(-1), (0,), (1,))

@@ -1,0 +1,103 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Real processes of `jax.distributed` on this machine, started by tests.
+
+A test names a function `module:function` of tests/; each process calls it with the devices of all
+there, and what it returns comes back as JSON.
+"""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+RESULT = "result: "
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Processes:
+    """`num` processes with `devices` CPU devices each, that run `function(*arguments)`."""
+
+    def __init__(self, num: int, devices: int, function: str, *arguments: Any) -> None:
+        address = f"127.0.0.1:{free_port()}"
+        self.started_s = time.monotonic()
+        self.all = [
+            subprocess.Popen(
+                [sys.executable, __file__, address, str(num), str(n), str(devices), function]
+                + [json.dumps(argument) for argument in arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=TESTS,
+                env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+            )
+            for n in range(num)
+        ]
+
+    def results(self, timeout_s: float = 120.0) -> list[Any]:
+        """What each returned. Raises AssertionError with its output where one failed."""
+        ends = self.ends(timeout_s)
+        for n, (status, output, errors) in enumerate(ends):
+            assert status == 0, f"process {n} ended with {status}:\n{output}\n{errors[-4000:]}"
+        return [
+            json.loads(line.removeprefix(RESULT))
+            for _, output, _ in ends
+            for line in output.splitlines()
+            if line.startswith(RESULT)
+        ]
+
+    def ends(self, timeout_s: float = 120.0) -> list[tuple[int, str, str]]:
+        """Exit status and output of each; those that still run after the time are killed."""
+        ends = []
+        try:
+            for process in self.all:
+                left_s = self.started_s + timeout_s - time.monotonic()
+                output, errors = process.communicate(timeout=max(0.1, left_s))
+                ends.append((process.returncode, output, errors))
+        finally:
+            for process in self.all:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGKILL)
+                    process.communicate()
+        return ends
+
+
+def main() -> None:
+    """A process of them."""
+    address, num, number, devices, name, *arguments = sys.argv[1:]
+    os.environ["PJRT_NPROC"] = "32"  # see main.start_jax
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", int(devices))
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.distributed.initialize(
+        address,
+        num_processes=int(num),
+        process_id=int(number),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=30,
+    )
+    module, _, function = name.partition(":")
+    result = getattr(importlib.import_module(module), function)(*map(json.loads, arguments))
+    # In one write, because Gloo writes to the same stream.
+    sys.stdout.write(f"\n{RESULT}{json.dumps(result)}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

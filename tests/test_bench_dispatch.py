@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark of the dispatcher counts the bytes that it says it does."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from processes import free_port
+
+from benchmarks.dispatch.gather import Controller
+from benchmarks.dispatch.paper import FIELDS, tables
+from earl_jax.bench import main, parse_flags
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_rank_0_gathers_and_scatters():
+    """Three ranks with two rows each, as threads; ranks 0 and 2 want rows 0 to 2."""
+    import threading
+
+    port, parts = free_port(), [slice(0, 3), slice(3, 6), slice(0, 3)]
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    got, through = {}, {}
+
+    def take_part(rank: int) -> None:
+        controller = Controller(rank, 3, "127.0.0.1", port)
+        got[rank] = controller.gather_and_scatter(rows[2 * rank : 2 * rank + 2], parts)
+        through[rank] = controller.through_bytes
+        for peer in controller.peers.values():
+            peer.close()
+
+    threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for rank, part in enumerate(parts):
+        np.testing.assert_array_equal(got[rank], rows[part])
+    # In: four rows of 8 bytes. Out: three rows to each of two ranks.
+    assert through == {0: 4 * 8 + 2 * 3 * 8, 1: 0, 2: 0}
+
+
+def test_on_paper_the_batch_is_the_papers_and_each_plan_takes_less_than_two_seconds():
+    rows = list(tables((32768,)))
+    for row in rows:
+        assert row["batch GB"] == pytest.approx(500, rel=0.01)
+        assert row["plan s"] < 2
+    same, torn = rows[0], rows[2]
+    # Of eight devices' rows each of the eight holds half. A host is eight devices.
+    assert same["total GB"] == pytest.approx(4 * same["batch GB"])
+    assert same["busiest host GB"] == 0
+    assert torn["busiest host GB"] * 128 == pytest.approx(torn["total GB"], rel=0.01)
+    assert torn["s at 200 Gbit/s a host"] == pytest.approx(torn["busiest host GB"] / 25)
+    assert len(FIELDS) == 4
+
+
+def test_the_command_says_what_is_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench", "dispatch", "--only=paper,papers"])
+    with pytest.raises(SystemExit) as ending:
+        main()
+    assert ending.value.code == 2
+    assert "'papers' is no part of processes, within, weights, paper" in capsys.readouterr().err
+    assert parse_flags(["dispatch"]).workers == "4,8,16"
+
+
+@pytest.mark.slow
+def test_two_workers_on_loopback():
+    done = subprocess.run(
+        [sys.executable, "-m", "earl_jax.bench", "dispatch", "--only=processes", "--workers=4"]
+        + ["--scale=1024", "--repeats=1", "--loopback", "--json", "--tensor=2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["way"] for row in rows] == ["dispatch", "gather"] * 3
+    for ours, theirs in zip(rows[::2], rows[1::2], strict=True):
+        size = ours["MiB a worker"]
+        assert ours["network"] == theirs["network"] == "loopback"
+        # Groups are workers 0 and 2, 1 and 3; each wants two workers' rows: 0 and 3 hold one.
+        assert ours["total MiB"] == pytest.approx(size * (1 + 2 + 2 + 1))
+        assert theirs["through rank 0 MiB"] == pytest.approx(size * (3 + 3 * 2))

@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that go one by one make the batch that they make together."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from test_dispatch_pack import ROWS, both_counters, layout_of, make_experience, place
+
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.stream import RowStream
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.telemetry.host_bytes import HostByteCounter
+
+PAIRS = [
+    ("data=8", "data=4,tensor=2", 24),
+    ("data=4,tensor=2", "data=8", 16),
+    ("data=8", "data=8", 20),
+    ("data=4 on 0 1 2 3", "data=2,tensor=2 on 4 5 6 7", 20),
+    ("data=1", "data=1,fsdp=8", 24),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "length"), PAIRS)
+def test_a_streamed_batch_is_the_dispatched_one_and_no_byte_is_read(source, target, length):
+    experience, lengths, advantages = make_experience()
+    source, target = layout_of(source), layout_of(target)
+    facts = {"length": length, "lengths": lengths, "advantages": advantages}
+    together = dispatch(place(experience, source), target, **facts)
+
+    rows = place(experience, source)
+    stream = RowStream(rows, target, length=length)
+    order = np.random.default_rng(1).permutation(ROWS)
+    with both_counters() as (counter, reads):
+        for some in np.array_split(order, 5):
+            stream.send(rows, [(int(row), int(row)) for row in some])
+        moved_bytes = stream.moved_bytes
+        streamed = dispatch(stream.take(), target, **facts)
+        jax.block_until_ready(streamed.batch)
+    assert (counter.num_bytes, reads) == (0, [])
+    assert streamed.plan.moved_bytes == 0, "it is there already"
+    assert moved_bytes == together.plan.moved_bytes
+    for field in dataclasses.fields(streamed.batch):
+        ours, theirs = (getattr(d.batch, field.name) for d in (streamed, together))
+        if ours is not None:
+            assert ours.sharding.is_equivalent_to(theirs.sharding, 2)
+            np.testing.assert_array_equal(ours, theirs, err_msg=field.name)
+
+
+def test_rows_take_the_places_that_they_are_given_and_a_stream_begins_anew():
+    experience, _, _ = make_experience()
+    rows = place(experience, layout_of("data=8"))
+    stream = RowStream(rows, layout_of("data=2,tensor=4"), length=20)
+    for batch in range(2):
+        assert stream.num_missing == ROWS
+        stream.send(rows, [(row, (row + 5) % ROWS) for row in range(ROWS)][:10])
+        assert stream.num_missing == ROWS - 10
+        # Written in the meantime: what was sent has been read before.
+        stream.send(rows, [(row, (row + 5) % ROWS) for row in range(10, ROWS)])
+        taken = stream.take()
+        np.testing.assert_array_equal(taken.tokens, np.roll(experience.tokens, 5, axis=0)), batch
+
+
+def test_a_send_compiles_nothing_for_another_row():
+    experience, _, _ = make_experience()
+    rows = place(experience, layout_of("data=1"))
+    stream = RowStream(rows, layout_of("data=1 on 3"), length=20)
+    stream.send(rows, [(0, 0)])
+    events = []
+
+    def listen(event: str, duration_s: float, **_: object) -> None:
+        if "/compile/" in event:
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        stream.send(rows, [(9, 1), (4, 7)])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert events == []
+
+
+def test_errors_name_the_place():
+    experience, _, _ = make_experience()
+    rows = place(experience, layout_of("data=8"))
+    stream = RowStream(rows, layout_of("data=8"), length=20)
+    stream.send(rows, [(1, 2)])
+    with pytest.raises(ValueError, match="place 2 of 16, which has its row already"):
+        stream.send(rows, [(3, 2)])
+    with pytest.raises(ValueError, match="row 16 of 16 is to go to place 3"):
+        stream.send(rows, [(16, 3)])
+    with pytest.raises(ValueError, match="15 of 16 places have no row yet, the first of them 0"):
+        stream.take()
+    five = make_layout(MeshShape(data=3), jax.devices()[:3], row_axes=TRAINING_ROWS)
+    with pytest.raises(ValueError, match="16 rows do not divide over the 3 row shards"):
+        RowStream(rows, five, length=20)
+
+
+def test_the_counter_would_see_a_row_by_way_of_the_host():
+    experience, _, _ = make_experience()
+    rows = place(experience, layout_of("data=8"))
+    with HostByteCounter() as counter:
+        jax.device_put(jax.device_get(rows.logprobs[3]), jax.devices()[1])
+    assert counter.num_bytes == 20 * 4

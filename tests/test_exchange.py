@@ -1,0 +1,311 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays move between processes as planned, bit for bit and with no byte on the host."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+from processes import Processes
+from test_sharding_reshard import (
+    PAIRS,
+    SHAPES,
+    count_host_bytes,
+    make_shardings,
+    make_values,
+)
+
+from earl_jax.sharding import exchange as exchange_module
+from earl_jax.sharding.exchange import Shipment, exchange
+from earl_jax.sharding.ranges import shard_ranges
+from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.rounds import colour, rounds_of, separate
+from earl_jax.sharding.transfer_plan import plan_transfer
+from earl_jax.sharding.waiting import PeerLost, wait_for
+
+P = PartitionSpec
+
+# What the issue calls (c) and (d), by which devices of eight take part: over two processes these
+# have four each, over four two.
+BETWEEN_PROCESSES = [pair for pair in PAIRS if pair[0] != pair[1]]
+
+
+# The rounds, as arithmetic.
+
+
+@st.composite
+def links(draw):
+    ends = st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda link: link[0] != link[1])
+    return draw(st.lists(ends, max_size=30))
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(links())
+def test_there_are_as_many_rounds_as_the_busiest_device_has_pieces(links):
+    colours = colour(links)
+    busiest = max(
+        [*Counter(s for s, _ in links).values(), *Counter(r for _, r in links).values()], default=0
+    )
+    for tangled in (None, separate(links, colours)):
+        rounds = set(zip(links, colours, strict=True))
+        for end in (0, 1):
+            assert len({(link[end], number) for link, number in rounds}) == len(links)
+        assert set(colours) == set(range(busiest))
+        mutual = any(
+            ((receiver, sender), number) in rounds for (sender, receiver), number in rounds
+        )
+        assert tangled in (None, mutual)
+
+
+@pytest.mark.parametrize("num", [3, 5, 8, 16])
+def test_no_two_devices_send_each_other_something_in_one_round(num):
+    links = [(s, r) for s in range(num) for r in range(num) if s != r]
+    colours = colour(links)
+    assert not separate(links, colours)
+    again = colour(links)
+    separate(links, again)
+    assert again == colours  # as every process must find it
+
+
+def test_all_to_all_over_eight_takes_seven_rounds_and_no_piece_is_above_the_limit():
+    rows = {n: ((n, n + 1), (0, 16)) for n in range(8)}
+    columns = {n: ((0, 8), (2 * n, 2 * n + 2)) for n in range(8)}
+    plan = plan_transfer((8, 16), 4, rows, columns)
+    rounds = rounds_of(plan)
+    assert [round_.stays for round_ in rounds] == [True] + [False] * 7
+    assert {round_.shape for round_ in rounds} == {(1, 2)}
+    assert sorted(p for round_ in rounds for p in map(repr, round_.pieces)) == sorted(
+        map(repr, plan.pieces)
+    )
+    small = rounds_of(plan, max_bytes=4)
+    assert len(small) == 2 * len(rounds)
+    assert {round_.shape for round_ in small} == {(1, 1)}
+    assert sum(p.num_bytes for round_ in small for p in round_.pieces) == 8 * 16 * 4
+
+
+def test_a_piece_is_cut_along_more_axes_where_one_does_not_do():
+    plan = plan_transfer((4, 6), 4, {0: ((0, 4), (0, 6))}, {1: ((0, 4), (0, 6))})
+    boxes = [p.index for round_ in rounds_of(plan, max_bytes=8) for p in round_.pieces]
+    covered = np.zeros((4, 6), int)
+    for (a, b), (c, d) in boxes:
+        assert (b - a) * (d - c) <= 2
+        covered[a:b, c:d] += 1
+    assert (covered == 1).all()
+
+
+# The programs, over the devices of this process.
+
+
+def shipments_of(tree, shardings, dtypes=None):
+    dtypes = dtypes or {leaf: array.dtype for leaf, array in tree.items()}
+    for leaf, array in tree.items():
+        source, target = (
+            shard_ranges(sharding, array.shape) for sharding in (array.sharding, shardings[leaf])
+        )
+        itemsize = min(array.dtype.itemsize, jnp.dtype(dtypes[leaf]).itemsize)
+        yield Shipment(
+            plan=plan_transfer(array.shape, itemsize, source, target),
+            shape=array.shape,
+            dtype=array.dtype,
+            source=array.sharding,
+            target=shardings[leaf],
+            arrives_as=jnp.dtype(dtypes[leaf]),
+        )
+
+
+@pytest.mark.parametrize("max_bytes", [None, 64])
+@pytest.mark.parametrize(("source", "target"), BETWEEN_PROCESSES[::3])
+def test_rounds_deliver_what_was_planned(source, target, max_bytes):
+    values = make_values()
+    tree = jax.device_put(values, make_shardings(source))
+    shardings = make_shardings(target)
+    with count_host_bytes() as reads:
+        moved = exchange(list(tree.values()), list(shipments_of(tree, shardings)), max_bytes)
+        jax.block_until_ready(moved)
+    assert reads == []
+    for leaf, array in zip(tree, moved, strict=True):
+        assert array.sharding == shardings[leaf]
+        for shard in array.addressable_shards:
+            expected = values[leaf][shard.index]
+            assert np.asarray(shard.data).tobytes() == expected.tobytes(), (leaf, shard.device)
+
+
+def sent_by(text: str) -> int:
+    """Bytes that the collectives of a compiled program send between devices."""
+    total = 0
+    for shape, rest in re.findall(
+        r"= (\w+\[[\d,]*\])\S* collective-permute(?:-start)?\((.*)", text
+    ):
+        dtype, sizes = shape.rstrip("]").split("[")
+        elements = int(np.prod([int(size) for size in sizes.split(",") if size]))
+        pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
+        total += elements * int(re.search(r"\d+", dtype)[0]) // 8 * pairs[1].count("{")
+    return total
+
+
+@pytest.mark.parametrize(("source", "target"), BETWEEN_PROCESSES[::4])
+def test_the_compiled_program_sends_the_bytes_of_the_plan_and_no_others(source, target):
+    tree = jax.device_put(make_values(), make_shardings(source))
+    shipments = tuple(shipments_of(tree, make_shardings(target)))
+    devices = {d for s in shipments for side in (s.source, s.target) for d in side.device_set}
+    mesh = jax.sharding.Mesh(sorted(devices, key=lambda device: device.id), ("device",))
+    rows = [
+        exchange_module._as_row(*each, mesh) for each in zip(tree.values(), shipments, strict=True)
+    ]
+    text = exchange_module._program(shipments, mesh, None).lower(rows).compile().as_text()
+    assert not re.search(r"(all-gather|all-reduce|all-to-all|reduce-scatter)[\w-]*\(", text)
+    assert sent_by(text) == sum(shipment.plan.moved_bytes for shipment in shipments)
+
+
+# Real processes. Each of them runs one of these functions.
+
+
+def check_pairs(every: int) -> int:
+    """Pairs of layouts, in turn; returns how many."""
+    values, pairs = make_values(), BETWEEN_PROCESSES[::every]
+    with count_host_bytes() as reads:
+        for source, target in pairs:
+            before, after = make_shardings(source), make_shardings(target)
+            tree = {leaf: part_of(values[leaf], before[leaf]) for leaf in SHAPES}
+            del reads[:]  # those of putting the values there
+            moved = jax.block_until_ready(reshard(tree, after))
+            assert reads == [], (source, target)
+            for leaf, array in moved.items():
+                assert array.sharding == after[leaf]
+                for shard in array.addressable_shards:
+                    expected = values[leaf][shard.index].tobytes()
+                    assert np.asarray(shard.data).tobytes() == expected, (source, target, leaf)
+            del reads[:]
+    return len(pairs)
+
+
+def part_of(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The global array, of which this process puts its own part."""
+    if not sharding.addressable_devices:
+        return absent_array(value.shape, value.dtype, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def odd_things() -> bool:
+    """Scalars, arrays without elements, casts, sizes that do not divide."""
+    source, target = make_shardings("8x1x1")["mask"], make_shardings("second half")["mask"]
+    whole, there = (NamedSharding(side.mesh, P()) for side in (source, target))
+    tree = {
+        "step": part_of(np.int32(7), whole),
+        "empty": part_of(np.zeros((0, 8), np.float32), source),
+        "narrowed": part_of(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8), source),
+        "widened": part_of(np.arange(64, dtype=np.int8).reshape(8, 8), source),
+    }
+    dtypes = {"step": "int32", "empty": "float32", "narrowed": "bfloat16", "widened": "int32"}
+    moved = reshard(tree, {**dict.fromkeys(tree, target), "step": there}, dtypes=dtypes)
+    assert {leaf: str(array.dtype) for leaf, array in moved.items()} == dtypes
+    for shard in moved["step"].addressable_shards:
+        assert int(shard.data) == 7
+    for shard in moved["narrowed"].addressable_shards:
+        expected = jnp.linspace(0, 1, 64).reshape(8, 8)[shard.index].astype(jnp.bfloat16)
+        assert (np.asarray(shard.data) == np.asarray(expected)).all()
+    for shard in moved["widened"].addressable_shards:
+        assert (np.asarray(shard.data) == np.arange(64).reshape(8, 8)[shard.index]).all()
+    for shard in moved["empty"].addressable_shards:
+        assert shard.data.shape == target.shard_shape((0, 8))
+    with pytest.raises(ValueError, match="axis 0 has 6 elements"):
+        reshard(part_of(np.zeros((6, 8)), there), NamedSharding(source.mesh, P("x")))
+    if there.addressable_devices:
+        with pytest.raises(ValueError, match="has devices of this process"):
+            absent_array((4,), np.float32, there)
+    return True
+
+
+def by_device_put(source: str, target: str) -> str:
+    """What `check_pairs` would see of `jax.device_put`."""
+    before, after = (make_shardings(name)["logprobs"] for name in (source, target))
+    array = part_of(make_values()["logprobs"], before)
+    with pytest.raises((ValueError, RuntimeError)) as refusal:
+        jax.device_put(array, after)
+    return str(refusal.value)
+
+
+def through_the_host(source: str, target: str) -> int:
+    """Bytes that the single controller's way reads: gather on the host, put from there."""
+    before, after = (make_shardings(name)["logprobs"] for name in (source, target))
+    array = part_of(make_values()["logprobs"], before)
+    with count_host_bytes() as reads:
+        own = np.concatenate([jax.device_get(shard.data) for shard in array.addressable_shards])
+        part_of(multihost_utils.process_allgather(own, tiled=True), after)
+    return sum(reads)
+
+
+def lose_one(how: str, timeout_s: float) -> None:
+    """The last process ends, or stops, while arrays go round and round."""
+    before, after = (make_shardings(name) for name in ("8x1x1", "1x8x1"))
+    values = make_values()
+    tree = {leaf: part_of(values[leaf], before[leaf]) for leaf in ("logprobs", "codes")}
+    there, back = ({leaf: side[leaf] for leaf in tree} for side in (after, before))
+    for turn in range(10**9):
+        if turn == 20 and jax.process_index() == jax.process_count() - 1:
+            os.kill(os.getpid(), getattr(signal, how))
+        try:
+            tree = reshard(reshard(tree, there), back)
+            wait_for(tree, what="dispatch", timeout_s=timeout_s)
+        except PeerLost as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num", "every"), [(2, 2), (4, 3)])
+def test_pairs_of_layouts_over_real_processes(num, every):
+    results = Processes(num, 8 // num, "test_exchange:check_pairs", every).results(250)
+    assert results == [len(BETWEEN_PROCESSES[::every])] * num
+
+
+@pytest.mark.slow
+def test_scalars_empty_arrays_and_casts_over_real_processes():
+    assert Processes(2, 4, "test_exchange:odd_things").results() == [True] * 2
+
+
+@pytest.mark.slow
+def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
+    refusals = Processes(
+        2, 4, "test_exchange:by_device_put", "first half", "second half, columns"
+    ).results()
+    assert all("ddressable" in refusal for refusal in refusals)
+    reads = Processes(2, 4, "test_exchange:through_the_host", "8x1x1", "1x8x1").results()
+    assert reads == [24 * 8 * 8 * 4 // 2] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "said"),
+    [("SIGKILL", 60, "another process ended"), ("SIGSTOP", 5, "nothing came for 5 s")],
+)
+def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, said):
+    processes = Processes(2, 4, "test_exchange:lose_one", how, timeout_s)
+    lost = processes.all[-1]
+    while lost.poll() is None and "T" not in state_of(lost.pid):
+        assert time.monotonic() < processes.started_s + 100, "it was to be lost by then"
+        time.sleep(0.05)
+    lost_s = time.monotonic()
+    output, errors = processes.all[0].communicate(timeout=30)
+    assert processes.all[0].returncode == 1, errors
+    assert time.monotonic() - lost_s < 20
+    assert said in errors, (output, errors)
+    lost.kill()
+    lost.communicate()
+
+
+def state_of(process: int) -> str:
+    """The state of a process, as the kernel writes it: R, S, T (stopped), ..."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
