@@ -309,3 +309,26 @@ def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, said):
 def state_of(process: int) -> str:
     """The state of a process, as the kernel writes it: R, S, T (stopped), ..."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def sixty_four_devices(mesh_shape: list[int]) -> int:
+    """Rows over all to a mesh of this shape, in the other order of devices; returns the devices."""
+    devices = np.array(jax.devices())
+    source = NamedSharding(jax.sharding.Mesh(devices, ("x",)), P("x"))
+    mesh = jax.sharding.Mesh(devices[::-1].reshape(mesh_shape), ("x", "y"))
+    value = np.arange(64 * 128, dtype=np.int32).reshape(64, 128)
+    for target in (NamedSharding(mesh, P("x", "y")), NamedSharding(mesh, P("y"))):
+        array = jax.device_put(value, source)
+        with count_host_bytes() as reads:
+            moved = jax.block_until_ready(reshard(array, target))
+        assert reads == []
+        assert moved.sharding == target
+        np.testing.assert_array_equal(np.asarray(moved), value)
+    return len(devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num", "mesh_shape"), [(64, [8, 8]), (1, [1, 1])])
+def test_sixty_four_devices_and_one(num, mesh_shape):
+    results = Processes(1, num, "test_exchange:sixty_four_devices", mesh_shape).results()
+    assert results == [num]
