@@ -49,14 +49,11 @@ class InProcess:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        # Before the environment's packages: google-jetstream has one named benchmarks.
-        patch.syspath_prepend(ROOT)
-        from benchmarks.rollout import ours
+    from benchmarks.rollout import ours
 
-        folder = tmp_path_factory.mktemp("bench") / "checkpoint"
-        ours.write_checkpoint(folder, MODEL)
-        yield InProcess(ours.Player(folder))
+    folder = tmp_path_factory.mktemp("bench") / "checkpoint"
+    ours.write_checkpoint(folder, MODEL)
+    return InProcess(ours.Player(folder))
 
 
 @pytest.fixture
