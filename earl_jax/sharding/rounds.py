@@ -63,10 +63,9 @@ def rounds_of(plan: TransferPlan, max_bytes: int | None = None) -> tuple[Round, 
 def separate(edges: Sequence[tuple[int, int]], colours: list[int]) -> bool:
     """Recolours until no edge has the colour of one in the other direction; True where some do.
 
-    Two devices should not send each other something in one round: XLA's collectives over TCP (Gloo)
-    say what they want to receive behind what they send, on the same connection, so that a round of
-    3 MiB each way took 1.29 s instead of 0.65 s at 40 Mbit/s (jax 0.10.2, 2026-11). Among four
-    devices of which all send to all it cannot be avoided.
+    Two devices should not send each other something in one round: over TCP (Gloo) a round of 3 MiB
+    each way took 1.29 s instead of 0.65 s at 40 Mbit/s (jax 0.10.2, 2026-11). Among four devices of
+    which all send to all it cannot be avoided.
 
     A search with a fixed seed, because all processes must find the same: two colours are exchanged
     along a path of edges that alternate between them, if that leaves no more such edges than were
