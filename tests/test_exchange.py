@@ -95,6 +95,35 @@ def test_all_to_all_over_eight_takes_seven_rounds_and_no_piece_is_above_the_limi
     assert sum(p.num_bytes for round_ in small for p in round_.pieces) == 8 * 16 * 4
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "num_rounds"),
+    [(4, 8192, 6), (3, 8192, 6), (4, 256, 3), (3, 9001, 3)],
+    ids=["even", "odd rows", "small", "odd"],
+)
+def test_four_that_all_send_to_all_send_halves_so_that_no_pair_is_mutual(rows, columns, num_rounds):
+    """Pieces are f32[rows, columns]; small ones, and those that have no half, go whole."""
+    shape = (4 * rows, 4 * columns)
+    by_rows = {n: ((n * rows, (n + 1) * rows), (0, shape[1])) for n in range(4)}
+    by_columns = {n: ((0, shape[0]), (n * columns, (n + 1) * columns)) for n in range(4)}
+    plan = plan_transfer(shape, 4, by_rows, by_columns)
+    rounds = [round_ for round_ in rounds_of(plan) if not round_.stays]
+    assert len(rounds) == num_rounds
+    covered = np.zeros(shape, int)
+    mutual = 0
+    for round_ in rounds:
+        links = {(piece.source_device, piece.target_device) for piece in round_.pieces}
+        assert len({s for s, _ in links}) == len({r for _, r in links}) == len(round_.pieces) == 4
+        mutual += any((receiver, sender) in links for sender, receiver in links)
+        for piece in round_.pieces:
+            (top, bottom), (left, right) = piece.index
+            assert piece.num_bytes == 4 * (bottom - top) * (right - left)
+            covered[top:bottom, left:right] += 1
+    assert bool(mutual) == (num_rounds == 3)
+    away = [s != r for s in range(4) for r in range(4)]
+    blocks = np.array(away, int).reshape(4, 4)
+    assert (covered == np.kron(blocks, np.ones((rows, columns), int))).all()
+
+
 def test_a_piece_is_cut_along_more_axes_where_one_does_not_do():
     plan = plan_transfer((4, 6), 4, {0: ((0, 4), (0, 6))}, {1: ((0, 4), (0, 6))})
     boxes = [p.index for round_ in rounds_of(plan, max_bytes=8) for p in round_.pieces]

@@ -4,8 +4,9 @@
 
 In a round each device sends at most one piece and receives at most one, and all pieces of a round
 have the same shape: what one `ppermute` carries without a byte of padding. For each shape of piece
-there are as many rounds as the busiest device sends or receives, which is the least that there can
-be; so no link waits for more than what the busiest one has to carry.
+there are as many rounds as the busiest device sends or receives (twice as many of halves, where
+that keeps pairs apart), which is the least that there can be; so no link waits for more than what
+the busiest one has to carry.
 """
 
 import dataclasses
@@ -18,6 +19,10 @@ from earl_jax.sharding.ranges import Ranges
 from earl_jax.sharding.transfer_plan import Piece, TransferPlan
 
 _TRIES_PER_EDGE = 20
+_STARTS = 8
+_MANY_EDGES = 256
+# A round more costs about as much time as so many bytes take.
+_WORTH_HALVING = 64 * 2**10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +51,16 @@ def rounds_of(plan: TransferPlan, max_bytes: int | None = None) -> tuple[Round, 
             shape = tuple(stop - start for start, stop in piece.index)
             by_shape[stays, shape].append(piece)
     rounds = []
-    for (stays, shape), pieces in sorted(by_shape.items(), reverse=True):
+    for (stays, _), pieces in sorted(by_shape.items(), reverse=True):
+        numbers, tangled = _numbers(pieces)
+        if tangled and (halves := _halves(pieces)):
+            halved, still = _numbers(halves)
+            if not still:
+                pieces, numbers = halves, halved
         numbered: dict[int, list[Piece]] = defaultdict(list)
-        links = [(piece.source_device, piece.target_device) for piece in pieces]
-        numbers = colour(links)
-        separate(links, numbers)
         for number, piece in zip(numbers, pieces, strict=True):
             numbered[number].append(piece)
+        shape = tuple(stop - start for start, stop in pieces[0].index)
         rounds += [
             Round(stays=stays, shape=shape, pieces=tuple(numbered[number]))
             for number in sorted(numbered)
@@ -60,12 +68,56 @@ def rounds_of(plan: TransferPlan, max_bytes: int | None = None) -> tuple[Round, 
     return tuple(rounds)
 
 
+def _numbers(pieces: Sequence[Piece]) -> tuple[list[int], bool]:
+    """The round of each piece, and whether two devices send each other something in one of them.
+
+    Which edges are coloured first decides whether they can be separated: a few orders are tried.
+    """
+    links = [(piece.source_device, piece.target_device) for piece in pieces]
+    order = list(range(len(links)))
+    first: list[int] = []
+    for start in range(_STARTS if len(links) <= _MANY_EDGES else 1):
+        if start:
+            random.Random(start).shuffle(order)
+        ordered = [links[n] for n in order]
+        colours = colour(ordered)
+        tangled = separate(ordered, colours)
+        numbers = [0] * len(links)
+        for n, number in zip(order, colours, strict=True):
+            numbers[n] = number
+        first = first or numbers
+        if not tangled:
+            return numbers, False
+    return first, True
+
+
+def _halves(pieces: Sequence[Piece]) -> list[Piece]:
+    """All pieces, which are of one shape, in two; none where they are small or odd.
+
+    Four devices of which all send to all go in three rounds, in one of which pairs send each other.
+    Halves go in six that are free of that.
+    """
+    sizes = [stop - start for start, stop in pieces[0].index]
+    even = [size for size in sizes if size % 2 == 0]
+    if not even or pieces[0].num_bytes < _WORTH_HALVING:
+        return []
+    axis = sizes.index(max(even))
+    halves = []
+    for piece in pieces:
+        start, stop = piece.index[axis]
+        middle = (start + stop) // 2
+        for part in ((start, middle), (middle, stop)):
+            index = (*piece.index[:axis], part, *piece.index[axis + 1 :])
+            halves.append(dataclasses.replace(piece, index=index, num_bytes=piece.num_bytes // 2))
+    return halves
+
+
 def separate(edges: Sequence[tuple[int, int]], colours: list[int]) -> bool:
     """Recolours until no edge has the colour of one in the other direction; True where some do.
 
     Two devices should not send each other something in one round: over TCP (Gloo) a round of 3 MiB
     each way took 1.29 s instead of 0.65 s at 40 Mbit/s (jax 0.10.2, 2026-11). Among four devices of
-    which all send to all it cannot be avoided.
+    which all send to all it cannot be avoided with one piece each way.
 
     A search with a fixed seed, because all processes must find the same: two colours are exchanged
     along a path of edges that alternate between them, if that leaves no more such edges than were
