@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""How a tree of arrays gets to other placements: which leaf goes which way, as plain facts.
+
+Made once for a pair of layouts and kept; `reshard` carries it out.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from earl_jax.sharding.exchange import Shipment, narrower
+from earl_jax.sharding.ranges import Ranges, process_of, shard_ranges
+from earl_jax.sharding.transfer_plan import Piece, TransferPlan, plan_transfers
+
+
+class Move(NamedTuple):
+    """One leaf: what it is, from where to where, and the type that it arrives in."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    source: Sharding
+    target: NamedSharding
+    arrives_as: Any
+
+    @property
+    def carried_as(self) -> Any:
+        """The type that it travels in."""
+        return narrower(self.dtype, self.arrives_as) if self.is_cast else self.dtype
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it arrives in another type."""
+        return self.dtype != self.arrives_as
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of the larger of the two shards, as it travels."""
+        sides = (side.shard_shape(self.shape) for side in (self.source, self.target))
+        return max(map(math.prod, sides)) * self.carried_as.itemsize
+
+
+class Cut(NamedTuple):
+    """A box of one leaf's shard, in the shard's own coordinates; None for the whole shard.
+
+    `dtype` is what it is cast to; None: as it is.
+    """
+
+    leaf: int
+    box: Ranges | None
+    dtype: Any = None
+
+
+class Join(NamedTuple):
+    """One leaf's shard on a target device: its pieces, in the order of the delivery."""
+
+    leaf: int
+    indices: tuple[Ranges, ...]
+    dtype: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parcels:
+    """What goes as pieces: cut on its source devices, sent, joined on its target devices.
+
+    Leaves are numbered, devices go by their ids. `sent` names the pieces by source device and
+    number of the cut there, in the order in which `joins` (one entry per target device) uses them;
+    `destinations` says where each goes.
+    """
+
+    leaves: tuple[int, ...]
+    cuts: dict[int, tuple[Cut, ...]]
+    sent: tuple[tuple[int, int], ...]
+    destinations: tuple[SingleDeviceSharding, ...]
+    joins: tuple[tuple[Join, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """What to do for a tuple of moves, by the numbers of their leaves.
+
+    `compiled` groups the leaves that share their devices; what is `exchanged`, by `shipments`, are
+    those between processes.
+    """
+
+    relabelled: tuple[int, ...]
+    compiled: tuple[tuple[int, ...], ...]
+    parcels: Parcels
+    chunked: tuple[tuple[int, TransferPlan], ...]
+    exchanged: tuple[int, ...]
+    shipments: tuple[Shipment, ...]
+
+
+# 256 plans and as many identities: layouts come from a selector's short list of candidates.
+@functools.lru_cache(maxsize=256)
+def make_schedule(moves: tuple[Move, ...], chunk_bytes: int | None) -> Schedule:
+    """Which leaf goes which way. One with shards above half of `chunk_bytes` goes in chunks."""
+    sources = [shard_ranges(move.source, move.shape) for move in moves]
+    targets = [shard_ranges(move.target, move.shape) for move in moves]
+    plans = plan_transfers(
+        [
+            (move.shape, move.carried_as.itemsize, source, target)
+            for move, source, target in zip(moves, sources, targets, strict=True)
+        ],
+        process_of=process_of(*(side for move in moves for side in (move.source, move.target))),
+    )
+    numbered = list(zip(range(len(moves)), moves, plans, strict=True))
+    compiled: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    scattered, chunked = [], []
+    for k, move, plan in numbered:
+        large = chunk_bytes is not None and move.bytes_per_device > chunk_bytes // 2
+        if large and plan.route in ("compiled", "pieces"):
+            chunked.append((k, plan))
+        elif plan.route == "compiled" or plan.route == "in place" and move.is_cast:
+            compiled[tuple(targets[k])].append(k)
+        elif plan.route == "pieces":
+            scattered.append((k, plan))
+    return Schedule(
+        relabelled=tuple(
+            k
+            for k, move, plan in numbered
+            if plan.route == "in place" and move.source != move.target
+        ),
+        compiled=tuple(tuple(group) for group in compiled.values()),
+        parcels=_parcels(moves, sources, scattered),
+        chunked=tuple(chunked),
+        exchanged=tuple(k for k, _, plan in numbered if plan.route == "rounds"),
+        shipments=tuple(
+            Shipment(plan, *move) for _, move, plan in numbered if plan.route == "rounds"
+        ),
+    )
+
+
+def _parcels(
+    moves: Sequence[Move],
+    sources: Sequence[dict[int, Ranges]],
+    scattered: Sequence[tuple[int, TransferPlan]],
+) -> Parcels:
+    """What the pieces of these leaves come to, by target device and then by leaf."""
+    pieces: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for k, plan in scattered:
+        for piece in plan.pieces:
+            pieces[piece.target_device][k].append(piece)
+    devices = {device.id: device for move in moves for device in move.target.device_set}
+    cuts: dict[int, dict[Cut, int]] = defaultdict(dict)
+    sent, destinations, joins = [], [], []
+    for device, by_leaf in pieces.items():
+        for k, leaf_pieces in by_leaf.items():
+            for piece in leaf_pieces:
+                shard = sources[k][piece.source_device]
+                cut = Cut(k, _box_within(piece.index, shard), _cast(moves[k], before=True))
+                source_cuts = cuts[piece.source_device]
+                sent.append((piece.source_device, source_cuts.setdefault(cut, len(source_cuts))))
+                destinations.append(SingleDeviceSharding(devices[device]))
+        joins.append(
+            tuple(
+                Join(k, tuple(piece.index for piece in whole), _cast(moves[k], before=False))
+                for k, whole in by_leaf.items()
+            )
+        )
+    return Parcels(
+        leaves=tuple(dict.fromkeys(k for by_leaf in pieces.values() for k in by_leaf)),
+        cuts={device: tuple(numbers) for device, numbers in cuts.items()},
+        sent=tuple(sent),
+        destinations=tuple(destinations),
+        joins=tuple(joins),
+    )
+
+
+def _box_within(index: Ranges, shard: Ranges) -> Ranges | None:
+    if index == shard:
+        return None
+    local = ((start - o, stop - o) for (start, stop), (o, _) in zip(index, shard, strict=True))
+    return tuple(local)
+
+
+def _cast(move: Move, *, before: bool) -> Any:
+    """The type that a piece is cast to before it is sent, or behind that; None: it is not."""
+    narrows = move.carried_as == move.arrives_as
+    return move.arrives_as if move.is_cast and narrows == before else None
