@@ -132,7 +132,8 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
 
 
 def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
-    from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+    from earl_jax.rollout.engine import PolicyEngine
+    from earl_jax.rollout.engine_config import EngineConfig
     from earl_jax.rollout.slots import SlotRules
 
     slots = case.rows * layout.num_row_shards

@@ -84,7 +84,8 @@ TINY_CELLS = (
 
 def make_engine(cell: Cell, layout: Any) -> Any:
     """The engine that plays the cell."""
-    from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+    from earl_jax.rollout.engine import PolicyEngine
+    from earl_jax.rollout.engine_config import EngineConfig
     from earl_jax.rollout.slots import SlotRules
 
     config = EngineConfig(

@@ -26,7 +26,8 @@ import numpy as np
 from benchmarks.rollout.work import MODEL, VOCAB_SIZE
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.orders import NO_ROW, pack_orders
 from earl_jax.rollout.pages import Pool, pages_for

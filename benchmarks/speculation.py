@@ -31,7 +31,8 @@ from benchmarks.rollout.work import MODEL, VOCAB_SIZE
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.orders import pack_orders
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.slots import SlotRules

@@ -29,7 +29,8 @@ from earl_jax.models.kernels import Choice, choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.drafting import Drafting
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, dense_pool

@@ -39,7 +39,8 @@ from earl_jax.rollout.choices import (
     walk,
 )
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World

@@ -26,7 +26,8 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, pages_for

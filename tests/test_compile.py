@@ -20,7 +20,8 @@ from test_topology import need_compiler
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.kv_cache import cache_bytes
 from earl_jax.models.presets import PRESETS
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology

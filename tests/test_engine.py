@@ -30,7 +30,8 @@ from test_slots import (
 )
 
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.orders import ORDER_COLUMNS
 from earl_jax.rollout.pages import Pool
 from earl_jax.selector.candidates import rollout_candidates

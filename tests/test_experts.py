@@ -34,7 +34,8 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstack_layers,
 )
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics as read_rows
 from earl_jax.train.config import TrainConfig

@@ -35,7 +35,8 @@ from earl_jax.models.hf_read import load_parameters
 from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig

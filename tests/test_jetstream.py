@@ -21,7 +21,8 @@ from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import _jetstream
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import MAX_SEED, EngineConfig, PolicyEngine, Serving
+from earl_jax.rollout.engine import MAX_SEED, PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig, Serving
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout

@@ -23,6 +23,7 @@ from earl_jax.models.logprobs import score_logits
 from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.decoding import Decoder
 from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders, unpack_report
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
@@ -178,13 +179,22 @@ def make_scripts(number: int, *, first: int = 0, turns: int = 3) -> dict[int, Sc
 
 @functools.cache
 def jitted_play(rules: SlotRules = RULES) -> Any:
-    return jax.jit(functools.partial(slots.play, MODEL, rules), static_argnums=4)
+    return jitted_round(MODEL, rules)
+
+
+def jitted_round(model: ModelConfig, rules: SlotRules) -> Any:
+    """A round on one device: of weights, state, orders and key."""
+    return jax.jit(
+        lambda weights, state, orders, key: slots.play(
+            Decoder(model, rules, weights, key), state, orders, 0
+        )
+    )
 
 
 def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     def play(state, orders):
         key = jax.random.key(7)
-        state, packed = jitted_play(rules)(weights or params(), state, orders, key, 0)
+        state, packed = jitted_play(rules)(weights or params(), state, orders, key)
         report = unpack_report(
             np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
         )
@@ -409,10 +419,10 @@ def in_dtype(dtype: str):
         return play_on_one_device(), empty()
     model = dataclasses.replace(MODEL, compute_dtype=dtype)
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), params())
-    jitted = jax.jit(functools.partial(slots.play, model, RULES), static_argnums=4)
+    jitted = jitted_round(model, RULES)
 
     def play(state, orders):
-        state, packed = jitted(weights, state, orders, jax.random.key(7), 0)
+        state, packed = jitted(weights, state, orders, jax.random.key(7))
         return state, unpack_report(np.asarray(packed))
 
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)

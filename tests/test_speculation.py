@@ -25,12 +25,13 @@ from test_slots import (
     converse,
     empty,
     full_forward,
+    jitted_round,
     make_scripts,
     params,
     play_on_one_device,
 )
 
-from earl_jax.rollout import decode_state, slots
+from earl_jax.rollout import decode_state
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.drafts import look_up
 from earl_jax.rollout.engine import PolicyEngine
@@ -177,7 +178,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
     for _ in range(length - 1):
         prompt.append(int(full_forward([prompt])[0, len(prompt) - 1].argmax()))
     rules = RULES._replace(burst=2, ngram=1, draft=2)
-    play = jax.jit(functools.partial(slots.play, MODEL, rules), static_argnums=4)
+    play = jitted_round(MODEL, rules)
     state = decode_state.empty_state(MODEL, number, number, 16, page_size=PAGE_SIZE)
     ones = np.ones(number, np.int32)
     orders = pack_orders(
@@ -190,7 +191,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
         sampling=sampling_rows(Sampling(), number),
         version=0,
     )
-    _, packed = play(params(), state, orders, jax.random.key(7), 0)
+    _, packed = play(params(), state, orders, jax.random.key(7))
     report = unpack_report(np.asarray(packed), drafts=True)
     behind = full_forward([[*prompt, token] for token in range(VOCAB)], VOCAB).astype(np.float64)
     chances = np.exp(behind - np.logaddexp.reduce(behind, axis=-1, keepdims=True))

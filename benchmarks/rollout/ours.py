@@ -33,7 +33,8 @@ from earl_jax.models.parameters import init_parameters, parameter_shardings, par
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
 from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.engine import EngineConfig, PolicyEngine
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import Report
 from earl_jax.rollout.pages import dense_pool

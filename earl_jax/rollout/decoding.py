@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_drafts
+from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.choices import allowed_logits, walk
 from earl_jax.rollout.decode_state import DecodeState
@@ -62,6 +63,39 @@ class SlotRules(NamedTuple):
         return self.burst * (1 + self.draft)
 
 
+class Decoder(NamedTuple):
+    """The model with its weights and rules, on one row shard.
+
+    `key` is what tokens are drawn with. `replicate` puts logits whole on every device of the shard
+    before they are sampled from; `layout` is that of `forward_chunk`.
+    """
+
+    model: ModelConfig
+    rules: SlotRules
+    params: Params
+    key: jax.Array
+    replicate: Replicate = lambda logits_BV: logits_BV
+    layout: Layout | None = None
+
+    def append(
+        self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, PagedCache]:
+        """`forward_chunk` with this model: logits_BV, and the cache."""
+        logits_BV, cache = forward_chunk(
+            self.model, self.params, cache, tokens_BT, cached, count, layout=self.layout
+        )
+        return self.replicate(logits_BV), cache
+
+    def append_all(
+        self, cache: PagedCache, tokens_BT: jax.Array, cached: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, PagedCache]:
+        """`forward_drafts` with this model: logits_BTV, and the cache."""
+        logits_BTV, cache = forward_drafts(
+            self.model, self.params, cache, tokens_BT, cached, count, layout=self.layout
+        )
+        return self.replicate(logits_BTV), cache
+
+
 class Said(NamedTuple):
     """What each of B slots has said in this round, of at most R tokens.
 
@@ -96,36 +130,16 @@ def rows_or_drop(state: DecodeState, keep: jax.Array) -> jax.Array:
     return jnp.where(keep & (state.row >= 0), state.row, state.experience.tokens.shape[0])
 
 
-def forward_pending(
-    config: ModelConfig,
-    params: Params,
-    state: DecodeState,
-    moving: jax.Array,
-    layout: Layout | None,
-) -> tuple[DecodeState, jax.Array]:
-    """The pending tokens of the `moving` slots go into the cache.
-
-    Returns:
-        The new state, and logits_BV behind them.
-    """
-    count = moving.astype(jnp.int32)
-    logits_BV, cache = forward_chunk(
-        config, params, state.cache, state.pending[:, None], state.cached, count, layout=layout
-    )
-    return dataclasses.replace(state, cache=cache, cached=state.cached + count), logits_BV
-
-
 def sample_next(
-    rules: SlotRules,
-    key: jax.Array,
+    decoder: Decoder,
     state: DecodeState,
     logits_BV: jax.Array,
     speaking: jax.Array,
     said: Said,
 ) -> tuple[DecodeState, Said]:
     """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
-    place = state.origin + state.cached
-    uniform = token_uniforms(key, state.seed, place)
+    rules, place = decoder.rules, state.origin + state.cached
+    uniform = token_uniforms(decoder.key, state.seed, place)
     may_BV = logits_BV if state.choices is None else allowed_logits(logits_BV, state.choices)
     token, logprob = sample(uniform, may_BV, state.sampling)
     model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
@@ -166,50 +180,32 @@ def sample_next(
 
 
 def decode_plain(
-    config: ModelConfig,
-    rules: SlotRules,
-    params: Params,
-    state: DecodeState,
-    said: Said,
-    speaking: jax.Array,
-    key: jax.Array,
-    replicate: Replicate,
-    layout: Layout | None,
+    decoder: Decoder, state: DecodeState, said: Said, speaking: jax.Array
 ) -> tuple[DecodeState, Said]:
     """The next token of the `speaking` slots."""
-    state, logits_BV = forward_pending(config, params, state, speaking, layout)
+    count = speaking.astype(jnp.int32)
+    logits_BV, cache = decoder.append(state.cache, state.pending[:, None], state.cached, count)
+    state = dataclasses.replace(state, cache=cache, cached=state.cached + count)
     said = said._replace(passes=said.passes + speaking)
-    return sample_next(rules, key, state, replicate(logits_BV), speaking, said)
+    return sample_next(decoder, state, logits_BV, speaking, said)
 
 
 def decode_drafted(
-    config: ModelConfig,
-    rules: SlotRules,
-    params: Params,
-    state: DecodeState,
-    said: Said,
-    speaking: jax.Array,
-    key: jax.Array,
-    replicate: Replicate,
-    layout: Layout | None,
+    decoder: Decoder, state: DecodeState, said: Said, speaking: jax.Array
 ) -> tuple[DecodeState, Said]:
     """The next token of the `speaking` slots, and those behind it that were guessed; see above.
 
     Every pass is 1 + `rules.draft` tokens wide, for slots without a guess too: so a slot's numbers
     do not depend on what its neighbours guess.
     """
-    drafts_BK, drafted = _guess(rules, state, speaking)
-    logits_BTV, cache = forward_drafts(
-        config,
-        params,
+    drafts_BK, drafted = _guess(decoder.rules, state, speaking)
+    # All logits in one piece, like those of one token: no collective within the loop below.
+    logits_BTV, cache = decoder.append_all(
         state.cache,
         jnp.concatenate([state.pending[:, None], drafts_BK], axis=1),
         state.cached,
         jnp.where(speaking, 1 + drafted, 0),
-        layout=layout,
     )
-    # All in one piece, like the logits of one token: no collective within the loop below.
-    logits_BTV = replicate(logits_BTV)
     state = dataclasses.replace(state, cache=cache)
     said = said._replace(passes=said.passes + speaking, drafted=said.drafted + drafted)
 
@@ -218,9 +214,9 @@ def decode_drafted(
         # What was said last is in the cache: it was pending, or guessed.
         state = dataclasses.replace(state, cached=state.cached + saying)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, index, axis=1, keepdims=False)
-        state, said = sample_next(rules, key, state, logits_BV, saying, said)
+        state, said = sample_next(decoder, state, logits_BV, saying, said)
         guess = jax.lax.dynamic_index_in_dim(
-            drafts_BK, jnp.minimum(index, rules.draft - 1), axis=1, keepdims=False
+            drafts_BK, jnp.minimum(index, decoder.rules.draft - 1), axis=1, keepdims=False
         )
         was_guessed = (index < drafted) & (guess == state.pending)
         return index + 1, saying & state.active & was_guessed, state, said

@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""PolicyEngine: JetStream's `Engine` over our decoder, and the calls that RL rollouts need.
+"""PolicyEngine: JetStream's `Engine` over our decoder.
 
-Serving uses prefill / insert / generate, as JetStream's Driver does. Rollouts use `play`: one
-dispatch and one read per round for all slots, answers appended to live slots, log-probs and
-versions written down beside the KV cache. Both run on the same DecodeState.
+Serving uses prefill / insert / generate, as JetStream's Driver does. Rollouts use what RoundEngine
+has: `play`. Both run on the same DecodeState.
 """
 
 import dataclasses
 import functools
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,63 +20,23 @@ from jax.sharding import PartitionSpec as P
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import PagedCache, empty_cache
-from earl_jax.models.parameters import Params, parameter_shardings
-from earl_jax.models.quantization import engine_shapes, engine_specs
-from earl_jax.rollout import decode_state, slots
+from earl_jax.models.parameters import Params
+from earl_jax.rollout import slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.choices import Choices, allowed_logits, no_choices, walk
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.orders import NO_ROW, Report, order_width, unpack_report
-from earl_jax.rollout.page_copies import PageCopies
+from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.orders import NO_ROW
 from earl_jax.rollout.pages import Pool, dense_pool, pages_for
+from earl_jax.rollout.round_engine import RoundEngine
 from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.serving_room import ServingRoom, step_tokens
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
 
 # A prompt's own seed lies in 1 to MAX_SEED; those that are named begin behind it.
 MAX_SEED = 2**30 - 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Serving:
-    """What JetStream's calls are compiled for.
-
-    Prompts of up to `max_prefill_length` tokens (a power of two, from 16: JetStream pads to these);
-    `places` for a prompt and its reply; how tokens are drawn for who does not say. The KV cache
-    holds `cache_tokens` in all, and one whole context a row shard at least; 0: `places` for every
-    slot. Where that is not enough, requests wait for others.
-    """
-
-    max_prefill_length: int = 64
-    places: int = 128
-    cache_tokens: int = 0
-    sampling: Sampling = Sampling()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """What one engine's programs are compiled for.
-
-    `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
-    `chunk_size` tokens of a prompt or an answer are appended per slot and round. The KV cache comes
-    in pages of `page_size` tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
-    (models/quantization.py). `serving` is for JetStream's calls alone.
-    """
-
-    model: ModelConfig
-    vocab_size: int
-    num_slots: int
-    num_rows: int
-    chunk_size: int
-    rules: SlotRules
-    seed: int
-    page_size: int = 64
-    weight_dtype: Literal["compute", "int8"] = "compute"
-    kv_dtype: Literal["compute", "int8"] = "compute"
-    serving: Serving = Serving()
 
 
 @jax.tree_util.register_dataclass
@@ -97,203 +56,40 @@ class Prefix:
     choices: Choices | None = None
 
 
-class PolicyEngine(Engine):
-    """The engine for one model on one rollout layout.
-
-    Slots and experience are split over `data`; heads and vocabulary over `tensor`, experts over
-    `expert`. Each data shard decodes on its own (`shard_map` over `data`): no collective crosses
-    it, and a shard whose slots have all ended their turn stops early whatever the others do.
-    """
+class PolicyEngine(RoundEngine, Engine):
+    """The engine for one model on one rollout layout, to serve from and to play with."""
 
     def __init__(self, config: EngineConfig, layout: Layout, tokenizer: Any = None) -> None:
         """Builds the jitted programs; nothing is compiled before its first call.
 
         `tokenizer` (transformers) is what JetStream's server asks for; rollouts bring ids.
 
-        Raises:
-            ValueError: the slots or rows do not divide over the layout's data axis.
+        Raises as `RoundEngine`.
         """
-        for name, number in (
-            ("num_slots", config.num_slots),
-            ("episodes_per_step", config.num_rows),
-        ):
-            if number % layout.num_row_shards:
-                raise ValueError(
-                    f"config.rollout.{name} is {number}, which does not divide over {layout}; "
-                    f"choose a multiple of {layout.num_row_shards}"
-                )
-        self.config, self.layout = config, layout
+        super().__init__(config, layout)
         self._tokenizer = tokenizer
         self._num_prefills = 0
         self._room: ServingRoom | None = None
         # JetStream calls from several threads. Programs that hold collectives must reach all
         # devices in one order.
         self._dispatching = threading.Lock()
-        self._key_data = jax.random.key_data(jax.random.key(config.seed))
-        specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
-        self.parameter_shardings = parameter_shardings(specs, layout)
-        self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
-        self._rows = layout.activations("B")
-        by_rows = jax.tree.map(lambda leaf: self._rows, self.state_shapes(1))
-        pages = jax.tree.map(lambda leaf: layout.activations("ZK"), by_rows.cache.layers)
-        self.state_shardings = dataclasses.replace(
-            by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages)
-        )
-        self._build_programs()
 
     def _build_programs(self) -> None:
-        config, layout = self.config, self.layout
-        model, rules = config.model, config.rules
-        row_axes = layout.row_axes
-
-        def replicate(logits_BV: jax.Array) -> jax.Array:
-            # Else XLA cuts the sampling over `tensor`, with collective-permutes. These wait for
-            # every device of the mesh: shards that decode unequally long would hang. One
-            # all-gather within the shard is also fewer collectives (16 without it).
-            return jax.lax.with_sharding_constraint(logits_BV, P(*[None] * logits_BV.ndim))
-
-        def generate_shard(
-            params: Params, state: DecodeState, awake: jax.Array, key_data: jax.Array
-        ):
-            key = jax.random.wrap_key_data(key_data)
-            shard = jax.lax.axis_index(row_axes)
-            return slots.generate_one(
-                model, rules, params, state, awake > 0, key, shard, replicate, layout
-            )
-
-        def over_rows(function: Any, in_specs: Any, out_specs: Any = P(row_axes)) -> Any:  # noqa: B008
-            # Manual over rows; the axes within them stay automatic and follow the weights'
-            # placement.
-            return jax.shard_map(
-                function,
-                mesh=layout.mesh,
-                in_specs=in_specs,
-                out_specs=out_specs,
-                axis_names=set(row_axes),
-                check_vma=False,
-            )
-
-        out = (self.state_shardings, self._rows)
-
-        def play_with(rules: SlotRules) -> Any:
-            def play_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: Any):
-                key = jax.random.wrap_key_data(key_data)
-                shard = jax.lax.axis_index(row_axes)
-                return slots.play(
-                    model, rules, params, state, orders, key, shard, replicate, layout
-                )
-
-            in_specs = (P(), P(row_axes), P(row_axes), P())
-            return jax.jit(over_rows(play_shard, in_specs), donate_argnums=1, out_shardings=out)
-
-        self._play = play_with(rules)
-        self._play_plain = play_with(rules._replace(ngram=0)) if rules.ngram else self._play
+        super()._build_programs()
         self._generate = jax.jit(
-            over_rows(generate_shard, (P(), P(row_axes), P(row_axes), P())),
+            self._decoding(slots.generate_one, self.config.rules),
             donate_argnums=1,
-            out_shardings=out,
-        )
-        self._empty = jax.jit(
-            self._new_state,
-            static_argnums=(0, 1),
-            out_shardings=self.state_shardings,
-        )
-        # Not donated: no buffer that grows can be used again, and JAX warns of each.
-        self._grow = jax.jit(
-            decode_state.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
+            out_shardings=(self.state_shardings, self._rows),
         )
         # A prompt is one row: every row shard reads it alike.
-        self._prefill = jax.jit(over_rows(functools.partial(_prefill, model, layout), P(), P()))
+        self._prefill = jax.jit(
+            self._over_rows(functools.partial(_prefill, self.config.model, self.layout), P(), P())
+        )
         self._insert = jax.jit(
             _insert,
             donate_argnums=1,
             out_shardings=dataclasses.replace(self.state_shardings, cache=None),
         )
-
-    # What a rollout calls.
-
-    def state_shapes(self, places: int, pool: Pool | None = None) -> DecodeState:
-        """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
-        return jax.eval_shape(lambda: self._new_state(places, pool))
-
-    def _new_state(self, places: int, pool: Pool | None) -> DecodeState:
-        config = self.config
-        return decode_state.empty_state(
-            config.model,
-            config.num_slots,
-            config.num_rows,
-            places,
-            page_size=config.page_size,
-            pool=pool,
-            kv_dtype=config.kv_dtype,
-            model_logprobs=config.rules.model_logprobs,
-            choice_branches=config.rules.choice_branches,
-        )
-
-    def empty_state(self, places: int, pool: Pool | None = None) -> DecodeState:
-        """Empty slots with room for `places` tokens an episode, made on the devices.
-
-        Without a `pool` of pages every slot has its own; with one, `give_pages` says who has which.
-        """
-        return self._empty(places, pool)
-
-    def grow(
-        self,
-        state: DecodeState,
-        places: int,
-        old: Pool | None = None,
-        new: Pool | None = None,
-    ) -> DecodeState:
-        """The same state with more room, and more pages (`decode_state.grow`)."""
-        return self._grow(state, places, old, new)
-
-    def place_rows(self, numbers: np.ndarray) -> jax.Array:
-        """Numbers of slots on their row shards."""
-        return jax.device_put(numbers, self._rows)
-
-    def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
-        """The same state in which slots have the pages of `table` i32[num_slots, Y]."""
-        placed = jax.device_put(table, self._rows)
-        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
-
-    @functools.cached_property
-    def page_copies(self) -> PageCopies:
-        """The programs that copy pages out of the pools, and back."""
-        return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
-
-    def play(
-        self, params: Params, state: DecodeState, orders: np.ndarray, *, drafts: bool = True
-    ) -> tuple[DecodeState, Report]:
-        """One round (`slots.play`). The one door: one array goes in, one comes out.
-
-        Donates `state`. Without `drafts` nothing is guessed, where the rules say that it may be.
-        """
-        play, rules = self._play if drafts else self._play_plain, self.config.rules
-        sent = jax.device_put(orders, self._rows)
-        state, packed = play(params, state, sent, self._key_data)
-        return state, unpack_report(
-            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
-        )
-
-    def lower_play(self, places: int, pool: Pool | None = None) -> Any:
-        """The round's program lowered from shapes alone, for memory analysis and tests."""
-
-        def placed(shapes: Any, shardings: Any) -> Any:
-            return jax.tree.map(
-                lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-                shapes,
-                shardings,
-            )
-
-        width = order_width(self.config.chunk_size, self.config.rules.choice_branches)
-        return self._play.lower(
-            placed(self.parameter_shapes, self.parameter_shardings),
-            placed(self.state_shapes(places, pool), self.state_shardings),
-            jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
-            jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
-        )
-
-    # JetStream's interface.
 
     def load_params(self, params: Params) -> Params:
         """Places weights, such as `publish` makes, where this engine wants them, on the devices."""

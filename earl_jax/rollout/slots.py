@@ -18,13 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk, head_weights
+from earl_jax.models.decoder import head_weights
 from earl_jax.models.kv_cache import PagedCache
-from earl_jax.models.parameters import Params
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.decoding import (
-    Replicate,
+    Decoder,
+    Said,
     SlotRules,
     decode_drafted,
     decode_plain,
@@ -39,29 +38,18 @@ from earl_jax.rollout.orders import (
     pack_report,
     unpack_orders,
 )
-from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
 
 
 def play(
-    config: ModelConfig,
-    rules: SlotRules,
-    params: Params,
-    state: DecodeState,
-    packed_orders: jax.Array,
-    key: jax.Array,
-    shard: jax.Array | int,
-    replicate: Replicate = lambda logits_BV: logits_BV,
-    layout: Layout | None = None,
+    decoder: Decoder, state: DecodeState, packed_orders: jax.Array, shard: jax.Array | int
 ) -> tuple[DecodeState, jax.Array]:
     """One round for one data shard, the how-many-th of equal ones `shard` says.
-
-    `replicate` puts logits whole on every device of the shard before they are sampled from;
-    `layout` is that of `forward_chunk`.
 
     Returns:
         The new state, and the packed Report.
     """
+    rules = decoder.rules
     orders = unpack_orders(packed_orders, rules.choice_branches)
     first_row = shard * state.experience.tokens.shape[0]
     state = _shift(state, -first_row, -shard * state.cache.num_pages)
@@ -69,54 +57,27 @@ def play(
     state = _restart(_take_over(state, orders, shard), orders, first_row)
     slots = state.cached.shape[0]
     said = nothing_said(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
-
-    def append_chunks(carry: Any) -> Any:
-        state, said = carry
-        logits_BV, cache = _append(config, rules, params, state, orders, replicate, layout)
-        experience = _record_chunk(state, orders)
-        begins = orders.speak & (orders.count > 0)
-        speaks_now = begins | orders.resume & (orders.count > 0)
-        state = dataclasses.replace(
-            state,
-            cache=cache,
-            experience=experience,
-            cached=state.cached + orders.count,
-            active=state.active | speaks_now,
-            turn=state.turn + begins,
-            turn_tokens=jnp.where(begins, 0, state.turn_tokens),
-            turn_limit=jnp.where(begins, orders.turn_limit, state.turn_limit),
-            choices=jax.tree.map(
-                lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
-                orders.choices,
-                state.choices,
-            ),
-        )
-        said = said._replace(passes=said.passes + speaks_now)
-        return sample_next(rules, key, state, logits_BV, speaks_now, said)
-
     decode = decode_drafted if rules.ngram else decode_plain
 
-    def decode_one(carry: Any) -> Any:
-        state, said = carry
-        speaking = speaks(carry)
-        return decode(config, rules, params, state, said, speaking, key, replicate, layout)
-
     def speaks(carry: Any) -> Any:
-        # A slot that began its turn above has had one pass of its burst already.
+        # A slot that begins its turn with its chunk has had one pass of its burst already.
         state, said = carry
         return state.active & (said.passes < rules.burst)
 
-    carry: Any = (state, said)
     # A loop of at most one pass and not a `cond`, whose branches cannot share the caller's buffers:
     # XLA for GPUs then holds the whole KV cache twice, and copies it twice a round (9.7 GiB of
     # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 places, 2 of 8 H100s a shard).
     waiting = jnp.any(orders.count > 0)
     _, carry = jax.lax.while_loop(
         lambda loop: loop[0],
-        lambda loop: (jnp.zeros_like(waiting), append_chunks(loop[1])),
-        (waiting, carry),
+        lambda loop: (jnp.zeros_like(waiting), _append_chunks(decoder, orders, *loop[1])),
+        (waiting, (state, said)),
     )
-    state, said = jax.lax.while_loop(lambda carry: jnp.any(speaks(carry)), decode_one, carry)
+    state, said = jax.lax.while_loop(
+        lambda carry: jnp.any(speaks(carry)),
+        lambda carry: decode(decoder, *carry, speaks(carry)),
+        carry,
+    )
     report = pack_report(
         said.tokens,
         said.logprobs,
@@ -126,6 +87,33 @@ def play(
         (said.passes, said.drafted) if rules.draft else None,
     )
     return _shift(state, first_row, shard * state.cache.num_pages), report
+
+
+def _append_chunks(
+    decoder: Decoder, orders: Orders, state: DecodeState, said: Said
+) -> tuple[DecodeState, Said]:
+    """The orders' chunks into the cache, and the first token of the turns that begin with them."""
+    logits_BV, cache = _append(decoder, state, orders)
+    experience = _record_chunk(state, orders)
+    begins = orders.speak & (orders.count > 0)
+    speaks_now = begins | orders.resume & (orders.count > 0)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        experience=experience,
+        cached=state.cached + orders.count,
+        active=state.active | speaks_now,
+        turn=state.turn + begins,
+        turn_tokens=jnp.where(begins, 0, state.turn_tokens),
+        turn_limit=jnp.where(begins, orders.turn_limit, state.turn_limit),
+        choices=jax.tree.map(
+            lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
+            orders.choices,
+            state.choices,
+        ),
+    )
+    said = said._replace(passes=said.passes + speaks_now)
+    return sample_next(decoder, state, logits_BV, speaks_now, said)
 
 
 def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) -> DecodeState:
@@ -245,32 +233,15 @@ def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> De
     )
 
 
-def _append(
-    config: ModelConfig,
-    rules: SlotRules,
-    params: Params,
-    state: DecodeState,
-    orders: Orders,
-    replicate: Replicate,
-    layout: Layout | None,
-) -> tuple[jax.Array, PagedCache]:
+def _append(decoder: Decoder, state: DecodeState, orders: Orders) -> tuple[jax.Array, PagedCache]:
     """The chunks into the cache, `rules.append_rows` slots at a time, those without one left out.
 
     Returns:
         logits_BV behind each chunk, and the cache.
     """
-    slots, some = state.cached.shape[0], rules.append_rows
+    slots, some = state.cached.shape[0], decoder.rules.append_rows
     if slots <= some:
-        logits_BV, cache = forward_chunk(
-            config,
-            params,
-            state.cache,
-            orders.chunk,
-            state.cached,
-            orders.count,
-            layout=layout,
-        )
-        return replicate(logits_BV), cache
+        return decoder.append(state.cache, orders.chunk, state.cached, orders.count)
     has_chunk = orders.count > 0
     # Filled up with slots that do not exist: what is written there is dropped.
     steps = (jnp.sum(has_chunk) + some - 1) // some
@@ -283,34 +254,25 @@ def _append(
         chosen = jax.lax.dynamic_slice_in_dim(order_B, index * some, some)
         exists = chosen < slots
         row = jnp.minimum(chosen, slots - 1)
-        logits, cache = forward_chunk(
-            config,
-            params,
+        logits, cache = decoder.append(
             PagedCache(layers=layers, table=state.cache.table[row]),
             orders.chunk[row],
             state.cached[row],
             jnp.where(exists, orders.count[row], 0),
-            layout=layout,
         )
-        return logits_BV.at[chosen].set(replicate(logits), mode="drop"), cache.layers
+        return logits_BV.at[chosen].set(logits, mode="drop"), cache.layers
 
-    logits_BV = jnp.zeros((slots, head_weights(params).shape[1]), jnp.float32)
+    logits_BV = jnp.zeros((slots, head_weights(decoder.params).shape[1]), jnp.float32)
     logits_BV, layers = jax.lax.fori_loop(0, steps, append_some, (logits_BV, state.cache.layers))
     return logits_BV, dataclasses.replace(state.cache, layers=layers)
 
 
 def generate_one(
-    config: ModelConfig,
-    rules: SlotRules,
-    params: Params,
-    state: DecodeState,
-    moving: jax.Array,
-    key: jax.Array,
-    shard: jax.Array | int,
-    replicate: Replicate = lambda logits_BV: logits_BV,
-    layout: Layout | None = None,
+    decoder: Decoder, state: DecodeState, moving: jax.Array, shard: jax.Array | int
 ) -> tuple[DecodeState, jax.Array]:
     """JetStream's step: hands out `moving` slots' pending tokens, and samples those after them.
+
+    `moving` [B] is above 0 where a slot moves.
 
     Returns:
         The new state, and i32[B,3]: the token, 1 if it is valid, and how many tokens the slot has
@@ -320,8 +282,8 @@ def generate_one(
     state = _shift(state, -first_row, -first_page)
     places = state.experience.tokens.shape[1]
     handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
-    nowhere = nothing_said(len(state.cached), 0, model_logprobs=rules.model_logprobs)
-    state, _ = decode_plain(config, rules, params, state, nowhere, moving, key, replicate, layout)
+    nowhere = nothing_said(len(state.cached), 0, model_logprobs=decoder.rules.model_logprobs)
+    state, _ = decode_plain(decoder, state, nowhere, moving > 0)
     return _shift(state, first_row, first_page), handed_out
 
 

@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the programs of one engine are compiled for."""
+
+import dataclasses
+from typing import Literal
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.slots import SlotRules
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What JetStream's calls are compiled for.
+
+    Prompts of up to `max_prefill_length` tokens (a power of two, from 16: JetStream pads to these);
+    `places` for a prompt and its reply; how tokens are drawn for who does not say. The KV cache
+    holds `cache_tokens` in all, and one whole context a row shard at least; 0: `places` for every
+    slot. Where that is not enough, requests wait for others.
+    """
+
+    max_prefill_length: int = 64
+    places: int = 128
+    cache_tokens: int = 0
+    sampling: Sampling = Sampling()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What one engine's programs are compiled for.
+
+    `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
+    `chunk_size` tokens of a prompt or an answer are appended per slot and round. The KV cache comes
+    in pages of `page_size` tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
+    (models/quantization.py). `serving` is for JetStream's calls alone.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    num_slots: int
+    num_rows: int
+    chunk_size: int
+    rules: SlotRules
+    seed: int
+    page_size: int = 64
+    weight_dtype: Literal["compute", "int8"] = "compute"
+    kv_dtype: Literal["compute", "int8"] = "compute"
+    serving: Serving = Serving()

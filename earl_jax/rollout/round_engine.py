@@ -1,0 +1,199 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""RoundEngine: what RL rollouts need of an engine.
+
+One dispatch and one read per round for all slots (`play`), answers appended to live slots,
+log-probs and versions written down beside the KV cache.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.models.parameters import Params, parameter_shardings
+from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.rollout import decode_state, slots
+from earl_jax.rollout.decode_state import DecodeState
+from earl_jax.rollout.decoding import Decoder
+from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.orders import Report, order_width, unpack_report
+from earl_jax.rollout.page_copies import PageCopies
+from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.slots import SlotRules
+from earl_jax.sharding.layout import Layout
+
+
+class RoundEngine:
+    """Plays rounds of one model on one rollout layout.
+
+    Slots and experience are split over `data`; heads and vocabulary over `tensor`, experts over
+    `expert`. Each data shard decodes on its own (`shard_map` over `data`): no collective crosses
+    it, and a shard whose slots have all ended their turn stops early whatever the others do.
+    """
+
+    def __init__(self, config: EngineConfig, layout: Layout) -> None:
+        """Builds the jitted programs; nothing is compiled before its first call.
+
+        Raises:
+            ValueError: the slots or rows do not divide over the layout's data axis.
+        """
+        for name, number in (
+            ("num_slots", config.num_slots),
+            ("episodes_per_step", config.num_rows),
+        ):
+            if number % layout.num_row_shards:
+                raise ValueError(
+                    f"config.rollout.{name} is {number}, which does not divide over {layout}; "
+                    f"choose a multiple of {layout.num_row_shards}"
+                )
+        self.config, self.layout = config, layout
+        self._key_data = jax.random.key_data(jax.random.key(config.seed))
+        specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
+        self.parameter_shardings = parameter_shardings(specs, layout)
+        self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
+        self._rows = layout.activations("B")
+        by_rows = jax.tree.map(lambda leaf: self._rows, self.state_shapes(1))
+        pages = jax.tree.map(lambda leaf: layout.activations("ZK"), by_rows.cache.layers)
+        self.state_shardings = dataclasses.replace(
+            by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages)
+        )
+        self._build_programs()
+
+    def _build_programs(self) -> None:
+        rules, out = self.config.rules, (self.state_shardings, self._rows)
+
+        def play_with(rules: SlotRules) -> Any:
+            return jax.jit(self._decoding(slots.play, rules), donate_argnums=1, out_shardings=out)
+
+        self._play = play_with(rules)
+        self._play_plain = play_with(rules._replace(ngram=0)) if rules.ngram else self._play
+        self._empty = jax.jit(
+            self._new_state,
+            static_argnums=(0, 1),
+            out_shardings=self.state_shardings,
+        )
+        # Not donated: no buffer that grows can be used again, and JAX warns of each.
+        self._grow = jax.jit(
+            decode_state.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
+        )
+
+    def _decoding(self, function: Any, rules: SlotRules) -> Any:
+        """`slots.play` or `slots.generate_one` on every row shard: of params, state, orders, key.
+
+        Manual over rows; the axes within them stay automatic and follow the weights' placement.
+        """
+        model, layout = self.config.model, self.layout
+
+        def on_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
+            key = jax.random.wrap_key_data(key_data)
+            decoder = Decoder(model, rules, params, key, _replicate, layout)
+            return function(decoder, state, orders, jax.lax.axis_index(layout.row_axes))
+
+        rows = P(layout.row_axes)
+        return self._over_rows(on_shard, (P(), rows, rows, P()), rows)
+
+    def _over_rows(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(self.layout.row_axes),
+            check_vma=False,
+        )
+
+    def state_shapes(self, places: int, pool: Pool | None = None) -> DecodeState:
+        """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
+        return jax.eval_shape(lambda: self._new_state(places, pool))
+
+    def _new_state(self, places: int, pool: Pool | None) -> DecodeState:
+        config = self.config
+        return decode_state.empty_state(
+            config.model,
+            config.num_slots,
+            config.num_rows,
+            places,
+            page_size=config.page_size,
+            pool=pool,
+            kv_dtype=config.kv_dtype,
+            model_logprobs=config.rules.model_logprobs,
+            choice_branches=config.rules.choice_branches,
+        )
+
+    def empty_state(self, places: int, pool: Pool | None = None) -> DecodeState:
+        """Empty slots with room for `places` tokens an episode, made on the devices.
+
+        Without a `pool` of pages every slot has its own; with one, `give_pages` says who has which.
+        """
+        return self._empty(places, pool)
+
+    def grow(
+        self,
+        state: DecodeState,
+        places: int,
+        old: Pool | None = None,
+        new: Pool | None = None,
+    ) -> DecodeState:
+        """The same state with more room, and more pages (`decode_state.grow`)."""
+        return self._grow(state, places, old, new)
+
+    def place_rows(self, numbers: np.ndarray) -> jax.Array:
+        """Numbers of slots on their row shards."""
+        return jax.device_put(numbers, self._rows)
+
+    def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
+        """The same state in which slots have the pages of `table` i32[num_slots, Y]."""
+        placed = jax.device_put(table, self._rows)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
+
+    @functools.cached_property
+    def page_copies(self) -> PageCopies:
+        """The programs that copy pages out of the pools, and back."""
+        return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
+
+    def play(
+        self, params: Params, state: DecodeState, orders: np.ndarray, *, drafts: bool = True
+    ) -> tuple[DecodeState, Report]:
+        """One round (`slots.play`). The one door: one array goes in, one comes out.
+
+        Donates `state`. Without `drafts` nothing is guessed, where the rules say that it may be.
+        """
+        play, rules = self._play if drafts else self._play_plain, self.config.rules
+        sent = jax.device_put(orders, self._rows)
+        state, packed = play(params, state, sent, self._key_data)
+        return state, unpack_report(
+            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
+        )
+
+    def lower_play(self, places: int, pool: Pool | None = None) -> Any:
+        """The round's program lowered from shapes alone, for memory analysis and tests."""
+
+        def placed(shapes: Any, shardings: Any) -> Any:
+            return jax.tree.map(
+                lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+                shapes,
+                shardings,
+            )
+
+        width = order_width(self.config.chunk_size, self.config.rules.choice_branches)
+        return self._play.lower(
+            placed(self.parameter_shapes, self.parameter_shardings),
+            placed(self.state_shapes(places, pool), self.state_shardings),
+            jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
+            jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
+        )
+
+
+def _replicate(logits_BV: jax.Array) -> jax.Array:
+    """All logits on every device of their row shard.
+
+    Else XLA cuts the sampling over `tensor`, with collective-permutes. These wait for every device
+    of the mesh: shards that decode unequally long would hang. One all-gather within the shard is
+    also fewer collectives (16 without it).
+    """
+    return jax.lax.with_sharding_constraint(logits_BV, P(*[None] * logits_BV.ndim))
