@@ -28,7 +28,8 @@ from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import save_tokenizer
 from earl_jax.models.lora import fingerprint
 from earl_jax.rollout.config import Sampling
-from earl_jax.serve import _sampling, parse_flags, serve_command
+from earl_jax.serve import serve_command
+from earl_jax.serve_flags import parse_flags, sampling
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
 
@@ -79,7 +80,7 @@ def save_run(folder: Path, rank: int):
     ],
 )
 def test_flags_come_before_what_the_models_files_say(flags, told, drawn):
-    assert _sampling(parse_flags(["--model=x", *flags]), told) == drawn
+    assert sampling(parse_flags(["--model=x", *flags]), told) == drawn
 
 
 @pytest.mark.slow
