@@ -10,16 +10,18 @@ others what its episodes came to, so that all go on from the same facts.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from earl_jax.dispatch.pack import fit
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.collect import Rollout, RolloutStats
+from earl_jax.selector.candidates import divisors
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree, same_shards
 from earl_jax.sharding.reshard import reshard
@@ -141,12 +143,46 @@ def on_first(world: World, state: TrainState) -> TrainState:
     processes = world.processes
     if processes.count == 1:
         return state
-    devices = processes.devices_of(0)
-    shapes = (MeshShape(fsdp=len(devices)), MeshShape(tensor=len(devices)))
-    # Cut, if the model can be, so that no device holds all of it.
-    fitting = [shape for shape in shapes if world.weights_obstacle(shape) is None]
-    layout = make_layout(next(iter(fitting), MeshShape(data=len(devices))), devices)
-    where = state_shardings(world.model, world.config.train, world.vocab_size, layout)
+    where = _cut_over(world, [d for d in processes.devices if d.process_index == 0])
     params, base = reshard((state.params, state.base), (where.params, where.base))
     processes.wait((params, base), "the weights to export")
     return dataclasses.replace(state, params=params, base=base)
+
+
+def to_checkpoint(world: World, state: TrainState) -> TrainState:
+    """A copy without its base, placed so that every process has a part to write.
+
+    A copy, because the next step donates the state while the checkpoint is being written.
+    """
+    state = dataclasses.replace(state, base=None)
+    if world.processes.all_train:
+        return jax.tree.map(jnp.copy, state)
+    where = dataclasses.replace(_cut_over(world, world.processes.devices), base=None)
+    state = reshard(state, where)
+    world.processes.wait(state, "the checkpoint")
+    return state
+
+
+def from_checkpoint(
+    world: World, mesh: MeshShape, read: Callable[[TrainState, TrainState], TrainState]
+) -> TrainState:
+    """The inverse: the state on a training mesh, without its base.
+
+    `read(shapes, shardings)` is `Checkpoints.state` of a step.
+    """
+    shapes, goal = world.train_state_shapes(), world.train_state_shardings(mesh)
+    if world.processes.all_train:
+        return read(shapes, goal)
+    state = read(shapes, _cut_over(world, world.processes.devices))
+    state = reshard(state, dataclasses.replace(goal, base=None))
+    world.processes.wait(state, "the checkpoint")
+    return state
+
+
+def _cut_over(world: World, devices: Sequence[Any]) -> TrainState:
+    """Where a TrainState is cut over these devices, as far as its widths divide."""
+    num = len(devices)
+    shapes = [MeshShape(data=num // fsdp, fsdp=fsdp) for fsdp in reversed(divisors(num))]
+    shape = next(shape for shape in shapes if world.weights_obstacle(shape) is None)
+    layout = make_layout(shape, devices)
+    return state_shardings(world.model, world.config.train, world.vocab_size, layout)

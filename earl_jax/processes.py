@@ -53,10 +53,15 @@ class Processes:
         """The processes that train."""
         return tuple(sorted({device.process_index for device in self.train_devices}))
 
-    def devices_of(self, process: int) -> list[Any]:
-        """All devices of a process."""
-        every = dict.fromkeys((*self.rollout_devices, *self.train_devices))
-        return [device for device in every if device.process_index == process]
+    @functools.cached_property
+    def devices(self) -> tuple[Any, ...]:
+        """All devices of the run, process by process."""
+        return tuple(dict.fromkeys((*self.rollout_devices, *self.train_devices)))
+
+    @property
+    def all_train(self) -> bool:
+        """Whether every process trains."""
+        return len(self.trainers) == self.count
 
     @property
     def is_first(self) -> bool:

@@ -8,6 +8,7 @@ run that is killed at any moment goes on as if it had not been.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import signal
 import sys
@@ -16,8 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.agreement import check_same, open_shared_workdir
@@ -26,7 +25,7 @@ from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
-from earl_jax.joint import on_first
+from earl_jax.joint import from_checkpoint, on_first, to_checkpoint
 from earl_jax.loop import Position, StepRecord, train
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
@@ -206,8 +205,9 @@ def _restore(
         placement.restore(saved["placement"])
     except ValueError as error:
         raise DamagedCheckpoint(f"its position is not one: {error}") from error
-    shardings = world.train_state_shardings(placement.in_training)
-    state = checkpoints.state(step, world.train_state_shapes(), shardings)
+    state = from_checkpoint(
+        world, placement.in_training, functools.partial(checkpoints.state, step)
+    )
     state = _with_base(world, saved, state, placement)
     history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement
@@ -335,17 +335,13 @@ class _Keeper:
 
     def _save(self, position: Position) -> None:
         processes, base = self.world.processes, position.state.base
-        state = dataclasses.replace(position.state, base=None)
         prints: list[int | None] = []
         if base is not None:
             own = int(fingerprint(base)) if processes.trains else None
             prints = [each for each in processes.gather(own, "the base") if each is not None]
-        if processes.trains:
-            # A copy, because the next step donates the state while the checkpoint is being written.
-            state = jax.tree.map(jnp.copy, state)
         self.checkpoints.save(
             position.step,
-            state,
+            to_checkpoint(self.world, position.state),
             {
                 "placement": self.placement.as_dict(),
                 "history": position.history.as_list(),
