@@ -7,17 +7,19 @@ best of some rounds, because what disturbs a round only ever makes it slower. A 
 by the order of their list asks for bytes only.
 """
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from earl_jax.joint import send_weights
 from earl_jax.rollout.choices import no_choices
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decode_state import DecodeState
@@ -28,14 +30,17 @@ from earl_jax.selector.choose import Option
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import place
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import batch_shapes
-from earl_jax.weights import publish
 from earl_jax.world import World
 
 
 def open_table(world: World) -> tuple[ThroughputTable, str | None]:
-    """The kept measurements for this world's model, programs, devices and versions."""
+    """The kept measurements for this world's model, programs, devices and versions.
+
+    Those of the first process, which alone keeps them, in every process.
+    """
     config = world.config
     facts = {
         "model": dataclasses.asdict(world.model),
@@ -67,11 +72,23 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
         "attention": [choice.kernel for choice in world.attention_choices],
         "order": config.selector.order,
         "measure_rounds": config.selector.measure_rounds,
-        "devices": [f"{d.platform} {d.device_kind}" for d in world.devices],
+        "devices": {
+            stage: [f"{d.platform} {d.device_kind}" for d in devices]
+            for stage, devices in (
+                ("rollout", world.processes.rollout_devices),
+                ("train", world.processes.train_devices),
+            )
+        },
+        "processes": world.processes.count,
         "host": [platform.machine(), os.cpu_count()],
         "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "earl_jax")},
     }
-    return load_table(facts)
+    if world.processes.is_first:
+        table, damage = load_table(facts)
+        world.processes.gather(table.as_dict(), "the table of measurements")
+        return table, damage
+    told = world.processes.gather(None, "the table of measurements")
+    return ThroughputTable.from_dict(None, told[0]), None
 
 
 class Calibration:
@@ -79,6 +96,21 @@ class Calibration:
 
     def __init__(self, world: World, table: ThroughputTable, say: Callable[[str], None]) -> None:
         self._world, self.table, self._say = world, table, say
+        # What this process alone measured, while others did something else.
+        self._own: dict[str, Measurement] = {}
+        self._is_apart = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, of several processes each asks for itself: nothing is measured together.
+
+        What is missing is then known by its bytes alone, until all ask for it.
+        """
+        self._is_apart = self._world.processes.count > 1
+        try:
+            yield
+        finally:
+            self._is_apart = False
 
     def measure_all(self) -> None:
         """Measures what is missing for the configured rooms per episode, so that no step waits."""
@@ -119,13 +151,30 @@ class Calibration:
 
     def switch_s(self, stage: str, mesh: MeshShape, places: int) -> float:
         """What going to this mesh costs; the entry must have been measured."""
-        return self.table.measurements[self.table.entry(stage, mesh, places)].switch_s
+        return self._measurement(stage, mesh, places).switch_s
 
     def _option(self, stage: str, mesh: MeshShape, places: int, resident: int) -> Option:
+        measured = self._measurement(stage, mesh, places)
+        return Option(
+            mesh=mesh,
+            bytes_per_device=measured.program_bytes + resident,
+            tokens_per_s=measured.tokens_per_s,
+        )
+
+    def _measurement(self, stage: str, mesh: MeshShape, places: int) -> Measurement:
         entry = self.table.entry(stage, mesh, places)
+        if self._is_apart and entry not in self.table.measurements:
+            if entry not in self._own:
+                compiled = self._world.engine(mesh).lower_play(places).compile()
+                self._own[entry] = _bytes_only(compiled)
+            return self._own[entry]
         if entry not in self.table.measurements:
             measure = _measure_rollout if stage == "rollout" else _measure_train
-            found = measure(self._world, mesh, places)
+            told = self._world.processes.gather(
+                measure(self._world, mesh, places), f"what {stage} on {mesh} needs"
+            )
+            # Of several processes the first that has some of these devices.
+            found = next(one for one in told if one is not None)
             try:
                 self.table = self.table.with_measurement(entry, found)
             except OSError as error:
@@ -137,28 +186,29 @@ class Calibration:
                 f"measured {stage} on {mesh} with room for {places} tokens an episode: {speed}"
                 f"{found.program_bytes / 2**20:.2f} MiB per device"
             )
-        measured = self.table.measurements[entry]
-        return Option(
-            mesh=mesh,
-            bytes_per_device=measured.program_bytes + resident,
-            tokens_per_s=measured.tokens_per_s,
-        )
+        return self.table.measurements[entry]
 
 
-def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
-    """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled."""
-    engine, config = world.engine(mesh), world.config
-    compiled = engine.lower_play(places).compile()
+def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement | None:
+    """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled.
+
+    Every process sends and receives the weights; None in one that does not play.
+    """
+    processes, config = world.processes, world.config
+    engine, plays = world.engine(mesh), processes.plays
+    compiled = engine.lower_play(places).compile() if plays else None
     if config.selector.order == "listed":
-        return _bytes_only(compiled)
+        return _bytes_only(compiled) if plays else None
     params = world.policy(world.init_train_state(world.train_candidates[0]))
 
     def move() -> Any:
-        return publish(params, engine.parameter_shapes, engine.parameter_shardings).params
+        return send_weights(world, params, mesh).params
 
     weights = move()
     switch_s = _seconds(move)
-    slots, branches = config.rollout.num_slots, engine.config.rules.choice_branches
+    if not plays:
+        return None
+    slots, branches = world.own_rollout.num_slots, engine.config.rules.choice_branches
     count = min(config.rollout.chunk_size, places - config.rollout.burst)
     orders = pack_orders(
         chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
@@ -186,14 +236,16 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
         seconds.append(time.perf_counter() - start)
         tokens = int(report.count.sum())
     return Measurement(
-        tokens_per_s=tokens / min(seconds),
+        tokens_per_s=len(processes.players) * tokens / min(seconds),
         program_bytes=program_bytes(compiled),
         switch_s=switch_s,
     )
 
 
-def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
-    """Updates on rows full of the policy's tokens."""
+def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement | None:
+    """Updates on rows full of the policy's tokens; None in a process that does not train."""
+    if not world.processes.trains:
+        return None
     rows, layout = world.config.rollout.episodes_per_step, world.train_layout(mesh)
     shapes = batch_shapes(rows, places, layout, with_proximal=world.needs_proximal)
     step = world.train_step(mesh, "policy_gradient")
@@ -207,7 +259,7 @@ def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
     reshard(elsewhere, shardings)
     switch_s = _seconds(lambda: reshard(elsewhere, shardings))
     batch = jax.tree.map(
-        lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
+        lambda shape: place(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )
     state, metrics = step(state, batch, controls)
     jax.block_until_ready(metrics)

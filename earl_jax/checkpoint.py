@@ -75,10 +75,14 @@ class Checkpoints:
             raise DamagedCheckpoint(f"{type(error).__name__}: {words}") from error
 
     def discard(self, step: int) -> None:
-        """Sets a damaged checkpoint aside, as `damaged_STEP`: its step can be saved again."""
+        """Sets a damaged checkpoint aside, as `damaged_STEP`: its step can be saved again.
+
+        Of several processes the first calls it before the others, which find it done.
+        """
         target = self._folder.parent / f"damaged_{step}"
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.move(self._folder / str(step), target)
+        if (self._folder / str(step)).exists():
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.move(self._folder / str(step), target)
         self._manager.reload()
 
     def wait(self) -> None:
@@ -117,7 +121,7 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
         ) from error
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); name another --workdir") from error
-    different = _differences(saved, json.loads(text), "config")
+    different = differences(saved, json.loads(text), "config")
     if different:
         raise ValueError(
             f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
@@ -128,15 +132,19 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
 _ABSENT = object()
 
 
-def _differences(there: Any, here: Any, path: str) -> list[str]:
+def differences(
+    there: Any, here: Any, path: str, places: tuple[str, str] = ("there", "here")
+) -> list[str]:
+    """A line for each value that is not the same in two trees of settings: its path, and both."""
     if isinstance(there, dict) and isinstance(here, dict):
         names = sorted(there.keys() | here.keys())
         return [
             line
             for name in names
-            for line in _differences(
-                there.get(name, _ABSENT), here.get(name, _ABSENT), f"{path}.{name}"
+            for line in differences(
+                there.get(name, _ABSENT), here.get(name, _ABSENT), f"{path}.{name}", places
             )
         ]
     words = ["absent" if value is _ABSENT else repr(value) for value in (there, here)]
-    return [] if there == here else [f"{path} is {words[0]} there, {words[1]} here"]
+    said = ", ".join(f"{word} {place}" for word, place in zip(words, places, strict=True))
+    return [] if there == here else [f"{path} is {said}"]

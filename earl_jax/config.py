@@ -9,6 +9,7 @@ import dataclasses
 import typing
 from typing import Any, Literal
 
+from earl_jax.distributed import DistributedConfig
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.models.config import ModelConfig
@@ -22,10 +23,15 @@ from earl_jax.train.config import TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """Which devices. `platform` "auto" takes JAX's choice; `num_cpu_devices` are virtual ones."""
+    """Which devices. `platform` "auto" takes JAX's choice; `num_cpu_devices` are virtual ones.
+
+    Of those of all processes the first `num_rollout` play episodes and the others train; with 0 all
+    do both, in turn. Over several processes a device's fellows of the same process do as it does.
+    """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
     num_cpu_devices: int = 8
+    num_rollout: int = 0
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
@@ -33,6 +39,11 @@ class DevicesConfig:
         if self.num_cpu_devices < 1:
             raise ValueError(
                 f"config.devices.num_cpu_devices is {self.num_cpu_devices}; it must be at least 1"
+            )
+        if self.num_rollout < 0:
+            raise ValueError(
+                f"config.devices.num_rollout is {self.num_rollout}; it must be at least 0 (0: all "
+                "devices play and train)"
             )
 
 
@@ -142,6 +153,7 @@ class Config:
     num_steps: int = 100
     seed: int = 0
     devices: DevicesConfig = DevicesConfig()
+    distributed: DistributedConfig = DistributedConfig()
     env: EnvConfig = EnvConfig()
     chat: ChatConfig = ChatConfig()
     model: ModelConfig = ModelConfig()
@@ -226,8 +238,10 @@ class Config:
         return 0.0 if off else self.train.importance_cap
 
     def as_dict(self) -> dict[str, Any]:
-        """The complete configuration, as written to config.json."""
-        return dataclasses.asdict(self)
+        """The complete configuration of the run, as written to config.json; not who runs it."""
+        settings = dataclasses.asdict(self)
+        del settings["distributed"]
+        return settings
 
 
 def _check_effects(config: Config) -> None:

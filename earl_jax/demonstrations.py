@@ -9,13 +9,13 @@ host and go to the devices from there.
 import dataclasses
 import random
 
-import jax
 import numpy as np
 
 from earl_jax.envs.board_game import demonstrate, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import place
 from earl_jax.trajectory import TrajectoryBatch
 
 
@@ -41,7 +41,7 @@ class HostBatch:
         zeros = np.zeros(tokens.shape, np.float32)
         rows = (tokens, segment_ids, turn_ids, zeros, np.zeros_like(tokens), zeros)
         names = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
-        placed = jax.device_put(rows, layout.activations("BT"))
+        placed = [place(field, layout.activations("BT")) for field in rows]
         return TrajectoryBatch(**dict(zip(names, placed, strict=True)))
 
 

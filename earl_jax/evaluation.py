@@ -8,34 +8,34 @@ from typing import Any
 import numpy as np
 
 from earl_jax.envs.environment import DRAW, ILLEGAL, LOSS, WIN
-from earl_jax.loop import Position, expected_tokens, play
+from earl_jax.loop import Position, expected_tokens, play_all
 from earl_jax.placement import Placement
-from earl_jax.trajectory import Trajectory, outcome_fractions
+from earl_jax.trajectory import Outcome, Trajectory, outcome_fractions
 from earl_jax.world import World
 
 
 def evaluate(
     world: World, placement: Placement, position: Position, *, games: int
-) -> tuple[dict[str, Any], list[Trajectory]]:
+) -> dict[str, Any]:
     """Plays the first `games` evaluation games with the newest weights.
 
     Returns:
-        The fractions for metrics.jsonl, and the episodes.
+        The fractions for metrics.jsonl.
     """
     load = position.history.recent()
     tasks = world.evaluation_tasks(games)
     rows = world.config.rollout.episodes_per_step
-    played: list[Trajectory] = []
+    outcomes: list[Outcome] = []
     for first in range(0, games, rows):
         placement.choose_rollout(expected_tokens(world, load), load)
         seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
         batch = tasks[first : first + rows]
-        rollout = play(world, placement, seat, batch, load, world.config.eval.sampling)
-        played += rollout.trajectories
-    return summarize(played, world.config.env.game), played
+        _, played = play_all(world, placement, seat, batch, load, world.config.eval.sampling)
+        outcomes += played.outcomes
+    return summarize(outcomes, world.config.env.game)
 
 
-def summarize(trajectories: Sequence[Trajectory], name: str) -> dict[str, Any]:
+def summarize(trajectories: Sequence[Trajectory | Outcome], name: str) -> dict[str, Any]:
     """Fractions by outcome over all games and by side; "win", "draw", "loss", "illegal" always."""
     fractions = dict.fromkeys((WIN, DRAW, LOSS, ILLEGAL), 0.0) | outcome_fractions(trajectories)
     sides = {

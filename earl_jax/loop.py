@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from earl_jax.dispatch.pack import dispatch
+from earl_jax.joint import Played, hear_all, join_rows
 from earl_jax.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout, RolloutStats
 from earl_jax.rollout.config import Sampling
@@ -22,13 +23,14 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.reshard import absent_array
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.step import TrainState, UpdateMetrics, read_metrics
-from earl_jax.trajectory import Experience, Trajectory, TrajectoryBatch
+from earl_jax.trajectory import Experience, Outcome, Trajectory, TrajectoryBatch
 from earl_jax.world import World
 
 
@@ -43,10 +45,12 @@ class Position:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one step left, for telemetry."""
+    """What one step left, for telemetry. Of all processes, but for `trajectories` and times."""
 
     step: int
     trajectories: list[Trajectory]
+    outcomes: list[Outcome]
+    sampling_kl: float | None
     stats: RolloutStats
     load: Load
     rollout_mesh: str
@@ -82,40 +86,47 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         placement.choose_rollout(expected_tokens(world, load), load)
     with timer("publish"), only_on_devices(world) as publish_reads:
         seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
-        jax.block_until_ready(seat.policy.params)
     with timer("rollout"):
-        rollout = play(world, placement, seat, learnable(world, world.training_tasks(step)), load)
+        tasks = learnable(world, world.training_tasks(step))
+        rollout, played = play_all(world, placement, seat, tasks, load)
     with timer("select"):
-        load = measure_load(rollout)
+        load = measure_load(played)
         history = position.history.add(load)
         length = world.config.rollout.places_for(load.context_tokens_max)
         placement.choose_training(history.recent())
         state = placement.move_state(state)
     layout = world.train_layout(placement.in_training)
     with timer("dispatch"), only_on_devices(world) as dispatch_reads:
-        experience = to_learn_from(world, rollout.experience)
-        delivery = dispatch(experience, layout, **row_facts(world, rollout, length, layout))
-        jax.block_until_ready(delivery.batch)
-    trajectories, stats, seat = rollout.trajectories, rollout.stats, rollout.seat
-    rollout_mesh, rollout_places = str(seat.engine.layout), seat.places
-    del rollout, seat, experience  # the engine's weights and KV caches make room for the trainer
+        own = to_learn_from(world, rollout.experience) if rollout else None
+        experience = join_rows(world, own, placement.in_rollout, length)
+        facts = row_facts(world, played.outcomes, length, layout)
+        delivery = dispatch(experience, layout, **facts)
+        world.processes.wait(delivery.batch, "dispatch")
+    trajectories = rollout.trajectories if rollout else []
+    # The engine's weights and KV caches make room for the trainer.
+    del rollout, seat, own, experience, facts
     with timer("train"):
         state, updates = learn(world, placement, state, delivery.batch, step)
     with timer("demonstrate"):
         state = imitate(world, placement, state, step, length)
+    updates, *host_bytes = hear_costs(
+        world, updates, dispatch_reads.num_bytes, publish_reads.num_bytes
+    )
 
     record = StepRecord(
         step=step + 1,
         trajectories=trajectories,
-        stats=stats,
+        outcomes=played.outcomes,
+        sampling_kl=played.sampling_kl,
+        stats=played.stats,
         load=load,
-        rollout_mesh=rollout_mesh,
-        rollout_places=rollout_places,
+        rollout_mesh=str(placement.in_rollout),
+        rollout_places=placement.places,
         updates=updates,
         dispatch_bytes=delivery.plan.moved_bytes,
-        dispatch_host_bytes=dispatch_reads.num_bytes,
+        dispatch_host_bytes=host_bytes[0],
         publish_bytes=publish_bytes,
-        publish_host_bytes=publish_reads.num_bytes,
+        publish_host_bytes=host_bytes[1],
         stage_s=timer.seconds,
     )
     return Position(step=step + 1, state=state, history=history), record
@@ -161,17 +172,38 @@ def play(
 ) -> Rollout:
     """Plays the tasks from this seat, which may move while they run; obeys `control` meanwhile."""
     collector = Collector(
-        world.config.rollout,
+        world.own_rollout,
         world.new_conversation,
         world.pool,
         world.make_environment,
         lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
-        num_lanes=len(world.devices),
+        num_lanes=len(world.processes.lanes),
         max_context=world.max_context,
         drafting=world.drafting,
     )
     sampling = sampling or world.config.rollout.sampling
     return collector.collect(seat, tasks, sampling=sampling, control=control)
+
+
+def play_all(
+    world: World,
+    placement: Placement,
+    seat: Seat | None,
+    tasks: Sequence[Task],
+    load: Load | None,
+    sampling: Sampling | None = None,
+) -> tuple[Rollout | None, Played]:
+    """Plays this process's part of the tasks; the placement is then the same in all processes.
+
+    Returns:
+        This process's rollout, None where it has no seat, and what became of all tasks.
+    """
+    own = world.processes.own(tasks)
+    rollout = play(world, placement, seat, own, load, sampling) if seat else None
+    played = hear_all(world, rollout, placement.as_dict())
+    if played.placement != placement.as_dict():
+        placement.restore(played.placement)
+    return rollout, played
 
 
 def learnable(world: World, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -187,14 +219,14 @@ def learnable(world: World, tasks: Sequence[Task]) -> Sequence[Task]:
     return tasks
 
 
-def measure_load(rollout: Rollout) -> Load:
+def measure_load(played: Played) -> Load:
     """What the selector wants to know about this rollout."""
-    contexts = [trajectory.num_tokens for trajectory in rollout.trajectories]
+    contexts = [outcome.num_tokens for outcome in played.outcomes]
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
-        tokens_in_flight_max=rollout.stats.tokens_in_flight_max,
-        rollout_tokens=rollout.stats.rollout_tokens,
+        tokens_in_flight_max=played.stats.tokens_in_flight_max,
+        rollout_tokens=played.stats.rollout_tokens,
     )
 
 
@@ -206,23 +238,32 @@ def to_learn_from(world: World, experience: Experience) -> Experience:
     return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
-def row_facts(world: World, rollout: Rollout, length: int, layout: Layout) -> dict[str, Any]:
-    """The small facts that the host adds to the device rows, in the order of the rows.
+def row_facts(
+    world: World, outcomes: Sequence[Outcome], length: int, layout: Layout
+) -> dict[str, Any]:
+    """The small facts that the host adds to the device rows: of this process's rows.
 
-    Advantages have room for a power of two of turns, so that few programs are compiled for them.
+    But for the advantages, which are of all rows and made where they are wanted. They have room for
+    a power of two of turns, so that few programs are compiled for them.
     """
-    trajectories, config = rollout.trajectories, world.config.train
-    num_turns = max(8, 1 << max(t.num_turns for t in trajectories).bit_length())
-    rewards = place_rows(reward_rows(config, trajectories, num_turns), layout)
+    config = world.config.train
+    num_turns = max(8, 1 << max(o.num_turns for o in outcomes).bit_length())
+    if world.processes.trains:
+        rewards = place_rows(reward_rows(config, outcomes, num_turns), layout)
+        advantages = advantages_of(config, rewards, layout)
+    else:
+        shape = (len(outcomes), num_turns)
+        advantages = absent_array(shape, np.float32, layout.activations("N."))
+    lengths = np.array([outcome.num_tokens for outcome in outcomes])
     return {
         "length": length,
-        "lengths": np.array([trajectory.num_tokens for trajectory in trajectories]),
-        "advantages": advantages_of(config, rewards, layout),
-        "sample_starts": sample_starts(trajectories, length),
+        "lengths": world.processes.own(lengths),
+        "advantages": advantages,
+        "sample_starts": world.processes.own(sample_starts(outcomes, length)),
     }
 
 
-def sample_starts(trajectories: Sequence[Trajectory], length: int) -> np.ndarray:
+def sample_starts(trajectories: Sequence[Trajectory | Outcome], length: int) -> np.ndarray:
     """i32[N,M]: where each episode's samples begin; `length` behind its last.
 
     M is a power of two, so that few programs are compiled for it.
@@ -238,8 +279,13 @@ def sample_starts(trajectories: Sequence[Trajectory], length: int) -> np.ndarray
 def learn(
     world: World, placement: Placement, state: TrainState, batch: TrajectoryBatch, step: int
 ) -> tuple[TrainState, list[UpdateMetrics]]:
-    """The updates of one step; the first one's mismatch is taken before anything has changed."""
+    """The updates of one step; the first one's mismatch is taken before anything has changed.
+
+    There are none in a process that does not train.
+    """
     config = world.config
+    if not world.processes.trains:
+        return state, []
     if world.needs_proximal:
         batch = world.scorer(placement.in_training)(state, batch)
     controls = np.array(
@@ -253,6 +299,7 @@ def learn(
     updates = []
     for _ in range(config.train.epochs):
         state, metrics = update(state, batch, controls)
+        world.processes.wait(metrics, "training")
         updates.append(read_metrics(metrics))
     return state, updates
 
@@ -261,9 +308,23 @@ def imitate(
     world: World, placement: Placement, state: TrainState, step: int, length: int
 ) -> TrainState:
     """The supervised updates of the first steps, on games of random legal moves."""
+    if not world.processes.trains:
+        return state
     layout = world.train_layout(placement.in_training)
     controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
     for batch in world.demonstrations(step):
         update = world.train_step(placement.in_training, "supervised")
         state, _ = update(state, batch.on(layout, length), controls)
     return state
+
+
+def hear_costs(
+    world: World, updates: list[UpdateMetrics], *host_bytes: int | None
+) -> tuple[Any, ...]:
+    """What training said, in processes too that do not train; and the sums of all host bytes.
+
+    Of bytes that some process cannot count there is no sum.
+    """
+    told = world.processes.gather((updates, host_bytes), "the end of a step")
+    sums = (None if None in each else sum(each) for each in zip(*(b for _, b in told), strict=True))
+    return (next(said for said, _ in told if said), *sums)

@@ -8,9 +8,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from earl_jax.config import Config
+    from earl_jax.distributed import DistributedConfig
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
 THREADS_PER_CPU_DEVICE = 32
+# The exit status of a process that another one of its run has left.
+LOST = 1
 
 _HELP = """\
 Trains a language-model policy on multi-turn episodes, from a config file.
@@ -23,7 +30,13 @@ examples:
 
 A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
 report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
-saved by SIGTERM), 2 for a mistake in what was given.
+saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost.
+
+Over several hosts it is the same command on each:
+  python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
+      --config.distributed.num_processes=2 --config.distributed.process_id=0   (1 on the other)
+Under Slurm, Open MPI or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set,
+without these. All hosts must see the workdir.
 """
 
 
@@ -49,10 +62,13 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
     return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
 
 
-def start_jax(platform: str, num_cpu_devices: int) -> None:
+def start_jax(
+    platform: str, num_cpu_devices: int, distributed: "DistributedConfig | None" = None
+) -> None:
     """Chooses JAX's devices, and keeps compiled programs in the user's cache folder.
 
-    Must come before anything uses a device.
+    Joins the other processes of the run, where `distributed` or the environment names some; None:
+    this is a program of one process. Must come before anything uses a device.
     """
     # XLA's CPU client runs the independent collectives of a program at once, each blocking a thread
     # per device; with as many threads as devices they starve each other on a busy machine, and XLA
@@ -62,6 +78,7 @@ def start_jax(platform: str, num_cpu_devices: int) -> None:
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
     import jax
 
+    from earl_jax.distributed import start_processes
     from earl_jax.selector.throughput import cache_folder
 
     if platform != "auto":
@@ -69,6 +86,8 @@ def start_jax(platform: str, num_cpu_devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    if distributed is not None:
+        start_processes(distributed)
     try:
         jax.devices()
     except RuntimeError as error:
@@ -96,10 +115,10 @@ def train_command(arguments: Sequence[str]) -> None:
     from earl_jax.config_file import load_config_file, make_config
 
     config = make_config(load_config_file(config_path), overrides)
-    start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from earl_jax.run import run
-
-    evaluation = run(config, workdir)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
+    evaluation = _run(config, workdir)
+    if evaluation is None:
+        return
     if evaluation:
         shown = ", ".join(
             f"{name} {100 * value:.1f} %"
@@ -108,6 +127,28 @@ def train_command(arguments: Sequence[str]) -> None:
         )
         print(f"{evaluation['games']} games of {evaluation['name']}: {shown}")
     print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
+
+
+def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
+    """The run, and its last evaluation; None in a process that is not the first.
+
+    A process whose fellow is lost ends here: what JAX does on its way out would wait for all.
+    """
+    import jax
+
+    from earl_jax.run import run
+    from earl_jax.sharding.waiting import PeerLost
+
+    try:
+        evaluation = run(config, workdir)
+    except (PeerLost, jax.errors.JaxRuntimeError) as error:
+        if jax.process_count() == 1:
+            raise
+        number = f"process {jax.process_index()} of {jax.process_count()}"
+        words = str(error) if isinstance(error, PeerLost) else f"{number}: {error}"
+        print(f"error: {words}", file=sys.stderr, flush=True)
+        os._exit(LOST)
+    return evaluation if jax.process_index() == 0 else None
 
 
 def main() -> None:

@@ -14,15 +14,16 @@ from typing import Any
 import jax
 
 from earl_jax.calibrate import Calibration
+from earl_jax.joint import send_weights
 from earl_jax.rollout.pages import Pool, pages_for
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.selector.choose import BudgetTooSmall, Decision, Option, Settings, choose
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.load import Load
 from earl_jax.train.step import TrainState
-from earl_jax.weights import publish
 from earl_jax.world import World
 
 
@@ -141,12 +142,13 @@ class Placement:
     def move_state(self, state: TrainState) -> TrainState:
         """Parameters and optimiser state on the training mesh in use; `state` is given up."""
         shardings = self._world.train_state_shardings(self.in_training)
+        if not self._world.processes.trains:
+            return absent_tree(self._world.train_state_shapes(), shardings)
         if jax.tree.leaves(state)[0].sharding == jax.tree.leaves(shardings)[0]:
             return state
         start = time.perf_counter()
-        state = jax.block_until_ready(
-            reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
-        )
+        state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
+        self._world.processes.wait(state, "the switch of the trainer")
         self.log.switch_s += time.perf_counter() - start
         return state
 
@@ -208,21 +210,22 @@ class Placement:
 
     @property
     def _pool(self) -> Pool:
-        return Pool(lanes=len(self._world.devices), pages=self.pages)
+        return Pool(lanes=len(self._world.processes.lanes), pages=self.pages)
 
-    def open_seat(self, params: Any, version: int) -> tuple[Seat, int]:
+    def open_seat(self, params: Any, version: int) -> tuple[Seat | None, int]:
         """An empty seat on the rollout mesh in use, with this policy published to it.
 
+        Every process calls it.
+
         Returns:
-            The seat, and the bytes of weights that changed device.
+            The seat, None in a process that does not play, and the bytes of weights that changed
+            device, of all processes.
         """
-        engine = self._world.engine(self.in_rollout)
-        published = publish(
-            params,
-            engine.parameter_shapes,
-            engine.parameter_shardings,
-            chunk_bytes=self._chunk_bytes,
-        )
+        world = self._world
+        engine = world.engine(self.in_rollout)
+        published = send_weights(world, params, self.in_rollout, self._chunk_bytes)
+        if not world.processes.plays:
+            return None, published.moved_bytes
         policy = Policy(params=published.params, version=version)
         pool = self._pool
         state = engine.empty_state(self.places, pool)
@@ -242,7 +245,8 @@ class Placement:
         roomy = min(3 * pages // 2, self._world.pool_for(places).pages)
         has = seat.pool.pages
         wanted = [max(roomy, pages), pages, has] if pages > has else [has]
-        self._choose_rollout(places, wanted, load)
+        with self.calibration.apart():
+            self._choose_rollout(places, wanted, load)
         engine = self._world.engine(self.in_rollout)
         policy, state = seat.policy, seat.state
         if engine is not seat.engine:
@@ -263,6 +267,8 @@ class Placement:
     def _trainer_bytes(self, mesh: MeshShape) -> int:
         """What a trainer on this mesh leaves on each device while episodes are played."""
         world = self._world
+        if world.processes.disjoint:
+            return 0
         return resident_bytes(world.train_state_shapes(), world.train_state_shardings(mesh))
 
     def _note(self, decision: Decision) -> None:

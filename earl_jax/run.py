@@ -8,6 +8,8 @@ run that is killed at any moment goes on as if it had not been.
 
 import contextlib
 import dataclasses
+import functools
+import io
 import signal
 import sys
 import time
@@ -15,19 +17,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.agreement import check_same, open_shared_workdir
 from earl_jax.calibrate import Calibration, open_table
-from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
+from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
+from earl_jax.joint import from_checkpoint, on_first, to_checkpoint
 from earl_jax.loop import Position, StepRecord, train
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
-from earl_jax.placement import Placement
+from earl_jax.placement import Placement, SwitchLog
+from earl_jax.processes import find_processes
 from earl_jax.selector.throughput import ThroughputTable
 from earl_jax.telemetry.episodes import (
     read_trajectories,
@@ -35,7 +38,7 @@ from earl_jax.telemetry.episodes import (
     write_trajectories,
 )
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.telemetry.metrics import MetricsLog, read_metrics, sampling_kl, truncate_after
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
 from earl_jax.train.step import TrainState
@@ -56,25 +59,37 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     Raises:
         ValueError: a mistake of the user's, in words.
     """
-    open_workdir(workdir, config.as_dict())
+    everybody = find_processes(0, config.distributed.timeout_s)
+    check_same(everybody, config)
+    open_shared_workdir(everybody, workdir, config)
     world = World(config, workdir / "tokenizer")
     tensorboard = workdir / "tensorboard" if config.log.tensorboard else None
-    with Progress(config.num_steps) as progress, _stop_on_sigterm() as stop:
+    # The first process speaks for all.
+    stream = None if everybody.is_first else io.StringIO()
+    with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
         for note in world.notes:
             progress.note(note)
         checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
         resumed = _resume(world, checkpoints, progress, workdir)
         position, placement = resumed or (None, _new_placement(world, progress))
-        with MetricsLog(workdir / "metrics.jsonl", tensorboard) as metrics_log:
+        with contextlib.ExitStack() as stack:
+            metrics_log = None
+            if everybody.is_first:
+                metrics_log = stack.enter_context(
+                    MetricsLog(workdir / "metrics.jsonl", tensorboard)
+                )
             keeper = _Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop)
             position = keeper.go_on(position) if position else keeper.begin()
             position = train(world, placement, position, keeper.after_step)
         checkpoints.close()
-        if stop:
+        everybody.gather(None, "the end of the run")
+        if keeper.stopped:
             progress.note(
                 f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
                 "from here"
             )
+    if not everybody.is_first:
+        return {}
     evaluations = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" in row]
     return evaluations[-1]["eval"] if evaluations else {}
 
@@ -93,7 +108,7 @@ def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, di
         ValueError: there is no such checkpoint.
     """
     world, position, placement = read_newest(config, workdir)
-    evaluation, _ = evaluate(world, placement, position, games=games)
+    evaluation = evaluate(world, placement, position, games=games)
     return position.step, evaluation
 
 
@@ -140,20 +155,28 @@ def _resume(
     Metrics and trajectories of later steps are dropped: the run takes these steps again.
     """
     for step in checkpoints.steps():
+        restored, damage = None, None
         try:
-            position, placement = _restore(world, checkpoints, step, progress.note)
-        except DamagedCheckpoint as damage:
+            restored = _restore(world, checkpoints, step, progress.note)
+        except DamagedCheckpoint as found:
+            damage = str(found)
+        damages = list(filter(None, world.processes.gather(damage, "the checkpoint")))
+        if damages or restored is None:
             progress.note(
-                f"the checkpoint of step {step} is damaged ({damage}); it is set aside, and the "
-                "one before is used"
+                f"the checkpoint of step {step} is damaged ({damages[0]}); it is set aside, and "
+                "the one before is used"
             )
-            checkpoints.discard(step)
+            world.processes.after_first(
+                lambda step=step: checkpoints.discard(step), "the damaged checkpoint"
+            )
             continue
-        _drop_after(workdir, step)
+        if world.processes.is_first:
+            _drop_after(workdir, step)
         progress.note(f"resuming {workdir} after step {step} of {world.config.num_steps}")
-        return position, placement
+        return restored
     # Nothing can be resumed; what an earlier start may have written is of no run.
-    _drop_after(workdir, -1)
+    if world.processes.is_first:
+        _drop_after(workdir, -1)
     return None
 
 
@@ -182,8 +205,9 @@ def _restore(
         placement.restore(saved["placement"])
     except ValueError as error:
         raise DamagedCheckpoint(f"its position is not one: {error}") from error
-    shardings = world.train_state_shardings(placement.in_training)
-    state = checkpoints.state(step, world.train_state_shapes(), shardings)
+    state = from_checkpoint(
+        world, placement.in_training, functools.partial(checkpoints.state, step)
+    )
     state = _with_base(world, saved, state, placement)
     history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement
@@ -198,6 +222,8 @@ def _with_base(
         ValueError: what is there now is another one.
     """
     base = world.frozen_base(placement.in_training)
+    if not world.processes.trains:
+        return dataclasses.replace(state, base=base)
     if base is not None and int(fingerprint(base)) != saved["base_fingerprint"]:
         path = world.config.model.path
         raise ValueError(
@@ -218,15 +244,16 @@ def _drop_after(workdir: Path, step: int) -> None:
 
 @dataclasses.dataclass
 class _Keeper:
-    """Writes down what a step left."""
+    """Writes down what a step left. Every process has one; the first writes for all."""
 
     world: World
     placement: Placement
     checkpoints: Checkpoints
     progress: Progress
-    metrics_log: MetricsLog
+    metrics_log: MetricsLog | None
     workdir: Path
     stop: list[int]
+    stopped: bool = False
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
 
     def begin(self) -> Position:
@@ -253,34 +280,53 @@ class _Keeper:
         """Metrics, episodes, evaluation, checkpoint, report; in this order. True to stop."""
         config, step = self.world.config, position.step
         last = step == config.num_steps
-        line = self._metrics(record)
+        log = self._hear()
+        line = self._metrics(record, log)
         for decision in line.pop("switch_notes"):
             self.progress.note(f"step {step}: {decision}")
-        self.metrics_log.write(line)
-        self.progress.update(line)
+        self._write(line)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
-            write_trajectories(self.workdir / "trajectories", step, record.trajectories)
+            self._write_trajectories(step, record)
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)
-        stopping = bool(self.stop)
-        if stopping or self._is_due(step):
+        self.stopped = any(self.world.processes.gather(bool(self.stop), "a signal to stop"))
+        if self.stopped or self._is_due(step):
             self._save(position)
         if self._is_due(step):
             self._export(position)
-        if last or stopping or step % config.log.report_every_steps == 0:
+        if last or self.stopped or step % config.log.report_every_steps == 0:
             self._report()
-        return stopping
+        return self.stopped
+
+    def _hear(self) -> SwitchLog:
+        """What changed, in all processes: what one decided for itself in a rollout too."""
+        told = self.world.processes.gather(self.placement.take_log(), "what changed")
+        first, *others = told
+        seen = list(first.decisions)
+        for decision in (decision for log in others for decision in log.decisions):
+            if decision.switched and decision not in seen:
+                seen.append(decision)
+        return SwitchLog(
+            decisions=seen,
+            switch_s=max(log.switch_s for log in told),
+            bytes_per_device=max(log.bytes_per_device for log in told),
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics_log is not None:
+            self.metrics_log.write(line)
+        self.progress.update(line)
+
+    def _write_trajectories(self, step: int, record: StepRecord) -> None:
+        """Only now, and not at every step, all tokens come to the first process."""
+        told = self.world.processes.gather(record.trajectories, "the episodes to write down")
+        if self.world.processes.is_first:
+            episodes = [trajectory for each in told for trajectory in each]
+            write_trajectories(self.workdir / "trajectories", step, episodes)
 
     def _evaluate(self, position: Position, games: int) -> None:
-        evaluation, _ = evaluate(
-            self.world,
-            self.placement,
-            position,
-            games=games,
-        )
-        line = {"step": position.step, "eval": evaluation}
-        self.metrics_log.write(line)
-        self.progress.update(line)
+        evaluation = evaluate(self.world, self.placement, position, games=games)
+        self._write({"step": position.step, "eval": evaluation})
 
     def _is_due(self, step: int) -> bool:
         """Whether this step is kept: the last is, and one every so many."""
@@ -288,16 +334,19 @@ class _Keeper:
         return step == config.num_steps or step % config.checkpoint.every_steps == 0
 
     def _save(self, position: Position) -> None:
-        base = position.state.base
-        # A copy, because the next step donates the state while the checkpoint is being written.
+        processes, base = self.world.processes, position.state.base
+        prints: list[int | None] = []
+        if base is not None:
+            own = int(fingerprint(base)) if processes.trains else None
+            prints = [each for each in processes.gather(own, "the base") if each is not None]
         self.checkpoints.save(
             position.step,
-            jax.tree.map(jnp.copy, dataclasses.replace(position.state, base=None)),
+            to_checkpoint(self.world, position.state),
             {
                 "placement": self.placement.as_dict(),
                 "history": position.history.as_list(),
                 "throughput": self.placement.calibration.table.as_dict(),
-                **({} if base is None else {"base_fingerprint": int(fingerprint(base))}),
+                **({"base_fingerprint": prints[0]} if prints else {}),
             },
         )
 
@@ -309,11 +358,16 @@ class _Keeper:
             wanted = at_end and config.model.path != ""
         if not wanted:
             return
-        for folder in export_policy(self.world, position.state, position.step, self.workdir):
+        state = on_first(self.world, position.state)
+        if not self.world.processes.is_first:
+            return
+        for folder in export_policy(self.world, state, position.step, self.workdir):
             self.progress.note(f"exported {folder}")
         keep_exports(self.workdir, newest=checkpoint.keep)
 
     def _report(self) -> None:
+        if not self.world.processes.is_first:
+            return
         trajectories = sorted((self.workdir / "trajectories").glob("step_*.jsonl"))
         newest = read_trajectories(trajectories[-1])[:REPORT_EPISODES] if trajectories else []
         write_report(
@@ -325,20 +379,18 @@ class _Keeper:
             notes=_report_notes(self.world.config),
         )
 
-    def _metrics(self, record: StepRecord) -> dict[str, Any]:
+    def _metrics(self, record: StepRecord, log: SwitchLog) -> dict[str, Any]:
         """The line of metrics.jsonl for this step, in the words of the contract."""
-        trajectories, load, stage_s = record.trajectories, record.load, record.stage_s
-        rewards = np.array([t.reward for t in trajectories])
+        outcomes, load, stage_s = record.outcomes, record.load, record.stage_s
+        rewards = np.array([o.reward for o in outcomes])
         first, last = record.updates[0], record.updates[-1]
         corrected = self.world.config.importance_cap > 0
-        log = self.placement.take_log()
         switches = [decision for decision in log.decisions if decision.switched]
-        train_tokens = sum(t.num_tokens for t in trajectories) * len(record.updates)
-        versions = [
-            record.step - 1 - version
-            for t in trajectories
-            for turn in t.turns
-            for version in turn.versions
+        train_tokens = sum(o.num_tokens for o in outcomes) * len(record.updates)
+        lags = [
+            record.step - 1 - outcome.oldest_version
+            for outcome in outcomes
+            if outcome.oldest_version is not None
         ]
         newest = {decision.stage: decision for decision in log.decisions}
         return {
@@ -347,9 +399,9 @@ class _Keeper:
             "reward_mean": rewards.mean(),
             "reward_std": rewards.std(),
             "episodes": len(rewards),
-            "turns_mean": np.mean([t.num_turns for t in trajectories]),
+            "turns_mean": np.mean([o.num_turns for o in outcomes]),
             "context_tokens_mean": load.context_tokens_mean,
-            "context_tokens_max": max(t.num_tokens for t in trajectories),
+            "context_tokens_max": max(o.num_tokens for o in outcomes),
             "tokens_in_flight_max": load.tokens_in_flight_max,
             "rollout_tokens": load.rollout_tokens,
             "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
@@ -380,10 +432,10 @@ class _Keeper:
             "publish_host_bytes": record.publish_host_bytes,
             "logprob_mismatch_max": first.mismatch_max,
             "logprob_mismatch_mean": first.mismatch_mean,
-            "sampling_kl": sampling_kl(trajectories),
+            "sampling_kl": record.sampling_kl,
             "importance_mean": first.importance_mean if corrected else None,
             "truncated_fraction": first.truncated_fraction if corrected else None,
-            "version_lag_max": max(versions, default=0),
+            "version_lag_max": max(lags, default=0),
             "loss": last.loss,
             "kl": last.kl,
             "entropy": first.entropy,

@@ -96,6 +96,45 @@ class Trajectory:
         """How many tokens the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
 
+    @property
+    def outcome(self) -> "Outcome":
+        """What it came to, without its tokens."""
+        versions = [version for turn in self.turns for version in turn.versions]
+        return Outcome(
+            episode=self.episode,
+            group=self.group,
+            role=self.role,
+            turn_rewards=self.turn_rewards,
+            stop_reason=self.stop_reason,
+            num_turns=self.num_turns,
+            num_tokens=self.num_tokens,
+            sample_starts=self.sample_starts,
+            oldest_version=min(versions, default=None),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The small facts of a Trajectory, under the same names: what processes tell each other.
+
+    `oldest_version` is that of the oldest policy that sampled a token; None where none was sampled.
+    """
+
+    episode: int
+    group: int
+    role: str
+    turn_rewards: tuple[float, ...]
+    stop_reason: str
+    num_turns: int
+    num_tokens: int
+    sample_starts: tuple[int, ...]
+    oldest_version: int | None
+
+    @property
+    def reward(self) -> float:
+        """The outcome: the sum of the turns' rewards."""
+        return float(sum(self.turn_rewards))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +193,7 @@ class TrajectoryBatch:
                 )
 
 
-def outcome_fractions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def outcome_fractions(trajectories: Sequence[Trajectory | Outcome]) -> dict[str, float]:
     """Fraction of episodes per stop reason, in alphabetical order of the reasons."""
     reasons = sorted({t.stop_reason for t in trajectories})
     return {

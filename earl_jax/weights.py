@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.models.lora import is_adapted, merged
 from earl_jax.models.quantization import is_quantized, quantize
+from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfers
@@ -34,6 +35,8 @@ def publish(
     whatever the compute type, where the numbers lie, and sent then, as all is to other devices:
     piece by piece, a byte a number, so that no device holds more of the full precision than before.
 
+    Where devices of several processes take part, each calls this, those too that do not train.
+
     Args:
         params: the trainer's tree, layers stacked on the leading axis; some may be `Adapted`.
         shapes: shapes and types of the engine's tree, layers as a list; some may be `Quantized`.
@@ -45,7 +48,10 @@ def publish(
     here, there = (jax.tree.leaves(side)[0].mesh for side in (sources, shardings))
     quantized = any(map(is_quantized, jax.tree.leaves(shapes, is_leaf=is_quantized)))
     if quantized or list(here.devices.flat) != list(there.devices.flat):
-        made_here = program_of(params, shapes, sources)(params)
+        if jax.tree.leaves(params)[0].addressable_shards:
+            made_here = program_of(params, shapes, sources)(params)
+        else:
+            made_here = absent_tree(made, sources)
         # Where nothing is to be done to a weight, its program returns the trainer's own buffer.
         donate = not _shares_buffers(params, made_here)
         moved = reshard(made_here, shardings, chunk_bytes=chunk_bytes, donate=donate)

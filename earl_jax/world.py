@@ -10,7 +10,6 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from earl_jax.config import Config
@@ -27,6 +26,7 @@ from earl_jax.models.hf_read import Checkpoint, load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import Choice, choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
+from earl_jax.processes import find_processes
 from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import PolicyEngine
@@ -38,6 +38,7 @@ from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.selector.memory import device_budget
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
+from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
 from earl_jax.train.step import Objective, TrainState
 
@@ -66,7 +67,9 @@ class World:
         self.config = config
         # What a user should know at the start of a run.
         self.notes: list[str] = []
-        self.devices = jax.devices()
+        self.processes = find_processes(config.devices.num_rollout, config.distributed.timeout_s)
+        # Episodes and slots of this process.
+        self.own_rollout = self.processes.own_rollout(config.rollout)
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
         self.drafting = Drafting(config.rollout.speculation.mode)
         self.checkpoint = (
@@ -89,7 +92,9 @@ class World:
         else:
             end_ids: tuple[int, ...] = ()
             self.model = config.model
-            self.tokenizer = _tokenizer(config, tokenizer_folder)
+            self.tokenizer = self.processes.after_first(
+                lambda: _tokenizer(config, tokenizer_folder), "the tokenizer"
+            )
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.max_context = _max_context(config, self.checkpoint)
         if config.train.balance_coefficient and not self.model.num_experts:
@@ -107,31 +112,36 @@ class World:
                 f"{self.vocab_size - 1}"
             )
         self.choice_branches = _choice_branches(config, self.renderer)
-        self.budget_bytes = device_budget(config.selector.budget_bytes_per_device)
-        num_devices = len(self.devices)
+        self.budget_bytes = self.processes.least(
+            device_budget(config.selector.budget_bytes_per_device)
+        )
+        num_lanes = len(self.processes.rollout_devices)
         for field in ("num_slots", "episodes_per_step"):
             number = getattr(config.rollout, field)
-            if number % num_devices:
+            if number % num_lanes:
                 raise ValueError(
                     f"config.rollout.{field} is {number}, which does not divide over the "
-                    f"{num_devices} devices of this run; choose a multiple of {num_devices}"
+                    f"{num_lanes} devices that play in this run; choose a multiple of {num_lanes}"
                 )
         experts = self.model.num_experts
         self.rollout_candidates = rollout_candidates(
-            num_devices, config.selector.rollout_meshes, self._rollout_obstacle, experts
+            num_lanes, config.selector.rollout_meshes, self._rollout_obstacle, experts
         )
         self.train_candidates = train_candidates(
-            num_devices, config.selector.train_meshes, self._train_obstacle, experts
+            len(self.processes.train_devices),
+            config.selector.train_meshes,
+            self._train_obstacle,
+            experts,
         )
         self.attention_choices = self._attention_choices()
         self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
         if config.rollout.speculation.mode == "auto":
-            if jax.process_count() > 1:
+            if self.processes.count > 1:
                 raise ValueError(
                     "config.rollout.speculation.mode is 'auto' in a run of "
-                    f"{jax.process_count()} processes, whose clocks could choose different "
+                    f"{self.processes.count} processes, whose clocks could choose different "
                     "programs for one round; set it to 'on' or 'off'"
                 )
             self.notes.append(
@@ -151,6 +161,13 @@ class World:
         return list(dict.fromkeys(choices))
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
+        players = len(self.processes.players)
+        if shape.data % players:
+            return f"data={shape.data} does not divide over the {players} processes that play"
+        return self.weights_obstacle(shape)
+
+    def weights_obstacle(self, shape: MeshShape) -> str | None:
+        """Why the model cannot be cut so, in words; None where it can."""
         return check_tensor_axis(
             self.model, self.vocab_size, shape.tensor, shape.fsdp, shape.expert
         )
@@ -160,22 +177,27 @@ class World:
         parts = self.train_layout(shape).num_row_shards
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
-        return self._rollout_obstacle(shape)
+        return self.weights_obstacle(shape)
 
     @functools.cache  # noqa: B019 - a World lives as long as the run
     def rollout_layout(self, shape: MeshShape) -> Layout:
-        """The rollout's layout of this shape over this run's devices."""
-        return make_layout(shape, self.devices)
+        """This process's part of the rollout's layout of this shape: where its engine is."""
+        return make_layout(self.processes.own_mesh(shape), self.processes.lanes)
+
+    @functools.cache  # noqa: B019
+    def joint_layout(self, shape: MeshShape) -> Layout:
+        """The rollout's layout of this shape over all devices that play, of all processes."""
+        return make_layout(shape, self.processes.rollout_devices)
 
     @functools.cache  # noqa: B019
     def train_layout(self, shape: MeshShape) -> Layout:
-        """The trainer's layout of this shape over this run's devices."""
-        return make_layout(shape, self.devices, row_axes=TRAINING_ROWS)
+        """The trainer's layout of this shape over all devices that train."""
+        return make_layout(shape, self.processes.train_devices, row_axes=TRAINING_ROWS)
 
     @functools.cache  # noqa: B019
     def engine(self, shape: MeshShape) -> PolicyEngine:
-        """The engine on this rollout mesh."""
-        rollout = self.config.rollout
+        """This process's engine on this rollout mesh."""
+        rollout = self.own_rollout
         return PolicyEngine(
             EngineConfig(
                 model=dataclasses.replace(
@@ -205,8 +227,10 @@ class World:
 
     def pool_for(self, places: int) -> Pool:
         """Pages for every slot to have `places` tokens, in a lane a device."""
-        rollout = self.config.rollout
-        return dense_pool(len(self.devices), rollout.num_slots, places, rollout.tokens_a_page)
+        rollout = self.own_rollout
+        return dense_pool(
+            len(self.processes.lanes), rollout.num_slots, places, rollout.tokens_a_page
+        )
 
     @functools.cache  # noqa: B019
     def train_step(self, shape: MeshShape, objective: Objective) -> Any:
@@ -255,6 +279,8 @@ class World:
 
     def init_train_state(self, shape: MeshShape) -> TrainState:
         """Random weights on this training mesh; the same values on every mesh."""
+        if not self.processes.trains:
+            return absent_tree(self.train_state_shapes(), self.train_state_shardings(shape))
         return train_step.init_state(
             self.model,
             self.config.train,
@@ -265,7 +291,7 @@ class World:
 
     def first_train_state(self, shape: MeshShape) -> TrainState:
         """What the run begins with: the checkpoint's weights, or else `init_train_state`."""
-        if self.checkpoint is None:
+        if self.checkpoint is None or not self.processes.trains:
             return self.init_train_state(shape)
         lora, layout = self.config.train.lora, self.train_layout(shape)
         dtype = lora.base_dtype if lora.rank else "float32"

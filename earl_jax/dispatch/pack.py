@@ -61,7 +61,7 @@ def dispatch(
     if longest > length:
         raise ValueError(f"an episode of {longest} tokens does not fit rows of {length}")
     starts = np.zeros((len(lengths), 1)) if sample_starts is None else sample_starts
-    rows = _fit(experience, length)
+    rows = fit(experience, length)
     shardings = jax.tree.map(lambda _: layout.activations("NS"), rows)
     plan = _plan(rows, shardings)
     facts = (lengths.astype(np.int32), advantages.astype(np.float32), starts.astype(np.int32))
@@ -106,7 +106,7 @@ def _absent_batch(rows: Experience, layout: Layout) -> TrajectoryBatch:
     )
 
 
-def _fit(experience: Experience, length: int) -> Experience:
+def fit(experience: Experience, length: int) -> Experience:
     """Rows of `length` places: a cut or zeros at the end, within each shard."""
     if experience.tokens.shape[1] == length:
         return experience

@@ -23,9 +23,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import place
 from earl_jax.train.advantages import MIN_DEVIATION, discounted_returns, turn_table
 from earl_jax.train.config import TrainConfig
-from earl_jax.trajectory import FAILURES, Trajectory
+from earl_jax.trajectory import FAILURES, Outcome, Trajectory
 
 # Rows whose sums are formed at a time: 64 x 1,024 rows x 8 turns of fp32 are 2 MiB.
 _ROWS_AT_A_TIME = 64
@@ -51,9 +52,9 @@ class RewardRows:
 
 
 def reward_rows(
-    config: TrainConfig, trajectories: Sequence[Trajectory], num_turns: int
+    config: TrainConfig, trajectories: Sequence[Trajectory | Outcome], num_turns: int
 ) -> RewardRows:
-    """The facts of these episodes, on the host. All processes must give the same `num_turns`, M."""
+    """The facts of these episodes, on the host: at most `num_turns` turns each, M."""
     learnable = [t.stop_reason not in FAILURES for t in trajectories]
     rows, peers = [], []
     for trajectory, counts in zip(trajectories, learnable, strict=True):
@@ -73,12 +74,9 @@ def reward_rows(
 
 
 def place_rows(rows: RewardRows, layout: Layout) -> RewardRows:
-    """On the devices, N over the rows' axes. In each process `rows` are those of its devices."""
+    """On the devices, N over the rows' axes. Every process has all rows, and puts its devices'."""
     return jax.tree.map(
-        lambda field: jax.make_array_from_process_local_data(
-            layout.activations("N" + "." * (field.ndim - 1)), field
-        ),
-        rows,
+        lambda field: place(field, layout.activations("N" + "." * (field.ndim - 1))), rows
     )
 
 

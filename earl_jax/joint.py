@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the processes of a run do as one: weights to all engines, and episodes from all of them.
+
+Each process plays its part of the episodes on an engine of its own, over its own devices, and
+schedules by itself. Before, one reshard brings the trainer's weights to all engines: over all
+devices that play they are one array, of which an engine's devices hold copies. Behind, the rows of
+all engines are one array by their names only, each where it was written; and each process tells the
+others what its episodes came to, so that all go on from the same facts.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from earl_jax.dispatch.pack import fit
+from earl_jax.models.parameters import Params
+from earl_jax.rollout.collect import Rollout, RolloutStats
+from earl_jax.selector.candidates import divisors
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.placing import absent_tree, same_shards
+from earl_jax.sharding.reshard import reshard
+from earl_jax.telemetry.metrics import sampling_kl
+from earl_jax.train.step import TrainState, state_shardings
+from earl_jax.trajectory import Experience, Outcome
+from earl_jax.weights import Published, publish
+from earl_jax.world import World
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Played:
+    """What a rollout of all processes came to, the same in each of them.
+
+    `outcomes` are in the order of the tasks, which is that of the rows on the devices; `stats` are
+    those of all. `placement` is where the rollout ended (`Placement.as_dict`), in the process that
+    needed the most room. `sampling_kl` is that of metrics.jsonl.
+    """
+
+    outcomes: list[Outcome]
+    stats: RolloutStats
+    placement: dict[str, Any]
+    sampling_kl: float | None
+
+
+def send_weights(
+    world: World, params: Params, mesh: MeshShape, chunk_bytes: int | None = None
+) -> Published:
+    """Publishes to the engine of every process on this rollout mesh; every process calls it.
+
+    `params` of the result are this process's engine's; what a process that does not play gets is of
+    no use to it.
+    """
+    engine, joint = world.engine(mesh), world.joint_layout(mesh)
+    shardings = jax.tree.map(
+        lambda own: NamedSharding(joint.mesh, own.spec), engine.parameter_shardings
+    )
+    published = publish(params, engine.parameter_shapes, shardings, chunk_bytes=chunk_bytes)
+    world.processes.wait(published.params, "new weights")
+    if not world.processes.plays:
+        return published
+    own = same_shards(published.params, engine.parameter_shardings)
+    return dataclasses.replace(published, params=own)
+
+
+def hear_all(world: World, rollout: Rollout | None, placement: dict[str, Any]) -> Played:
+    """What all processes played, told by each of itself; None in one that plays nothing."""
+    own = None
+    if rollout is not None:
+        tokens = sum(trajectory.num_policy_tokens for trajectory in rollout.trajectories)
+        own = (
+            Played(
+                outcomes=[trajectory.outcome for trajectory in rollout.trajectories],
+                stats=rollout.stats,
+                placement=placement,
+                sampling_kl=sampling_kl(rollout.trajectories),
+            ),
+            tokens,
+        )
+    told = [one for one in world.processes.gather(own, "the end of a rollout") if one is not None]
+    if len(told) == 1:
+        return told[0][0]
+    parts = [part for part, _ in told]
+    gaps = [(part.sampling_kl, n) for part, n in told if part.sampling_kl is not None]
+    values, weights = zip(*gaps, strict=True) if gaps else ((), ())
+    return Played(
+        outcomes=[outcome for part in parts for outcome in part.outcomes],
+        stats=_total([part.stats for part in parts]),
+        placement=max((part.placement for part in parts), key=lambda p: (p["places"], p["pages"])),
+        sampling_kl=float(np.average(values, weights=weights)) if gaps else None,
+    )
+
+
+def _total(parts: Sequence[RolloutStats]) -> RolloutStats:
+    """Counts add up, and so do tokens in flight, whose greatest number is not at one moment."""
+    greatest = ("rounds", "context_tokens_max", "env_wait_s")
+    values = {
+        field.name: [getattr(part, field.name) for part in parts]
+        for field in dataclasses.fields(RolloutStats)
+    }
+    total = {
+        name: (max if name in greatest else sum)(each)
+        for name, each in values.items()
+        if name != "parking"
+    }
+    return RolloutStats(**total, parking=next(filter(None, values["parking"]), ""))
+
+
+def join_rows(world: World, rows: Experience | None, mesh: MeshShape, length: int) -> Experience:
+    """The rows of all processes as one array each, cut or padded to `length` places.
+
+    Where a rollout ended on another mesh than `mesh`, its rows move there, within the process.
+
+    Args:
+        world: says who plays.
+        rows: this process's; None where it plays nothing.
+        mesh: the rollout mesh that all processes take the rows to be on.
+        length: places of a row.
+    """
+    joint = world.joint_layout(mesh).activations("NS")
+    shape = (world.config.rollout.episodes_per_step, length)
+    shapes_of: Any = jax.ShapeDtypeStruct
+    number, real = shapes_of(shape, np.int32), shapes_of(shape, np.float32)
+    shapes = Experience(tokens=number, turn_ids=number, logprobs=real, versions=number)
+    shardings = jax.tree.map(lambda _: joint, shapes)
+    if rows is None:
+        return absent_tree(shapes, shardings)
+    own = world.rollout_layout(mesh).activations("NS")
+    rows = reshard(fit(rows, length), jax.tree.map(lambda _: own, shapes))
+    return same_shards(rows, shardings, shapes)
+
+
+def on_first(world: World, state: TrainState) -> TrainState:
+    """The state with its weights on the devices of the first process, which can read them then.
+
+    Every process calls it, and the others have no part of the result. In a run of one process it is
+    the state as it is.
+    """
+    processes = world.processes
+    if processes.count == 1:
+        return state
+    where = _cut_over(world, [d for d in processes.devices if d.process_index == 0])
+    params, base = reshard((state.params, state.base), (where.params, where.base))
+    processes.wait((params, base), "the weights to export")
+    return dataclasses.replace(state, params=params, base=base)
+
+
+def to_checkpoint(world: World, state: TrainState) -> TrainState:
+    """A copy without its base, placed so that every process has a part to write.
+
+    A copy, because the next step donates the state while the checkpoint is being written.
+    """
+    state = dataclasses.replace(state, base=None)
+    if world.processes.all_train:
+        return jax.tree.map(jnp.copy, state)
+    where = dataclasses.replace(_cut_over(world, world.processes.devices), base=None)
+    state = reshard(state, where)
+    world.processes.wait(state, "the checkpoint")
+    return state
+
+
+def from_checkpoint(
+    world: World, mesh: MeshShape, read: Callable[[TrainState, TrainState], TrainState]
+) -> TrainState:
+    """The inverse: the state on a training mesh, without its base.
+
+    `read(shapes, shardings)` is `Checkpoints.state` of a step.
+    """
+    shapes, goal = world.train_state_shapes(), world.train_state_shardings(mesh)
+    if world.processes.all_train:
+        return read(shapes, goal)
+    state = read(shapes, _cut_over(world, world.processes.devices))
+    state = reshard(state, dataclasses.replace(goal, base=None))
+    world.processes.wait(state, "the checkpoint")
+    return state
+
+
+def _cut_over(world: World, devices: Sequence[Any]) -> TrainState:
+    """Where a TrainState is cut over these devices, as far as its widths divide."""
+    num = len(devices)
+    shapes = [MeshShape(data=num // fsdp, fsdp=fsdp) for fsdp in reversed(divisors(num))]
+    shape = next(shape for shape in shapes if world.weights_obstacle(shape) is None)
+    layout = make_layout(shape, devices)
+    return state_shardings(world.model, world.config.train, world.vocab_size, layout)

@@ -1,0 +1,217 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a run: who they are, which of all devices play and which train.
+
+Every process runs the same program and takes the same decisions. What only one of them knows (its
+episodes, a signal, a measurement) it tells the others, by `gather`, before anybody acts on it; so
+all of them call it alike, and in the same order.
+"""
+
+import dataclasses
+import functools
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from earl_jax.rollout.config import RolloutConfig
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.waiting import wait_for
+
+Item = TypeVar("Item")
+_PROCESS = "process"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processes:
+    """This process, number `index` of `count`, and the groups of devices.
+
+    `rollout_devices` and `train_devices` are those of all processes, process by process; they are
+    the same, or have none in common. Of the rollout's each process that has some has as many. What
+    others are waited for may take `timeout_s` seconds.
+
+    Example: two processes of four devices with `num_rollout` 4: the first plays and the second
+    trains. With `num_rollout` 0 both play half of the episodes, and train together.
+    """
+
+    index: int
+    count: int
+    rollout_devices: tuple[Any, ...]
+    train_devices: tuple[Any, ...]
+    timeout_s: float
+
+    @functools.cached_property
+    def players(self) -> tuple[int, ...]:
+        """The processes that play episodes."""
+        return tuple(sorted({device.process_index for device in self.rollout_devices}))
+
+    @functools.cached_property
+    def trainers(self) -> tuple[int, ...]:
+        """The processes that train."""
+        return tuple(sorted({device.process_index for device in self.train_devices}))
+
+    @functools.cached_property
+    def devices(self) -> tuple[Any, ...]:
+        """All devices of the run, process by process."""
+        return tuple(dict.fromkeys((*self.rollout_devices, *self.train_devices)))
+
+    @property
+    def all_train(self) -> bool:
+        """Whether every process trains."""
+        return len(self.trainers) == self.count
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes down what happens."""
+        return self.index == 0
+
+    @property
+    def plays(self) -> bool:
+        """Whether this process plays episodes."""
+        return self.index in self.players
+
+    @property
+    def trains(self) -> bool:
+        """Whether this process trains."""
+        return self.index in self.trainers
+
+    @property
+    def disjoint(self) -> bool:
+        """Whether no device both plays and trains."""
+        return self.rollout_devices != self.train_devices
+
+    # Who plays what.
+
+    @functools.cached_property
+    def lanes(self) -> tuple[Any, ...]:
+        """The devices that this process plays on; those of the first that plays where it does not.
+
+        So every process can say how large the programs of those that play are.
+        """
+        player = self.index if self.plays else self.players[0]
+        return tuple(d for d in self.rollout_devices if d.process_index == player)
+
+    def own_mesh(self, shape: MeshShape) -> MeshShape:
+        """The part of a rollout's mesh that is one process's: of its data axis."""
+        return dataclasses.replace(shape, data=shape.data // len(self.players))
+
+    def own_rollout(self, rollout: RolloutConfig) -> RolloutConfig:
+        """The settings of a process's part of a rollout."""
+        num = len(self.players)
+        return dataclasses.replace(
+            rollout,
+            num_slots=rollout.num_slots // num,
+            episodes_per_step=rollout.episodes_per_step // num,
+        )
+
+    def own(self, items: Any) -> Any:
+        """This process's part, maybe none, of a sequence in the order of the episodes of all."""
+        if not self.plays:
+            return items[:0]
+        place, num = self.players.index(self.index), len(self.players)
+        return items[len(items) * place // num : len(items) * (place + 1) // num]
+
+    # What they tell each other.
+
+    def wait(self, tree: Any, what: str) -> None:
+        """Returns when this process's part of the arrays is there.
+
+        Raises:
+            PeerLost: another process ended, or nothing came for `timeout_s` seconds.
+        """
+        if self.count == 1:
+            jax.block_until_ready(tree)
+        else:
+            wait_for(tree, what=what, timeout_s=self.timeout_s)
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What each process gives here, process by process. For small facts: pickled, on the host.
+
+        Raises:
+            PeerLost: as `wait`.
+        """
+        if self.count == 1:
+            return [value]
+        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = self._gather(np.array([len(data)], np.int32), what)[:, 0]
+        # Room for a power of two, so that few programs are compiled for it.
+        room = 1 << int(sizes.max() - 1).bit_length()
+        rows = self._gather(np.pad(data, (0, room - len(data))), what)
+        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def least(self, value: int | None) -> int | None:
+        """The smallest that a process gives here; None where none gives one."""
+        told = [one for one in self.gather(value, "the devices' limits") if one is not None]
+        return min(told, default=None)
+
+    def after_first(self, make: Callable[[], Item], what: str) -> Item:
+        """What every process makes, the first before the others: they find what it leaves."""
+        if not self.is_first:
+            self.gather(None, what)
+        made = make()
+        if self.is_first:
+            self.gather(None, what)
+        return made
+
+    def _gather(self, row: np.ndarray, what: str) -> np.ndarray:
+        mesh = _one_device_each(self.count)
+        sharding = NamedSharding(mesh, PartitionSpec(_PROCESS))
+        own = jax.device_put(row[None], mesh.local_devices[0])
+        rows = jax.make_array_from_single_device_arrays((self.count, len(row)), sharding, [own])
+        every = _to_all(mesh)(rows)
+        wait_for(every, what=what, timeout_s=self.timeout_s)
+        return np.asarray(every.addressable_data(0))
+
+
+@functools.lru_cache(maxsize=2)
+def _one_device_each(count: int) -> Mesh:
+    first = {device.process_index: device for device in reversed(_all_devices())}
+    return Mesh(np.array([first[n] for n in range(count)], dtype=object), (_PROCESS,))
+
+
+@functools.lru_cache(maxsize=2)
+def _to_all(mesh: Mesh) -> Any:
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _all_devices() -> list[Any]:
+    """Process by process; the order of `jax.devices()` is that of the chips in their torus."""
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+
+
+def find_processes(num_rollout: int, timeout_s: float) -> Processes:
+    """The processes that JAX knows; the first `num_rollout` devices play, or with 0 all of them.
+
+    Raises:
+        ValueError: the devices do not divide so.
+    """
+    devices = _all_devices()
+    if num_rollout >= len(devices):
+        raise ValueError(
+            f"config.devices.num_rollout is {num_rollout}, and this run has {len(devices)} devices "
+            "in all; leave at least one to train, or set 0 to play and train on all"
+        )
+    playing = devices[:num_rollout] if num_rollout else devices
+    processes = Processes(
+        index=jax.process_index(),
+        count=jax.process_count(),
+        rollout_devices=tuple(playing),
+        train_devices=tuple(devices[num_rollout:]),
+        timeout_s=timeout_s,
+    )
+    own = [
+        sum(device.process_index == player for device in playing) for player in processes.players
+    ]
+    if len(set(own)) > 1:
+        raise ValueError(
+            f"the processes would play on {own} devices, and must play on the same number each; "
+            + (
+                f"set config.devices.num_rollout ({num_rollout}) to that of whole processes"
+                if num_rollout
+                else "start each process with as many"
+            )
+        )
+    return processes

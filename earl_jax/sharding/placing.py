@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays on devices of several processes, of which each process has its own part only."""
+
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from earl_jax.sharding.reshard import absent_array
+
+Tree = TypeVar("Tree")
+
+
+def place(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole on its host; each puts what its devices hold.
+
+    A process that has none of the devices gets the handle of an array that is elsewhere.
+    """
+    if not sharding.addressable_devices:
+        return absent_array(value.shape, value.dtype, sharding)
+    return jax.make_array_from_process_local_data(sharding, value, value.shape)
+
+
+def absent_tree(shapes: Tree, shardings: Any) -> Tree:
+    """Handles of arrays on devices of other processes: of a tree's shapes and placements."""
+    return jax.tree.map(
+        lambda shape, sharding: absent_array(shape.shape, shape.dtype, sharding), shapes, shardings
+    )
+
+
+def same_shards(tree: Tree, shardings: Any, shapes: Any = None) -> Tree:
+    """This process's shards under other placements of which its devices hold just these; no copy.
+
+    From the mesh of one process to that of several, and back: `shapes` are those of the arrays
+    then, where rows are cut over processes; None where the shapes stay as they are.
+    """
+
+    def relabel(array: jax.Array, sharding: NamedSharding, shape: Any) -> jax.Array:
+        if array.sharding == sharding:
+            return array
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(
+            shape.shape, sharding, shards, dtype=array.dtype
+        )
+
+    return jax.tree.map(relabel, tree, shardings, tree if shapes is None else shapes)

@@ -1,0 +1,306 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""One run over several processes: who is who, the same training as one process, ends in words."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from processes import free_port
+from test_runs import ROOT, TINY, final_parameters
+
+from earl_jax.distributed import DistributedConfig, _find_place
+from earl_jax.processes import Processes, find_processes
+from earl_jax.rollout.config import RolloutConfig
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.metrics import read_metrics
+
+# One room and one mesh for each stage, so that few programs are compiled.
+SMALL = TINY | {
+    "num_steps": 2,
+    "rollout.context_buckets": "(48,)",
+    "train.demonstration_steps": 1,
+    "train.demonstration_updates": 1,
+    "checkpoint.every_steps": 1000,
+    "eval.every_steps": 1000,
+    "eval.games": 16,
+    "eval.final_games": 16,
+    "log.report_every_steps": 1000,
+}
+ALL = {"selector.rollout_meshes": "('data=8',)", "selector.train_meshes": "('data=2,fsdp=4',)"}
+APART = {
+    "devices.num_rollout": 4,
+    "selector.rollout_meshes": "('data=4',)",
+    "selector.train_meshes": "('data=1,fsdp=4',)",
+}
+
+
+# Who is who.
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "expected"),
+    [
+        ({}, {}, None),
+        ({"mode": "off"}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2"}, None),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 1}, {}, ("a:1", 2, 1)),
+        (
+            {"coordinator": "a:1"},
+            {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"},
+            ("a:1", 4, 3),
+        ),
+        # A setting comes before its variable.
+        (
+            {"process_id": 0},
+            {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+            ("a:1", 2, 0),
+        ),
+        ({}, {"SLURM_STEP_NODELIST": "n[0-1]", "SLURM_NTASKS": "2"}, (None, None, None)),
+        # A job of several tasks, of whose steps this is none; and a step of one task.
+        ({}, {"SLURM_NTASKS": "2"}, None),
+        ({}, {"SLURM_STEP_NODELIST": "n0", "SLURM_NTASKS": "1"}, None),
+        ({}, {"OMPI_COMM_WORLD_SIZE": "2"}, (None, None, None)),
+        ({"mode": "on"}, {}, (None, None, None)),
+        ({"num_processes": 1}, {}, None),
+    ],
+)
+def test_who_is_who(settings, variables, expected):
+    place = _find_place(DistributedConfig(**settings), variables)
+    assert (place and dataclasses.astuple(place)) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "words"),
+    [
+        ({"num_processes": 2}, {}, "config.distributed.coordinator and config.distributed.process"),
+        ({"coordinator": "a:1", "num_processes": 2}, {}, "JAX_PROCESS_ID in the environment"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "numbered from 0 to 1"),
+        ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'"),
+    ],
+)
+def test_a_place_that_is_none(settings, variables, words):
+    with pytest.raises(ValueError, match=words):
+        _find_place(DistributedConfig(**settings), variables)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    id: int
+    process_index: int
+
+
+def some_processes(index: int, num_rollout: int = 0) -> Processes:
+    """Three processes of two devices."""
+    devices = tuple(Device(id=n, process_index=n // 2) for n in range(6))
+    return Processes(
+        index=index,
+        count=3,
+        rollout_devices=devices[:num_rollout] if num_rollout else devices,
+        train_devices=devices[num_rollout:],
+        timeout_s=1.0,
+    )
+
+
+def test_episodes_are_cut_over_the_processes_that_play():
+    each = [some_processes(index) for index in range(3)]
+    assert [processes.own(range(12)) for processes in each] == [
+        range(0, 4),
+        range(4, 8),
+        range(8, 12),
+    ]
+    assert [len(processes.own(range(16))) for processes in each] == [5, 5, 6]
+    apart = [some_processes(index, num_rollout=4) for index in range(3)]
+    assert [processes.own(range(12)) for processes in apart] == [range(6), range(6, 12), range(0)]
+    assert [(p.plays, p.trains) for p in apart] == [(True, False), (True, False), (False, True)]
+    assert apart[2].lanes == apart[0].lanes, "of the first that plays, for its sizes"
+    assert apart[1].own_mesh(MeshShape(data=2, tensor=2)) == MeshShape(data=1, tensor=2)
+    share = apart[0].own_rollout(RolloutConfig(num_slots=8, episodes_per_step=16))
+    assert (share.num_slots, share.episodes_per_step) == (4, 8)
+
+
+def test_the_groups_of_one_process():
+    devices = jax.devices()
+    alone = find_processes(0, 1.0)
+    assert list(alone.rollout_devices) == list(alone.train_devices) == devices
+    assert not alone.disjoint and alone.plays and alone.trains
+    assert alone.gather({"a": 1}, "") == [{"a": 1}]
+    halves = find_processes(4, 1.0)
+    assert (list(halves.rollout_devices), list(halves.train_devices)) == (devices[:4], devices[4:])
+    assert halves.disjoint and halves.lanes == halves.rollout_devices
+    with pytest.raises(ValueError, match="leave at least one to train"):
+        find_processes(8, 1.0)
+
+
+# Real processes of the command.
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+class Command:
+    """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
+
+    def __init__(self, cache: Path, workdir: Path, num: int, *own: list[str], **overrides):
+        """`own` are further flags of each process."""
+        port, self.workdir = free_port(), workdir
+        self.all = []
+        for number in range(num):
+            settings = SMALL | {"devices.num_cpu_devices": 8 // num} | overrides
+            if num > 1:
+                settings |= {
+                    "distributed.coordinator": f"127.0.0.1:{port}",
+                    "distributed.num_processes": num,
+                    "distributed.process_id": number,
+                }
+            line = [sys.executable, "-m", "earl_jax.main", f"--workdir={workdir}"]
+            line += [f"--config.{key}={value}" for key, value in settings.items()]
+            self.all.append(
+                subprocess.Popen(
+                    line + (own[number] if own else []),
+                    cwd=ROOT,
+                    env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
+        """Exit status, output and errors of each."""
+        deadline_s, ends = time.monotonic() + timeout_s, []
+        try:
+            for process in self.all:
+                output, errors = process.communicate(timeout=deadline_s - time.monotonic())
+                ends.append((process.returncode, output, errors))
+        finally:
+            for process in self.all:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        return ends
+
+    def done(self) -> Path:
+        """The workdir, when all have ended well."""
+        for number, (status, output, errors) in enumerate(self.ends()):
+            assert status == 0, f"process {number}: {status}\n{output}\n{errors[-4000:]}"
+        return self.workdir
+
+    def after_step(self, step: int) -> None:
+        """Returns when the step is in the metrics."""
+        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 200
+        while not metrics.exists() or f'{{"step": {step}, "time_s"' not in metrics.read_text():
+            assert time.monotonic() < deadline_s, "no step was taken"
+            assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
+            time.sleep(0.02)
+
+
+def episodes_of(workdir: Path, step: int) -> list[dict]:
+    path = workdir / "trajectories" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same tokens, and weights that differ by rounding; nothing came through the host."""
+    for step in (1, 2):
+        for left, right in zip(episodes_of(one, step), episodes_of(other, step), strict=True):
+            assert {k: v for k, v in left.items() if k != "logprobs"} == {
+                k: v for k, v in right.items() if k != "logprobs"
+            }
+    for left, right in zip(final_parameters(one, 2), final_parameters(other, 2), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
+    for workdir in (one, other):
+        lines = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+        assert [line["step"] for line in lines] == [1, 2]
+        assert all(line["episodes"] == 32 for line in lines)
+        assert all(line["logprob_mismatch_max"] < 1e-4 for line in lines)
+        assert {line["dispatch_host_bytes"] for line in lines} == {0}
+        assert {line["publish_host_bytes"] for line in lines} == {0}
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(cache, tmp_path):
+    one = Command(cache, tmp_path / "one", 1, **ALL).done()
+    two = Command(cache, tmp_path / "two", 2, **ALL).done()
+    assert_same_run(one, two)
+
+
+@pytest.mark.slow
+def test_disjoint_groups_train_alike_in_one_process_and_in_two(cache, tmp_path):
+    one = Command(cache, tmp_path / "one", 1, **APART).done()
+    two = Command(cache, tmp_path / "two", 2, **APART).done()
+    assert_same_run(one, two)
+    lines = [row for row in read_metrics(two / "metrics.jsonl") if "eval" not in row]
+    assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_at_the_same_step(cache, tmp_path):
+    flags = ALL | {"num_steps": 1000, "log.trajectories_every_steps": 1000}
+    command = Command(cache, tmp_path / "w", 2, **flags)
+    command.after_step(2)
+    command.all[1].send_signal(signal.SIGTERM)
+    workdir = command.done()
+    steps = [row["step"] for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+    assert steps[-1] < 1000
+    assert final_parameters(workdir, steps[-1])
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_with_an_error(cache, tmp_path):
+    command = Command(cache, tmp_path / "w", 2, **ALL, num_steps=1000)
+    command.after_step(1)
+    command.all[1].kill()
+    killed_s = time.monotonic()
+    status, output, errors = command.ends(60)[0]
+    assert time.monotonic() - killed_s < 30
+    assert status == 1, (output, errors)
+    assert "error: " in errors and "another process ended" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (["--config.seed=1"], "config.seed is 0 in process 0, 1 in process 1"),
+        (["--config.devices.num_cpu_devices=2"], "play on [4, 2] devices"),
+    ],
+)
+def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, words):
+    command = Command(cache, tmp_path / "w", 2, [], own, **ALL)
+    for status, _, errors in command.ends(60):
+        assert status == 2, errors
+        assert words in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_come_are_named(tmp_path):
+    def alone(number: int, coordinator: str) -> subprocess.CompletedProcess:
+        settings = {
+            "distributed.coordinator": coordinator,
+            "distributed.num_processes": 2,
+            "distributed.process_id": number,
+            "distributed.start_timeout_s": 3,
+        }
+        line = [sys.executable, "-m", "earl_jax.main", f"--workdir={tmp_path / 'w'}"]
+        line += [f"--config.{key}={value}" for key, value in settings.items()]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+    for number, coordinator, words in (
+        (0, f"127.0.0.1:{free_port()}", "process 0 of 2 did not find the others within 3 s"),
+        (1, f"127.0.0.1:{free_port()}", "process 1 of 2 reached nobody there for 3 s"),
+        (1, "no-such-host.invalid:8476", "no host known here"),
+        (1, "8476", "write it as HOST:PORT"),
+    ):
+        done = alone(number, coordinator)
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr and "Traceback" not in done.stderr
