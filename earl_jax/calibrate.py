@@ -4,7 +4,8 @@
 
 Bytes are XLA's own memory analysis of the program that will run; speed is that program, run: the
 best of some rounds, because what disturbs a round only ever makes it slower. A run whose meshes go
-by the order of their list asks for bytes only.
+by the order of their list asks for bytes only. What runs out of memory while it is measured has
+failed, as it would in the run.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +26,20 @@ from earl_jax.rollout.orders import NO_ROW, pack_orders
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.selector.choose import Option
-from earl_jax.selector.memory import program_bytes, resident_bytes
+from earl_jax.selector.ladder import (
+    Failure,
+    RolloutRung,
+    TrainRung,
+    failure_of,
+    rollout_size,
+    train_size,
+)
+from earl_jax.selector.memory import is_out_of_memory, program_bytes, resident_bytes
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import batch_shapes
+from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.weights import publish
 from earl_jax.world import World
 
@@ -87,67 +97,175 @@ class Calibration:
             self.rollout_options(places, 0)
 
     def rollout_options(
-        self, places: int, resident_bytes: int, pages: int | None = None
+        self,
+        places: int,
+        resident_bytes: int,
+        pages: int | None = None,
+        num_slots: int | None = None,
+        contexts: Sequence[float] = (),
     ) -> list[Option]:
         """The rollout candidates at this room per episode, beside `resident_bytes` of others.
 
         With `pages` in each lane of the KV cache; None: enough for every episode to fill its room.
+        `contexts` are lengths that episodes are expected to come to: the speed is then the mean of
+        those measured at such rooms; without them it is that of episodes that fill their room.
         """
+        world = self._world
+        slots = num_slots or world.config.rollout.num_slots
+        rung = RolloutRung(slots, pages or world.pool_for(places, slots).pages)
         return [
-            self._option(
-                "rollout", mesh, places, resident_bytes + self._other_pages(mesh, places, pages)
-            )
-            for mesh in self._world.rollout_candidates
+            self._rollout_option(mesh, places, rung, resident_bytes, contexts)
+            for mesh in world.rollout_candidates
         ]
 
-    def _other_pages(self, mesh: MeshShape, places: int, pages: int | None) -> int:
-        """Bytes per device that so many pages a lane take more than what was measured has."""
-        if pages is None:
-            return 0
-        engine, dense = self._world.engine(mesh), self._world.pool_for(places)
-
-        def num_bytes(pool: Pool) -> int:
-            layers = engine.state_shapes(places, pool).cache.layers
-            return resident_bytes(layers, engine.state_shardings.cache.layers)
-
-        return num_bytes(dense._replace(pages=pages)) - num_bytes(dense)
-
-    def train_options(self, places: int) -> list[Option]:
+    def train_options(self, places: int, rung: TrainRung | None = None) -> list[Option]:
         """The training candidates for rows of this length."""
-        candidates = self._world.train_candidates
-        return [self._option("train", mesh, places, 0) for mesh in candidates]
+        world = self._world
+        rung = rung or world.first_train_rung
+        return [
+            self._train_option(mesh, places, rung)
+            for mesh in world.train_candidates
+            if world.train_obstacle(mesh, rung.micro_batches) is None
+        ]
 
     def switch_s(self, stage: str, mesh: MeshShape, places: int) -> float:
         """What going to this mesh costs; the entry must have been measured."""
         return self.table.measurements[self.table.entry(stage, mesh, places)].switch_s
 
-    def _option(self, stage: str, mesh: MeshShape, places: int, resident: int) -> Option:
-        entry = self.table.entry(stage, mesh, places)
-        if entry not in self.table.measurements:
-            measure = _measure_rollout if stage == "rollout" else _measure_train
-            found = measure(self._world, mesh, places)
-            try:
-                self.table = self.table.with_measurement(entry, found)
-            except OSError as error:
-                self._say(f"measurements cannot be kept for later runs: {error}")
-                table = dataclasses.replace(self.table, path=None)
-                self.table = table.with_measurement(entry, found)
-            speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
-            self._say(
-                f"measured {stage} on {mesh} with room for {places} tokens an episode: {speed}"
-                f"{found.program_bytes / 2**20:.2f} MiB per device"
-            )
-        measured = self.table.measurements[entry]
+    def note_failure(self, failure: Failure) -> None:
+        """This is impossible from now on, in later runs too."""
+        self._keep(lambda table: table.with_failure(failure))
+        self._say(f"{failure.stage} on {failure.mesh} {failure}; it is not tried again")
+
+    def _rollout_option(
+        self,
+        mesh: MeshShape,
+        places: int,
+        rung: RolloutRung,
+        resident: int,
+        contexts: Sequence[float],
+    ) -> Option:
+        world, config = self._world, self._world.config.rollout
+        words = "" if rung.num_slots == config.num_slots else f"slots={rung.num_slots}"
+        dense = rung._replace(pages=world.pool_for(places, rung.num_slots).pages)
+        measured = self._measured(
+            "rollout",
+            mesh,
+            places,
+            words,
+            rollout_size(places, dense),
+            lambda: _measure_rollout(world, mesh, places, rung.num_slots),
+            lambda: world.engine(mesh, rung.num_slots).lower_play(places),
+        )
+        more = _pool_bytes(world, mesh, places, rung) - _pool_bytes(world, mesh, places, dense)
         return Option(
             mesh=mesh,
-            bytes_per_device=measured.program_bytes + resident,
-            tokens_per_s=measured.tokens_per_s,
+            bytes_per_device=max(0, measured.program_bytes + more) + resident,
+            tokens_per_s=self._speed(mesh, places, words, contexts),
+            move_s=measured.switch_s,
+            impossible=failure_of(self.table.failures, "rollout", mesh, rollout_size(places, rung)),
         )
 
+    def _speed(
+        self, mesh: MeshShape, places: int, words: str, contexts: Sequence[float]
+    ) -> float | None:
+        """Tokens per second of episodes of these lengths, from the rooms that were measured."""
+        table = self.table
+        speed = table.measurements[table.entry("rollout", mesh, places, words)].tokens_per_s
+        if speed is None or not contexts:
+            return speed
+        seconds = {}
+        for room in {*self._world.config.rollout.context_buckets, places}:
+            found = table.measurements.get(table.entry("rollout", mesh, room, words))
+            if found and found.tokens_per_s and room <= places:
+                seconds[room] = 1.0 / found.tokens_per_s
+        rooms = sorted(seconds)
+        return 1.0 / float(np.interp(contexts, rooms, [seconds[room] for room in rooms]).mean())
 
-def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
+    def _train_option(self, mesh: MeshShape, places: int, rung: TrainRung) -> Option:
+        world, rows = self._world, self._world.config.rollout.episodes_per_step
+        size = train_size(places, rows, rung)
+        first = rung == world.first_train_rung
+        words = "" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}"
+        measured = self._measured(
+            "train",
+            mesh,
+            places,
+            words,
+            size,
+            lambda: _measure_train(world, mesh, places, rung),
+            lambda: _lower_train(world, mesh, places, rung),
+        )
+        return Option(
+            mesh=mesh,
+            bytes_per_device=measured.program_bytes,
+            tokens_per_s=measured.tokens_per_s,
+            move_s=measured.switch_s,
+            impossible=failure_of(self.table.failures, "train", mesh, size),
+        )
+
+    def _measured(
+        self,
+        stage: str,
+        mesh: MeshShape,
+        places: int,
+        words: str,
+        size: tuple[int, ...],
+        measure: Callable[[], Measurement],
+        lower: Callable[[], Any],
+    ) -> Measurement:
+        """The entry, measured now if it is missing; running out of memory is noted as a failure."""
+        entry, table = self.table.entry(stage, mesh, places, words), self.table
+        found = table.measurements.get(entry)
+        if found is not None:
+            return found
+        if failure_of(table.failures, stage, mesh, size):
+            return NOTHING_KNOWN
+        found = _unless_out_of_memory(measure)
+        if found is None:
+            self.note_failure(Failure(stage=stage, mesh=str(mesh), size=size))
+            # Where it failed when it ran, its bytes can still be said.
+            found = _unless_out_of_memory(lambda: _bytes_only(lower().compile())) or NOTHING_KNOWN
+        kept = found
+        self._keep(lambda table: table.with_measurement(entry, kept))
+        speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
+        self._say(
+            f"measured {stage} on {mesh} with room for {places} tokens an episode"
+            f"{words and ', '}{words}: {speed}{found.program_bytes / 2**20:.2f} MiB per device"
+        )
+        return found
+
+    def _keep(self, change: Callable[[ThroughputTable], ThroughputTable]) -> None:
+        try:
+            self.table = change(self.table)
+        except OSError as error:
+            self._say(f"measurements cannot be kept for later runs: {error}")
+            self.table = change(dataclasses.replace(self.table, path=None))
+
+
+NOTHING_KNOWN = Measurement(tokens_per_s=None, program_bytes=0, switch_s=0.0)
+
+
+def _unless_out_of_memory(measure: Callable[[], Measurement]) -> Measurement | None:
+    try:
+        return measure()
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
+
+
+def _pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
+    """Bytes per device of the KV cache with so many pages a lane."""
+    engine = world.engine(mesh, rung.num_slots)
+    pool = Pool(lanes=len(world.devices), pages=rung.pages)
+    layers = engine.state_shapes(places, pool).cache.layers
+    return resident_bytes(layers, engine.state_shardings.cache.layers)
+
+
+def _measure_rollout(world: World, mesh: MeshShape, places: int, slots: int) -> Measurement:
     """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled."""
-    engine, config = world.engine(mesh), world.config
+    engine, config = world.engine(mesh, slots), world.config
     compiled = engine.lower_play(places).compile()
     if config.selector.order == "listed":
         return _bytes_only(compiled)
@@ -158,7 +276,7 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
 
     weights = move()
     switch_s = _seconds(move)
-    slots, branches = config.rollout.num_slots, engine.config.rules.choice_branches
+    branches = engine.config.rules.choice_branches
     count = min(config.rollout.chunk_size, places - config.rollout.burst)
     orders = pack_orders(
         chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
@@ -192,16 +310,31 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int) -> Measurement:
     )
 
 
-def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
-    """Updates on rows full of the policy's tokens."""
+def _batch_shapes(world: World, mesh: MeshShape, places: int) -> TrajectoryBatch:
     rows, layout = world.config.rollout.episodes_per_step, world.train_layout(mesh)
-    shapes = batch_shapes(rows, places, layout, with_proximal=world.needs_proximal)
-    step = world.train_step(mesh, "policy_gradient")
-    state = world.init_train_state(mesh)
-    controls = np.zeros(2, np.float32)
-    compiled = step.lower(state, shapes, controls).compile()
+    return batch_shapes(rows, places, layout, with_proximal=world.needs_proximal)
+
+
+def _lower_train(world: World, mesh: MeshShape, places: int, rung: TrainRung) -> Any:
+    """The update's program, from shapes alone."""
+    state = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        world.train_state_shapes(),
+        world.train_state_shardings(mesh),
+    )
+    step = world.train_step(mesh, "policy_gradient", rung)
+    return step.lower(state, _batch_shapes(world, mesh, places), np.zeros(2, np.float32))
+
+
+def _measure_train(world: World, mesh: MeshShape, places: int, rung: TrainRung) -> Measurement:
+    """Updates on rows full of the policy's tokens."""
+    compiled = _lower_train(world, mesh, places, rung).compile()
     if world.config.selector.order == "listed":
         return _bytes_only(compiled)
+    rows, shapes = world.config.rollout.episodes_per_step, _batch_shapes(world, mesh, places)
+    step = world.train_step(mesh, "policy_gradient", rung)
+    state = world.init_train_state(mesh)
+    controls = np.zeros(2, np.float32)
     elsewhere = world.init_train_state(world.train_candidates[0])
     shardings = world.train_state_shardings(mesh)
     reshard(elsewhere, shardings)
@@ -225,7 +358,7 @@ def _measure_train(world: World, mesh: MeshShape, places: int) -> Measurement:
 
 
 def _bytes_only(compiled: Any) -> Measurement:
-    return Measurement(tokens_per_s=None, program_bytes=program_bytes(compiled), switch_s=0.0)
+    return dataclasses.replace(NOTHING_KNOWN, program_bytes=program_bytes(compiled))
 
 
 def _seconds(move: Callable[[], Any]) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 from earl_jax.envs.environment import DRAW, ILLEGAL, LOSS, WIN
 from earl_jax.loop import Position, expected_tokens, play
 from earl_jax.placement import Placement
+from earl_jax.rollout.episode import Task
 from earl_jax.trajectory import Trajectory, outcome_fractions
 from earl_jax.world import World
 
@@ -27,11 +28,16 @@ def evaluate(
     rows = world.config.rollout.episodes_per_step
     played: list[Trajectory] = []
     for first in range(0, games, rows):
+
+        def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Trajectory]:
+            seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
+            sampling = world.config.eval.sampling
+            return play(world, placement, seat, batch, load, sampling).trajectories
+
         placement.choose_rollout(expected_tokens(world, load), load)
-        seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
-        batch = tasks[first : first + rows]
-        rollout = play(world, placement, seat, batch, load, world.config.eval.sampling)
-        played += rollout.trajectories
+        while (found := placement.survive("rollout", attempt)) is None:
+            placement.choose_rollout(expected_tokens(world, load), load)
+        played += found
     return summarize(played, world.config.env.game), played
 
 

@@ -8,6 +8,7 @@ is one stage; what a stage needs is made in world.py, where it runs is decided i
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.load import QUANTILES, Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
-from earl_jax.train.step import TrainState, UpdateMetrics, read_metrics
+from earl_jax.train.step import Objective, TrainState, UpdateMetrics, read_metrics
 from earl_jax.trajectory import Experience, Trajectory, TrajectoryBatch
 from earl_jax.world import World
 
@@ -74,17 +76,22 @@ def train(
 
 
 def rl_step(world: World, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
-    """One RL step: play a batch of episodes with the newest weights, and learn from it."""
-    step, state, load = position.step, position.state, position.history.recent()
+    """One RL step: play a batch of episodes with the newest weights, and learn from it.
+
+    What the devices have too little memory for is done again on the next rung of the ladder (see
+    `Placement.survive`): a rollout from its tasks, an update from the state and the batch.
+    """
+    step, state, load = position.step, position.state, position.history.forecast()
     timer = StageTimer()
 
-    with timer("select"):
-        placement.choose_rollout(expected_tokens(world, load), load)
-    with timer("publish"), only_on_devices(world) as publish_reads:
-        seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
-        jax.block_until_ready(seat.policy.params)
-    with timer("rollout"):
-        rollout = play(world, placement, seat, learnable(world, world.training_tasks(step)), load)
+    played = None
+    while played is None:
+        with timer("select"):
+            placement.choose_step(expected_tokens(world, load), load)
+            state = placement.move_state(state)
+        again = functools.partial(publish_and_play, world, placement, state, step, load, timer)
+        played = placement.survive("rollout", again)
+    rollout, publish_bytes, publish_host_bytes = played
     with timer("select"):
         load = measure_load(rollout)
         history = position.history.add(load)
@@ -98,11 +105,13 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         jax.block_until_ready(delivery.batch)
     trajectories, stats, seat = rollout.trajectories, rollout.stats, rollout.seat
     rollout_mesh, rollout_places = str(seat.engine.layout), seat.places
-    del rollout, seat, experience  # the engine's weights and KV caches make room for the trainer
+    # The engine's weights and KV caches make room for the trainer.
+    del rollout, seat, experience, played, again
     with timer("train"):
         state, updates = learn(world, placement, state, delivery.batch, step)
     with timer("demonstrate"):
         state = imitate(world, placement, state, step, length)
+    load = dataclasses.replace(load, other_s=placement.unexplained_s(load, timer.seconds))
 
     record = StepRecord(
         step=step + 1,
@@ -115,13 +124,31 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         dispatch_bytes=delivery.plan.moved_bytes,
         dispatch_host_bytes=dispatch_reads.num_bytes,
         publish_bytes=publish_bytes,
-        publish_host_bytes=publish_reads.num_bytes,
+        publish_host_bytes=publish_host_bytes,
         stage_s=timer.seconds,
     )
+    history = position.history.add(load)
     return Position(step=step + 1, state=state, history=history), record
 
 
 # The parts of a step, in its order.
+
+
+def publish_and_play(
+    world: World,
+    placement: Placement,
+    state: TrainState,
+    step: int,
+    load: Load | None,
+    timer: StageTimer,
+) -> tuple[Rollout, int, int | None]:
+    """The rollout of this step; what its new weights moved over the devices, and over the host."""
+    with timer("publish"), only_on_devices(world) as reads:
+        seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
+        jax.block_until_ready(seat.policy.params)
+    with timer("rollout"):
+        rollout = play(world, placement, seat, learnable(world, world.training_tasks(step)), load)
+    return rollout, publish_bytes, reads.num_bytes
 
 
 def expected_tokens(world: World, load: Load | None) -> int:
@@ -161,7 +188,7 @@ def play(
 ) -> Rollout:
     """Plays the tasks from this seat, which may move while they run; obeys `control` meanwhile."""
     collector = Collector(
-        world.config.rollout,
+        dataclasses.replace(world.config.rollout, num_slots=seat.engine.config.num_slots),
         world.new_conversation,
         world.pool,
         world.make_environment,
@@ -193,6 +220,7 @@ def measure_load(rollout: Rollout) -> Load:
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
+        context_tokens_quantiles=tuple(map(float, np.quantile(contexts, QUANTILES))),
         tokens_in_flight_max=rollout.stats.tokens_in_flight_max,
         rollout_tokens=rollout.stats.rollout_tokens,
     )
@@ -241,7 +269,7 @@ def learn(
     """The updates of one step; the first one's mismatch is taken before anything has changed."""
     config = world.config
     if world.needs_proximal:
-        batch = world.scorer(placement.in_training)(state, batch)
+        batch = world.scorer(placement.in_training, placement.train_rung)(state, batch)
     controls = np.array(
         [
             learning_rate(config.train, step, config.num_steps),
@@ -249,11 +277,10 @@ def learn(
         ],
         np.float32,
     )
-    update = world.train_step(placement.in_training, "policy_gradient")
     updates = []
     for _ in range(config.train.epochs):
-        state, metrics = update(state, batch, controls)
-        updates.append(read_metrics(metrics))
+        state, batch, metrics = update(world, placement, state, batch, controls, "policy_gradient")
+        updates.append(metrics)
     return state, updates
 
 
@@ -261,9 +288,50 @@ def imitate(
     world: World, placement: Placement, state: TrainState, step: int, length: int
 ) -> TrainState:
     """The supervised updates of the first steps, on games of random legal moves."""
-    layout = world.train_layout(placement.in_training)
     controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
-    for batch in world.demonstrations(step):
-        update = world.train_step(placement.in_training, "supervised")
-        state, _ = update(state, batch.on(layout, length), controls)
+    for games in world.demonstrations(step):
+        batch = games.on(world.train_layout(placement.in_training), length)
+        state, _, _ = update(world, placement, state, batch, controls, "supervised")
     return state
+
+
+def update(
+    world: World,
+    placement: Placement,
+    state: TrainState,
+    batch: TrajectoryBatch,
+    controls: np.ndarray,
+    objective: Objective,
+) -> tuple[TrainState, TrajectoryBatch, UpdateMetrics]:
+    """One update, and the batch where the trainer is then. `state` is given up.
+
+    Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
+    fails has its donated arguments with it: until it has run once there is a spare of the state in
+    host memory. A program that ran once takes no more the next time.
+
+    Raises:
+        BudgetTooSmall: no rung is left.
+        StateLost: a program failed that had run before.
+    """
+    while True:
+        mesh, rung = placement.in_training, placement.train_rung
+        program = world.train_step(mesh, objective, rung)
+        spare = placement.spares.keep((mesh, objective, rung, batch.tokens.shape), state)
+        again = functools.partial(_run_update, program, state, batch, controls)
+        done = placement.survive("train", again)
+        if done is not None:
+            placement.spares.drop()
+            return done[0], batch, done[1]
+        state = placement.spares.give_back(state, spare)
+        placement.choose_training_again()
+        state = placement.move_state(state)
+        layout = world.train_layout(placement.in_training)
+        rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
+        batch = reshard(batch, rows)
+
+
+def _run_update(
+    program: Any, state: TrainState, batch: TrajectoryBatch, controls: np.ndarray
+) -> tuple[TrainState, UpdateMetrics]:
+    after, metrics = program(state, batch, controls)
+    return after, read_metrics(metrics)
