@@ -334,4 +334,6 @@ def _run_update(
     program: Any, state: TrainState, batch: TrajectoryBatch, controls: np.ndarray
 ) -> tuple[TrainState, UpdateMetrics]:
     after, metrics = program(state, batch, controls)
+    # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
+    jax.block_until_ready(metrics)
     return after, read_metrics(metrics)
