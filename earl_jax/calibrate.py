@@ -34,7 +34,9 @@ from earl_jax.selector.ladder import (
     rollout_size,
     train_size,
 )
-from earl_jax.selector.memory import is_out_of_memory, program_bytes, resident_bytes
+from earl_jax.selector.memory import is_out_of_memory, program_bytes
+from earl_jax.selector.memory import resident_bytes as resident_bytes_of
+from earl_jax.selector.tail import TailOption
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
@@ -128,6 +130,38 @@ class Calibration:
             if world.train_obstacle(mesh, rung.micro_batches) is None
         ]
 
+    def tail_options(
+        self, places: int, resident_bytes: int, rung: RolloutRung, current: MeshShape
+    ) -> list[TailOption]:
+        """The rollout candidates for the last episodes of a rollout that is on `current`.
+
+        Those whose rounds were measured; a move takes the weights and all of the KV cache, at the
+        rate at which new weights came when it was measured.
+        """
+        world, found = self._world, []
+        options = self.rollout_options(places, resident_bytes, rung.pages, rung.num_slots)
+        for option in options:
+            entry = self._rollout_entry(option.mesh, places, rung.num_slots)
+            alone = self.table.measurements[entry].alone_tokens_per_s
+            if not option.tokens_per_s or not alone:
+                continue
+            engine = world.engine(option.mesh, rung.num_slots)
+            weights = resident_bytes_of(engine.parameter_shapes, engine.parameter_shardings)
+            moved = weights + _pool_bytes(world, option.mesh, places, rung)
+            burst = world.config.rollout.round_tokens
+            found.append(
+                TailOption(
+                    mesh=option.mesh,
+                    full_round_s=rung.num_slots * burst / option.tokens_per_s,
+                    alone_round_s=burst / alone,
+                    move_s=option.move_s * moved / weights,
+                    bytes_per_device=option.bytes_per_device,
+                    impossible=option.impossible,
+                )
+            )
+        known = {option.mesh for option in found}
+        return found if current in known else []
+
     def switch_s(self, stage: str, mesh: MeshShape, places: int) -> float:
         """What going to this mesh costs; the entry must have been measured."""
         return self.table.measurements[self.table.entry(stage, mesh, places)].switch_s
@@ -145,8 +179,8 @@ class Calibration:
         resident: int,
         contexts: Sequence[float],
     ) -> Option:
-        world, config = self._world, self._world.config.rollout
-        words = "" if rung.num_slots == config.num_slots else f"slots={rung.num_slots}"
+        world = self._world
+        words = self._slots_words(rung.num_slots)
         dense = rung._replace(pages=world.pool_for(places, rung.num_slots).pages)
         measured = self._measured(
             "rollout",
@@ -165,6 +199,12 @@ class Calibration:
             move_s=measured.switch_s,
             impossible=failure_of(self.table.failures, "rollout", mesh, rollout_size(places, rung)),
         )
+
+    def _slots_words(self, num_slots: int) -> str:
+        return "" if num_slots == self._world.config.rollout.num_slots else f"slots={num_slots}"
+
+    def _rollout_entry(self, mesh: MeshShape, places: int, num_slots: int) -> str:
+        return self.table.entry("rollout", mesh, places, self._slots_words(num_slots))
 
     def _speed(
         self, mesh: MeshShape, places: int, words: str, contexts: Sequence[float]
@@ -260,7 +300,7 @@ def _pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -
     engine = world.engine(mesh, rung.num_slots)
     pool = Pool(lanes=len(world.devices), pages=rung.pages)
     layers = engine.state_shapes(places, pool).cache.layers
-    return resident_bytes(layers, engine.state_shardings.cache.layers)
+    return resident_bytes_of(layers, engine.state_shardings.cache.layers)
 
 
 def _measure_rollout(world: World, mesh: MeshShape, places: int, slots: int) -> Measurement:
@@ -278,33 +318,45 @@ def _measure_rollout(world: World, mesh: MeshShape, places: int, slots: int) -> 
     switch_s = _seconds(move)
     branches = engine.config.rules.choice_branches
     count = min(config.rollout.chunk_size, places - config.rollout.burst)
-    orders = pack_orders(
-        chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
-        count=np.full(slots, count),
-        restart=np.zeros(slots, np.int32),
-        speak=np.ones(slots, np.int32),
-        seed=np.arange(slots),
-        row=np.full(slots, NO_ROW),
-        sampling=sampling_rows(Sampling(), slots),
-        version=0,
-        choices=no_choices(slots, branches) if branches else None,
-    )
+
+    def orders_for(busy: np.ndarray) -> np.ndarray:
+        return pack_orders(
+            chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
+            count=count * busy,
+            restart=np.zeros(slots, np.int32),
+            speak=busy,
+            seed=np.arange(slots),
+            row=np.full(slots, NO_ROW),
+            sampling=sampling_rows(Sampling(), slots),
+            version=0,
+            choices=no_choices(slots, branches) if branches else None,
+        )
+
     read = np.full(slots, places - count - config.rollout.burst, np.int32)
 
     def at_the_end(state: DecodeState) -> DecodeState:
         placed = jax.device_put(read, engine.state_shardings.cached)
         return jax.block_until_ready(dataclasses.replace(state, cached=placed))
 
-    state, _ = engine.play(weights, at_the_end(engine.empty_state(places)), orders)
-    seconds, tokens = [], 0
-    for _ in range(config.selector.measure_rounds):
-        state = at_the_end(state)
-        start = time.perf_counter()
-        state, report = engine.play(weights, state, orders)
-        seconds.append(time.perf_counter() - start)
-        tokens = int(report.count.sum())
+    state = engine.empty_state(places)
+
+    def speed_with(busy: int) -> float:
+        """Tokens per second with so many slots at work."""
+        nonlocal state
+        orders = orders_for((np.arange(slots) < busy).astype(np.int32))
+        state, _ = engine.play(weights, at_the_end(state), orders)
+        seconds, tokens = [], 0
+        for _ in range(config.selector.measure_rounds):
+            state = at_the_end(state)
+            start = time.perf_counter()
+            state, report = engine.play(weights, state, orders)
+            seconds.append(time.perf_counter() - start)
+            tokens = int(report.count.sum())
+        return tokens / min(seconds)
+
     return Measurement(
-        tokens_per_s=tokens / min(seconds),
+        tokens_per_s=speed_with(slots),
+        alone_tokens_per_s=speed_with(1),
         program_bytes=program_bytes(compiled),
         switch_s=switch_s,
     )

@@ -103,10 +103,10 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         experience = to_learn_from(world, rollout.experience)
         delivery = dispatch(experience, layout, **row_facts(world, rollout, length, layout))
         jax.block_until_ready(delivery.batch)
-    trajectories, stats, seat = rollout.trajectories, rollout.stats, rollout.seat
-    rollout_mesh, rollout_places = str(seat.engine.layout), seat.places
+    trajectories, stats = rollout.trajectories, rollout.stats
+    rollout_mesh, rollout_places = str(placement.in_rollout), placement.places
     # The engine's weights and KV caches make room for the trainer.
-    del rollout, seat, experience, played, again
+    del rollout, experience, played, again
     with timer("train"):
         state, updates = learn(world, placement, state, delivery.batch, step)
     with timer("demonstrate"):
@@ -196,6 +196,7 @@ def play(
         num_lanes=len(world.devices),
         max_context=world.max_context,
         drafting=world.drafting,
+        thin_out=lambda seat, live, longest: placement.thin_out(seat, live, longest, load),
     )
     sampling = sampling or world.config.rollout.sampling
     return collector.collect(seat, tasks, sampling=sampling, control=control)

@@ -8,6 +8,7 @@ had no memory for.
 """
 
 import dataclasses
+import functools
 import gc
 import math
 import time
@@ -23,6 +24,7 @@ from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings, choose,
 from earl_jax.selector.ladder import Failure, RolloutRung, TrainRung, rollout_size, train_size
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.step_choice import Pair, StepDecision, Work, choose_step
+from earl_jax.selector.tail import choose_tail
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.survival import Ladder, Spares, check_budget
@@ -311,26 +313,34 @@ class Placement:
         live episodes: from the start there may be one, with fewer slots.
         """
         try:
-            result = attempt()
-            if stage == "rollout":
-                self._outgrown = 0
-            return result
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            failed = True
+            result = self._unless_short(stage, attempt)
         except BudgetTooSmall:
             if stage != "rollout" or not self._outgrown:
                 raise
-            failed = False
-        if failed:
-            self._fail(stage)
+            result = None
+        if stage == "rollout" and result is not None:
+            self._outgrown = 0
+        return result
+
+    def _unless_short(self, stage: str, attempt: Callable[[], Result]) -> Result | None:
+        """What the attempt returns; None where memory was short, which is noted."""
+        try:
+            return attempt()
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        self._fail(stage)
         # What the failed attempt had on the devices is gone with its frames.
         gc.collect()
         return None
 
     def _fail(self, stage: str) -> None:
         rows = self._world.config.rollout.episodes_per_step
+        if stage == "tail":
+            self.log.failures.append(
+                f"{self.log.decisions[-1].reason}: there was too little memory"
+            )
+            return
         if stage == "rollout":
             mesh, rung = self.in_rollout, RolloutRung(self.num_slots, self.pages)
             size = rollout_size(self.places, rung)
@@ -402,11 +412,50 @@ class Placement:
         least = self._ladder.least_pages(places)
         rungs = [RolloutRung(slots, n) for n in dict.fromkeys(max(n, least) for n in wanted)]
         self._outgrown = places
-        self._choose_rollout(places, rungs, load, seat.engine.layout.shape)
-        moved = self.move_seat(seat, self.in_rollout)
-        pool = self._pool
+        grown = None
+        while grown is None:
+            self._choose_rollout(places, rungs, load, seat.engine.layout.shape)
+            # Nothing is donated: where memory is short the live episodes are still there.
+            grown = self._unless_short("rollout", functools.partial(self._grow_seat, seat))
+        return grown
+
+    def _grow_seat(self, seat: Seat) -> Seat:
+        moved, pool = self.move_seat(seat, self.in_rollout), self._pool
         state = moved.engine.grow(moved.state, self.places, seat.pool, pool)
-        return dataclasses.replace(moved, state=state, places=self.places, pool=pool)
+        return dataclasses.replace(
+            moved, state=jax.block_until_ready(state), places=self.places, pool=pool
+        )
+
+    def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
+        """A seat for the last `live` episodes of a rollout; the longest has so many tokens.
+
+        They go to another mesh if rounds of so few are so much faster there that the move is earned
+        back until the longest is as long as episodes are expected to become. The next rollout
+        begins where this one began.
+        """
+        if load is None or self._world.config.selector.order == "listed":
+            return seat
+        current, slots = seat.engine.layout.shape, seat.engine.config.num_slots
+        resident = self._ladder.trainer_bytes(self.in_training)
+        rung = RolloutRung(slots, seat.pool.pages)
+        options = self.calibration.tail_options(seat.places, resident, rung, current)
+        left = max(0, load.context_tokens_max - longest)
+        if not options:
+            return seat
+        decision = choose_tail(
+            options,
+            current=current,
+            places=seat.places,
+            live=live,
+            num_slots=slots,
+            rounds_left=left // self._world.config.rollout.round_tokens,
+            settings=self._settings,
+        )
+        if not decision.switched:
+            return seat
+        self._note(decision)
+        moved = self._unless_short("tail", lambda: self.move_seat(seat, decision.mesh))
+        return moved or seat
 
     def move_seat(self, seat: Seat, mesh: MeshShape) -> Seat:
         """The same weights and live episodes on this mesh. `seat` stays as it is."""

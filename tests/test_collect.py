@@ -185,6 +185,7 @@ def collect(
     collectors=None,
     max_context=NO_LIMIT,
     drafting=None,
+    thin_out=None,
     **changes,
 ):
     """Plays the tasks; the Collector that does is added to `collectors`."""
@@ -198,6 +199,7 @@ def collect(
         num_lanes=num_lanes,
         max_context=max_context,
         drafting=drafting,
+        thin_out=thin_out,
     )
     if collectors is not None:
         collectors.append(collector)

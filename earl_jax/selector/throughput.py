@@ -22,12 +22,14 @@ from earl_jax.selector.ladder import Failure
 class Measurement:
     """One candidate at one room per episode; bytes as in `memory.program_bytes`.
 
-    `tokens_per_s` is None where only the bytes were asked for; `switch_s` is 0 then.
+    `tokens_per_s` is None where only the bytes were asked for; `switch_s` is 0 then. Of a rollout,
+    `alone_tokens_per_s` is the speed of one busy slot, None where it was not measured.
     """
 
     tokens_per_s: float | None
     program_bytes: int
     switch_s: float
+    alone_tokens_per_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,8 @@ class ThroughputTable:
             entries, failed = values["measurements"], values["failures"]
             measurements = {entry: Measurement(**numbers) for entry, numbers in entries.items()}
             for entry, m in measurements.items():
-                speed = 1.0 if m.tokens_per_s is None else m.tokens_per_s
+                speeds = [m.tokens_per_s, m.alone_tokens_per_s]
+                speed = min([speed for speed in speeds if speed is not None], default=1.0)
                 if not (speed > 0 and m.program_bytes >= 0 and m.switch_s >= 0):
                     raise TypeError(f"{entry}: {m}")
             failures = tuple(Failure.from_dict(failure) for failure in failed)
