@@ -10,6 +10,7 @@ import numpy as np
 from earl_jax.envs.environment import DRAW, ILLEGAL, LOSS, WIN
 from earl_jax.loop import Position, expected_tokens, play_all
 from earl_jax.placement import Placement
+from earl_jax.rollout.episode import Task
 from earl_jax.trajectory import Outcome, Trajectory, outcome_fractions
 from earl_jax.world import World
 
@@ -27,11 +28,16 @@ def evaluate(
     rows = world.config.rollout.episodes_per_step
     outcomes: list[Outcome] = []
     for first in range(0, games, rows):
+
+        def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
+            seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
+            sampling = world.config.eval.sampling
+            return play_all(world, placement, seat, batch, load, sampling)[1].outcomes
+
         placement.choose_rollout(expected_tokens(world, load), load)
-        seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
-        batch = tasks[first : first + rows]
-        _, played = play_all(world, placement, seat, batch, load, world.config.eval.sampling)
-        outcomes += played.outcomes
+        while (found := placement.survive("rollout", attempt)) is None:
+            placement.choose_rollout(expected_tokens(world, load), load)
+        outcomes += found
     return summarize(outcomes, world.config.env.game)
 
 

@@ -48,14 +48,19 @@ class Played:
 
 
 def send_weights(
-    world: World, params: Params, mesh: MeshShape, chunk_bytes: int | None = None
+    world: World,
+    params: Params,
+    mesh: MeshShape,
+    num_slots: int | None = None,
+    *,
+    chunk_bytes: int | None = None,
 ) -> Published:
     """Publishes to the engine of every process on this rollout mesh; every process calls it.
 
     `params` of the result are this process's engine's; what a process that does not play gets is of
     no use to it.
     """
-    engine, joint = world.engine(mesh), world.joint_layout(mesh)
+    engine, joint = world.engine(mesh, num_slots), world.joint_layout(mesh)
     shardings = jax.tree.map(
         lambda own: NamedSharding(joint.mesh, own.spec), engine.parameter_shardings
     )

@@ -8,6 +8,7 @@ is one stage; what a stage needs is made in world.py, where it runs is decided i
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,13 +24,13 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.reshard import absent_array
+from earl_jax.sharding.reshard import absent_array, reshard
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.load import QUANTILES, Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
-from earl_jax.train.step import TrainState, UpdateMetrics, read_metrics
+from earl_jax.train.step import Objective, TrainState, UpdateMetrics, read_metrics
 from earl_jax.trajectory import Experience, Outcome, Trajectory, TrajectoryBatch
 from earl_jax.world import World
 
@@ -78,17 +79,22 @@ def train(
 
 
 def rl_step(world: World, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
-    """One RL step: play a batch of episodes with the newest weights, and learn from it."""
-    step, state, load = position.step, position.state, position.history.recent()
+    """One RL step: play a batch of episodes with the newest weights, and learn from it.
+
+    What the devices have too little memory for is done again on the next rung of the ladder (see
+    `Placement.survive`): a rollout from its tasks, an update from the state and the batch.
+    """
+    step, state, load = position.step, position.state, position.history.forecast()
     timer = StageTimer()
 
-    with timer("select"):
-        placement.choose_rollout(expected_tokens(world, load), load)
-    with timer("publish"), only_on_devices(world) as publish_reads:
-        seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
-    with timer("rollout"):
-        tasks = learnable(world, world.training_tasks(step))
-        rollout, played = play_all(world, placement, seat, tasks, load)
+    done = None
+    while done is None:
+        with timer("select"):
+            placement.choose_step(expected_tokens(world, load), load)
+            state = placement.move_state(state)
+        again = functools.partial(publish_and_play, world, placement, state, step, load, timer)
+        done = placement.survive("rollout", again)
+    rollout, played, publish_bytes, publish_host_bytes = done
     with timer("select"):
         load = measure_load(played)
         history = position.history.add(load)
@@ -103,15 +109,21 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         delivery = dispatch(experience, layout, **facts)
         world.processes.wait(delivery.batch, "dispatch")
     trajectories = rollout.trajectories if rollout else []
+    rollout_mesh, rollout_places = str(placement.in_rollout), placement.places
     # The engine's weights and KV caches make room for the trainer.
-    del rollout, seat, own, experience, facts
+    del rollout, done, again, own, experience, facts
     with timer("train"):
         state, updates = learn(world, placement, state, delivery.batch, step)
     with timer("demonstrate"):
         state = imitate(world, placement, state, step, length)
-    updates, *host_bytes = hear_costs(
-        world, updates, dispatch_reads.num_bytes, publish_reads.num_bytes
+    updates, other_s, *host_bytes = hear_costs(
+        world,
+        updates,
+        placement.unexplained_s(load, timer.seconds),
+        dispatch_reads.num_bytes,
+        publish_host_bytes,
     )
+    load = dataclasses.replace(load, other_s=other_s)
 
     record = StepRecord(
         step=step + 1,
@@ -120,8 +132,8 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         sampling_kl=played.sampling_kl,
         stats=played.stats,
         load=load,
-        rollout_mesh=str(placement.in_rollout),
-        rollout_places=placement.places,
+        rollout_mesh=rollout_mesh,
+        rollout_places=rollout_places,
         updates=updates,
         dispatch_bytes=delivery.plan.moved_bytes,
         dispatch_host_bytes=host_bytes[0],
@@ -129,10 +141,31 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         publish_host_bytes=host_bytes[1],
         stage_s=timer.seconds,
     )
+    history = position.history.add(load)
     return Position(step=step + 1, state=state, history=history), record
 
 
 # The parts of a step, in its order.
+
+
+def publish_and_play(
+    world: World,
+    placement: Placement,
+    state: TrainState,
+    step: int,
+    load: Load | None,
+    timer: StageTimer,
+) -> tuple[Rollout | None, Played, int, int | None]:
+    """The rollout of this step, this process's and that of all (`play_all`).
+
+    And what its new weights moved over the devices, and over the host.
+    """
+    with timer("publish"), only_on_devices(world) as reads:
+        seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
+    with timer("rollout"):
+        tasks = learnable(world, world.training_tasks(step))
+        rollout, played = play_all(world, placement, seat, tasks, load)
+    return rollout, played, publish_bytes, reads.num_bytes
 
 
 def expected_tokens(world: World, load: Load | None) -> int:
@@ -172,7 +205,7 @@ def play(
 ) -> Rollout:
     """Plays the tasks from this seat, which may move while they run; obeys `control` meanwhile."""
     collector = Collector(
-        world.own_rollout,
+        dataclasses.replace(world.own_rollout, num_slots=seat.engine.config.num_slots),
         world.new_conversation,
         world.pool,
         world.make_environment,
@@ -180,6 +213,7 @@ def play(
         num_lanes=len(world.processes.lanes),
         max_context=world.max_context,
         drafting=world.drafting,
+        thin_out=lambda seat, live, longest: placement.thin_out(seat, live, longest, load),
     )
     sampling = sampling or world.config.rollout.sampling
     return collector.collect(seat, tasks, sampling=sampling, control=control)
@@ -225,6 +259,7 @@ def measure_load(played: Played) -> Load:
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
+        context_tokens_quantiles=tuple(map(float, np.quantile(contexts, QUANTILES))),
         tokens_in_flight_max=played.stats.tokens_in_flight_max,
         rollout_tokens=played.stats.rollout_tokens,
     )
@@ -287,7 +322,7 @@ def learn(
     if not world.processes.trains:
         return state, []
     if world.needs_proximal:
-        batch = world.scorer(placement.in_training)(state, batch)
+        batch = world.scorer(placement.in_training, placement.train_rung)(state, batch)
     controls = np.array(
         [
             learning_rate(config.train, step, config.num_steps),
@@ -295,12 +330,10 @@ def learn(
         ],
         np.float32,
     )
-    update = world.train_step(placement.in_training, "policy_gradient")
     updates = []
     for _ in range(config.train.epochs):
-        state, metrics = update(state, batch, controls)
-        world.processes.wait(metrics, "training")
-        updates.append(read_metrics(metrics))
+        state, batch, metrics = update(world, placement, state, batch, controls, "policy_gradient")
+        updates.append(metrics)
     return state, updates
 
 
@@ -310,21 +343,67 @@ def imitate(
     """The supervised updates of the first steps, on games of random legal moves."""
     if not world.processes.trains:
         return state
-    layout = world.train_layout(placement.in_training)
     controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
-    for batch in world.demonstrations(step):
-        update = world.train_step(placement.in_training, "supervised")
-        state, _ = update(state, batch.on(layout, length), controls)
+    for games in world.demonstrations(step):
+        batch = games.on(world.train_layout(placement.in_training), length)
+        state, _, _ = update(world, placement, state, batch, controls, "supervised")
     return state
 
 
 def hear_costs(
-    world: World, updates: list[UpdateMetrics], *host_bytes: int | None
+    world: World, updates: list[UpdateMetrics], other_s: float, *host_bytes: int | None
 ) -> tuple[Any, ...]:
-    """What training said, in processes too that do not train; and the sums of all host bytes.
+    """What training said, in processes too that do not train, and what a step cost.
 
-    Of bytes that some process cannot count there is no sum.
+    `other_s` is the first's, because all choose by it. Host bytes are the sums over the processes;
+    of those that some process cannot count there is none.
     """
-    told = world.processes.gather((updates, host_bytes), "the end of a step")
-    sums = (None if None in each else sum(each) for each in zip(*(b for _, b in told), strict=True))
-    return (next(said for said, _ in told if said), *sums)
+    told = world.processes.gather((updates, other_s, host_bytes), "the end of a step")
+    sums = (
+        None if None in each else sum(each) for each in zip(*(b for *_, b in told), strict=True)
+    )
+    return (next(said for said, *_ in told if said), told[0][1], *sums)
+
+
+def update(
+    world: World,
+    placement: Placement,
+    state: TrainState,
+    batch: TrajectoryBatch,
+    controls: np.ndarray,
+    objective: Objective,
+) -> tuple[TrainState, TrajectoryBatch, UpdateMetrics]:
+    """One update, and the batch where the trainer is then. `state` is given up.
+
+    Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
+    fails has its donated arguments with it: until it has run once there is a spare of the state in
+    host memory. A program that ran once takes no more the next time.
+
+    Raises:
+        BudgetTooSmall: no rung is left.
+        StateLost: a program failed that had run before.
+    """
+    while True:
+        mesh, rung = placement.in_training, placement.train_rung
+        program = world.train_step(mesh, objective, rung)
+        spare = placement.spares.keep((mesh, objective, rung, batch.tokens.shape), state)
+        again = functools.partial(_run_update, world, program, state, batch, controls)
+        done = placement.survive("train", again)
+        if done is not None:
+            placement.spares.drop()
+            return done[0], batch, done[1]
+        state = placement.spares.give_back(state, spare)
+        placement.choose_training_again()
+        state = placement.move_state(state)
+        layout = world.train_layout(placement.in_training)
+        rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
+        batch = reshard(batch, rows)
+
+
+def _run_update(
+    world: World, program: Any, state: TrainState, batch: TrajectoryBatch, controls: np.ndarray
+) -> tuple[TrainState, UpdateMetrics]:
+    after, metrics = program(state, batch, controls)
+    # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
+    world.processes.wait(metrics, "training")
+    return after, read_metrics(metrics)

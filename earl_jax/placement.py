@@ -3,35 +3,51 @@
 """Which mesh each stage is on, and what moves when that changes.
 
 The only place where a Decision becomes arrays on other devices: weights and live KV caches of a
-rollout, parameters and optimiser state of the trainer.
+rollout, parameters and optimiser state of the trainer. And where it is remembered what the devices
+had no memory for.
 """
 
 import dataclasses
+import functools
+import gc
+import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 
 from earl_jax.calibrate import Calibration
 from earl_jax.joint import send_weights
-from earl_jax.rollout.pages import Pool, pages_for
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.seat import Policy, Seat
-from earl_jax.selector.choose import BudgetTooSmall, Decision, Option, Settings, choose
-from earl_jax.selector.memory import resident_bytes
+from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings, choose, obstacle
+from earl_jax.selector.ladder import Failure, RolloutRung, TrainRung, rollout_size, train_size
+from earl_jax.selector.memory import is_out_of_memory
+from earl_jax.selector.step_choice import Pair, StepDecision, Work, choose_step
+from earl_jax.selector.tail import choose_tail
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
+from earl_jax.survival import Ladder, Spares, check_budget
 from earl_jax.telemetry.load import Load
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
+Result = TypeVar("Result")
+
 
 @dataclasses.dataclass(kw_only=True)
 class SwitchLog:
-    """What changed since the last step was logged."""
+    """What changed since the last step was logged.
+
+    `comparison` is the newest choice's with the others, in words; `failures` say what ran out of
+    memory.
+    """
 
     decisions: list[Decision] = dataclasses.field(default_factory=list)
+    comparison: str = ""
+    failures: list[str] = dataclasses.field(default_factory=list)
     switch_s: float = 0.0
     bytes_per_device: int = 0
 
@@ -41,6 +57,8 @@ class Placement:
 
     def __init__(self, world: World, calibration: Calibration) -> None:
         self._world, self.calibration = world, calibration
+        self._ladder = Ladder(world)
+        self.spares = Spares(world.processes.count == 1)
         selector = world.config.selector
         self._settings = Settings(
             budget_bytes=world.budget_bytes,
@@ -50,6 +68,15 @@ class Placement:
         self.rollout_mesh: MeshShape | None = None
         self.train_mesh: MeshShape | None = None
         self.places = self.pages = 0
+        self.num_slots = world.own_rollout.num_slots
+        self.train_rung = world.first_train_rung
+        self.calm_steps = 0
+        # Tokens a row of the batches that the training mesh was chosen for.
+        self._length = 0
+        # Room that a rollout came to which ran out of memory: it is played again from the start.
+        self._outgrown = 0
+        # What was expected of the step, for the tokens that it would have.
+        self._expected: tuple[StepDecision, Work] | None = None
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,6 +86,9 @@ class Placement:
             "train_mesh": str(self.train_mesh),
             "places": self.places,
             "pages": self.pages,
+            "num_slots": self.num_slots,
+            "train_rung": list(self.train_rung),
+            "calm_steps": self.calm_steps,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -66,6 +96,8 @@ class Placement:
         self.rollout_mesh = MeshShape.parse(saved["rollout_mesh"])
         self.train_mesh = MeshShape.parse(saved["train_mesh"])
         self.places, self.pages = saved["places"], saved["pages"]
+        self.num_slots, self.calm_steps = saved["num_slots"], saved["calm_steps"]
+        self.train_rung = TrainRung(*saved["train_rung"])
 
     @property
     def in_rollout(self) -> MeshShape:
@@ -79,68 +111,255 @@ class Placement:
         assert self.train_mesh is not None
         return self.train_mesh
 
+    @property
+    def rung(self) -> str:
+        """What a run does with less than its config says, because memory is short; "" for no."""
+        return self._ladder.words(self.num_slots, self.train_rung)
+
     def take_log(self) -> SwitchLog:
         """What was decided since the last call."""
         log, self.log = self.log, SwitchLog()
         return log
 
     def check_budget(self) -> None:
-        """Sees that every configured room per episode has a mesh for both stages.
+        """Raises BudgetTooSmall where some room that is configured fits no mesh on any rung."""
+        check_budget(self._ladder, self.calibration, self._settings.budget_bytes)
+
+    # Choosing.
+
+    def choose_step(self, tokens: int, load: Load | None) -> StepDecision:
+        """The meshes of the next step, with room for rollouts of `tokens` tokens an episode.
+
+        On the first rung of the ladder where any fit. Where none fits what contexts are expected to
+        grow to, for contexts as they are: this step can still be played.
 
         Raises:
-            BudgetTooSmall: one has none; names the smallest budget that would do for all.
+            BudgetTooSmall: no rung is left.
         """
-        world = self._world
-        least_state = min(self._trainer_bytes(mesh) for mesh in world.train_candidates)
-        needs = []
-        for places in world.config.rollout.context_buckets:
-            for stage, options in (
-                ("training", self.calibration.train_options(places)),
-                (
-                    "rollout",
-                    self.calibration.rollout_options(
-                        places, least_state, self._least_pages(places)
-                    ),
-                ),
-            ):
-                need = min(option.bytes_per_device for option in options)
-                needs.append((need, f"{stage} with {places} tokens of room per episode"))
-        need, what = max(needs)
-        budget = self._settings.budget_bytes
-        if budget is not None and need > budget:
-            raise BudgetTooSmall(
-                f"config.selector.budget_bytes_per_device is {budget}, and no candidate mesh for "
-                f"{what} fits it; the smallest budget that would do is {need}. Raise the budget, "
-                "use more devices, or lower config.rollout.num_slots or the model's size"
-            )
+        try:
+            return self._choose_step(tokens, load)
+        except BudgetTooSmall:
+            if load is None or not load.growth_tokens:
+                raise
+        ahead = math.ceil(load.growth_tokens)
+        shorter = dataclasses.replace(
+            load, context_tokens_max=load.context_tokens_max - ahead, growth_tokens=0.0
+        )
+        return self._choose_step(tokens - ahead, shorter)
 
-    # Training.
+    def _choose_step(self, tokens: int, load: Load | None) -> StepDecision:
+        world, rollout = self._world, self._world.config.rollout
+        places = max(rollout.places_for(tokens), self._outgrown)
+        length = rollout.places_for(load.context_tokens_max if load else 1)
+        down = self._down(places)
+        train_down = self._ladder.train_rungs()
+        contexts = load.context_tokens_quantiles if load else ()
+        work = Work(
+            load=load,
+            rollout_places=places,
+            train_places=length,
+            rollout_tokens=self._rollout_tokens(load),
+            train_tokens=rollout.episodes_per_step * length * world.config.train.epochs,
+        )
+        while True:
+            slots, pages = down[0]
+            rollouts = self.calibration.rollout_options(places, 0, pages, slots, contexts)
+            trains = self.calibration.train_options(length, train_down[0])
+            try:
+                decision = choose_step(
+                    rollouts,
+                    trains,
+                    resident_bytes=[self._ladder.trainer_bytes(option.mesh) for option in trains],
+                    current=self._pair,
+                    calm_steps=self.calm_steps,
+                    work=work,
+                    settings=self._settings,
+                )
+                break
+            except BudgetTooSmall:
+                stuck = all(obstacle(option, self._settings) for option in trains)
+                shorter = train_down if stuck else down
+                if len(shorter) == 1:
+                    raise
+                del shorter[0]
+        self._take(decision, down[0], train_down[0])
+        self._length, self._expected = length, (decision, work)
+        return decision
+
+    def _take(self, decision: StepDecision, down: RolloutRung, train_down: TrainRung) -> None:
+        switched = decision.rollout.switched or decision.train.switched
+        self.calm_steps = 0 if switched else self.calm_steps + 1
+        self.rollout_mesh, self.train_mesh = decision.pair
+        self.places = decision.rollout.places
+        (self.num_slots, self.pages), self.train_rung = down, train_down
+        self._note(decision.rollout)
+        self._note(decision.train)
+        self.log.comparison = decision.reason
+
+    def unexplained_s(self, load: Load, stage_s: Mapping[str, float]) -> float:
+        """Seconds of a step's rollout and training that its meshes' speeds do not explain."""
+        if self._expected is None or self._expected[0].predicted_s is None:
+            return 0.0
+        decision, work = self._expected
+        rollout_s, train_s = decision.rollout.predicted_s, decision.train.predicted_s
+        assert rollout_s is not None and train_s is not None
+        explained_s = rollout_s * load.rollout_tokens / work.rollout_tokens + train_s
+        return max(0.0, stage_s["rollout"] + stage_s["train"] - explained_s)
+
+    @property
+    def _pair(self) -> Pair | None:
+        known = self.rollout_mesh is not None and self.train_mesh is not None
+        return Pair(self.in_rollout, self.in_training) if known else None
+
+    def _rollout_tokens(self, load: Load | None) -> int:
+        rollout = self._world.config.rollout
+        return load.rollout_tokens if load else rollout.episodes_per_step * rollout.max_turn_tokens
 
     def choose_training(self, load: Load | None) -> Decision:
         """The training mesh for rows as long as the longest of recent steps.
 
-        By recent steps and not by the batch at hand: where the longest episode comes and goes, the
-        mesh must not.
+        The one in use stays unless it must be left: a step's meshes are chosen together. By recent
+        steps and not by the batch at hand: where the longest episode comes and goes, the mesh must
+        not.
         """
         rollout = self._world.config.rollout
-        length = rollout.places_for(load.context_tokens_max if load else 1)
-        options = self.calibration.train_options(length)
-        decision = choose(
-            "train",
-            options,
-            current=self.train_mesh,
-            places=length,
-            load=load,
-            step_tokens=rollout.episodes_per_step * length,
-            switch_s=max(self.calibration.switch_s("train", o.mesh, length) for o in options),
-            settings=self._settings,
+        return self._choose_training(
+            rollout.places_for(load.context_tokens_max if load else 1), load
         )
-        self._note(decision)
-        self.train_mesh = decision.mesh
+
+    def choose_training_again(self) -> Decision:
+        """Another mesh or rung for rows of the same length, behind a failure."""
+        return self._choose_training(self._length, None)
+
+    def _choose_training(self, length: int, load: Load | None) -> Decision:
+        rollout = self._world.config.rollout
+        rungs = self._ladder.train_rungs()
+        while True:
+            options = self.calibration.train_options(length, rungs[0])
+            try:
+                decision = choose(
+                    "train",
+                    options,
+                    current=self.train_mesh,
+                    places=length,
+                    load=load,
+                    step_tokens=rollout.episodes_per_step * length,
+                    switch_s=math.inf,
+                    settings=self._settings,
+                )
+                break
+            except BudgetTooSmall:
+                if len(rungs) == 1:
+                    raise
+                del rungs[0]
+        if decision.switched or self.train_mesh is None or length != self._length:
+            self._note(decision)
+        self.train_mesh, self.train_rung, self._length = decision.mesh, rungs[0], length
+        self.calm_steps = 0 if decision.switched else self.calm_steps
         return decision
 
+    def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
+        """The rollout mesh for episodes of up to `tokens` tokens, and the pages of its KV cache.
+
+        As many as the rollout before had in the end, if the budget allows. The mesh in use stays
+        unless it must be left.
+        """
+        places = max(self._world.config.rollout.places_for(tokens), self._outgrown)
+        rungs = self._down(places)
+        return self._choose_rollout(places, rungs, load, self.rollout_mesh)
+
+    def _choose_rollout(
+        self, places: int, rungs: list[RolloutRung], load: Load | None, current: MeshShape | None
+    ) -> Decision:
+        """On the first rung, of those with pages for one episode at least, where a mesh fits."""
+        resident = self._ladder.trainer_bytes(self.in_training)
+        contexts = load.context_tokens_quantiles if load else ()
+        while True:
+            slots, pages = rungs[0]
+            options = self.calibration.rollout_options(places, resident, pages, slots, contexts)
+            try:
+                decision = choose(
+                    "rollout",
+                    options,
+                    current=current,
+                    places=places,
+                    load=load,
+                    step_tokens=self._rollout_tokens(load),
+                    switch_s=math.inf,
+                    settings=self._settings,
+                )
+                break
+            except BudgetTooSmall:
+                # With fewer pages, or slots, some episodes wait for others.
+                if len(rungs) == 1:
+                    raise
+                del rungs[0]
+        self._note(decision)
+        if decision.switched or self.rollout_mesh is None:
+            self.rollout_mesh, self.calm_steps = decision.mesh, 0
+        self.places, (self.num_slots, self.pages) = places, rungs[0]
+        return decision
+
+    # The ladder.
+
+    def _down(self, places: int) -> list[RolloutRung]:
+        wanted = self._ladder.wanted_pages(places, self.pages)
+        return self._ladder.rollout_rungs(places, [wanted])
+
+    def survive(self, stage: str, attempt: Callable[[], Result]) -> Result | None:
+        """What the attempt returns; None where the devices had too little memory for it.
+
+        That is remembered: choose again then, and do it again from its inputs, which the attempt
+        must not have given up. So it is where a rollout outgrew its meshes and none is left for its
+        live episodes: from the start there may be one, with fewer slots.
+        """
+        try:
+            result = self._unless_short(stage, attempt)
+        except BudgetTooSmall:
+            if stage != "rollout" or not self._outgrown:
+                raise
+            result = None
+        if stage == "rollout" and result is not None:
+            self._outgrown = 0
+        return result
+
+    def _unless_short(self, stage: str, attempt: Callable[[], Result]) -> Result | None:
+        """What the attempt returns; None where memory was short, which is noted."""
+        try:
+            return attempt()
+        except jax.errors.JaxRuntimeError as error:
+            # Of several processes the others may not have failed, and wait for this one.
+            if not is_out_of_memory(error) or self._world.processes.count > 1:
+                raise
+        self._fail(stage)
+        # What the failed attempt had on the devices is gone with its frames.
+        gc.collect()
+        return None
+
+    def _fail(self, stage: str) -> None:
+        rows = self._world.config.rollout.episodes_per_step
+        if stage == "tail":
+            self.log.failures.append(
+                f"{self.log.decisions[-1].reason}: there was too little memory"
+            )
+            return
+        if stage == "rollout":
+            mesh, rung = self.in_rollout, RolloutRung(self.num_slots, self.pages)
+            size = rollout_size(self.places, rung)
+            self._outgrown = self.places
+        else:
+            mesh, size = self.in_training, train_size(self._length, rows, self.train_rung)
+        failure = Failure(stage=stage, mesh=str(mesh), size=size)
+        self.calibration.note_failure(failure)
+        self.log.failures.append(f"{stage} on {mesh} {failure}")
+
+    # Moving.
+
     def move_state(self, state: TrainState) -> TrainState:
-        """Parameters and optimiser state on the training mesh in use; `state` is given up."""
+        """Parameters and optimiser state on the training mesh in use; `state` is given up.
+
+        Raises JaxRuntimeError where the devices have no memory for it, even piece by piece.
+        """
         shardings = self._world.train_state_shardings(self.in_training)
         if not self._world.processes.trains:
             return absent_tree(self._world.train_state_shapes(), shardings)
@@ -151,58 +370,6 @@ class Placement:
         self._world.processes.wait(state, "the switch of the trainer")
         self.log.switch_s += time.perf_counter() - start
         return state
-
-    # Rollout.
-
-    def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
-        """The rollout mesh for episodes of up to `tokens` tokens, and the pages of its KV cache.
-
-        As many as the rollout before had in the end, if the budget allows.
-        """
-        world = self._world
-        places = world.config.rollout.places_for(tokens)
-        first = world.pool_for(world.config.rollout.context_buckets[0])
-        wanted = min(max(self.pages, first.pages), world.pool_for(places).pages)
-        return self._choose_rollout(places, [wanted, self._least_pages(places)], load)
-
-    def _choose_rollout(self, places: int, pages: Sequence[int], load: Load | None) -> Decision:
-        """With the first number of pages a lane, of those for one episode at least, that fits."""
-        rollout = self._world.config.rollout
-        resident = self._trainer_bytes(self.in_training)
-        numbers = list(dict.fromkeys(max(n, self._least_pages(places)) for n in pages))
-        while True:
-            options = self.calibration.rollout_options(places, resident, numbers[0])
-            try:
-                decision = choose(
-                    "rollout",
-                    options,
-                    current=self.rollout_mesh,
-                    places=places,
-                    load=load,
-                    step_tokens=load.rollout_tokens
-                    if load
-                    else rollout.episodes_per_step * rollout.max_turn_tokens,
-                    switch_s=max(
-                        self.calibration.switch_s("rollout", o.mesh, places) for o in options
-                    ),
-                    settings=self._settings,
-                )
-            except BudgetTooSmall:
-                # With fewer pages some episodes wait for others.
-                if len(numbers) == 1:
-                    raise
-                del numbers[0]
-                continue
-            self._note(decision)
-            self.rollout_mesh, self.places, self.pages = decision.mesh, places, numbers[0]
-            return decision
-
-    def _smallest_rollouts(self, places: int, resident: int) -> list[Option]:
-        return self.calibration.rollout_options(places, resident, self._least_pages(places))
-
-    def _least_pages(self, places: int) -> int:
-        """A lane has pages for one whole episode."""
-        return pages_for(places, self._world.config.rollout.tokens_a_page)
 
     @property
     def _chunk_bytes(self) -> int | None:
@@ -222,8 +389,10 @@ class Placement:
             device, of all processes.
         """
         world = self._world
-        engine = world.engine(self.in_rollout)
-        published = send_weights(world, params, self.in_rollout, self._chunk_bytes)
+        engine = world.engine(self.in_rollout, self.num_slots)
+        published = send_weights(
+            world, params, self.in_rollout, self.num_slots, chunk_bytes=self._chunk_bytes
+        )
         if not world.processes.plays:
             return None, published.moved_bytes
         policy = Policy(params=published.params, version=version)
@@ -241,35 +410,82 @@ class Placement:
         Chooses anew for the larger room: if the budget does not hold it on this mesh, weights and
         live KV caches go to another one and the episodes continue there.
         """
+        slots = seat.engine.config.num_slots
         places = self._world.config.rollout.places_for(tokens)
-        roomy = min(3 * pages // 2, self._world.pool_for(places).pages)
+        roomy = min(3 * pages // 2, self._world.pool_for(places, slots).pages)
         has = seat.pool.pages
         wanted = [max(roomy, pages), pages, has] if pages > has else [has]
-        with self.calibration.apart():
-            self._choose_rollout(places, wanted, load)
-        engine = self._world.engine(self.in_rollout)
-        policy, state = seat.policy, seat.state
-        if engine is not seat.engine:
-            start = time.perf_counter()
-            params, state = jax.block_until_ready(
-                reshard(
-                    (policy.params, state),
-                    (engine.parameter_shardings, engine.state_shardings),
-                    chunk_bytes=self._chunk_bytes,
-                )
-            )
-            policy = dataclasses.replace(policy, params=params)
-            self.log.switch_s += time.perf_counter() - start
-        pool = self._pool
-        state = engine.grow(state, self.places, seat.pool, pool)
-        return Seat(engine=engine, policy=policy, state=state, places=self.places, pool=pool)
+        least = self._ladder.least_pages(places)
+        rungs = [RolloutRung(slots, n) for n in dict.fromkeys(max(n, least) for n in wanted)]
+        self._outgrown = places
+        grown = None
+        while grown is None:
+            with self.calibration.apart():
+                self._choose_rollout(places, rungs, load, self._mesh_of(seat))
+            # Nothing is donated: where memory is short the live episodes are still there.
+            grown = self._unless_short("rollout", functools.partial(self._grow_seat, seat))
+        return grown
 
-    def _trainer_bytes(self, mesh: MeshShape) -> int:
-        """What a trainer on this mesh leaves on each device while episodes are played."""
+    def _mesh_of(self, seat: Seat) -> MeshShape:
+        """The rollout mesh that a seat is on. Of several processes none goes its own way."""
+        several = self._world.processes.count > 1
+        return self.in_rollout if several else seat.engine.layout.shape
+
+    def _grow_seat(self, seat: Seat) -> Seat:
+        moved, pool = self.move_seat(seat, self.in_rollout), self._pool
+        state = moved.engine.grow(moved.state, self.places, seat.pool, pool)
+        return dataclasses.replace(
+            moved, state=jax.block_until_ready(state), places=self.places, pool=pool
+        )
+
+    def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
+        """A seat for the last `live` episodes of a rollout; the longest has so many tokens.
+
+        They go to another mesh if rounds of so few are so much faster there that the move is earned
+        back until the longest is as long as episodes are expected to become. The next rollout
+        begins where this one began.
+        """
         world = self._world
-        if world.processes.disjoint:
-            return 0
-        return resident_bytes(world.train_state_shapes(), world.train_state_shardings(mesh))
+        if load is None or world.config.selector.order == "listed" or world.processes.count > 1:
+            return seat
+        current, slots = seat.engine.layout.shape, seat.engine.config.num_slots
+        resident = self._ladder.trainer_bytes(self.in_training)
+        rung = RolloutRung(slots, seat.pool.pages)
+        options = self.calibration.tail_options(seat.places, resident, rung, current)
+        left = max(0, load.context_tokens_max - longest)
+        if not options:
+            return seat
+        decision = choose_tail(
+            options,
+            current=current,
+            places=seat.places,
+            live=live,
+            num_slots=slots,
+            rounds_left=left // self._world.config.rollout.round_tokens,
+            settings=self._settings,
+        )
+        if not decision.switched:
+            return seat
+        self._note(decision)
+        moved = self._unless_short("tail", lambda: self.move_seat(seat, decision.mesh))
+        return moved or seat
+
+    def move_seat(self, seat: Seat, mesh: MeshShape) -> Seat:
+        """The same weights and live episodes on this mesh. `seat` stays as it is."""
+        engine = self._world.engine(mesh, seat.engine.config.num_slots)
+        if engine is seat.engine:
+            return seat
+        start = time.perf_counter()
+        params, state = jax.block_until_ready(
+            reshard(
+                (seat.policy.params, seat.state),
+                (engine.parameter_shardings, engine.state_shardings),
+                chunk_bytes=self._chunk_bytes,
+            )
+        )
+        self.log.switch_s += time.perf_counter() - start
+        policy = dataclasses.replace(seat.policy, params=params)
+        return dataclasses.replace(seat, engine=engine, policy=policy, state=state)
 
     def _note(self, decision: Decision) -> None:
         self.log.decisions.append(decision)

@@ -26,7 +26,7 @@ from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
 from earl_jax.joint import from_checkpoint, on_first, to_checkpoint
-from earl_jax.loop import Position, StepRecord, train
+from earl_jax.loop import Position, StepRecord, expected_tokens, train
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement import Placement, SwitchLog
@@ -200,7 +200,7 @@ def _restore(
         raise DamagedCheckpoint(f"its position is without {', '.join(sorted(absent))}")
     try:
         # What this run chose by comes before what others have measured since.
-        table = ThroughputTable.from_dict(kept.path, kept.as_dict() | saved["throughput"])
+        table = ThroughputTable.from_dict(None, saved["throughput"]).over(kept)
         placement = Placement(world, Calibration(world, table, say))
         placement.restore(saved["placement"])
     except ValueError as error:
@@ -264,7 +264,7 @@ class _Keeper:
             check_weights(self.world.checkpoint)
         self.placement.calibration.measure_all()
         self.placement.check_budget()
-        self.placement.choose_training(None)
+        self.placement.choose_step(expected_tokens(self.world, None), None)
         state = self.world.first_train_state(self.placement.in_training)
         position = Position(step=0, state=state, history=LoadHistory())
         self._evaluate(position, config.eval.games)
@@ -424,7 +424,11 @@ class _Keeper:
             "rollout_places": record.rollout_places,
             "switched": [decision.stage for decision in switches],
             "switch_s": log.switch_s,
-            "decision": "; ".join(f"{stage} {d.reason}" for stage, d in newest.items()),
+            "decision": "; ".join(
+                [*(f"{stage} {d.reason}" for stage, d in newest.items()), log.comparison]
+            ),
+            "out_of_memory": log.failures or None,
+            "rung": self.placement.rung or None,
             "switch_notes": [f"{decision.stage} {decision.reason}" for decision in switches],
             "dispatch_bytes": record.dispatch_bytes,
             "dispatch_host_bytes": record.dispatch_host_bytes,

@@ -36,6 +36,7 @@ from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, dense_pool
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import device_budget
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree
@@ -130,7 +131,7 @@ class World:
         self.train_candidates = train_candidates(
             len(self.processes.train_devices),
             config.selector.train_meshes,
-            self._train_obstacle,
+            lambda shape: self.train_obstacle(shape, config.train.micro_batches),
             experts,
         )
         self.attention_choices = self._attention_choices()
@@ -172,8 +173,14 @@ class World:
             self.model, self.vocab_size, shape.tensor, shape.fsdp, shape.expert
         )
 
-    def _train_obstacle(self, shape: MeshShape) -> str | None:
-        rows = self.config.rollout.episodes_per_step // self.config.train.micro_batches
+    @property
+    def first_train_rung(self) -> TrainRung:
+        """How a batch is learnt from where memory allows: as the config says."""
+        return TrainRung(self.config.train.micro_batches, self.config.train.remat)
+
+    def train_obstacle(self, shape: MeshShape, micro_batches: int) -> str | None:
+        """Why the trainer cannot use this mesh for so many micro-batches; None where it can."""
+        rows = self.config.rollout.episodes_per_step // micro_batches
         parts = self.train_layout(shape).num_row_shards
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
@@ -194,9 +201,12 @@ class World:
         """The trainer's layout of this shape over all devices that train."""
         return make_layout(shape, self.processes.train_devices, row_axes=TRAINING_ROWS)
 
+    def engine(self, shape: MeshShape, num_slots: int | None = None) -> PolicyEngine:
+        """This process's engine on this rollout mesh, with so many slots; None: its part of all."""
+        return self._engine(shape, num_slots or self.own_rollout.num_slots)
+
     @functools.cache  # noqa: B019
-    def engine(self, shape: MeshShape) -> PolicyEngine:
-        """This process's engine on this rollout mesh."""
+    def _engine(self, shape: MeshShape, num_slots: int) -> PolicyEngine:
         rollout = self.own_rollout
         return PolicyEngine(
             EngineConfig(
@@ -206,7 +216,7 @@ class World:
                 vocab_size=self.vocab_size,
                 weight_dtype=rollout.weight_dtype,
                 kv_dtype=rollout.kv_dtype,
-                num_slots=rollout.num_slots,
+                num_slots=num_slots,
                 num_rows=rollout.episodes_per_step,
                 chunk_size=rollout.chunk_size,
                 rules=SlotRules(
@@ -225,19 +235,23 @@ class World:
             self.tokenizer,
         )
 
-    def pool_for(self, places: int) -> Pool:
+    def pool_for(self, places: int, num_slots: int | None = None) -> Pool:
         """Pages for every slot to have `places` tokens, in a lane a device."""
         rollout = self.own_rollout
-        return dense_pool(
-            len(self.processes.lanes), rollout.num_slots, places, rollout.tokens_a_page
-        )
+        slots = num_slots or rollout.num_slots
+        return dense_pool(len(self.processes.lanes), slots, places, rollout.tokens_a_page)
+
+    def train_step(
+        self, shape: MeshShape, objective: Objective, rung: TrainRung | None = None
+    ) -> Any:
+        """The jitted update on this training mesh; `rung` None: as the config says."""
+        return self._train_step(shape, objective, rung or self.first_train_rung)
 
     @functools.cache  # noqa: B019
-    def train_step(self, shape: MeshShape, objective: Objective) -> Any:
-        """The jitted update on this training mesh."""
+    def _train_step(self, shape: MeshShape, objective: Objective, rung: TrainRung) -> Any:
         return train_step.make_train_step(
             self.model,
-            self.config.train,
+            dataclasses.replace(self.config.train, **rung._asdict()),
             self.train_layout(shape),
             vocab_size=self.vocab_size,
             temperature=self.train_temperature,
@@ -251,11 +265,11 @@ class World:
         return self.config.importance_cap > 0 and self.config.train.epochs > 1
 
     @functools.cache  # noqa: B019
-    def scorer(self, shape: MeshShape) -> Any:
+    def scorer(self, shape: MeshShape, rung: TrainRung) -> Any:
         """The jitted scoring of a batch on this training mesh."""
         return train_step.make_scorer(
             self.model,
-            self.config.train,
+            dataclasses.replace(self.config.train, **rung._asdict()),
             self.train_layout(shape),
             temperature=self.train_temperature,
         )

@@ -186,6 +186,7 @@ def collect(
     collectors=None,
     max_context=NO_LIMIT,
     drafting=None,
+    thin_out=None,
     **changes,
 ):
     """Plays the tasks; the Collector that does is added to `collectors`."""
@@ -199,6 +200,7 @@ def collect(
         num_lanes=num_lanes,
         max_context=max_context,
         drafting=drafting,
+        thin_out=thin_out,
     )
     if collectors is not None:
         collectors.append(collector)

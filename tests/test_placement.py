@@ -56,6 +56,18 @@ GIVEN = {
 LISTED = {k: v for k, v in GIVEN["selector"].items() if k.endswith("_meshes")}
 
 
+# A placement on data=8 for both stages, at SHORT places.
+STANDING = {
+    "rollout_mesh": str(D8),
+    "train_mesh": str(D8),
+    "places": SHORT,
+    "pages": 1,
+    "num_slots": 8,
+    "train_rung": [1, False],
+    "calm_steps": 0,
+}
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """A world, its calibration with all rollout entries measured, and what was said meanwhile."""
@@ -78,9 +90,7 @@ def place(tiny, monkeypatch):
     def make(budget_bytes, train_mesh=D8):
         monkeypatch.setattr(tiny.world, "budget_bytes", budget_bytes)
         placement = Placement(tiny.world, tiny.calibration)
-        placement.restore(
-            {"rollout_mesh": str(D8), "train_mesh": str(train_mesh), "places": SHORT, "pages": 1}
-        )
+        placement.restore({**STANDING, "train_mesh": str(train_mesh)})
         return placement
 
     return make
@@ -214,7 +224,7 @@ def test_a_run_by_the_order_of_its_list_measures_bytes_only(tiny):
     option = calibration.rollout_options(SHORT, 0)[0]
     assert (option.mesh, option.tokens_per_s) == (D8, None)
     assert option.bytes_per_device == measured(tiny, D8, SHORT).program_bytes
-    assert calibration.switch_s("rollout", D8, SHORT) == 0.0
+    assert option.move_s == 0.0
 
 
 def test_training_goes_by_the_longest_of_recent_steps(tiny, place):
@@ -301,7 +311,7 @@ def test_a_placement_comes_back_from_a_checkpoint_and_chooses_alike(tiny, place)
     placement = place(biting_budget(tiny))
     placement.choose_rollout(LONG, None)
     saved = json.loads(json.dumps(placement.as_dict()))
-    assert saved == {"rollout_mesh": str(D4T2), "train_mesh": str(D8), "places": LONG, "pages": 2}
+    assert saved == {**STANDING, "rollout_mesh": str(D4T2), "places": LONG, "pages": 2}
     again = Placement(tiny.world, tiny.calibration)
     again.restore(saved)
     assert again.as_dict() == saved

@@ -476,18 +476,26 @@ def test_from_dict_keeps_an_entry_of_bytes_only():
     assert ThroughputTable.from_dict(None, table.as_dict()) == table
 
 
+def holding(entry):
+    return {"measurements": {"rollout data=8 16": entry}, "failures": []}
+
+
 @pytest.mark.parametrize(
     "nonsense",
     [
         [],
         None,
-        {"rollout data=8 16": 3},
-        {"rollout data=8 16": {"tokens_per_s": 1.0}},
-        {"rollout data=8 16": {**dataclasses.asdict(MEASURED), "colour": 1}},
-        {"rollout data=8 16": {**dataclasses.asdict(MEASURED), "tokens_per_s": "fast"}},
-        {"rollout data=8 16": {**dataclasses.asdict(MEASURED), "tokens_per_s": 0.0}},
-        {"rollout data=8 16": {**dataclasses.asdict(MEASURED), "program_bytes": None}},
-        {"rollout data=8 16": {**dataclasses.asdict(MEASURED), "switch_s": [1]}},
+        {},
+        holding(3),
+        holding({"tokens_per_s": 1.0}),
+        holding({**dataclasses.asdict(MEASURED), "colour": 1}),
+        holding({**dataclasses.asdict(MEASURED), "tokens_per_s": "fast"}),
+        holding({**dataclasses.asdict(MEASURED), "tokens_per_s": 0.0}),
+        holding({**dataclasses.asdict(MEASURED), "program_bytes": None}),
+        holding({**dataclasses.asdict(MEASURED), "switch_s": [1]}),
+        {"measurements": {}, "failures": [3]},
+        {"measurements": {}, "failures": [{"stage": "rollout", "mesh": "data=8", "size": [1]}]},
+        {"measurements": {}, "failures": [{"stage": "x", "mesh": "data=8", "size": [1, 2, 3]}]},
     ],
 )
 def test_from_dict_refuses_nonsense(nonsense):

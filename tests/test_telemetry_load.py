@@ -4,10 +4,11 @@
 
 import dataclasses
 import json
+import random
 
 import pytest
 
-from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
+from earl_jax.telemetry.load import WINDOW, Load, LoadHistory, growth_of
 
 
 def load(longest, mean=1.0, in_flight=1, sampled=1):
@@ -61,3 +62,45 @@ def test_a_history_comes_back_from_a_checkpoint_and_goes_on_alike():
     again = LoadHistory.from_list(json.loads(json.dumps(seen.as_list())))
     assert again == seen
     assert again.add(load(4)).recent() == seen.add(load(4)).recent()
+
+
+# The forecast.
+
+
+def test_a_forecast_without_growth_is_what_was_recent():
+    assert LoadHistory().forecast() is None
+    for seen in ([30], [30, 31, 32], [40, 30, 41, 29, 40, 31, 42, 30], [50, 40, 30, 20, 10]):
+        steps = history(*map(load, seen))
+        assert steps.forecast() == steps.recent()
+
+
+def test_growth_is_the_median_slope_and_the_forecast_one_step_ahead():
+    steady = history(*map(load, (10, 14, 18, 22)))
+    assert steady.forecast().context_tokens_max == 26
+    assert steady.forecast().growth_tokens == 4.0
+    # One step among eight that is out of line: slopes of all pairs, by hand 4 in the middle.
+    odd = [10, 14, 18, 60, 26, 30, 34, 38]
+    assert growth_of(odd) == 4.0
+    assert history(*map(load, odd)).forecast().context_tokens_max == 64
+    assert growth_of([10, 10, 11, 11, 11, 12]) == pytest.approx(1 / 3)
+    assert growth_of([5, 5, 5, 5]) == 0.0
+
+
+def test_growth_is_told_from_noise():
+    """Of windows without a trend few are taken for growing, of growing ones most."""
+    rng = random.Random(0)
+    flat = [[rng.randint(0, 100) for _ in range(WINDOW)] for _ in range(1000)]
+    growing = [[20 * k + rng.randint(0, 40) for k in range(WINDOW)] for _ in range(1000)]
+    assert sum(growth_of(counts) > 0 for counts in flat) < 20
+    assert sum(growth_of(counts) > 0 for counts in growing) > 900
+
+
+def test_what_no_program_explains_is_the_median_of_recent_steps():
+    """A first step that compiles for a minute says nothing about the next."""
+    seen = [dataclasses.replace(load(1), other_s=s) for s in (60.0, 1.0, 2.0)]
+    assert history(*seen).forecast().other_s == 2.0
+
+
+def test_quantiles_come_back_from_a_checkpoint():
+    seen = history(dataclasses.replace(load(9), context_tokens_quantiles=(1.0, 2.5)))
+    assert LoadHistory.from_list(json.loads(json.dumps(seen.as_list()))) == seen

@@ -39,6 +39,9 @@ from earl_jax.rollout.scheduler import LaneScheduler
 from earl_jax.rollout.seat import Seat
 from earl_jax.trajectory import Experience, Trajectory
 
+# thin_out(seat, live, longest): where the last `live` episodes go on, the longest of which has so
+# many tokens.
+ThinOut = Callable[[Seat, int, int], Seat]
 # What an environment says when its call comes back: how it begins, or what a step led to.
 Answer = tuple[Environment, Start] | StepResult
 
@@ -107,15 +110,19 @@ class Collector:
         num_lanes: int,
         max_context: int = NO_LIMIT,
         drafting: Drafting | None = None,
+        thin_out: ThinOut | None = None,
     ) -> None:
         """`make_room` is asked where the seat has too little room for the next round.
 
+        `thin_out` is asked where most slots are empty for good: when a quarter is busy, and each
+        time that half as many are as when it was asked before.
         The model reads at most `max_context` tokens: an episode that comes to more is cut there.
         `drafting` says which rounds guess tokens, and learns from them; None: as `config` says.
         """
         self._config, self._new_conversation = config, new_conversation
         self._make_environment, self._make_room = make_environment, make_room
         self._num_lanes, self._max_context = num_lanes, max_context
+        self._thin_out, self._thin_at = thin_out, config.num_slots // 4
         self._drafting = drafting or Drafting(config.speculation.mode)
         # By row, not by slot: an answer may come when its episode was aborted and its slot is
         # another's.
@@ -164,7 +171,7 @@ class Collector:
             # What was sampled behind a last stop is given up in a round of its own.
             if not any(self._slots) and not self._given_up:
                 break
-            seat = self._room.fit(seat)
+            seat = self._room.fit(self._move_the_last(scheduler, seat))
             orders = self._orders(sampling, seat.policy.version)
             seat = self._room.give(seat)
             seat, report = self._play(seat, orders)
@@ -176,6 +183,15 @@ class Collector:
         self._stats.parking = self._room.parking
         trajectories = [self._finished[row] for row in range(len(tasks))]
         return Rollout(trajectories=trajectories, seat=seat, stats=self._stats)
+
+    def _move_the_last(self, scheduler: LaneScheduler, seat: Seat) -> Seat:
+        """Asks whether the last episodes go on elsewhere, if there are so few now."""
+        live = [episode for episode in self._slots if episode is not None]
+        if self._thin_out is None or scheduler.num_waiting or len(live) > self._thin_at:
+            return seat
+        self._thin_at = len(live) // 2
+        longest = max((episode.length for episode in live), default=0)
+        return self._thin_out(seat, len(live), longest) if live else seat
 
     def _play(self, seat: Seat, orders: np.ndarray) -> tuple[Seat, Report]:
         """One round, timed."""

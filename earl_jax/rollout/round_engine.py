@@ -166,6 +166,8 @@ class RoundEngine:
         play, rules = self._play if drafts else self._play_plain, self.config.rules
         sent = jax.device_put(orders, self._rows)
         state, packed = play(params, state, sent, self._key_data)
+        # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
+        jax.block_until_ready(packed)
         return state, unpack_report(
             np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
         )

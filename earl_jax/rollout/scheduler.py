@@ -33,6 +33,11 @@ class LaneScheduler:
         for row in rows:
             self._waiting[row // rows_per_lane].append(row)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many rows have no slot yet."""
+        return sum(map(len, self._waiting))
+
     def next_row(self, slot: int) -> int | None:
         """The row that this free slot takes now, or None where its lane has none waiting."""
         waiting = self._waiting[slot // self._slots_per_lane]

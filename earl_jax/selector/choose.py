@@ -1,12 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The choice: pure arithmetic over what was measured, with its reason in words."""
+"""The choice for one stage: pure arithmetic over what was measured, with its reason in words.
+
+For a whole step, with both stages, see step_choice.py.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
+
+# Speeds so near to each other are equal: a little noise in a measurement must not decide where a
+# run starts.
+NOISE = 0.05
 
 
 class BudgetTooSmall(ValueError):
@@ -20,11 +27,16 @@ class Option:
     `bytes_per_device` is all that the stage takes of a device: its program's arguments (weights,
     KV cache, buffers), temporaries and results, and what other stages leave there meanwhile.
     `tokens_per_s` was measured; None where the run goes by the order of its list of meshes.
+    `move_s` is what going there takes: the policy's weights to a rollout mesh, all that the trainer
+    holds to a training mesh. `impossible` says why it is no candidate whatever the budget, "" where
+    it is one.
     """
 
     mesh: MeshShape
     bytes_per_device: int
     tokens_per_s: float | None
+    move_s: float = 0.0
+    impossible: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,21 +87,15 @@ def choose(
         places: tokens of room per episode that the options are for.
         load: what recent steps were like, for the words; None at the start.
         step_tokens: how many tokens a step of this stage works on.
-        switch_s: what a change of mesh costs.
+        switch_s: what a change of mesh costs; infinite where it is left only if it must be.
         settings: budget, hysteresis, horizon.
 
     Raises:
         BudgetTooSmall: no option fits.
     """
-    fitting = [option for option in options if _fits(option, settings)]
+    fitting = [option for option in options if not obstacle(option, settings)]
     if not fitting:
-        least = min(options, key=lambda option: option.bytes_per_device)
-        raise BudgetTooSmall(
-            f"config.selector.budget_bytes_per_device is {settings.budget_bytes}, and no mesh for "
-            f"{stage} fits it with {places} tokens of room per episode; the smallest budget that "
-            f"would do is {least.bytes_per_device} (mesh {least.mesh}). Raise the budget, use more "
-            "devices, or lower config.rollout.num_slots or the model's size"
-        )
+        raise BudgetTooSmall(_too_small(stage, options, places, settings))
     best = _best(fitting, settings)
     here = next((option for option in options if option.mesh == current), None)
 
@@ -104,16 +110,12 @@ def choose(
             predicted_s=step_tokens / option.tokens_per_s if option.tokens_per_s else None,
         )
 
-    why = f"{_context_words(places, load)}, {_option_words(best, settings)}"
+    why = f"{context_words(places, load)}, {option_words(best, settings)}"
     if here is None:
         merit = "fastest" if best.tokens_per_s else "first of the list"
         return decide(best, f"starts on {best.mesh}: {merit} that fits; {why}")
-    if not _fits(here, settings):
-        return decide(
-            best,
-            f"leaves {here.mesh}, which needs {_size(here.bytes_per_device)} of a budget of "
-            f"{_size(settings.budget_bytes or 0)} per device, for {best.mesh}: {why}",
-        )
+    if problem := obstacle(here, settings):
+        return decide(best, f"leaves {here.mesh}, which {problem}, for {best.mesh}: {why}")
     gain = saved_s = 0.0
     if best.tokens_per_s and here.tokens_per_s:
         gain = best.tokens_per_s / here.tokens_per_s - 1.0
@@ -121,8 +123,7 @@ def choose(
     if gain <= settings.hysteresis or saved_s * settings.horizon_steps <= switch_s:
         return decide(
             here,
-            f"stays on {here.mesh}: {_context_words(places, load)}, "
-            f"{_option_words(here, settings)}",
+            f"stays on {here.mesh}: {context_words(places, load)}, {option_words(here, settings)}",
         )
     return decide(
         best,
@@ -132,20 +133,48 @@ def choose(
 
 
 def _best(fitting: Sequence[Option], settings: Settings) -> Option:
-    """The first option that no other beats by more than the hysteresis.
+    """The first option that no other beats by more than noise, or than the hysteresis if less.
 
-    Speeds within it of each other are equal: a little noise in a measurement must not decide where
-    a run starts. Where none was measured, the first.
+    Where no speed was measured, the first.
     """
     top = max(option.tokens_per_s or 0.0 for option in fitting)
-    return next(o for o in fitting if (o.tokens_per_s or 0.0) * (1.0 + settings.hysteresis) >= top)
+    slack = 1.0 + min(NOISE, settings.hysteresis)
+    return next(o for o in fitting if (o.tokens_per_s or 0.0) * slack >= top)
 
 
-def _fits(option: Option, settings: Settings) -> bool:
-    return settings.budget_bytes is None or option.bytes_per_device <= settings.budget_bytes
+def obstacle(option: Option, settings: Settings) -> str:
+    """Why the option cannot be used, as the end of a sentence; "" where it can."""
+    if option.impossible:
+        return option.impossible
+    budget = settings.budget_bytes
+    if budget is None or option.bytes_per_device <= budget:
+        return ""
+    needs, has = size_words(option.bytes_per_device), size_words(budget)
+    return f"needs {needs} of a budget of {has} per device"
 
 
-def _context_words(places: int, load: Load | None) -> str:
+def _too_small(stage: str, options: Sequence[Option], places: int, settings: Settings) -> str:
+    """The message where nothing fits: the smallest budget that would do, if any would."""
+    possible = [option for option in options if not option.impossible]
+    what = f"{stage} fits it with {places} tokens of room per episode"
+    if not possible:
+        tried = "; ".join(f"{option.mesh} {option.impossible}" for option in options)
+        return (
+            f"no mesh for {what}: {tried}. Use devices with more than "
+            f"{min(option.bytes_per_device for option in options)} bytes of memory each, or more "
+            "devices, or lower config.rollout.num_slots or the model's size"
+        )
+    least = min(possible, key=lambda option: option.bytes_per_device)
+    return (
+        f"config.selector.budget_bytes_per_device is {settings.budget_bytes}, and no mesh for "
+        f"{what}; the smallest budget that would do is {least.bytes_per_device} (mesh "
+        f"{least.mesh}). Raise the budget, use more devices, or lower config.rollout.num_slots or "
+        "the model's size"
+    )
+
+
+def context_words(places: int, load: Load | None) -> str:
+    """The load in words."""
     room = f"room for {places} tokens an episode"
     if load is None:
         return room
@@ -155,13 +184,16 @@ def _context_words(places: int, load: Load | None) -> str:
     )
 
 
-def _option_words(option: Option, settings: Settings) -> str:
-    of = "" if settings.budget_bytes is None else f" of {_size(settings.budget_bytes)}"
+def option_words(option: Option, settings: Settings) -> str:
+    """What an option takes and gives, in words."""
+    budget = settings.budget_bytes
+    of = "" if budget is None else f" of {size_words(budget)}"
     speed = f", {option.tokens_per_s:,.0f} tokens/s measured" if option.tokens_per_s else ""
-    return f"{_size(option.bytes_per_device)}{of} per device{speed}"
+    return f"{size_words(option.bytes_per_device)}{of} per device{speed}"
 
 
-def _size(num_bytes: int) -> str:
+def size_words(num_bytes: int) -> str:
+    """Bytes for people: "1.50 GiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.2f} {unit}"

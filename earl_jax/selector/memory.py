@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per device: what XLA says a program takes, and what arrays hold."""
+"""Bytes per device: what XLA says a program takes, what arrays hold, and when it was too much."""
 
 import math
 from typing import Any
@@ -39,3 +39,8 @@ def device_budget(setting: int) -> int | None:
         return setting
     stats = jax.local_devices()[0].memory_stats()
     return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or the compiler for it, had too little memory; by XLA's status code."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)

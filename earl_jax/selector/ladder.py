@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The ladder of survival: with how much less a stage can do, and what ran out of memory before.
+
+A rung is gone down where no mesh fits on the one above, and up again where one does. What failed on
+the devices is remembered as a size: it is impossible from then on, and so is whatever is no smaller
+in any respect.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from earl_jax.sharding.layout import MeshShape
+
+
+class RolloutRung(NamedTuple):
+    """How many episodes live at once, and the pages of a lane that they share."""
+
+    num_slots: int
+    pages: int
+
+
+class TrainRung(NamedTuple):
+    """In how many parts a batch is learnt from, and whether activations are computed again."""
+
+    micro_batches: int
+    remat: bool
+
+
+def rollout_rungs(
+    num_slots: int, num_lanes: int, wanted: Sequence[int], least: int
+) -> list[RolloutRung]:
+    """From all slots with the pages wanted down to a slot a lane with those of one episode.
+
+    Fewer pages first, because episodes that wait for some lose little: half as many each time.
+    `wanted` may name several numbers of pages, in the order of preference.
+    """
+    rungs: list[RolloutRung] = []
+    slots = num_slots
+    while True:
+        pages = [max(number, least) for number in wanted]
+        while pages[-1] > least:
+            pages.append(max(pages[-1] // 2, least))
+        rungs += [RolloutRung(slots, number) for number in pages]
+        if slots % (2 * num_lanes):
+            return list(dict.fromkeys(rungs))
+        slots //= 2
+
+
+def train_rungs(rows: int, micro_batches: int, remat: bool) -> list[TrainRung]:
+    """From what the config says, over activations computed again, to a row at a time."""
+    rungs = [TrainRung(micro_batches, remat), TrainRung(micro_batches, True)]
+    while rows % (2 * rungs[-1].micro_batches) == 0:
+        rungs.append(TrainRung(2 * rungs[-1].micro_batches, True))
+    return list(dict.fromkeys(rungs))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A candidate of a stage that ran out of memory on the devices, at this size.
+
+    `size` is (places, pages, slots) of a rollout, (places, rows at a time, 1 without remat) of
+    training.
+    """
+
+    stage: str
+    mesh: str
+    size: tuple[int, ...]
+
+    def covers(self, stage: str, mesh: MeshShape, size: Sequence[int]) -> bool:
+        """Whether a candidate is no smaller than this one in any respect."""
+        same = (self.stage, self.mesh) == (stage, str(mesh))
+        return same and all(is_ >= was for is_, was in zip(size, self.size, strict=True))
+
+    def __str__(self) -> str:
+        """As the end of a sentence."""
+        if self.stage == "rollout":
+            places, pages, slots = self.size
+            return (
+                f"ran out of memory with {slots} slots, {pages} pages a lane and room for {places} "
+                "tokens an episode"
+            )
+        places, rows, plain = self.size
+        return (
+            f"ran out of memory with rows of {places} tokens, {rows} at a time"
+            f"{'' if plain else ' and with remat'}"
+        )
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Failure":
+        """From JSON. Raises TypeError for what is no failure."""
+        failure = Failure(**{**values, "size": tuple(values["size"])})
+        if failure.stage not in ("rollout", "train") or len(failure.size) != 3:
+            raise TypeError(f"not a failure: {values}")
+        return failure
+
+
+def rollout_size(places: int, rung: RolloutRung) -> tuple[int, ...]:
+    """The size of a rollout, as in `Failure`."""
+    return (places, rung.pages, rung.num_slots)
+
+
+def train_size(places: int, rows: int, rung: TrainRung) -> tuple[int, ...]:
+    """The size of an update on `rows` rows, as in `Failure`."""
+    return (places, rows // rung.micro_batches, int(not rung.remat))
+
+
+def failure_of(
+    failures: Sequence[Failure], stage: str, mesh: MeshShape, size: Sequence[int]
+) -> str:
+    """Why a candidate cannot be, from what failed before; "" where nothing says so."""
+    return next((str(f) for f in failures if f.covers(stage, mesh, size)), "")

@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run needs to outlive a lack of memory: its ladder, and a spare of what a program takes.
+
+selector/ladder.py says what the rungs are; here they are those of a world.
+"""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.calibrate import Calibration
+from earl_jax.rollout.pages import pages_for
+from earl_jax.selector.choose import BudgetTooSmall, Option
+from earl_jax.selector.ladder import RolloutRung, TrainRung, rollout_rungs, train_rungs
+from earl_jax.selector.memory import resident_bytes
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.step import TrainState
+from earl_jax.world import World
+
+_HOST_MEMORY = "pinned_host"
+
+
+class StateLost(RuntimeError):
+    """A program ran out of memory and took the trainer's state with it; no spare was there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The rungs of a world's stages, from the top down."""
+
+    world: World
+
+    def train_rungs(self) -> list[TrainRung]:
+        """Those on which some mesh can train."""
+        world = self.world
+        return [
+            rung
+            for rung in train_rungs(world.config.rollout.episodes_per_step, *world.first_train_rung)
+            if any(
+                world.train_obstacle(mesh, rung.micro_batches) is None
+                for mesh in world.train_candidates
+            )
+        ]
+
+    def rollout_rungs(self, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
+        """With the pages wanted first, and always those of one whole episode a lane."""
+        slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
+        return rollout_rungs(slots, lanes, wanted, self.least_pages(places))
+
+    def wanted_pages(self, places: int, before: int) -> int:
+        """As many as the rollout before had in the end, or as the first room takes."""
+        world = self.world
+        first = world.pool_for(world.config.rollout.context_buckets[0])
+        return min(max(before, first.pages), world.pool_for(places).pages)
+
+    def least_pages(self, places: int) -> int:
+        """A lane has pages for one whole episode."""
+        return pages_for(places, self.world.config.rollout.tokens_a_page)
+
+    def trainer_bytes(self, mesh: MeshShape) -> int:
+        """What a trainer on this mesh leaves on each device while episodes are played."""
+        world = self.world
+        if world.processes.disjoint:
+            return 0
+        return resident_bytes(world.train_state_shapes(), world.train_state_shardings(mesh))
+
+    def words(self, num_slots: int, rung: TrainRung) -> str:
+        """What a run does with less than its config says; "" for nothing."""
+        parts = []
+        if num_slots != (most := self.world.own_rollout.num_slots):
+            parts.append(f"rollout with {num_slots} of {most} slots")
+        if rung != self.world.first_train_rung:
+            remat = " with remat" if rung.remat else ""
+            parts.append(f"training in {rung.micro_batches} micro-batches{remat}")
+        return "; ".join(parts)
+
+
+def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -> None:
+    """Sees that every configured room per episode has a mesh for both stages, on some rung.
+
+    Raises:
+        BudgetTooSmall: one has none; names the smallest budget that would do for all.
+    """
+    world, needs = ladder.world, []
+    least_state = min(ladder.trainer_bytes(mesh) for mesh in world.train_candidates)
+    for places in world.config.rollout.context_buckets:
+        training = (calibration.train_options(places, rung) for rung in ladder.train_rungs())
+        rollout = (
+            calibration.rollout_options(places, least_state, rung.pages, rung.num_slots)
+            for rung in ladder.rollout_rungs(places, [ladder.least_pages(places)])
+        )
+        for stage, options in (("training", training), ("rollout", rollout)):
+            what = f"{stage} with {places} tokens of room per episode"
+            needs.append((_least_need(options, budget), what))
+    need, what = max(needs)
+    if budget is not None and need > budget:
+        raise BudgetTooSmall(
+            f"config.selector.budget_bytes_per_device is {budget}, and no candidate mesh for "
+            f"{what} fits it; the smallest budget that would do is {need}. Raise the budget, "
+            "use more devices, or lower config.rollout.num_slots or the model's size"
+        )
+
+
+def _least_need(rungs: Iterator[list[Option]], budget: int | None) -> int:
+    """Bytes of the smallest candidate on the first rung where one fits, or else on any."""
+    least = math.inf
+    for options in rungs:
+        least = min([least, *(o.bytes_per_device for o in options if not o.impossible)])
+        if budget is None or least <= budget:
+            break
+    return int(least) if math.isfinite(least) else 0
+
+
+class Spares:
+    """A copy of the trainer's state in host memory, while a program runs that never ran before.
+
+    A program that fails has its donated arguments with it (XLA on CPUs; seen with jaxlib 0.10.2). A
+    program that ran once takes no more the next time, so the copy is made once a program.
+    """
+
+    def __init__(self, kept: bool = True) -> None:
+        """`kept` False: no copy is made, because nothing would be done again."""
+        self._kept = kept
+        self._proven: set[Hashable] = set()
+        self._trying: Hashable = None
+
+    def keep(self, program: Hashable, state: TrainState) -> TrainState | None:
+        """A spare of the state for this program, None where it ran before."""
+        self._trying = program
+        if not self._kept or program in self._proven:
+            return None
+        return jax.block_until_ready(jax.tree.map(_to_host, state))
+
+    def drop(self) -> None:
+        """The program ran."""
+        self._proven.add(self._trying)
+
+    def give_back(self, state: TrainState, spare: TrainState | None) -> TrainState:
+        """The state behind a failure: itself where it is still there, else from the spare.
+
+        Raises StateLost where neither is.
+        """
+        if not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            return state
+        if spare is None:
+            raise StateLost(
+                "training ran out of memory in a program that had run before, and the weights were "
+                "in it; the failure is remembered: the same command goes on from the newest "
+                "checkpoint with less"
+            )
+        return jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), spare, state)
+
+
+def _to_host(leaf: jax.Array) -> Any:
+    """A copy in host memory, shard by shard; on a CPU all memory is the host's."""
+    device = next(iter(leaf.sharding.device_set))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform == "cpu" or _HOST_MEMORY not in kinds:
+        return jnp.copy(leaf)
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST_MEMORY))

@@ -1,0 +1,372 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The choice of both meshes of a step: what a step takes, what fits beside what, when to leave."""
+
+import dataclasses
+import itertools
+import random
+import time
+
+import pytest
+
+from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.choose import BudgetTooSmall, Option, Settings
+from earl_jax.selector.step_choice import Pair, Work, choose_step, steps_until_outgrown
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
+
+D8 = MeshShape(data=8)
+D4T2 = MeshShape(data=4, tensor=2)
+D2T4 = MeshShape(data=2, tensor=4)
+F8 = MeshShape(fsdp=8)
+CALM = WINDOW
+
+
+def option(mesh, num_bytes, speed, move_s=0.0, impossible=""):
+    return Option(
+        mesh=mesh,
+        bytes_per_device=num_bytes,
+        tokens_per_s=speed,
+        move_s=move_s,
+        impossible=impossible,
+    )
+
+
+def load(longest=40, **fields):
+    return Load(
+        **{
+            "context_tokens_max": longest,
+            "context_tokens_mean": 30.0,
+            "tokens_in_flight_max": 100,
+            "rollout_tokens": 1000,
+            **fields,
+        }
+    )
+
+
+def work(expected=None, rollout_tokens=1000, train_tokens=1000, places=48):
+    return Work(
+        load=expected,
+        rollout_places=places,
+        train_places=places,
+        rollout_tokens=rollout_tokens,
+        train_tokens=train_tokens,
+    )
+
+
+def decide(rollouts, trains, resident, *, current=None, budget=None, calm=CALM, step=None, **rules):
+    return choose_step(
+        rollouts,
+        trains,
+        resident_bytes=resident,
+        current=current,
+        calm_steps=calm,
+        work=step or work(),
+        settings=Settings(budget_bytes=budget, **{"hysteresis": 0.0, "horizon_steps": 10, **rules}),
+    )
+
+
+# By hand. 1,000 tokens each: 10 s or 5 s of rollout, 10 s or 8 s of training.
+ROLLOUTS = [option(D8, 60, 100.0), option(D4T2, 30, 200.0)]
+TRAINS = [option(D8, 80, 100.0), option(F8, 50, 125.0, move_s=6.0)]
+RESIDENT = [40, 5]
+
+
+def test_the_start_takes_the_shortest_step():
+    decision = decide(ROLLOUTS, TRAINS, RESIDENT)
+    assert decision.pair == Pair(D4T2, F8)
+    assert decision.predicted_s == 5 + 8
+    assert not decision.rollout.switched and not decision.train.switched
+    # The way of the weights belongs to each step: 20 s of it and the slower rollout is faster.
+    far = [ROLLOUTS[0], dataclasses.replace(ROLLOUTS[1], move_s=20.0)]
+    decision = decide(far, TRAINS, RESIDENT)
+    assert (decision.pair, decision.predicted_s) == (Pair(D8, F8), 10 + 8)
+
+
+def test_what_the_trainer_leaves_decides_where_a_rollout_fits():
+    """data=8 rolls out in 60, and beside a trainer on data=8, which leaves 40, needs 100."""
+    fast = [option(D8, 60, 900.0), ROLLOUTS[1]]
+    assert decide(fast, TRAINS, RESIDENT, budget=100).pair == Pair(D8, F8)
+    slow_cut = [option(D8, 80, 500.0), TRAINS[1]]
+    assert decide(fast, slow_cut, RESIDENT, budget=100).pair == Pair(D8, D8)
+    # One byte less, and it is one or the other: 1.1 s + 8 s against 5 s + 2 s.
+    assert decide(fast, slow_cut, RESIDENT, budget=99).pair == Pair(D4T2, D8)
+    decision = decide(fast, slow_cut, RESIDENT, budget=99, current=Pair(D8, D8), calm=0)
+    assert decision.pair == Pair(D4T2, D8)
+    assert "needs 100 B of a budget of 99 B per device beside training on data=8" in (
+        decision.rollout.reason
+    )
+    assert decision.rollout.bytes_per_device == 30 + 40
+
+
+def test_a_switch_is_spread_over_the_steps_that_the_choice_will_last():
+    """The trainer's move takes 6 s and saves 2 s a step: worth it over more than 3 steps."""
+    here = Pair(D4T2, D8)
+    stays = decide(ROLLOUTS, TRAINS, RESIDENT, current=here, horizon_steps=3)
+    assert stays.pair == here
+    leaves = decide(ROLLOUTS, TRAINS, RESIDENT, current=here, horizon_steps=4)
+    assert leaves.pair == Pair(D4T2, F8)
+    assert (leaves.rollout.switched, leaves.train.switched) == (False, True)
+    # Contexts of 40 that grow by 4 have outgrown a room of 48 in 2 steps, those by 2 in 4.
+    growing = work(load(40, growth_tokens=4.0))
+    assert steps_until_outgrown(growing, 20) == 2
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, current=here, step=growing).pair == here
+    slower = work(load(40, growth_tokens=2.0))
+    assert steps_until_outgrown(slower, 20) == 4
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, current=here, step=slower).pair == leaves.pair
+
+
+@pytest.mark.parametrize(
+    "growth, places, horizon, steps",
+    [(0.0, 48, 20, 20), (1.0, 48, 20, 8), (3.0, 48, 20, 3), (9.0, 40, 20, 1), (0.1, 48, 20, 20)],
+)
+def test_how_long_a_choice_will_last(growth, places, horizon, steps):
+    assert steps_until_outgrown(work(load(40, growth_tokens=growth), places=places), horizon) == (
+        steps
+    )
+
+
+def test_a_rollout_moves_between_steps_for_nothing_and_a_pair_is_left_only_after_a_window():
+    here = Pair(D8, F8)
+    # 18 s against 13 s: 38 % shorter.
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, current=here, hysteresis=0.37).pair != here
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, current=here, hysteresis=0.39).pair == here
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, current=here, calm=CALM - 1).pair == here
+    # What no mesh changes counts too: 18 + 20 against 13 + 20 is 15 %.
+    waiting = work(load(other_s=20.0))
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, current=here, step=waiting, hysteresis=0.2).pair == (
+        here
+    )
+
+
+def test_speeds_that_differ_by_noise_are_equal_at_the_start():
+    near = [option(D8, 1, 100.0), option(D4T2, 1, 104.0)]
+    one = [option(D8, 1, 1e6)]
+    assert decide(near, one, [0], hysteresis=0.15).pair.rollout == D8
+    assert decide(near, one, [0], hysteresis=0.01).pair.rollout == D4T2
+
+
+def test_without_speeds_the_fewest_meshes_change():
+    rollouts = [option(D8, 60, None), option(D4T2, 30, None), option(D2T4, 20, None)]
+    trains = [option(D8, 80, None), option(F8, 50, None)]
+    start = decide(rollouts, trains, RESIDENT)
+    assert (start.pair, start.predicted_s) == (Pair(D8, D8), None)
+    # 60 + 40 do not fit 99: either mesh may change, the training mesh comes first.
+    left = decide(rollouts, trains, RESIDENT, budget=99, current=Pair(D8, D8))
+    assert left.pair == Pair(D8, F8)
+    left = decide(rollouts, trains[:1], RESIDENT[:1], budget=99, current=Pair(D8, D8))
+    assert left.pair == Pair(D4T2, D8)
+    # What would fit again stays where it is.
+    assert decide(rollouts, trains, RESIDENT, current=Pair(D4T2, F8)).pair == Pair(D4T2, F8)
+
+
+def test_what_failed_before_is_no_candidate():
+    failed = [dataclasses.replace(ROLLOUTS[1], impossible="ran out of memory"), ROLLOUTS[0]]
+    decision = decide(failed, TRAINS, RESIDENT, current=Pair(D4T2, F8))
+    assert decision.pair == Pair(D8, F8)
+    assert "leaves data=4,tensor=2, which ran out of memory, for data=8" in decision.rollout.reason
+    assert "impossible: rollout on data=4,tensor=2 ran out of memory" in decision.reason
+    with pytest.raises(BudgetTooSmall, match=r"are left: rollout on data=4,tensor=2 ran out"):
+        decide(failed[:1], TRAINS, RESIDENT)
+
+
+def test_the_smallest_budget_that_would_do_is_named_and_does():
+    """The least of max(rollout + what the trainer leaves, training): 30 + 5 and 50."""
+    with pytest.raises(BudgetTooSmall, match=r"is 49, .* smallest budget that would do is 50 \("):
+        decide(ROLLOUTS, TRAINS, RESIDENT, budget=49)
+    assert decide(ROLLOUTS, TRAINS, RESIDENT, budget=50).pair == Pair(D4T2, F8)
+
+
+def test_the_decision_says_what_was_second_and_what_cannot_be():
+    decision = decide(ROLLOUTS, TRAINS, RESIDENT, budget=70, step=work(load()))
+    assert decision.reason == (
+        "a step of 13.00 s expected; second: rollout on data=8 with training on data=1,fsdp=8, "
+        "38% slower; impossible: train on data=8 needs 80 B of a budget of 70 B per device"
+    )
+    assert decision.rollout.reason == (
+        "starts on data=4,tensor=2: fastest that fits; contexts up to 40 tokens, 100 in flight, "
+        "room for 48 tokens an episode, 35 B of 70 B per device, 200 tokens/s measured"
+    )
+    stays = decide(ROLLOUTS, TRAINS, RESIDENT, current=Pair(D8, F8), hysteresis=0.5)
+    assert "second: rollout on data=4,tensor=2 with training on data=1,fsdp=8, 28% faster" in (
+        stays.reason
+    )
+    alone = decide(ROLLOUTS[:1], TRAINS[:1], RESIDENT[:1])
+    assert "no other meshes are possible" in alone.reason
+
+
+# Sequences of random loads.
+
+ROLLOUT_MESHES = [D8, D4T2, D2T4, MeshShape(tensor=8)]
+TRAIN_MESHES = [D8, MeshShape(data=4, fsdp=2), MeshShape(data=2, fsdp=4), F8]
+
+
+def random_run(rng):
+    """A cost model: bytes and seconds per token, both affine in the room, and a budget."""
+
+    def draw(meshes):
+        return {
+            mesh: (
+                rng.randint(1, 40),
+                rng.uniform(0.1, 2.0),
+                rng.uniform(0.5, 2.0),
+                rng.uniform(0, 0.05),
+            )
+            for mesh in meshes
+        }
+
+    return draw(ROLLOUT_MESHES), draw(TRAIN_MESHES), rng.randint(30, 150)
+
+
+def options_at(table, places, noise=None):
+    return [
+        option(
+            mesh,
+            int(fixed + slope * places),
+            1000.0 / (base + grows * places) * (noise() if noise else 1.0),
+            move_s=0.5 * base,
+        )
+        for mesh, (fixed, slope, base, grows) in table.items()
+    ]
+
+
+def needs(pair, rollouts, trains, resident):
+    """Bytes per device of the larger of a pair's stages."""
+    ((rollout,), ((train, kept),)) = (
+        [o for o in rollouts if o.mesh == pair.rollout],
+        [(o, b) for o, b in zip(trains, resident, strict=True) if o.mesh == pair.train],
+    )
+    return max(rollout.bytes_per_device + kept, train.bytes_per_device)
+
+
+def smallest_budget(rollouts, trains, resident):
+    return min(
+        max(r.bytes_per_device + kept, t.bytes_per_device)
+        for r in rollouts
+        for t, kept in zip(trains, resident, strict=True)
+    )
+
+
+def test_ten_thousand_random_loads_never_choose_what_cannot_be_and_never_oscillate():
+    """250 runs of 40 steps: jumps, growth, noise.
+
+    Whoever comes back to a pair within a window is driven there by memory, and had left for speed.
+    """
+    switches = 0
+    for number in range(250):
+        rng = random.Random(number)
+        rollout_table, train_table, budget = random_run(rng)
+        resident = [5, 4, 3, 2]
+        history, current, calm, left = LoadHistory(), None, 0, {}
+        longest = rng.randint(8, 60)
+        for step in range(40):
+            longest = max(4, int(longest * rng.choice([1.0, 1.0, 1.1, 0.9, 2.0, 0.5])) % 200)
+            history = history.add(load(longest, rollout_tokens=rng.randint(100, 5000)))
+            expected = history.forecast()
+            places = 16 * -(-expected.context_tokens_max // 16)
+            options = options_at(rollout_table, places), options_at(train_table, places)
+            arguments = {"calm": calm, "budget": budget, "hysteresis": 0.1}
+            arguments["step"] = work(expected, expected.rollout_tokens, places=places)
+            try:
+                decision = decide(*options, resident, current=current, **arguments)
+            except BudgetTooSmall as error:
+                assert smallest_budget(*options, resident) > budget
+                assert f"that would do is {smallest_budget(*options, resident)} (" in str(error)
+                continue
+            assert decision.rollout.bytes_per_device <= budget
+            assert decision.train.bytes_per_device <= budget
+            if step % 10 == 0:
+                assert decide(*options, resident, current=current, **arguments) == decision
+            switched = current is not None and decision.pair != current
+            calm = calm + 1 if decision.pair == current else 0
+            if switched:
+                switches += 1
+                must = needs(current, *options, resident) > budget
+                was, had_to = left.get(decision.pair, (-WINDOW, False))
+                assert step - was >= WINDOW or (must and not had_to)
+                left[current] = step, must
+            if switched:
+                # Nothing has changed: it stays.
+                after = {**arguments, "calm": calm, "current": decision.pair}
+                assert decide(*options, resident, **after).pair == decision.pair
+            current = decision.pair
+    assert switches > 200, "the loads must make it move"
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.07])
+def test_noise_makes_no_switch_storm(noise):
+    """A table measured anew for every step, and contexts about the edge of a room, 300 steps.
+
+    Noise below half of the hysteresis never moves it; contexts that jump to and fro move it when
+    they first come to the larger room.
+    """
+    rng = random.Random(0)
+    table = {D8: (1, 0.1, 1.0, 0.01), D4T2: (2, 0.05, 1.04, 0.008), D2T4: (3, 0.02, 1.5, 0.001)}
+    trains = {D8: (1, 0.1, 1.0, 0.01), F8: (2, 0.05, 1.05, 0.01)}
+    history, current, calm, switches = LoadHistory(), None, 0, 0
+    for _ in range(300):
+        history = history.add(load(max(1, int(rng.gauss(44, 4)))))
+        expected = history.forecast()
+        places = 48 if expected.context_tokens_max <= 48 else 96
+
+        def jitter():
+            return 1.0 + rng.uniform(-noise, noise)
+
+        decision = decide(
+            options_at(table, places, jitter),
+            options_at(trains, places, jitter),
+            [1, 1],
+            current=current,
+            calm=calm,
+            hysteresis=0.15,
+            step=work(expected, 1000, places=places),
+        )
+        switched = current is not None and decision.pair != current
+        switches, calm = switches + switched, 0 if switched else calm + 1
+        current = decision.pair
+    assert switches <= 2
+
+
+def test_growing_contexts_are_moved_for_a_step_before_the_wall():
+    """The mesh that cannot hold the next room is left when the forecast comes to it."""
+    history, current, seen = LoadHistory(), None, []
+    for longest in range(20, 60, 4):
+        expected = history.forecast()
+        places = 48 if expected is None or expected.context_tokens_max <= 48 else 96
+        rollouts = [option(D8, places, 200.0), option(D4T2, places // 2, 100.0)]
+        decision = decide(
+            rollouts, TRAINS, RESIDENT, current=current, budget=100, step=work(expected)
+        )
+        current = decision.pair
+        seen.append((longest, decision.rollout.mesh))
+        history = history.add(load(longest))
+    # The step whose episodes came to 52 tokens was played where there is room for them.
+    assert [mesh for longest, mesh in seen if longest <= 48] == [D8] * 8
+    assert [mesh for longest, mesh in seen if longest > 48] == [D4T2] * 2
+
+
+def test_the_choice_for_4096_devices_takes_less_than_100_ms():
+    """Of 30,000 pairs, for a mixture of 128 experts. Measured: benchmarks/selector.md."""
+
+    def possible(_):
+        return None
+
+    rollouts = rollout_candidates(4096, (), possible, num_experts=128)
+    trains = train_candidates(4096, (), possible, num_experts=128)
+    assert (len(rollouts), len(trains)) == (76, 420)
+    rng = random.Random(0)
+    fast = [option(m, rng.randint(1, 99), rng.uniform(1, 9)) for m in rollouts]
+    slow = [option(m, rng.randint(1, 99), rng.uniform(1, 9)) for m in trains]
+    resident = [rng.randint(1, 9) for _ in trains]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        decision = decide(fast, slow, resident, budget=70, current=Pair(rollouts[0], trains[0]))
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.1
+    best = min(
+        1000 / r.tokens_per_s + 1000 / t.tokens_per_s
+        for (r, t), kept in zip(itertools.product(fast, slow), itertools.cycle(resident))
+        if r.bytes_per_device + kept <= 70 and t.bytes_per_device <= 70
+    )
+    assert decision.predicted_s <= best * 1.05
