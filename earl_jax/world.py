@@ -19,7 +19,7 @@ from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer
+from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
 from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.generation import read_generation_settings
 from earl_jax.models.hf_read import Checkpoint, load_parameters, open_checkpoint
@@ -69,7 +69,6 @@ class World:
         # What a user should know at the start of a run.
         self.notes: list[str] = []
         self.processes = find_processes(config.devices.num_rollout, config.distributed.timeout_s)
-        # Episodes and slots of this process.
         self.own_rollout = self.processes.own_rollout(config.rollout)
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
         self.drafting = Drafting(config.rollout.speculation.mode)
@@ -94,7 +93,12 @@ class World:
             end_ids: tuple[int, ...] = ()
             self.model = config.model
             self.tokenizer = self.processes.after_first(
-                lambda: _tokenizer(config, tokenizer_folder), "the tokenizer"
+                lambda: keep_tokenizer(
+                    tokenizer_folder,
+                    lambda: game_corpus(config.env, CORPUS_GAMES, seed=0),
+                    MAX_VOCAB_SIZE,
+                ),
+                "the tokenizer",
             )
             self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         self.max_context = _max_context(config, self.checkpoint)
@@ -409,13 +413,3 @@ def _precision(config: Config) -> str:
     weights = "".join(f"{t} {what}, " for what, t in stored.items() if t != "compute")
     correction = f"importance weights up to {cap:g}" if cap else "no correction of the loss"
     return f"{weights}{dtype} against {config.model.compute_dtype}; {correction}"
-
-
-def _tokenizer(config: Config, folder: Path | None) -> Any:
-    if folder is not None and folder.exists():
-        return load_tokenizer(folder)
-    corpus = game_corpus(config.env, CORPUS_GAMES, seed=0)
-    tokenizer = build_tokenizer(corpus, MAX_VOCAB_SIZE)
-    if folder is not None:
-        save_tokenizer(tokenizer, folder)
-    return tokenizer

@@ -92,21 +92,19 @@ def test_one_small_gather_and_nothing_else():
 
 
 def rows_of_a_process() -> list[str]:
-    """This process's episodes, its advantages as hexadecimal bytes, estimator by estimator."""
-    trajectories, num = some_trajectories(), jax.process_count()
-    share = len(trajectories) // num
-    own = trajectories[jax.process_index() * share :][:share]
+    """The advantages of this process's rows as hexadecimal bytes, estimator by estimator."""
+    every = some_trajectories()
     layout = make_layout(MeshShape.parse("data=4"), row_axes=TRAINING_ROWS)
     tables = []
     for config in CONFIGS:
-        table = advantages_of(config, place_rows(reward_rows(config, own, TURNS), layout), layout)
+        table = advantages_of(config, place_rows(reward_rows(config, every, TURNS), layout), layout)
         shards = sorted(table.addressable_shards, key=lambda shard: shard.index[0].start)
         tables.append(np.concatenate([np.asarray(shard.data) for shard in shards]).tobytes().hex())
     return tables
 
 
 @pytest.mark.slow
-def test_two_processes_with_half_the_episodes_each_get_the_bits_of_one():
+def test_two_processes_with_half_the_rows_each_get_the_bits_of_one():
     halves = Processes(2, 2, "test_advantage_rows:rows_of_a_process").results()
     for config, *hexes in zip(CONFIGS, *halves, strict=True):
         alone = np.asarray(table_on(config, "data=1", some_trajectories()))

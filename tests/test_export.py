@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from earl_jax.config_file import make_config
 from earl_jax.export import export_policy, keep_exports
+from earl_jax.keeper import Keeper
 from earl_jax.loop import Position
 from earl_jax.models.attention import cap
 from earl_jax.models.config import LoraConfig
@@ -26,7 +27,6 @@ from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
 from earl_jax.models.peft_adapter import save_adapter
-from earl_jax.run import _Keeper
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import TrainState
@@ -223,7 +223,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     world = World(make_config({**sections, "model": model}))
     state = world.first_train_state(world.train_candidates[0])
     notes = []
-    keeper = _Keeper(
+    keeper = Keeper(
         world=world,
         placement=None,
         checkpoints=None,

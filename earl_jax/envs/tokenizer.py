@@ -3,7 +3,7 @@
 """A small tokenizer trained on the environment's own text, so that nothing has to be downloaded."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -89,3 +89,15 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if not (Path(folder) / "tokenizer.json").is_file():
         raise ValueError(f"{os.fspath(folder)!r} holds no tokenizer: tokenizer.json is missing")
     return PreTrainedTokenizerFast.from_pretrained(os.fspath(folder), local_files_only=True)
+
+
+def keep_tokenizer(
+    folder: Path | None, texts: Callable[[], Iterable[str]], vocab_size: int
+) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder; where there is none it is built from `texts` and saved there."""
+    if folder is not None and folder.exists():
+        return load_tokenizer(folder)
+    tokenizer = build_tokenizer(texts(), vocab_size)
+    if folder is not None:
+        save_tokenizer(tokenizer, folder)
+    return tokenizer

@@ -1,0 +1,253 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What is written down behind each step: metrics, episodes, evaluations, checkpoints, the report.
+
+Every process of a run has a Keeper, because some of it takes all of them; the first one writes.
+"""
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from earl_jax.checkpoint import Checkpoints
+from earl_jax.config import Config
+from earl_jax.evaluation import evaluate
+from earl_jax.export import export_policy, keep_exports
+from earl_jax.joint import on_first, to_checkpoint
+from earl_jax.loop import Position, StepRecord, expected_tokens
+from earl_jax.models.hf_read import check_weights
+from earl_jax.models.lora import fingerprint
+from earl_jax.placement import Placement, SwitchLog
+from earl_jax.telemetry.episodes import read_trajectories, write_trajectories
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.report import write_report
+from earl_jax.world import World
+
+REPORT_EPISODES = 12
+
+
+@dataclasses.dataclass
+class Keeper:
+    """Writes down what a step left. Every process has one; the first writes for all."""
+
+    world: World
+    placement: Placement
+    checkpoints: Checkpoints
+    progress: Progress
+    metrics_log: MetricsLog | None
+    workdir: Path
+    stop: list[int]
+    stopped: bool = False
+    start_s: float = dataclasses.field(default_factory=time.perf_counter)
+
+    def begin(self) -> Position:
+        """A new run: its meshes, its first weights, and what these can do."""
+        config = self.world.config
+        if self.world.checkpoint:
+            # Now, and not after the measurements: they take minutes.
+            check_weights(self.world.checkpoint)
+        self.placement.calibration.measure_all()
+        self.placement.check_budget()
+        self.placement.choose_step(expected_tokens(self.world, None), None)
+        state = self.world.first_train_state(self.placement.in_training)
+        position = Position(step=0, state=state, history=LoadHistory())
+        self._evaluate(position, config.eval.games)
+        return position
+
+    def go_on(self, position: Position) -> Position:
+        """A run that was stopped: what was not written behind its last step is written now."""
+        if self._is_due(position.step):
+            self._export(position)
+        return position
+
+    def after_step(self, position: Position, record: StepRecord) -> bool:
+        """Metrics, episodes, evaluation, checkpoint, report; in this order. True to stop."""
+        config, step = self.world.config, position.step
+        last = step == config.num_steps
+        log = self._hear()
+        line = self._metrics(record, log)
+        for decision in line.pop("switch_notes"):
+            self.progress.note(f"step {step}: {decision}")
+        self._write(line)
+        if step == 1 or last or step % config.log.trajectories_every_steps == 0:
+            self._write_trajectories(step, record)
+        if last or step % config.eval.every_steps == 0:
+            self._evaluate(position, config.eval.final_games if last else config.eval.games)
+        self.stopped = any(self.world.processes.gather(bool(self.stop), "a signal to stop"))
+        if self.stopped or self._is_due(step):
+            self._save(position)
+        if self._is_due(step):
+            self._export(position)
+        if last or self.stopped or step % config.log.report_every_steps == 0:
+            self._report()
+        return self.stopped
+
+    def _hear(self) -> SwitchLog:
+        """What changed, in all processes: what one decided for itself in a rollout too."""
+        told = self.world.processes.gather(self.placement.take_log(), "what changed")
+        first, *others = told
+        seen = list(first.decisions)
+        for decision in (decision for log in others for decision in log.decisions):
+            if decision.switched and decision not in seen:
+                seen.append(decision)
+        return dataclasses.replace(
+            first,
+            decisions=seen,
+            switch_s=max(log.switch_s for log in told),
+            bytes_per_device=max(log.bytes_per_device for log in told),
+        )
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self.metrics_log is not None:
+            self.metrics_log.write(line)
+        self.progress.update(line)
+
+    def _write_trajectories(self, step: int, record: StepRecord) -> None:
+        """Only now, and not at every step, all tokens come to the first process."""
+        told = self.world.processes.gather(record.trajectories, "the episodes to write down")
+        if self.world.processes.is_first:
+            episodes = [trajectory for each in told for trajectory in each]
+            write_trajectories(self.workdir / "trajectories", step, episodes)
+
+    def _evaluate(self, position: Position, games: int) -> None:
+        evaluation = evaluate(self.world, self.placement, position, games=games)
+        self._write({"step": position.step, "eval": evaluation})
+
+    def _is_due(self, step: int) -> bool:
+        """Whether this step is kept: the last is, and one every so many."""
+        config = self.world.config
+        return step == config.num_steps or step % config.checkpoint.every_steps == 0
+
+    def _save(self, position: Position) -> None:
+        processes, base = self.world.processes, position.state.base
+        prints: list[int | None] = []
+        if base is not None:
+            own = int(fingerprint(base)) if processes.trains else None
+            prints = [each for each in processes.gather(own, "the base") if each is not None]
+        self.checkpoints.save(
+            position.step,
+            to_checkpoint(self.world, position.state),
+            {
+                "placement": self.placement.as_dict(),
+                "history": position.history.as_list(),
+                "throughput": self.placement.calibration.table.as_dict(),
+                **({"base_fingerprint": prints[0]} if prints else {}),
+            },
+        )
+
+    def _export(self, position: Position) -> None:
+        config = self.world.config
+        checkpoint, at_end = config.checkpoint, position.step == config.num_steps
+        wanted = checkpoint.export
+        if wanted == "auto":
+            wanted = at_end and config.model.path != ""
+        if not wanted:
+            return
+        state = on_first(self.world, position.state)
+        if not self.world.processes.is_first:
+            return
+        for folder in export_policy(self.world, state, position.step, self.workdir):
+            self.progress.note(f"exported {folder}")
+        keep_exports(self.workdir, newest=checkpoint.keep)
+
+    def _report(self) -> None:
+        if not self.world.processes.is_first:
+            return
+        trajectories = sorted((self.workdir / "trajectories").glob("step_*.jsonl"))
+        newest = read_trajectories(trajectories[-1])[:REPORT_EPISODES] if trajectories else []
+        write_report(
+            self.workdir / "report.html",
+            title=f"earl_jax: {self.world.config.env.game}",
+            config=self.world.config.as_dict(),
+            metrics=read_metrics(self.workdir / "metrics.jsonl"),
+            episodes=newest,
+            notes=_report_notes(self.world.config),
+        )
+
+    def _metrics(self, record: StepRecord, log: SwitchLog) -> dict[str, Any]:
+        """The line of metrics.jsonl for this step, in the words of the contract."""
+        outcomes, load, stage_s = record.outcomes, record.load, record.stage_s
+        rewards = np.array([o.reward for o in outcomes])
+        first, last = record.updates[0], record.updates[-1]
+        corrected = self.world.config.importance_cap > 0
+        switches = [decision for decision in log.decisions if decision.switched]
+        train_tokens = sum(o.num_tokens for o in outcomes) * len(record.updates)
+        lags = [
+            record.step - 1 - outcome.oldest_version
+            for outcome in outcomes
+            if outcome.oldest_version is not None
+        ]
+        newest = {decision.stage: decision for decision in log.decisions}
+        return {
+            "step": record.step,
+            "time_s": time.perf_counter() - self.start_s,
+            "reward_mean": rewards.mean(),
+            "reward_std": rewards.std(),
+            "episodes": len(rewards),
+            "turns_mean": np.mean([o.num_turns for o in outcomes]),
+            "context_tokens_mean": load.context_tokens_mean,
+            "context_tokens_max": max(o.num_tokens for o in outcomes),
+            "tokens_in_flight_max": load.tokens_in_flight_max,
+            "rollout_tokens": load.rollout_tokens,
+            "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
+            "prefill_tokens": record.stats.prefill_tokens,
+            "shared_tokens": record.stats.shared_tokens,
+            "recomputed_tokens": record.stats.recomputed_tokens or None,
+            "parked_episodes": record.stats.parked_episodes or None,
+            "parked_host_bytes": record.stats.parked_host_bytes or None,
+            "parking": record.stats.parking or None,
+            "given_up_tokens": record.stats.given_up_tokens or None,
+            "drafted_tokens": record.stats.drafted_tokens or None,
+            "draft_acceptance": record.stats.draft_acceptance,
+            "drafting_rounds": record.stats.drafting_rounds or None,
+            "env_wait_s": record.stats.env_wait_s,
+            "train_tokens": train_tokens,
+            "train_tokens_per_s": train_tokens / stage_s["train"],
+            "stage_s": stage_s,
+            "rollout_mesh": record.rollout_mesh,
+            "train_mesh": str(self.placement.in_training),
+            "rollout_places": record.rollout_places,
+            "switched": [decision.stage for decision in switches],
+            "switch_s": log.switch_s,
+            "decision": "; ".join(
+                [*(f"{stage} {d.reason}" for stage, d in newest.items()), log.comparison]
+            ),
+            "out_of_memory": log.failures or None,
+            "rung": self.placement.rung or None,
+            "switch_notes": [f"{decision.stage} {decision.reason}" for decision in switches],
+            "dispatch_bytes": record.dispatch_bytes,
+            "dispatch_host_bytes": record.dispatch_host_bytes,
+            "publish_bytes": record.publish_bytes,
+            "publish_host_bytes": record.publish_host_bytes,
+            "logprob_mismatch_max": first.mismatch_max,
+            "logprob_mismatch_mean": first.mismatch_mean,
+            "sampling_kl": record.sampling_kl,
+            "importance_mean": first.importance_mean if corrected else None,
+            "truncated_fraction": first.truncated_fraction if corrected else None,
+            "version_lag_max": max(lags, default=0),
+            "loss": last.loss,
+            "kl": last.kl,
+            "entropy": first.entropy,
+            "clip_fraction": last.clip_fraction,
+            "grad_norm": last.grad_norm,
+            "balance_loss": last.balance_loss,
+            "expert_load_max": last.expert_load_max,
+            "expert_load_entropy": last.expert_load_entropy,
+            "peak_bytes_per_device": log.bytes_per_device,
+            "budget_bytes_per_device": self.world.budget_bytes,
+        }
+
+
+def _report_notes(config: Config) -> list[str]:
+    train = config.train
+    if not train.demonstration_steps:
+        return []
+    return [
+        f"In its first {train.demonstration_steps} steps the policy was also trained on games of "
+        f"random legal moves ({train.demonstration_updates} supervised updates a step)."
+    ]
