@@ -19,9 +19,17 @@ from earl_jax.world import World
 
 D8 = MeshShape(data=8)
 POSITION = {
-    "placement": {"rollout_mesh": "data=8", "train_mesh": "data=8", "places": 24, "pages": 4},
+    "placement": {
+        "rollout_mesh": "data=8",
+        "train_mesh": "data=8",
+        "places": 24,
+        "pages": 4,
+        "num_slots": 64,
+        "train_rung": [1, False],
+        "calm_steps": 3,
+    },
     "history": [],
-    "throughput": {},
+    "throughput": {"measurements": {}, "failures": []},
 }
 
 
@@ -72,7 +80,7 @@ def test_the_newest_is_used(resume, world):
     [
         ('"placement"', '"plaxement"', "without placement"),
         ('"rollout_mesh": "data=8"', '"rollout_mesh": "dbta=8"', "cannot read 'dbta=8'"),
-        ('"throughput": {}', '"throughput": {"a": 1}', "not a throughput table"),
+        ('"measurements": {}', '"measurements": {"a": 1}', "not a throughput table"),
         ("{", "[", "JSONDecodeError"),
     ],
 )
