@@ -314,7 +314,10 @@ def imitate(
     controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
     for batch in world.demonstrations(step):
         update = world.train_step(placement.in_training, "supervised")
-        state, _ = update(state, batch.on(layout, length), controls)
+        state, metrics = update(state, batch.on(layout, length), controls)
+        if world.processes.count > 1:
+            # One process goes on with the next batch meanwhile; of several one may be lost.
+            world.processes.wait(metrics, "training")
     return state
 
 

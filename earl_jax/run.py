@@ -23,6 +23,7 @@ from earl_jax.config import Config
 from earl_jax.evaluation import evaluate
 from earl_jax.export import keep_exports
 from earl_jax.joint import from_checkpoint
+from earl_jax.keeper import Keeper
 from earl_jax.loop import Position, train
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement import Placement
