@@ -17,9 +17,12 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from processes import Processes as RealProcesses
 from processes import free_port
 from test_runs import ROOT, TINY
 
+from earl_jax.agreement import check_same
+from earl_jax.config_file import make_config
 from earl_jax.distributed import DistributedConfig, _find_place
 from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
@@ -205,7 +208,14 @@ def cache(tmp_path_factory):
 class Command:
     """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
 
-    def __init__(self, cache: Path, workdir: Path, num: int, *own: list[str], **overrides):
+    def __init__(
+        self,
+        cache: Path,
+        workdir: Path,
+        num: int,
+        *own: list[str],
+        **overrides,
+    ):
         """`own` are further flags of each process."""
         port, self.workdir = free_port(), workdir
         self.all = []
@@ -252,7 +262,7 @@ class Command:
 
     def after_step(self, step: int) -> None:
         """Returns when the step is in the metrics."""
-        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 200
+        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 270
         while not metrics.exists() or f'{{"step": {step}, "time_s"' not in metrics.read_text():
             assert time.monotonic() < deadline_s, "no step was taken"
             assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
@@ -349,3 +359,18 @@ def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, w
     for status, _, errors in command.ends():
         assert status == 2, errors
         assert words in errors and "Traceback" not in errors
+
+
+def without_a_path() -> str:
+    """What a process says whose devices cannot send to those of others."""
+    jax.config.update("jax_cpu_collectives_implementation", None)
+    with pytest.raises(ValueError) as refusal:
+        check_same(find_processes(0, 10.0), make_config({}))
+    return str(refusal.value)
+
+
+@pytest.mark.slow
+def test_devices_that_cannot_send_to_those_of_other_processes_are_no_run():
+    for words in RealProcesses(2, 1, "test_distributed:without_a_path").results(250):
+        assert "cpu devices of this process cannot send to those of others" in words
+        assert "training needs that" in words
