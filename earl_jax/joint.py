@@ -89,13 +89,13 @@ def hear_all(world: World, rollout: Rollout | None, placement: dict[str, Any]) -
     values, weights = zip(*gaps, strict=True) if gaps else ((), ())
     return Played(
         outcomes=[outcome for part in parts for outcome in part.outcomes],
-        stats=_total([part.stats for part in parts]),
+        stats=total_stats([part.stats for part in parts]),
         placement=max((part.placement for part in parts), key=lambda p: (p["places"], p["pages"])),
         sampling_kl=float(np.average(values, weights=weights)) if gaps else None,
     )
 
 
-def _total(parts: Sequence[RolloutStats]) -> RolloutStats:
+def total_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     """Counts add up, and so do tokens in flight, whose greatest number is not at one moment."""
     greatest = ("rounds", "context_tokens_max", "env_wait_s")
     values = {

@@ -24,8 +24,10 @@ from test_runs import ROOT, TINY
 from earl_jax.agreement import check_same
 from earl_jax.config_file import make_config
 from earl_jax.distributed import DistributedConfig, _find_place
+from earl_jax.joint import total_stats
 from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
+from earl_jax.rollout.collect import RolloutStats
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
@@ -144,6 +146,15 @@ def test_the_groups_of_one_process():
     assert halves.disjoint and halves.lanes == halves.rollout_devices
     with pytest.raises(ValueError, match="leave at least one to train"):
         find_processes(8, 1.0)
+
+
+def test_the_counts_of_two_rollouts_are_one_and_their_longest_times_too():
+    one = RolloutStats(rounds=3, rollout_tokens=10, tokens_in_flight_max=7, env_wait_s=0.5)
+    other = RolloutStats(rounds=5, rollout_tokens=1, tokens_in_flight_max=2, parking="why")
+    expected = RolloutStats(
+        rounds=5, rollout_tokens=11, tokens_in_flight_max=9, env_wait_s=0.5, parking="why"
+    )
+    assert total_stats([one, other]) == expected
 
 
 # How they meet.
