@@ -295,8 +295,9 @@ def final_parameters(workdir: Path) -> list[np.ndarray]:
         shapes = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
         )
-        state = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(manager.restore(step, args=state))]
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        state = manager.restore(step, args=wanted)["state"]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
