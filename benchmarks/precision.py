@@ -106,7 +106,7 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
             world.pool,
             world.make_environment,
             make_room,
-            num_lanes=len(world.devices),
+            num_lanes=len(world.processes.lanes),
         )
         places = rollout.context_buckets[-1]
         pool = world.pool_for(places)

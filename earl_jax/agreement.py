@@ -5,6 +5,8 @@
 import importlib.metadata
 from pathlib import Path
 
+import jax
+
 from earl_jax.checkpoint import differences, open_workdir
 from earl_jax.config import Config
 from earl_jax.processes import Processes
@@ -15,9 +17,16 @@ _SHOWN = 8
 def check_same(processes: Processes, config: Config) -> None:
     """Raises ValueError, in every process, naming what differs from process to process."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "earl_jax")}
-    first, *others = processes.gather(
-        {"config": config.as_dict(), "versions": versions}, "the configs"
-    )
+    own = {"config": config.as_dict(), "versions": versions}
+    try:
+        first, *others = processes.gather(own, "the configs")
+    except jax.errors.JaxRuntimeError as error:
+        platform = jax.devices()[0].platform
+        raise ValueError(
+            f"the {platform} devices of this process cannot send to those of others "
+            f"({str(error).splitlines()[0]}), and training needs that: there is no way around it "
+            "by the hosts. Run on one host, or on devices with collectives between processes"
+        ) from error
     different = [
         line
         for number, other in enumerate(others, start=1)

@@ -25,8 +25,8 @@ from earl_jax.train.config import TrainConfig
 class DevicesConfig:
     """Which devices. `platform` "auto" takes JAX's choice; `num_cpu_devices` are virtual ones.
 
-    Of those of all processes the first `num_rollout` play episodes and the others train; with 0 all
-    do both, in turn. Over several processes a device's fellows of the same process do as it does.
+    Of the devices of all processes the first `num_rollout` play episodes and the others train; with
+    0 all do both, in turn. Processes that play do so on as many devices each.
     """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"

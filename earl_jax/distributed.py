@@ -9,13 +9,12 @@ environment variables, or from what started the processes (Slurm, Open MPI, a TP
 import dataclasses
 import math
 import os
-import socket
-import time
 from collections.abc import Mapping
 from typing import Literal
 
 import jax
 
+from earl_jax.rendezvous import meet
 from earl_jax.settings import check_choices
 
 # By which each setting can be given, too.
@@ -82,10 +81,6 @@ class _Place:
     num_processes: int | None
     process_id: int | None
 
-    def __str__(self) -> str:
-        of = "" if self.num_processes is None else f" of {self.num_processes}"
-        return f"process {'?' if self.process_id is None else self.process_id}{of}"
-
 
 def start_processes(config: DistributedConfig) -> None:
     """Joins the other processes of the run, where there are some. Before any device is used.
@@ -96,8 +91,9 @@ def start_processes(config: DistributedConfig) -> None:
     place = _find_place(config, os.environ)
     if place is None:
         return
-    if place.coordinator is not None and place.process_id is not None:
-        _check_address(place, config.start_timeout_s)
+    address, count, index = place.coordinator, place.num_processes, place.process_id
+    if address is not None and count is not None and index is not None:
+        meet(address, index, count, config.start_timeout_s)
     # It would take SIGTERM, which is ours: run.py stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -113,10 +109,9 @@ def start_processes(config: DistributedConfig) -> None:
     except (RuntimeError, ValueError) as error:
         words = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"{place} did not find the others within {config.start_timeout_s:g} s: {words}. Start "
-            "the same command on every host, with config.distributed.coordinator and "
-            "num_processes alike and a process_id of its own for each (from 0), or raise "
-            "config.distributed.start_timeout_s"
+            f"the processes of this run did not find each other: {words}. Start the same command "
+            "on every host, with config.distributed.coordinator and num_processes alike and a "
+            "process_id of its own for each (from 0), or by Slurm or Open MPI"
         ) from error
 
 
@@ -170,46 +165,3 @@ def _as_int(text: str, name: str) -> int:
         raise ValueError(
             f"the environment variable {name} is {text!r}; it must be a number"
         ) from None
-
-
-def _check_address(place: _Place, timeout_s: float) -> None:
-    """Raises ValueError where the first cannot listen there, or another finds nobody there.
-
-    Before JAX tries: what it meets there ends the process without a word of ours.
-    """
-    address = place.coordinator or ""
-    host, _, port = address.rpartition(":")
-    where = f"config.distributed.coordinator is {address!r}"
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise ValueError(f"{where}; write it as HOST:PORT, such as 'node0:8476'")
-    try:
-        socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ValueError(f"{where}, and {host!r} is no host known here: {error}") from error
-    if place.process_id == 0:
-        _check_free(int(port), where)
-        return
-    deadline_s = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline_s:
-                raise ValueError(
-                    f"{where}, and {place} reached nobody there for {timeout_s:g} s ({error}): "
-                    "process 0 has not started, listens elsewhere, or a firewall is between"
-                ) from error
-        time.sleep(0.2)
-
-
-def _check_free(port: int, where: str) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ValueError(
-                f"{where}, and process 0 cannot listen on port {port} ({error.strerror}); take "
-                "another"
-            ) from error

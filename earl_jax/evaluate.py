@@ -14,6 +14,9 @@ _HELP = """\
 Plays evaluation games with the newest checkpoint of a workdir and prints the outcomes, as fractions
 of the games. Half of the games are played on each side. Nothing in the workdir is changed.
 
+It takes as many devices as the run had: of a run over several hosts, start it on each of them by
+Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set.
+
 example:
   python -m earl_jax.evaluate --workdir=runs/tictactoe_tiny_cpu --games=1000
 """
@@ -40,11 +43,14 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     games = config.eval.final_games if flags.games is None else flags.games
     if games < 2 or games % 2:
         raise ValueError(f"--games={games}; it must be an even number of at least 2")
-    start_jax(config.devices.platform, config.devices.num_cpu_devices)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
+    import jax
 
     from earl_jax.run import evaluate_workdir
 
     step, evaluation = evaluate_workdir(config, flags.workdir, games)
+    if jax.process_index():
+        return
     if flags.json:
         print(json.dumps({"step": step, "eval": evaluation}))
         return

@@ -94,25 +94,26 @@ def hear_all(world: World, rollout: Rollout | None, placement: dict[str, Any]) -
     values, weights = zip(*gaps, strict=True) if gaps else ((), ())
     return Played(
         outcomes=[outcome for part in parts for outcome in part.outcomes],
-        stats=_total([part.stats for part in parts]),
+        stats=total_stats([part.stats for part in parts]),
         placement=max((part.placement for part in parts), key=lambda p: (p["places"], p["pages"])),
         sampling_kl=float(np.average(values, weights=weights)) if gaps else None,
     )
 
 
-def _total(parts: Sequence[RolloutStats]) -> RolloutStats:
-    """Counts add up, and so do tokens in flight, whose greatest number is not at one moment."""
+def total_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
+    """Counts add up, and so do tokens in flight, whose greatest number is not at one moment.
+
+    Of words, such as how episodes were parked, those of the first process that has some count.
+    """
     greatest = ("rounds", "context_tokens_max", "env_wait_s")
-    values = {
-        field.name: [getattr(part, field.name) for part in parts]
-        for field in dataclasses.fields(RolloutStats)
-    }
-    total = {
-        name: (max if name in greatest else sum)(each)
-        for name, each in values.items()
-        if name != "parking"
-    }
-    return RolloutStats(**total, parking=next(filter(None, values["parking"]), ""))
+
+    def total(name: str) -> Any:
+        each = [getattr(part, name) for part in parts]
+        if isinstance(each[0], str):
+            return next(filter(None, each), "")
+        return max(each) if name in greatest else sum(each)
+
+    return RolloutStats(**{f.name: total(f.name) for f in dataclasses.fields(RolloutStats)})
 
 
 def join_rows(world: World, rows: Experience | None, mesh: MeshShape, length: int) -> Experience:

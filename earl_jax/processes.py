@@ -43,6 +43,12 @@ class Processes:
     train_devices: tuple[Any, ...]
     timeout_s: float
 
+    def __str__(self) -> str:
+        """In words, for the start of a run."""
+        playing, training = len(self.rollout_devices), len(self.train_devices)
+        groups = f"{playing} play, {training} train" if self.disjoint else "all play and train"
+        return f"{self.count} processes with {len(self.devices)} devices: {groups}"
+
     @functools.cached_property
     def players(self) -> tuple[int, ...]:
         """The processes that play episodes."""
@@ -178,8 +184,8 @@ def _to_all(mesh: Mesh) -> Any:
 
 
 def _all_devices() -> list[Any]:
-    """Process by process; the order of `jax.devices()` is that of the chips in their torus."""
-    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    """Process by process, and in each of them in the order of `jax.devices()`."""
+    return sorted(jax.devices(), key=lambda device: device.process_index)
 
 
 def find_processes(num_rollout: int, timeout_s: float) -> Processes:

@@ -58,6 +58,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     # The first process speaks for all.
     stream = None if everybody.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
+        if everybody.count > 1 or world.processes.disjoint:
+            progress.note(str(world.processes))
         for note in world.notes:
             progress.note(note)
         checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run over several processes: who is who, the same training as one process, ends in words."""
 
+import concurrent.futures
 import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,12 +15,19 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from processes import Processes as RealProcesses
 from processes import free_port
-from test_runs import ROOT, TINY, final_parameters
+from test_runs import ROOT, TINY
 
+from earl_jax.agreement import check_same
+from earl_jax.config_file import make_config
 from earl_jax.distributed import DistributedConfig, _find_place
+from earl_jax.joint import total_stats
 from earl_jax.processes import Processes, find_processes
+from earl_jax.rendezvous import meet
+from earl_jax.rollout.collect import RolloutStats
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
@@ -139,6 +148,66 @@ def test_the_groups_of_one_process():
         find_processes(8, 1.0)
 
 
+def test_the_counts_of_two_rollouts_are_one_and_their_longest_times_too():
+    one = RolloutStats(rounds=3, rollout_tokens=10, tokens_in_flight_max=7, env_wait_s=0.5)
+    other = RolloutStats(rounds=5, rollout_tokens=1, tokens_in_flight_max=2, parking="why")
+    expected = RolloutStats(
+        rounds=5, rollout_tokens=11, tokens_in_flight_max=9, env_wait_s=0.5, parking="why"
+    )
+    assert total_stats([one, other]) == expected
+
+
+# How they meet.
+
+
+def meet_all(counts: list[tuple[int, int]], timeout_s: float) -> list[str]:
+    """What becomes of processes (index, count), each in a thread of its own: "" or its error."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def one(place):
+        try:
+            meet(address, *place, timeout_s)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    with concurrent.futures.ThreadPoolExecutor(len(counts)) as threads:
+        return list(threads.map(one, counts))
+
+
+def test_all_meet_whoever_comes_first():
+    assert meet_all([(3, 4), (0, 4), (2, 4), (1, 4)], 20.0) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        ([(0, 4), (2, 4)], "of 4 processes 1, 3 did not come within 1 s"),
+        ([(0, 3), (1, 2)], "num_processes is 3 in process 0, 2 in process 1"),
+        ([(0, 3), (1, 3), (1, 3)], "two processes have config.distributed.process_id = 1"),
+    ],
+)
+def test_who_does_not_come_is_named_to_all_who_have(counts, words):
+    errors = meet_all(counts, 1.0)
+    assert words in errors[0]
+    assert all(error for error in errors), "and nobody waits on"
+    assert errors[1] == errors[0]
+
+
+def test_an_address_that_is_none():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for address, index, words in (
+            ("8476", 1, "write it as HOST:PORT"),
+            ("no-such-host.invalid:8476", 1, "no host known here"),
+            (f"127.0.0.1:{port}", 0, f"cannot listen on port {port}"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                meet(address, index, 2, 1.0)
+    with pytest.raises(ValueError, match="process 1 of 2 reached nobody there for 0.5 s"):
+        meet(f"127.0.0.1:{free_port()}", 1, 2, 0.5)
+
+
 # Real processes of the command.
 
 
@@ -150,7 +219,14 @@ def cache(tmp_path_factory):
 class Command:
     """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
 
-    def __init__(self, cache: Path, workdir: Path, num: int, *own: list[str], **overrides):
+    def __init__(
+        self,
+        cache: Path,
+        workdir: Path,
+        num: int,
+        *own: list[str],
+        **overrides,
+    ):
         """`own` are further flags of each process."""
         port, self.workdir = free_port(), workdir
         self.all = []
@@ -197,7 +273,7 @@ class Command:
 
     def after_step(self, step: int) -> None:
         """Returns when the step is in the metrics."""
-        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 200
+        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 270
         while not metrics.exists() or f'{{"step": {step}, "time_s"' not in metrics.read_text():
             assert time.monotonic() < deadline_s, "no step was taken"
             assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
@@ -209,6 +285,21 @@ def episodes_of(workdir: Path, step: int) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def final_parameters(workdir: Path) -> list[np.ndarray]:
+    """Every array of the newest checkpoint, which may have been written by several processes."""
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        step = manager.latest_step()
+        folder = workdir / "checkpoints" / str(step) / "state"
+        saved = ocp.StandardCheckpointer().metadata(folder).item_metadata
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
+        )
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        state = manager.restore(step, args=wanted)["state"]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
 def assert_same_run(one: Path, other: Path) -> None:
     """The same tokens, and weights that differ by rounding; nothing came through the host."""
     for step in (1, 2):
@@ -216,7 +307,7 @@ def assert_same_run(one: Path, other: Path) -> None:
             assert {k: v for k, v in left.items() if k != "logprobs"} == {
                 k: v for k, v in right.items() if k != "logprobs"
             }
-    for left, right in zip(final_parameters(one, 2), final_parameters(other, 2), strict=True):
+    for left, right in zip(final_parameters(one), final_parameters(other), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
     for workdir in (one, other):
         lines = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
@@ -252,7 +343,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(cache, tmp_path):
     workdir = command.done()
     steps = [row["step"] for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
     assert steps[-1] < 1000
-    assert final_parameters(workdir, steps[-1])
+    assert (workdir / "checkpoints" / str(steps[-1])).is_dir()
 
 
 @pytest.mark.slow
@@ -277,30 +368,21 @@ def test_a_killed_process_ends_the_others_with_an_error(cache, tmp_path):
 )
 def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, words):
     command = Command(cache, tmp_path / "w", 2, [], own, **ALL)
-    for status, _, errors in command.ends(60):
+    for status, _, errors in command.ends():
         assert status == 2, errors
         assert words in errors and "Traceback" not in errors
 
 
-@pytest.mark.slow
-def test_processes_that_do_not_come_are_named(tmp_path):
-    def alone(number: int, coordinator: str) -> subprocess.CompletedProcess:
-        settings = {
-            "distributed.coordinator": coordinator,
-            "distributed.num_processes": 2,
-            "distributed.process_id": number,
-            "distributed.start_timeout_s": 3,
-        }
-        line = [sys.executable, "-m", "earl_jax.main", f"--workdir={tmp_path / 'w'}"]
-        line += [f"--config.{key}={value}" for key, value in settings.items()]
-        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+def without_a_path() -> str:
+    """What a process says whose devices cannot send to those of others."""
+    jax.config.update("jax_cpu_collectives_implementation", None)
+    with pytest.raises(ValueError) as refusal:
+        check_same(find_processes(0, 10.0), make_config({}))
+    return str(refusal.value)
 
-    for number, coordinator, words in (
-        (0, f"127.0.0.1:{free_port()}", "process 0 of 2 did not find the others within 3 s"),
-        (1, f"127.0.0.1:{free_port()}", "process 1 of 2 reached nobody there for 3 s"),
-        (1, "no-such-host.invalid:8476", "no host known here"),
-        (1, "8476", "write it as HOST:PORT"),
-    ):
-        done = alone(number, coordinator)
-        assert done.returncode == 2, done.stderr
-        assert words in done.stderr and "Traceback" not in done.stderr
+
+@pytest.mark.slow
+def test_devices_that_cannot_send_to_those_of_other_processes_are_no_run():
+    for words in RealProcesses(2, 1, "test_distributed:without_a_path").results(250):
+        assert "cpu devices of this process cannot send to those of others" in words
+        assert "training needs that" in words

@@ -29,20 +29,27 @@ def wait_for(tree: Any, *, what: str, timeout_s: float) -> None:
     Raises:
         PeerLost: the transfer failed, or took longer.
     """
-    arrays = [array for array in jax.tree.leaves(tree) if array.addressable_shards]
+    # Part by part: where a collective fails on one device, others may wait for that one for ever.
+    parts = [shard.data for array in jax.tree.leaves(tree) for shard in array.addressable_shards]
     deadline_s = time.monotonic() + timeout_s
     try:
-        for array in arrays:
-            while not array.is_ready():
-                if time.monotonic() > deadline_s:
-                    raise PeerLost(
-                        f"{what}: nothing came for {timeout_s:g} s in process "
-                        f"{jax.process_index()} of {jax.process_count()}; a process or the network "
-                        "between hangs. End all processes and start the run again: it goes on from "
-                        "its newest checkpoint"
-                    )
+        while parts:
+            waiting = []
+            for part in parts:
+                if part.is_ready():
+                    part.block_until_ready()
+                else:
+                    waiting.append(part)
+            parts = waiting
+            if parts and time.monotonic() > deadline_s:
+                raise PeerLost(
+                    f"{what}: nothing came for {timeout_s:g} s in process "
+                    f"{jax.process_index()} of {jax.process_count()}; a process or the network "
+                    "between hangs. End all processes and start the run again: it goes on from "
+                    "its newest checkpoint"
+                )
+            if parts:
                 time.sleep(_POLL_S)
-            array.block_until_ready()
     except jax.errors.JaxRuntimeError as error:
         raise PeerLost(
             f"{what}: failed in process {jax.process_index()} of {jax.process_count()}, because "
