@@ -27,7 +27,7 @@ from earl_jax.selector.step_choice import Pair, StepDecision, Work, choose_step
 from earl_jax.selector.tail import choose_tail
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
-from earl_jax.survival import Ladder, Spares, check_budget
+from earl_jax.survival import Ladder, Spares, carry, check_budget, is_placed
 from earl_jax.telemetry.load import Load
 from earl_jax.train.step import TrainState
 from earl_jax.weights import publish
@@ -356,16 +356,22 @@ class Placement:
     def move_state(self, state: TrainState) -> TrainState:
         """Parameters and optimiser state on the training mesh in use; `state` is given up.
 
-        Raises JaxRuntimeError where the devices have no memory for it, even piece by piece.
+        Where memory is too short to go there, even piece by piece, on another mesh.
+
+        Raises:
+            BudgetTooSmall: no mesh is left.
         """
-        shardings = self._world.train_state_shardings(self.in_training)
-        if jax.tree.leaves(state)[0].sharding == jax.tree.leaves(shardings)[0]:
-            return state
-        start = time.perf_counter()
-        state = jax.block_until_ready(
-            reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
-        )
-        self.log.switch_s += time.perf_counter() - start
+        whole = False
+        while not whole:
+            shardings = self._world.train_state_shardings(self.in_training)
+            if is_placed(state, shardings):
+                return state
+            start = time.perf_counter()
+            state, whole = carry(state, shardings, self._chunk_bytes)
+            self.log.switch_s += time.perf_counter() - start
+            if not whole:
+                self._fail("train")
+                self.choose_training_again()
         return state
 
     @property
