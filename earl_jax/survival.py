@@ -133,7 +133,7 @@ class Spares:
         self._trying = program
         if program in self._proven:
             return None
-        return jax.block_until_ready(jax.tree.map(_to_host, state))
+        return jax.block_until_ready(_to_host(state))
 
     def drop(self) -> None:
         """The program ran."""
@@ -210,10 +210,17 @@ def _free(state: Any, moved: Any) -> None:
             leaf.delete()
 
 
-def _to_host(leaf: jax.Array) -> Any:
+def _to_host(state: TrainState) -> TrainState:
     """A copy in host memory, shard by shard; on a CPU all memory is the host's."""
-    device = next(iter(leaf.sharding.device_set))
+    device = next(iter(jax.tree.leaves(state)[0].sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or _HOST_MEMORY not in kinds:
-        return jnp.copy(leaf)
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST_MEMORY))
+        return _copy(state)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST_MEMORY)), state
+    )
+
+
+@jax.jit
+def _copy(state: TrainState) -> TrainState:
+    return jax.tree.map(jnp.copy, state)
