@@ -9,6 +9,7 @@ failed, as it would in the run.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform
@@ -295,6 +296,7 @@ def _unless_out_of_memory(measure: Callable[[], Measurement]) -> Measurement | N
     return None
 
 
+@functools.cache
 def _pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
     """Bytes per device of the KV cache with so many pages a lane."""
     engine = world.engine(mesh, rung.num_slots)

@@ -6,6 +6,7 @@ selector/ladder.py says what the rungs are; here they are those of a world.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class Ladder:
         """A lane has pages for one whole episode."""
         return pages_for(places, self.world.config.rollout.tokens_a_page)
 
+    @functools.cache  # noqa: B019 - a World lives as long as the run
     def trainer_bytes(self, mesh: MeshShape) -> int:
         """What a trainer on this mesh leaves on each device while episodes are played."""
         world = self.world
