@@ -91,7 +91,8 @@ def _tasks(world: Any, kind: str, room: int) -> list[Any]:
     from earl_jax.rollout.config import Limits
 
     tasks = world.training_tasks(0)
-    prompt = len(world.new_conversation().open(world.make_environment(tasks[0]).start().text))
+    said = world.make_environment(tasks[0]).start().text
+    prompt = len(world.new_conversation().open(said).ids)
     spare = room - prompt - world.config.rollout.round_tokens
     if spare < 1:
         raise ValueError(f"a room of {room} tokens does not hold a prompt of {prompt} and a turn")
