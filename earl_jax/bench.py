@@ -1,15 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times one stage: python -m earl_jax.bench dispatch [--only=PARTS] [--json]."""
+"""Times one stage: python -m earl_jax.bench {dispatch,switch} [--only=PARTS] [--json]."""
 
 import argparse
 import importlib.util
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from earl_jax.main import exit_status, start_jax
+from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
 
 _HELP = """\
 Times a stage and prints Markdown tables, or with --json an object a line. Run it in the root of the
@@ -24,9 +25,15 @@ repository, where benchmarks/ is.
       publishing weights, beside a plain copy
   python -m earl_jax.bench dispatch --only=paper
       1,024 devices by the planner
+  python -m earl_jax.bench switch --config=configs/tictactoe_tiny_cpu.py
+      from the first mesh of each stage to the others that the config may choose from: new weights,
+      the trainer with its optimiser, weights with live KV caches; --config.section.key=value too
 """
-PARTS = ("processes", "within", "weights", "paper")
-STAGES = ("dispatch",)
+PARTS = {
+    "dispatch": ("processes", "within", "weights", "paper"),
+    "switch": ("switch",),
+}
+STAGES = tuple(PARTS)
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
@@ -38,9 +45,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas")
+    parser.add_argument("--only", default="", help="parts, separated by commas (all)")
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many (3)")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="of switch: a file")
     between = parser.add_argument_group("processes")
     between.add_argument("--workers", default="4,8,16", help="numbers of processes")
     between.add_argument(
@@ -55,7 +63,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     inside.add_argument("--mib", default="0.25,4,64", help="sizes of the array within a process")
     inside.add_argument("--models", default="qwen2.5-0.5b", help="presets whose weights go")
     inside.add_argument("--cut", type=int, default=1, help="divides the layers of the models (1)")
-    return parser.parse_args(arguments)
+    flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
+    flags.overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    flags.only = flags.only or ",".join(PARTS[flags.stage])
+    return flags
 
 
 def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -76,6 +87,8 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
         from benchmarks.dispatch.paper import tables
 
         return tables()
+    if part == "switch":
+        return _switch_rows(flags)
     start_jax(flags.platform, flags.devices)
     if part == "within":
         from benchmarks.dispatch.within import measure as measure_within
@@ -88,6 +101,16 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     num = len(jax.devices())
     meshes = [(f"data=1,fsdp={num}", f"data={num}"), (f"data=1,fsdp={num}", f"tensor={num}")]
     return measure_weights(flags.models.split(","), meshes[:num], flags.cut, flags.repeats)
+
+
+def _switch_rows(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from earl_jax.config_file import load_config_file, make_config
+
+    config = make_config(load_config_file(flags.config), flags.overrides)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices)
+    from benchmarks.switch import measure as measure_switches
+
+    return measure_switches(config, flags.repeats)
 
 
 def write_table(rows: Iterable[Mapping[str, Any]]) -> None:
@@ -110,9 +133,10 @@ def bench_command(arguments: Sequence[str]) -> None:
     """The whole command."""
     flags = parse_flags(arguments)
     parts = flags.only.split(",")
-    unknown = [part for part in parts if part not in PARTS]
+    known = PARTS[flags.stage]
+    unknown = [part for part in parts if part not in known]
     if unknown:
-        raise ValueError(f"--only={flags.only}: {unknown[0]!r} is no part of {', '.join(PARTS)}")
+        raise ValueError(f"--only={flags.only}: {unknown[0]!r} is no part of {', '.join(known)}")
     if importlib.util.find_spec("benchmarks") is None:
         raise ValueError("there is no folder benchmarks/ here; run this in the repository's root")
     for part in parts:

@@ -10,6 +10,7 @@ failed, as it would in the run.
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform
@@ -337,6 +338,7 @@ def _unless_out_of_memory(measure: Callable[[], Measurement | None]) -> Measurem
     return None
 
 
+@functools.cache
 def _pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
     """Bytes per device of the KV cache with so many pages a lane."""
     engine = world.engine(mesh, rung.num_slots)

@@ -388,7 +388,7 @@ def update(
         program = world.train_step(mesh, objective, rung)
         spare = placement.spares.keep((mesh, objective, rung, batch.tokens.shape), state)
         again = functools.partial(_run_update, world, program, state, batch, controls)
-        done = placement.survive("train", again)
+        done = placement.survive("train", again, batch.tokens.shape[1])
         if done is not None:
             placement.spares.drop()
             return done[0], batch, done[1]

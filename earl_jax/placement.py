@@ -12,24 +12,24 @@ import functools
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from earl_jax.calibrate import Calibration
+from earl_jax.chooser import Chooser, StepChoice
 from earl_jax.joint import send_weights
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.seat import Policy, Seat
-from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings, choose, obstacle
+from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings
 from earl_jax.selector.ladder import Failure, RolloutRung, TrainRung, rollout_size, train_size
 from earl_jax.selector.memory import is_out_of_memory
-from earl_jax.selector.step_choice import Pair, StepDecision, Work, choose_step
-from earl_jax.selector.tail import choose_tail
+from earl_jax.selector.step_choice import Pair, StepDecision
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
-from earl_jax.survival import Ladder, Spares, check_budget
+from earl_jax.survival import Ladder, Spares, carry, check_budget, is_placed
 from earl_jax.telemetry.load import Load
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
@@ -60,11 +60,12 @@ class Placement:
         self._ladder = Ladder(world)
         self.spares = Spares(world.processes.count == 1)
         selector = world.config.selector
-        self._settings = Settings(
+        settings = Settings(
             budget_bytes=world.budget_bytes,
             hysteresis=selector.hysteresis,
             horizon_steps=selector.horizon_steps,
         )
+        self._chooser = Chooser(world, calibration, self._ladder, settings)
         self.rollout_mesh: MeshShape | None = None
         self.train_mesh: MeshShape | None = None
         self.places = self.pages = 0
@@ -75,8 +76,10 @@ class Placement:
         self._length = 0
         # Room that a rollout came to which ran out of memory: it is played again from the start.
         self._outgrown = 0
+        # Where this process has played: elsewhere a program is loaded or compiled first.
+        self._played: set[tuple[MeshShape, int, Pool]] = set()
         # What was expected of the step, for the tokens that it would have.
-        self._expected: tuple[StepDecision, Work] | None = None
+        self._expected: StepChoice | None = None
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class Placement:
 
     def check_budget(self) -> None:
         """Raises BudgetTooSmall where some room that is configured fits no mesh on any rung."""
-        check_budget(self._ladder, self.calibration, self._settings.budget_bytes)
+        check_budget(self._ladder, self.calibration, self._chooser.settings.budget_bytes)
 
     # Choosing.
 
@@ -148,72 +151,33 @@ class Placement:
         return self._choose_step(tokens - ahead, shorter)
 
     def _choose_step(self, tokens: int, load: Load | None) -> StepDecision:
-        world, rollout = self._world, self._world.config.rollout
+        rollout = self._world.config.rollout
         places = max(rollout.places_for(tokens), self._outgrown)
         length = rollout.places_for(load.context_tokens_max if load else 1)
-        down = self._down(places)
-        train_down = self._ladder.train_rungs()
-        contexts = load.context_tokens_quantiles if load else ()
-        work = Work(
-            load=load,
-            rollout_places=places,
-            train_places=length,
-            rollout_tokens=self._rollout_tokens(load),
-            train_tokens=rollout.episodes_per_step * length * world.config.train.epochs,
-        )
-        while True:
-            slots, pages = down[0]
-            rollouts = self.calibration.rollout_options(places, 0, pages, slots, contexts)
-            trains = self.calibration.train_options(length, train_down[0])
-            try:
-                decision = choose_step(
-                    rollouts,
-                    trains,
-                    resident_bytes=[self._ladder.trainer_bytes(option.mesh) for option in trains],
-                    current=self._pair,
-                    calm_steps=self.calm_steps,
-                    work=work,
-                    settings=self._settings,
-                )
-                break
-            except BudgetTooSmall:
-                stuck = all(obstacle(option, self._settings) for option in trains)
-                shorter = train_down if stuck else down
-                if len(shorter) == 1:
-                    raise
-                del shorter[0]
-        self._take(decision, down[0], train_down[0])
-        self._length, self._expected = length, (decision, work)
-        return decision
-
-    def _take(self, decision: StepDecision, down: RolloutRung, train_down: TrainRung) -> None:
+        pages = self._ladder.wanted_pages(places, self.pages)
+        known = self.rollout_mesh is not None and self.train_mesh is not None
+        pair = Pair(self.in_rollout, self.in_training) if known else None
+        choice = self._chooser.choose_step(places, length, load, pages, pair, self.calm_steps)
+        decision = choice.decision
         switched = decision.rollout.switched or decision.train.switched
         self.calm_steps = 0 if switched else self.calm_steps + 1
         self.rollout_mesh, self.train_mesh = decision.pair
-        self.places = decision.rollout.places
-        (self.num_slots, self.pages), self.train_rung = down, train_down
+        self.places, self._length, self._expected = places, length, choice
+        (self.num_slots, self.pages), self.train_rung = choice.rollout, choice.train
         self._note(decision.rollout)
         self._note(decision.train)
         self.log.comparison = decision.reason
+        return decision
 
     def unexplained_s(self, load: Load, stage_s: Mapping[str, float]) -> float:
         """Seconds of a step's rollout and training that its meshes' speeds do not explain."""
-        if self._expected is None or self._expected[0].predicted_s is None:
+        if self._expected is None or self._expected.decision.predicted_s is None:
             return 0.0
-        decision, work = self._expected
+        decision, work = self._expected.decision, self._expected.work
         rollout_s, train_s = decision.rollout.predicted_s, decision.train.predicted_s
         assert rollout_s is not None and train_s is not None
         explained_s = rollout_s * load.rollout_tokens / work.rollout_tokens + train_s
         return max(0.0, stage_s["rollout"] + stage_s["train"] - explained_s)
-
-    @property
-    def _pair(self) -> Pair | None:
-        known = self.rollout_mesh is not None and self.train_mesh is not None
-        return Pair(self.in_rollout, self.in_training) if known else None
-
-    def _rollout_tokens(self, load: Load | None) -> int:
-        rollout = self._world.config.rollout
-        return load.rollout_tokens if load else rollout.episodes_per_step * rollout.max_turn_tokens
 
     def choose_training(self, load: Load | None) -> Decision:
         """The training mesh for rows as long as the longest of recent steps.
@@ -232,29 +196,10 @@ class Placement:
         return self._choose_training(self._length, None)
 
     def _choose_training(self, length: int, load: Load | None) -> Decision:
-        rollout = self._world.config.rollout
-        rungs = self._ladder.train_rungs()
-        while True:
-            options = self.calibration.train_options(length, rungs[0])
-            try:
-                decision = choose(
-                    "train",
-                    options,
-                    current=self.train_mesh,
-                    places=length,
-                    load=load,
-                    step_tokens=rollout.episodes_per_step * length,
-                    switch_s=math.inf,
-                    settings=self._settings,
-                )
-                break
-            except BudgetTooSmall:
-                if len(rungs) == 1:
-                    raise
-                del rungs[0]
+        decision, rung = self._chooser.choose_training(length, load, self.train_mesh)
         if decision.switched or self.train_mesh is None or length != self._length:
             self._note(decision)
-        self.train_mesh, self.train_rung, self._length = decision.mesh, rungs[0], length
+        self.train_mesh, self.train_rung, self._length = decision.mesh, rung, length
         self.calm_steps = 0 if decision.switched else self.calm_steps
         return decision
 
@@ -265,56 +210,40 @@ class Placement:
         unless it must be left.
         """
         places = max(self._world.config.rollout.places_for(tokens), self._outgrown)
-        rungs = self._down(places)
+        pages = self._ladder.wanted_pages(places, self.pages)
+        rungs = self._ladder.rollout_rungs(places, [pages])
         return self._choose_rollout(places, rungs, load, self.rollout_mesh)
 
     def _choose_rollout(
-        self, places: int, rungs: list[RolloutRung], load: Load | None, current: MeshShape | None
+        self,
+        places: int,
+        rungs: Sequence[RolloutRung],
+        load: Load | None,
+        current: MeshShape | None,
     ) -> Decision:
-        """On the first rung, of those with pages for one episode at least, where a mesh fits."""
-        resident = self._ladder.trainer_bytes(self.in_training)
-        contexts = load.context_tokens_quantiles if load else ()
-        while True:
-            slots, pages = rungs[0]
-            options = self.calibration.rollout_options(places, resident, pages, slots, contexts)
-            try:
-                decision = choose(
-                    "rollout",
-                    options,
-                    current=current,
-                    places=places,
-                    load=load,
-                    step_tokens=self._rollout_tokens(load),
-                    switch_s=math.inf,
-                    settings=self._settings,
-                )
-                break
-            except BudgetTooSmall:
-                # With fewer pages, or slots, some episodes wait for others.
-                if len(rungs) == 1:
-                    raise
-                del rungs[0]
+        decision, rung = self._chooser.choose_rollout(
+            places, rungs, load, current, self.in_training
+        )
         self._note(decision)
         if decision.switched or self.rollout_mesh is None:
             self.rollout_mesh, self.calm_steps = decision.mesh, 0
-        self.places, (self.num_slots, self.pages) = places, rungs[0]
+        self.places, (self.num_slots, self.pages) = places, rung
         return decision
 
     # The ladder.
 
-    def _down(self, places: int) -> list[RolloutRung]:
-        wanted = self._ladder.wanted_pages(places, self.pages)
-        return self._ladder.rollout_rungs(places, [wanted])
-
-    def survive(self, stage: str, attempt: Callable[[], Result]) -> Result | None:
+    def survive(
+        self, stage: str, attempt: Callable[[], Result], places: int | None = None
+    ) -> Result | None:
         """What the attempt returns; None where the devices had too little memory for it.
 
         That is remembered: choose again then, and do it again from its inputs, which the attempt
         must not have given up. So it is where a rollout outgrew its meshes and none is left for its
-        live episodes: from the start there may be one, with fewer slots.
+        live episodes: from the start there may be one, with fewer slots. `places`: tokens a row of
+        what is trained on.
         """
         try:
-            result = self._unless_short(stage, attempt)
+            result = self._unless_short(stage, attempt, places)
         except BudgetTooSmall:
             if stage != "rollout" or not self._outgrown:
                 raise
@@ -323,7 +252,9 @@ class Placement:
             self._outgrown = 0
         return result
 
-    def _unless_short(self, stage: str, attempt: Callable[[], Result]) -> Result | None:
+    def _unless_short(
+        self, stage: str, attempt: Callable[[], Result], places: int | None = None
+    ) -> Result | None:
         """What the attempt returns; None where memory was short, which is noted."""
         try:
             return attempt()
@@ -331,12 +262,12 @@ class Placement:
             # Of several processes the others may not have failed, and wait for this one.
             if not is_out_of_memory(error) or self._world.processes.count > 1:
                 raise
-        self._fail(stage)
+        self._fail(stage, places or self._length)
         # What the failed attempt had on the devices is gone with its frames.
         gc.collect()
         return None
 
-    def _fail(self, stage: str) -> None:
+    def _fail(self, stage: str, length: int) -> None:
         rows = self._world.config.rollout.episodes_per_step
         if stage == "tail":
             self.log.failures.append(
@@ -348,7 +279,7 @@ class Placement:
             size = rollout_size(self.places, rung)
             self._outgrown = self.places
         else:
-            mesh, size = self.in_training, train_size(self._length, rows, self.train_rung)
+            mesh, size = self.in_training, train_size(length, rows, self.train_rung)
         failure = Failure(stage=stage, mesh=str(mesh), size=size)
         self.calibration.note_failure(failure)
         self.log.failures.append(f"{stage} on {mesh} {failure}")
@@ -358,17 +289,29 @@ class Placement:
     def move_state(self, state: TrainState) -> TrainState:
         """Parameters and optimiser state on the training mesh in use; `state` is given up.
 
-        Raises JaxRuntimeError where the devices have no memory for it, even piece by piece.
+        Where memory is too short to go there, even piece by piece, on another mesh.
+
+        Raises:
+            BudgetTooSmall: no mesh is left.
         """
-        shardings = self._world.train_state_shardings(self.in_training)
-        if not self._world.processes.trains:
-            return absent_tree(self._world.train_state_shapes(), shardings)
-        if jax.tree.leaves(state)[0].sharding == jax.tree.leaves(shardings)[0]:
-            return state
-        start = time.perf_counter()
-        state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
-        self._world.processes.wait(state, "the switch of the trainer")
-        self.log.switch_s += time.perf_counter() - start
+        world, whole = self._world, False
+        while not whole:
+            shardings = world.train_state_shardings(self.in_training)
+            if not world.processes.trains:
+                return absent_tree(world.train_state_shapes(), shardings)
+            if is_placed(state, shardings):
+                return state
+            start = time.perf_counter()
+            if world.processes.count > 1:
+                state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
+                world.processes.wait(state, "the switch of the trainer")
+                whole = True
+            else:
+                state, whole = carry(state, shardings, self._chunk_bytes)
+            self.log.switch_s += time.perf_counter() - start
+            if not whole:
+                self._fail("train", self._length)
+                self.choose_training_again()
         return state
 
     @property
@@ -398,6 +341,7 @@ class Placement:
         policy = Policy(params=published.params, version=version)
         pool = self._pool
         state = engine.empty_state(self.places, pool)
+        self._played.add((self.in_rollout, self.places, pool))
         seat = Seat(engine=engine, policy=policy, state=state, places=self.places, pool=pool)
         return seat, published.moved_bytes
 
@@ -448,23 +392,15 @@ class Placement:
         world = self._world
         if load is None or world.config.selector.order == "listed" or world.processes.count > 1:
             return seat
-        current, slots = seat.engine.layout.shape, seat.engine.config.num_slots
-        resident = self._ladder.trainer_bytes(self.in_training)
-        rung = RolloutRung(slots, seat.pool.pages)
-        options = self.calibration.tail_options(seat.places, resident, rung, current)
-        left = max(0, load.context_tokens_max - longest)
-        if not options:
-            return seat
-        decision = choose_tail(
-            options,
-            current=current,
-            places=seat.places,
-            live=live,
-            num_slots=slots,
-            rounds_left=left // self._world.config.rollout.round_tokens,
-            settings=self._settings,
+        decision = self._chooser.choose_tail(
+            seat,
+            live,
+            longest,
+            load,
+            self.in_training,
+            lambda mesh: (mesh, seat.places, seat.pool) in self._played,
         )
-        if not decision.switched:
+        if decision is None or not decision.switched:
             return seat
         self._note(decision)
         moved = self._unless_short("tail", lambda: self.move_seat(seat, decision.mesh))
@@ -473,6 +409,7 @@ class Placement:
     def move_seat(self, seat: Seat, mesh: MeshShape) -> Seat:
         """The same weights and live episodes on this mesh. `seat` stays as it is."""
         engine = self._world.engine(mesh, seat.engine.config.num_slots)
+        self._played.add((mesh, seat.places, seat.pool))
         if engine is seat.engine:
             return seat
         start = time.perf_counter()

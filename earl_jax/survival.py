@@ -6,8 +6,9 @@ selector/ladder.py says what the rungs are; here they are those of a world.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +18,15 @@ from earl_jax.calibrate import Calibration
 from earl_jax.rollout.pages import pages_for
 from earl_jax.selector.choose import BudgetTooSmall, Option
 from earl_jax.selector.ladder import RolloutRung, TrainRung, rollout_rungs, train_rungs
-from earl_jax.selector.memory import resident_bytes
+from earl_jax.selector.memory import is_out_of_memory, resident_bytes
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
 _HOST_MEMORY = "pinned_host"
+# An array that goes by itself, because memory is short, goes in so many pieces.
+PIECES = 8
 
 
 class StateLost(RuntimeError):
@@ -62,6 +66,7 @@ class Ladder:
         """A lane has pages for one whole episode."""
         return pages_for(places, self.world.config.rollout.tokens_a_page)
 
+    @functools.cache  # noqa: B019 - a World lives as long as the run
     def trainer_bytes(self, mesh: MeshShape) -> int:
         """What a trainer on this mesh leaves on each device while episodes are played."""
         world = self.world
@@ -134,7 +139,7 @@ class Spares:
         self._trying = program
         if not self._kept or program in self._proven:
             return None
-        return jax.block_until_ready(jax.tree.map(_to_host, state))
+        return jax.block_until_ready(_to_host(state))
 
     def drop(self) -> None:
         """The program ran."""
@@ -156,10 +161,72 @@ class Spares:
         return jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), spare, state)
 
 
-def _to_host(leaf: jax.Array) -> Any:
+def carry(state: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, bool]:
+    """The arrays where they were told to go, and whether all of them are there. Gives `state` up.
+
+    At once, or where memory is short for that, one after the other in pieces of at most
+    `chunk_bytes`: each makes room for the next. Where it is short even so, what has arrived stays,
+    and the rest is where it was: they can be carried on from there, to anywhere.
+    """
+    if chunk_bytes is None:
+        moved = _unless_out_of_memory(lambda: reshard(state, shardings))
+        if moved is not None:
+            _free(state, moved)
+            return moved, True
+    leaves, structure = jax.tree.flatten(state)
+    targets = jax.tree.leaves(shardings)
+    for k, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        chunk = chunk_bytes or max(1, leaf.nbytes // PIECES)
+        moved = _unless_out_of_memory(
+            lambda leaf=leaf, target=target, chunk=chunk: reshard(leaf, target, chunk_bytes=chunk)
+        )
+        if moved is None:
+            return jax.tree.unflatten(structure, leaves), False
+        _free(leaf, moved)
+        leaves[k] = moved
+    return jax.tree.unflatten(structure, leaves), True
+
+
+def is_placed(state: Any, shardings: Any) -> bool:
+    """Whether every array is where it should be."""
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    return all(leaf.sharding.is_equivalent_to(where, leaf.ndim) for leaf, where in pairs)
+
+
+def _unless_out_of_memory(move: Callable[[], Any]) -> Any:
+    """What was moved, when it is there: an error may come only then. None where memory is short."""
+    try:
+        return jax.block_until_ready(move())
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
+
+
+def _free(state: Any, moved: Any) -> None:
+    """Frees what the moved arrays do not share."""
+    kept = {
+        (shard.device, shard.data.unsafe_buffer_pointer())
+        for leaf in jax.tree.leaves(moved)
+        for shard in leaf.addressable_shards
+    }
+    for leaf in jax.tree.leaves(state):
+        buffers = {(s.device, s.data.unsafe_buffer_pointer()) for s in leaf.addressable_shards}
+        if not buffers & kept:
+            leaf.delete()
+
+
+def _to_host(state: TrainState) -> TrainState:
     """A copy in host memory, shard by shard; on a CPU all memory is the host's."""
-    device = next(iter(leaf.sharding.device_set))
+    device = next(iter(jax.tree.leaves(state)[0].sharding.device_set))
     kinds = {memory.kind for memory in device.addressable_memories()}
     if device.platform == "cpu" or _HOST_MEMORY not in kinds:
-        return jnp.copy(leaf)
-    return jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST_MEMORY))
+        return _copy(state)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST_MEMORY)), state
+    )
+
+
+@jax.jit
+def _copy(state: TrainState) -> TrainState:
+    return jax.tree.map(jnp.copy, state)

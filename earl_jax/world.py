@@ -268,9 +268,12 @@ class World:
         """Whether a batch is to be scored before it is learnt from."""
         return self.config.importance_cap > 0 and self.config.train.epochs > 1
 
+    def scorer(self, shape: MeshShape, rung: TrainRung | None = None) -> Any:
+        """The jitted scoring of a batch on this training mesh; `rung` None: as the config says."""
+        return self._scorer(shape, rung or self.first_train_rung)
+
     @functools.cache  # noqa: B019
-    def scorer(self, shape: MeshShape, rung: TrainRung) -> Any:
-        """The jitted scoring of a batch on this training mesh."""
+    def _scorer(self, shape: MeshShape, rung: TrainRung) -> Any:
         return train_step.make_scorer(
             self.model,
             dataclasses.replace(self.config.train, **rung._asdict()),

@@ -227,7 +227,7 @@ def test_a_run_by_the_order_of_its_list_measures_bytes_only(tiny):
     assert option.move_s == 0.0
 
 
-def test_training_goes_by_the_longest_of_recent_steps(tiny, place):
+def test_training_goes_by_the_longest_of_recent_steps(tiny, monkeypatch):
     """The longest episode comes and goes; the mesh that has room for it does not."""
     entries = {
         f"train {mesh} {places}": Measurement(
@@ -241,8 +241,8 @@ def test_training_goes_by_the_longest_of_recent_steps(tiny, place):
         ]
     }
     table = ThroughputTable(path=None, measurements=entries)
+    monkeypatch.setattr(tiny.world, "budget_bytes", 25)
     placement = Placement(tiny.world, Calibration(tiny.world, table, lambda text: None))
-    placement._settings = dataclasses.replace(placement._settings, budget_bytes=25)
     history, meshes = LoadHistory(), []
     for longest in (SHORT, LONG, SHORT, LONG, SHORT):
         history = history.add(

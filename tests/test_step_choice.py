@@ -346,7 +346,7 @@ def test_growing_contexts_are_moved_for_a_step_before_the_wall():
 
 
 def test_the_choice_for_4096_devices_takes_less_than_100_ms():
-    """Of 30,000 pairs, for a mixture of 128 experts. Measured: benchmarks/selector.md."""
+    """Of 30,000 pairs, for a mixture of 128 experts. Timed by benchmarks/choose.py."""
 
     def possible(_):
         return None

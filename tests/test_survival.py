@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax import survival
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.loop import Position, rl_step, update
@@ -26,6 +27,7 @@ from earl_jax.selector.ladder import (
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import reshard
 from earl_jax.survival import StateLost
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import batch_shapes
@@ -260,6 +262,51 @@ def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(wor
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
     with pytest.raises(BudgetTooSmall, match=r"ran out of memory with rows of 32 tokens, 4 at"):
         placement.choose_training_again()
+
+
+@pytest.mark.parametrize("short_for, mesh", [("all at once", CUBE), ("two devices", D4T2)])
+def test_a_trainer_that_cannot_move_at_once_moves_in_pieces_or_elsewhere(
+    world, monkeypatch, short_for, mesh
+):
+    """Bit for bit, whatever had arrived when memory ran out."""
+    placement = placed(world)
+    placement.train_mesh = CUBE
+    monkeypatch.setattr(world, "train_candidates", [CUBE, D4T2])
+    moves = []
+
+    def narrow(tree, shardings, **options):
+        """Too little for many arrays at once, or for the eighth that goes to this mesh."""
+        leaves = jax.tree.leaves(tree)
+        moves.append(len(leaves))
+        far = jax.tree.leaves(shardings)[0].mesh.shape["fsdp"] > 1
+        if len(leaves) > 1 or (short_for == "two devices" and far and len(moves) == 9):
+            return hungry(donated=0)(jnp.ones(1))
+        return reshard(tree, shardings, **options)
+
+    monkeypatch.setattr(survival, "reshard", narrow)
+    state = world.init_train_state(D8)
+    expected = jax.tree.map(np.array, state)
+    if short_for == "two devices":
+        known = {
+            ThroughputTable.entry("train", D4T2, PLACES): Measurement(
+                tokens_per_s=None, program_bytes=1, switch_s=0.0
+            )
+        }
+        table = dataclasses.replace(
+            placement.calibration.table,
+            measurements={**placement.calibration.table.measurements, **known},
+        )
+        placement.calibration.table = table
+    moved = placement.move_state(state)
+    assert placement.in_training == mesh
+    shardings = world.train_state_shardings(mesh)
+    for old, new, where in zip(
+        jax.tree.leaves(expected), jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True
+    ):
+        assert new.sharding.is_equivalent_to(where, new.ndim)
+        assert old.tobytes() == np.array(new).tobytes()
+    failures = placement.take_log().failures
+    assert len(failures) == (short_for == "two devices")
 
 
 @pytest.mark.slow

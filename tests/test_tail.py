@@ -166,7 +166,7 @@ def test_a_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
 
     def step(alone):
         fast = Measurement(
-            tokens_per_s=100.0, program_bytes=1, switch_s=1e-3, alone_tokens_per_s=1.0
+            tokens_per_s=100.0, program_bytes=1, switch_s=1e-3, alone_tokens_per_s=0.1
         )
         found = {
             f"rollout {D8} {PLACES}": fast,
@@ -195,7 +195,7 @@ def test_a_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
     assert tails and tails[0].mesh == D4T2 and tails[0].switched
     assert placement.in_rollout == D8, "the next rollout begins where this one began"
     assert moved.rollout_mesh == str(D8)
-    stayed, placement = step(0.1)
+    stayed, placement = step(0.05)
     assert not [d for d in placement.take_log().decisions if d.stage == "tail"]
     for one, other in zip(moved.trajectories, stayed.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]

@@ -53,7 +53,7 @@ def measure(mebibytes: tuple[float, ...], repeats: int) -> Iterator[dict[str, An
                 if not plan.moved_bytes:
                     continue
                 ours_s = seconds(functools.partial(reshard, array, target), repeats)
-                copy_s = seconds(_copy_of(plan.moved_bytes), repeats)
+                copy_s = seconds(copy_of(plan.moved_bytes), repeats)
                 put_s = seconds(functools.partial(_put_fresh, array, target), repeats)
                 cells = (
                     str(before),
@@ -75,7 +75,8 @@ def _put_fresh(array: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.device_put(array + 0, target)
 
 
-def _copy_of(num_bytes: int) -> Callable[[], Any]:
+def copy_of(num_bytes: int) -> Callable[[], Any]:
+    """A copy of so many bytes, spread evenly: each device sends its share to the next one."""
     devices = jax.devices()
     share = max(1, num_bytes // len(devices))
     parts = [jnp.ones(share, jnp.uint8, device=SingleDeviceSharding(d)) for d in devices]

@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of the selector: what they count, and that the commands run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.selector_regret import regret, turn_tokens
+from earl_jax.bench import parse_flags
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_regret_of_a_choice_by_hand():
+    """Rollouts of 3 s, 2 s and 4 s, training of 5 s and 1 s: at best 2 s and 1 s."""
+    rollout_s, train_s = [3.0, 2.0, 4.0], [5.0, 1.0]
+    assert regret(rollout_s, train_s, (1, 1)) == (0.0, (1, 1))
+    assert regret(rollout_s, train_s, (0, 1)) == (pytest.approx(1 / 3), (1, 1))
+    assert regret(rollout_s, train_s, (2, 0)) == (2.0, (1, 1))
+
+
+def test_the_loads_of_the_regret():
+    assert turn_tokens("even", 3, 40) == [40, 40, 40]
+    assert turn_tokens("half", 2, 40) == [20, 20]
+    assert turn_tokens("tail", 10, 40) == [40, *[5] * 7, 40, 5]
+
+
+def test_switch_is_a_stage_of_bench():
+    flags = parse_flags(["switch", "--config.model.width=32"])
+    assert (flags.stage, flags.only, flags.overrides) == ("switch", "switch", ["model.width=32"])
+    assert parse_flags(["dispatch"]).only == "processes,within,weights,paper"
+
+
+TINY = (
+    "num_layers=1,width=16,num_heads=2,num_kv_heads=2,head_size=8,ffn_size=16".split(","),
+    "num_slots=8,episodes_per_step=16,context_buckets=(16,)".split(","),
+)
+
+
+@pytest.mark.slow
+def test_switches_of_a_tiny_model(tmp_path):
+    model, rollout = TINY
+    line = [sys.executable, "-m", "earl_jax.bench", "switch", "--json", "--repeats=1"]
+    line += [f"--config.model.{one}" for one in model]
+    line += [f"--config.rollout.{one}" for one in rollout]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(row) for row in done.stdout.splitlines()]
+    assert [row["what"] for row in rows] == [
+        "trainer",
+        "new weights",
+        "new weights",
+        "live rollout",
+    ]
+    # Whole on every device before; a device keeps its part and needs nothing.
+    assert rows[0]["moved MiB"] == 0 and rows[0]["to"] == "data=1,fsdp=8"
+    live = rows[3]
+    assert live["moved MiB"] > 0 and live["times a copy"] > 0
+    assert all(row["stalled ms"] > 0 for row in rows)
