@@ -12,6 +12,7 @@ model's sizes and the H100's data sheet. Prints Markdown. Takes a second, and no
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -68,6 +69,7 @@ def measured_points() -> Iterator[Point]:
         )
 
 
+@functools.cache
 def sizes_of(model: str, weight_dtype: str = "compute") -> ModelSizes:
     """A preset's sizes, with the published vocabulary, computing in bf16."""
     config = dataclasses.replace(PRESETS[model], compute_dtype="bfloat16")

@@ -156,12 +156,13 @@ def rollout_footprint(
     """Of a rollout beside `trainer` bytes, with pages for so many full rows of a row shard."""
     rows = work.num_slots // mesh.data
     buffers = work.num_rows // mesh.data * places * EXPERIENCE_BYTES
-    blocks = 4 * PLACES_AT_A_TIME * sizes.num_kv_heads // mesh.tensor * sizes.head_size
+    at_a_time = min(PLACES_AT_A_TIME, places)
+    blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
     decoding = rows * blocks * sizes.engine_bytes + logits
     together = min(rows, work.append_rows)
     tokens = together * work.chunk_size
-    scores = 2 * tokens * sizes.num_heads // mesh.tensor * PLACES_AT_A_TIME * 4
+    scores = 2 * tokens * sizes.num_heads // mesh.tensor * at_a_time * 4
     appending = scores + tokens * _block_width(sizes, mesh, mesh.expert) * sizes.engine_bytes
     beside = 0
     if platform == "tpu":
@@ -179,38 +180,38 @@ def rollout_footprint(
 def train_footprint(
     sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
 ) -> Footprint:
-    """Of an update on rows of `length` tokens.
+    """Of an update on rows of `length` tokens, in the fullest of its phases.
 
-    There are gradients in fp32, those of one micro-batch in the compute type, and the parameters in
-    that; what each layer keeps of the rows; and either the head's logits and gradient, or a layer's
-    gathered weights and what is between them.
+    All the time there are the parameters in the compute type, what each layer keeps of the rows,
+    and with several micro-batches the sum of gradients in fp32. Beside these, first the head's
+    logits and gradient; then a layer's gathered weights, what is between them, and the layers'
+    gradients in the compute type; in the end all gradients in fp32.
     """
     weights, moments = trainer_bytes(sizes, mesh)
     numbers = device_bytes(sizes.trained, mesh) // 4
     of_base = device_bytes([p._replace(itemsize=1) for p in sizes.frozen], mesh)
-    mixed = sizes.compute_bytes < 4
-    copies = (numbers + of_base) * sizes.compute_bytes if mixed else 0
-    gradients = numbers * 4 + (numbers * sizes.compute_bytes if mixed else 0)
-    shards = mesh.data * mesh.fsdp * mesh.expert
-    rows = work.num_rows // work.micro_batches // shards
-    residual = rows * length * sizes.width * sizes.compute_bytes
-    block = rows * length * _block_width(sizes, mesh, 1) * sizes.compute_bytes
-    kept = sizes.num_layers * (residual if work.remat else block)
-    head = _head_bytes(sizes, work, mesh, rows, length)
-    layer = _layer_bytes(sizes, mesh)
-    if platform == "tpu":
-        # Seen in what compilers say, not in what they say why: see benchmarks/plan.md.
-        kept *= 2
-        working = head + head_copies(sizes, mesh) + block
-    else:
-        working = max(head, 2 * layer + block)
+    copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
+    tokens = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert) * length
+    block = tokens * _block_width(sizes, mesh, 1) * sizes.compute_bytes
+    kept = tokens * sizes.num_layers * sizes.compute_bytes
+    kept *= sizes.width if work.remat else _kept_width(sizes, mesh)
+    summed = numbers * 4 if work.micro_batches > 1 else 0
+    apart = numbers * sizes.compute_bytes
+    head = _head_bytes(sizes, work, mesh, tokens // length, length)
+    layer = 2 * _layer_bytes(sizes, mesh) + block
+    phases = [(summed, kept + head), (summed + apart, kept + layer), (numbers * 4, 0)]
     if platform == "gpu":
         copies += _transposed_bytes(sizes, mesh)
+    if platform == "tpu":
+        # By what compilers say, which do not say why: benchmarks/plan.md.
+        together = kept * (2 if work.remat else 1) + head + _head_copies(sizes, mesh) + block
+        phases = [(summed + apart, together), (numbers * 4, 0)]
+    gradients, working = max(phases, key=sum)
     return Footprint(
         weights=weights,
         optimizer=moments,
         gradients=gradients,
-        activations=copies + kept + working,
+        activations=copies + working,
     )
 
 
@@ -227,16 +228,25 @@ def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     return stream + pairs * (6 * sizes.width + inside)
 
 
+def _kept_width(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Numbers that a layer keeps of a token for the backward pass, without remat."""
+    stream, inside = 14 * sizes.width, 6 * sizes.ffn_size // mesh.tensor
+    if not sizes.num_experts:
+        return stream + inside
+    return stream + sizes.experts_per_token * mesh.expert * (6 * sizes.width + inside)
+
+
 def _head_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int) -> int:
     """The head gathered, its gradient in fp32, both as they are cut; logits of a chunk."""
     numbers = sizes.width * sizes.vocab_size // mesh.tensor
-    matrices = numbers * (sizes.compute_bytes + 4)
+    matrices = 4 * numbers
+    if mesh.fsdp > 1:
+        matrices = (sizes.compute_bytes + 4) * (numbers + numbers // mesh.fsdp)
     chunk = min(work.logprob_chunk, length)
-    logits = rows * chunk * sizes.vocab_size // mesh.tensor * 4
-    return matrices + matrices // mesh.fsdp + 2 * logits
+    return matrices + 2 * rows * chunk * sizes.vocab_size // mesh.tensor * 4
 
 
-def head_copies(sizes: ModelSizes, mesh: MeshShape) -> int:
+def _head_copies(sizes: ModelSizes, mesh: MeshShape) -> int:
     """The embedding gathered, and once more in the other order of axes."""
     return 2 * sizes.width * sizes.vocab_size // mesh.tensor * sizes.compute_bytes
 

@@ -14,8 +14,8 @@ from earl_jax.sharding.plan_text import bytes_text, table_lines
 BYTES_ERROR = 0.10
 _TRUST = (
     "computed bytes (~) are within 10 % of XLA's for 30 of 30 programs compiled for TPUs and H100s "
-    "(benchmarks/plan.md), all with bf16 compute and remat; times are a roofline of data sheets, "
-    "right in order, not measured"
+    "(bf16 compute, remat: benchmarks/plan.md), and ? marks what is nearer to the budget; times are "
+    "a roofline of data sheets, not measured"
 )
 _KINDS = {
     "train": ("weights", "optimizer", "gradients", "activations"),
@@ -107,7 +107,7 @@ def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
     cells += [bytes_text(kinds.get(kind, 0)) for kind in _KINDS[prospect.stage]]
     cells += [
         bytes_text(total) + ("" if prospect.exact else " ~"),
-        f"{total / scene.budget_bytes:.0%}",
+        f"{total / scene.budget_bytes:.0%}{'' if _is_safe(scene, prospect) else ' ?'}",
         f"{prospect.seconds:,.2f}" if training else f"{1000 * prospect.seconds:,.2f}",
         f"{prospect.tokens_per_s:,.0f}",
     ]
@@ -115,6 +115,12 @@ def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
         return cells
     rows = scene.work.num_slots // prospect.mesh.data
     return [*cells, f"{prospect.rows_at_once} of {rows}"]
+
+
+def _is_safe(scene: Scene, prospect: Prospect) -> bool:
+    """Whether it fits even if more is needed than was computed, by as much as has been seen."""
+    more = 1.0 if prospect.exact else 1.0 + BYTES_ERROR
+    return prospect.footprint.total * more <= scene.budget_bytes
 
 
 def _others(scene: Scene, choice: Choice) -> str:
@@ -218,6 +224,7 @@ def _prospect_values(scene: Scene, prospect: Prospect) -> dict[str, Any]:
     values: dict[str, Any] = {
         "mesh": str(prospect.mesh),
         "fits": prospect.footprint.total <= scene.budget_bytes,
+        "safe": _is_safe(scene, prospect),
         "exact": prospect.exact,
         "bytes_per_device": prospect.footprint.total,
         "bytes": prospect.footprint.as_dict(),
