@@ -44,7 +44,14 @@ from earl_jax.selector.roofline import (
     waves,
     weights_read,
 )
-from earl_jax.selector.schedule import Footprint, Prospect, make_schedule, smallest_hardware
+from earl_jax.selector.schedule import (
+    Footprint,
+    Prospect,
+    calibrated,
+    make_schedule,
+    smallest_hardware,
+)
+from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
@@ -373,6 +380,20 @@ def test_a_compiler_is_asked_for_what_would_be_chosen_until_that_was_asked():
     assert stop.train.chosen.exact and stop.rollout.chosen.exact
 
 
+def test_a_stage_that_was_measured_has_one_factor():
+    scene = scene_of()
+    mesh = scene.train_meshes[0]
+    (computed,) = (p for p in make_schedule(scene, [64])[0].train.prospects if p.mesh == mesh)
+    entry, other = f"train {mesh} 64", "train data=3 64"
+    measurement = Measurement(tokens_per_s=computed.tokens_per_s / 4, program_bytes=1, switch_s=0.0)
+    scene = calibrated(scene, {entry: measurement, other: measurement})
+    assert scene.factors == {"train": pytest.approx(0.25)}
+    (stop,) = make_schedule(scene, [64])
+    slower = next(p for p in stop.train.prospects if p.mesh == mesh)
+    assert slower.seconds == pytest.approx(4 * computed.seconds)
+    assert slower.tokens_per_s == pytest.approx(computed.tokens_per_s / 4)
+
+
 def test_listed_meshes_go_by_their_order():
     meshes = "selector.rollout_meshes=('data=4,tensor=2','data=8')"
     listed = scene_of("h100:1x8", "selector.order=listed", meshes)
@@ -418,7 +439,8 @@ BIG = (
     "--config.selector.rollout_meshes=()",
     "--config.selector.train_meshes=()",
     "--config.selector.budget_bytes_per_device=0",
-    "--contexts=1024,8192,32768",
+    "--config.rollout.context_buckets=(1024,)",
+    "--contexts=1024,2048,8192",
 )
 
 
@@ -436,7 +458,7 @@ def test_json_has_every_candidate_and_where_meshes_change(capsys):
     assert (values["devices"], values["hosts"], values["mode"]) == (64, 16, "quick")
     assert values["budget_bytes_per_device"] == int(0.97 * 95 * 2**30)
     assert values["expected_error"]["bytes"] == 0.10
-    assert [entry["context"] for entry in values["contexts"]] == [1024, 8192, 32768]
+    assert [entry["context"] for entry in values["contexts"]] == [1024, 2048, 8192]
     for entry in values["contexts"]:
         for stage in ("train", "rollout"):
             meshes = {found["mesh"]: found for found in entry[stage]["meshes"]}
@@ -448,9 +470,7 @@ def test_json_has_every_candidate_and_where_meshes_change(capsys):
                 )
                 assert found["tokens_per_s"] > 0
     # The config's rooms double: the schedule has all of them on the way.
-    assert [stop["places"] for stop in values["schedule"]] == [
-        1024, 2048, 4096, 8192, 16384, 32768,
-    ]  # fmt: skip
+    assert [stop["places"] for stop in values["schedule"]] == [1024, 2048, 4096, 8192]
     # 72 billion parameters of 2 bytes on four v5p and more.
     assert all("tensor=" in stop["rollout_mesh"] for stop in values["schedule"])
 
@@ -476,6 +496,7 @@ def test_where_nothing_fits_the_plan_says_what_would_do(capsys):
         (["--topology=h100:3x8"], "--config.rollout.num_slots=72"),
         (["--topology=h100:1x4"], "'data=8', a mesh of 8 devices; this run has 4"),
         (["--topology=cpu:8", "--config=nowhere.py"], "no such file"),
+        (["--topology=cpu:8", "--table=nowhere.json"], "--table=nowhere.json cannot be read"),
     ],
 )
 def test_bad_input_is_answered_with_what_to_change(arguments, words):

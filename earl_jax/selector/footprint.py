@@ -199,7 +199,9 @@ def train_footprint(
     apart = numbers * sizes.compute_bytes
     head = _head_bytes(sizes, work, mesh, tokens // length, length)
     layer = 2 * _layer_bytes(sizes, mesh) + block
-    phases = [(summed, kept + head), (summed + apart, kept + layer), (numbers * 4, 0)]
+    # In a loop over micro-batches XLA keeps zeros for the gradient of a matrix of all layers, twice.
+    zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
+    phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
     if platform == "gpu":
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
@@ -230,7 +232,11 @@ def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
 
 def _kept_width(sizes: ModelSizes, mesh: MeshShape) -> int:
     """Numbers that a layer keeps of a token for the backward pass, without remat."""
-    stream, inside = 14 * sizes.width, 6 * sizes.ffn_size // mesh.tensor
+    heads = sizes.num_heads * sizes.head_size // mesh.tensor
+    stream, inside = 8 * sizes.width + 6 * heads, 6 * sizes.ffn_size // mesh.tensor
+    if any(parameter.name == "query_norm" for parameter in sizes.engine):
+        # Queries and keys before and after, in fp32 in between.
+        stream += 4 * (heads + sizes.num_kv_heads * sizes.head_size // mesh.tensor)
     if not sizes.num_experts:
         return stream + inside
     return stream + sizes.experts_per_token * mesh.expert * (6 * sizes.width + inside)
@@ -243,7 +249,7 @@ def _head_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, l
     if mesh.fsdp > 1:
         matrices = (sizes.compute_bytes + 4) * (numbers + numbers // mesh.fsdp)
     chunk = min(work.logprob_chunk, length)
-    return matrices + 2 * rows * chunk * sizes.vocab_size // mesh.tensor * 4
+    return matrices + rows * chunk * sizes.vocab_size // mesh.tensor * 4
 
 
 def _head_copies(sizes: ModelSizes, mesh: MeshShape) -> int:
@@ -256,6 +262,12 @@ def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     layers = [p for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
     numbers = device_bytes([p._replace(itemsize=1) for p in layers], mesh)
     return numbers * mesh.fsdp * sizes.compute_bytes // sizes.num_layers
+
+
+def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """The largest matrix of all layers, in the compute type."""
+    layers = [p for p in sizes.trained if p.axes[0] == "L"]
+    return max(device_bytes([p], mesh) for p in layers) * sizes.compute_bytes // 4
 
 
 def _transposed_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

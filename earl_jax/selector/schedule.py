@@ -6,7 +6,7 @@ The rules are those of a run (`choose`); bytes and speeds are predicted instead 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from earl_jax.selector.candidates import Check, rollout_candidates, train_candidates
 from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
@@ -21,7 +21,8 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware, hardware_of
-from earl_jax.selector.roofline import decode_s, rollout_tokens_per_s, train_s
+from earl_jax.selector.roofline import calibration, decode_s, rollout_tokens_per_s, train_s
+from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology
 
@@ -34,7 +35,8 @@ class Scene:
     """What is planned for: a model and its work on some hardware, and the meshes to choose from.
 
     `obstacle` says why a mesh cuts the model unevenly. Without `by_speed` meshes are taken in the
-    order that they are listed in (config.selector.order).
+    order that they are listed in (config.selector.order). `factors` are measured speeds by computed
+    ones, of a stage; 1 where there is none.
     """
 
     hardware: Hardware
@@ -45,6 +47,7 @@ class Scene:
     by_speed: bool
     rollout_meshes: tuple[MeshShape, ...]
     train_meshes: tuple[MeshShape, ...]
+    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def budget_bytes(self) -> int:
@@ -141,8 +144,30 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
     return schedule
 
 
+def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
+    """The scene with one factor a stage, by what a throughput table has of its meshes.
+
+    Entries without a speed, and those of other meshes, count for nothing.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {"train": [], "rollout": []}
+    for entry, measurement in measured.items():
+        stage, mesh, places = entry.split(" ")
+        shape, speed = MeshShape.parse(mesh), measurement.tokens_per_s
+        meshes = scene.train_meshes if stage == "train" else scene.rollout_meshes
+        if speed is None or shape not in meshes:
+            continue
+        if stage == "train":
+            found = _train_prospect(scene, shape, int(places))
+        else:
+            found = _rollout_prospect(scene, shape, int(places), 0)
+        pairs[stage].append((speed, found.tokens_per_s))
+    factors = {stage: calibration(found) for stage, found in pairs.items() if found}
+    return dataclasses.replace(scene, factors=factors)
+
+
 def _train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
     seconds = train_s(scene.hardware, scene.sizes, scene.work, mesh, places).total
+    seconds /= scene.factors.get("train", 1.0)
     return Prospect(
         stage="train",
         mesh=mesh,
@@ -163,6 +188,7 @@ def _rollout_prospect(scene: Scene, mesh: MeshShape, places: int, resident: int)
     room = scene.budget_bytes - bare.total
     at_once = min(rows, max(least, room // row_bytes(sizes, work, mesh, places)))
     step = decode_s(hardware, sizes, work, mesh, at_once, places)
+    factor = scene.factors.get("rollout", 1.0)
     return Prospect(
         stage="rollout",
         mesh=mesh,
@@ -170,8 +196,8 @@ def _rollout_prospect(scene: Scene, mesh: MeshShape, places: int, resident: int)
         footprint=rollout_footprint(
             sizes, work, mesh, places, at_once, resident, hardware.platform
         ),
-        tokens_per_s=rollout_tokens_per_s(hardware, sizes, work, mesh, places, at_once),
-        seconds=step.total,
+        tokens_per_s=factor * rollout_tokens_per_s(hardware, sizes, work, mesh, places, at_once),
+        seconds=step.total / factor,
         rows_at_once=at_once,
     )
 

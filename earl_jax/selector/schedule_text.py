@@ -14,8 +14,8 @@ from earl_jax.sharding.plan_text import bytes_text, table_lines
 BYTES_ERROR = 0.10
 _TRUST = (
     "computed bytes (~) are within 10 % of XLA's for 30 of 30 programs compiled for TPUs and H100s "
-    "(bf16 compute, remat: benchmarks/plan.md), and ? marks what is nearer to the budget; times are "
-    "a roofline of data sheets, not measured"
+    "in bf16 with remat, 20 % without (benchmarks/plan.md); ? marks what is nearer than 10 % to "
+    "the budget; times are a roofline of data sheets, not measured"
 )
 _KINDS = {
     "train": ("weights", "optimizer", "gradients", "activations"),
@@ -39,6 +39,9 @@ def hardware_lines(scene: Scene, *, exact: bool) -> Iterator[str]:
     if exact:
         yield "exact: bytes of what is chosen are XLA's own; those marked ~ are computed, and times"
     yield f"quick: {_TRUST}" if not exact else f"  {_TRUST}"
+    if scene.factors:
+        named = ", ".join(f"{stage} x {factor:.3g}" for stage, factor in scene.factors.items())
+        yield f"speeds are multiplied by measured over computed: {named}"
 
 
 def hardware_values(scene: Scene, *, exact: bool) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def hardware_values(scene: Scene, *, exact: bool) -> dict[str, Any]:
         "hosts": scene.hardware.num_hosts,
         "budget_bytes_per_device": scene.budget_bytes,
         "mode": "exact" if exact else "quick",
+        "calibration": dict(scene.factors),
         "expected_error": {"bytes": BYTES_ERROR, "words": _TRUST},
     }
 
