@@ -162,7 +162,8 @@ def rollout_footprint(
     decoding = rows * blocks * sizes.engine_bytes + logits
     together = min(rows, work.append_rows)
     tokens = together * work.chunk_size
-    scores = 2 * tokens * sizes.num_heads // mesh.tensor * at_a_time * 4
+    # Scores in fp32, and what they are once they weigh values.
+    scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
     appending = scores + tokens * _block_width(sizes, mesh, mesh.expert) * sizes.engine_bytes
     beside = 0
     if platform == "tpu":
@@ -199,7 +200,7 @@ def train_footprint(
     apart = numbers * sizes.compute_bytes
     head = _head_bytes(sizes, work, mesh, tokens // length, length)
     layer = 2 * _layer_bytes(sizes, mesh) + block
-    # In a loop over micro-batches XLA keeps zeros for the gradient of a matrix of all layers, twice.
+    # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
     zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
     phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
     if platform == "gpu":

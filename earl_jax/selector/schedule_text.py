@@ -12,9 +12,12 @@ from earl_jax.sharding.plan_text import bytes_text, table_lines
 
 # How far computed bytes are from XLA's at most, and how far that is known.
 BYTES_ERROR = 0.10
+# A program has been seen that needs 12 % more than was computed; what is this far from the budget
+# is safe.
+MARGIN = 0.15
 _TRUST = (
     "computed bytes (~) are within 10 % of XLA's for 30 of 30 programs compiled for TPUs and H100s "
-    "in bf16 with remat, 20 % without (benchmarks/plan.md); ? marks what is nearer than 10 % to "
+    "in bf16 with remat, 20 % otherwise (benchmarks/plan.md); ? marks what is nearer than 15 % to "
     "the budget; times are a roofline of data sheets, not measured"
 )
 _KINDS = {
@@ -122,8 +125,8 @@ def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
 
 
 def _is_safe(scene: Scene, prospect: Prospect) -> bool:
-    """Whether it fits even if more is needed than was computed, by as much as has been seen."""
-    more = 1.0 if prospect.exact else 1.0 + BYTES_ERROR
+    """Whether it fits even if it needs more than was computed, by as much as has been seen."""
+    more = 1.0 if prospect.exact else 1.0 + MARGIN
     return prospect.footprint.total * more <= scene.budget_bytes
 
 
