@@ -207,7 +207,9 @@ def train_footprint(
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # By what compilers say, which do not say why: benchmarks/plan.md.
-        together = kept * (2 if work.remat else 1) + head + _head_copies(sizes, mesh) + block
+        together = (
+            kept * (2 if work.remat and summed else 1) + head + _head_copies(sizes, mesh) + block
+        )
         phases = [(summed + apart, together), (numbers * 4, 0)]
     gradients, working = max(phases, key=sum)
     return Footprint(
