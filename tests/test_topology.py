@@ -84,6 +84,7 @@ def test_a_grid_that_no_host_makes_is_the_users_mistake():
         pytest.param("v6e:4x4", marks=need_compiler("v6e:4x4")),
         pytest.param("h100:2x8", marks=need_compiler("h100:2x8")),
         pytest.param("h200:2x8", marks=need_compiler("h200:2x8")),
+        pytest.param("b200:2x8", marks=need_compiler("b200:2x8")),
     ],
 )
 def test_a_program_compiles_for_devices_that_are_not_here(name):

@@ -16,7 +16,7 @@ import dataclasses
 import importlib.util
 import math
 import os
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -113,6 +113,18 @@ CHIPS = {
             network_bytes_per_s=50e9,
             host_bytes_per_s=64e9,
         ),
+        Chip(
+            name="b200",
+            platform="gpu",
+            axes=2,
+            example="b200:1x8",
+            hbm_bytes=183_359 * 2**20,
+            bf16_flops_per_s=2250e12,
+            hbm_bytes_per_s=8000e9,
+            link_bytes_per_s=900e9,
+            network_bytes_per_s=50e9,
+            host_bytes_per_s=64e9,
+        ),
     )
 }
 
@@ -124,6 +136,7 @@ _KINDS = (
     ("TPU v6", "v6e"),
     ("NVIDIA H100", "h100"),
     ("NVIDIA H200", "h200"),
+    ("NVIDIA B200", "b200"),
 )
 
 
@@ -222,18 +235,32 @@ def _gpu_devices(topology: Topology) -> Any:
         platform="cuda",
         topology_name="",
         topology=f"1x{hosts}x{gpus}",  # slices x hosts x GPUs
-        target_config=_hopper(topology.chip),
+        target_config=_target(topology.chip),
     ).devices
 
 
-def _hopper(chip: Chip) -> str:
-    """XLA's GpuTargetConfigProto of a Hopper SXM module, as text."""
+class _Silicon(NamedTuple):
+    """What XLA asks of a GPU beside its memory."""
+
+    capability: int
+    cores: int
+    clock_ghz: float
+    l2_bytes: int
+
+
+_HOPPER = _Silicon(capability=9, cores=132, clock_ghz=1.98, l2_bytes=52_428_800)
+_BLACKWELL = _Silicon(capability=10, cores=148, clock_ghz=1.965, l2_bytes=132_644_864)
+
+
+def _target(chip: Chip) -> str:
+    """XLA's GpuTargetConfigProto of an SXM module, as text."""
+    silicon = _BLACKWELL if chip.name == "b200" else _HOPPER
     return f"""
         gpu_device_info {{
-          cuda_compute_capability {{ major: 9 minor: 0 }}
-          core_count: 132
+          cuda_compute_capability {{ major: {silicon.capability} minor: 0 }}
+          core_count: {silicon.cores}
           fpus_per_core: 128
-          clock_rate_ghz: 1.98
+          clock_rate_ghz: {silicon.clock_ghz}
           threads_per_warp: 32
           threads_per_block_limit: 1024
           threads_per_core_limit: 2048
@@ -245,7 +272,7 @@ def _hopper(chip: Chip) -> str:
           block_dim_limit_x: 2147483647
           block_dim_limit_y: 65535
           block_dim_limit_z: 65535
-          l2_cache_size: 52428800
+          l2_cache_size: {silicon.l2_bytes}
           memory_bandwidth: {chip.hbm_bytes_per_s:.0f}
           device_memory_size: {chip.hbm_bytes}
         }}

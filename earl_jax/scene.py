@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan is made for, from a config: the model's sizes, the stages' work, the candidates.
+
+Nothing is started or placed: devices need not be here, nor weights.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.config import Config
+from earl_jax.envs.board_game import game_corpus
+from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.hf_read import open_checkpoint
+from earl_jax.models.hub import find_folder
+from earl_jax.models.parameters import check_tensor_axis, is_spec
+from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.choose import Settings
+from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
+from earl_jax.selector.hardware import Hardware
+from earl_jax.selector.schedule import Scene
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import trained_specs
+from earl_jax.world import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
+
+
+def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:
+    """The model of a run of this config, and the entries of its vocabulary.
+
+    Raises:
+        ValueError: a checkpoint that cannot be read, or a vocabulary beside one.
+    """
+    if not config.model.path:
+        if vocab_size is None:
+            corpus = game_corpus(config.env, CORPUS_GAMES, seed=0)
+            entries = len(build_tokenizer(corpus, MAX_VOCAB_SIZE))
+            vocab_size = -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return config.model, vocab_size
+    if vocab_size is not None:
+        raise ValueError(
+            f"--vocab_size={vocab_size} beside config.model.path ({config.model.path!r}), which "
+            "says what the vocabulary is; remove one of the two"
+        )
+    checkpoint = open_checkpoint(find_folder(config.model.path))
+    dtype = config.model.compute_dtype
+    return dataclasses.replace(checkpoint.model, compute_dtype=dtype), checkpoint.vocab_size
+
+
+def model_sizes(
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    engine_dtype: str,
+    weight_dtype: str = "compute",
+    train: TrainConfig = TrainConfig(),  # noqa: B008 - frozen
+) -> ModelSizes:
+    """A model's sizes; the engine computes in `engine_dtype` and keeps matrices in `weight_dtype`.
+
+    Raises ValueError for adapters that this model cannot have.
+    """
+    trained, frozen = trained_specs(model, train, vocab_size)
+    specs = engine_specs(model, vocab_size, weight_dtype)
+    is_mixture = model.num_experts > 0
+    return ModelSizes(
+        num_layers=model.num_layers,
+        width=model.width,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        ffn_size=model.expert_ffn_size if is_mixture else model.ffn_size,
+        num_experts=model.num_experts,
+        experts_per_token=model.experts_per_token if is_mixture else 1,
+        vocab_size=vocab_size,
+        windows=model.layer_windows,
+        compute_bytes=jnp.dtype(model.compute_dtype).itemsize,
+        engine_bytes=jnp.dtype(engine_dtype).itemsize,
+        engine=_alike(_engine_parameters(specs, engine_dtype)),
+        trained=_alike(_parameters(trained, 4)),
+        frozen=_alike(_parameters(frozen, jnp.dtype(train.lora.base_dtype).itemsize)),
+    )
+
+
+def _parameters(specs: Any, itemsize: int) -> list[Parameter]:
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    return [Parameter(_name(path), spec.shape, spec.axes, itemsize) for path, spec in leaves]
+
+
+def _engine_parameters(specs: Any, dtype: str) -> list[Parameter]:
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    shapes = jax.tree.leaves(engine_shapes(specs, dtype))
+    return [
+        Parameter(_name(path), spec.shape, spec.axes, shape.dtype.itemsize)
+        for (path, spec), shape in zip(leaves, shapes, strict=True)
+    ]
+
+
+def _name(path: Any) -> str:
+    """The last key of a path: of all layers the same."""
+    keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    return keys[-1]
+
+
+def _alike(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Equal ones once, with their number."""
+    counts: dict[Parameter, int] = {}
+    for parameter in parameters:
+        counts[parameter] = counts.get(parameter, 0) + 1
+    return tuple(parameter._replace(count=count) for parameter, count in counts.items())
+
+
+def workload(config: Config) -> Workload:
+    """What the stages of a run of this config do in a step."""
+    rollout, train = config.rollout, config.train
+    dtype = rollout.computes_as(config.model.compute_dtype)
+    return Workload(
+        num_slots=rollout.num_slots,
+        num_rows=rollout.episodes_per_step,
+        micro_batches=train.micro_batches,
+        remat=train.remat,
+        logprob_chunk=train.logprob_chunk,
+        chunk_size=rollout.chunk_size,
+        append_rows=rollout.append_rows,
+        burst=rollout.burst,
+        page_size=rollout.tokens_a_page,
+        kv_itemsize=1 if rollout.kv_dtype == "int8" else jnp.dtype(dtype).itemsize,
+    )
+
+
+def make_scene(
+    config: Config, hardware: Hardware, vocab_size: int | None, budget_bytes: int
+) -> Scene:
+    """What a run of this config would choose from on this hardware.
+
+    Raises:
+        ValueError: a setting that is impossible for so many devices, as a run would say it.
+    """
+    model, vocab_size = find_model(config, vocab_size)
+    num_devices, selector, work = hardware.num_devices, config.selector, workload(config)
+    for field in ("num_slots", "episodes_per_step"):
+        number = getattr(config.rollout, field)
+        if number % num_devices:
+            raise ValueError(
+                f"config.rollout.{field} is {number}, which does not divide over the {num_devices} "
+                f"devices of {hardware.name}; choose a multiple, as in "
+                f"--config.rollout.{field}={-(-number // num_devices) * num_devices}"
+            )
+
+    def obstacle(shape: MeshShape) -> str | None:
+        return check_tensor_axis(model, vocab_size, shape.tensor, shape.fsdp, shape.expert)
+
+    def train_obstacle(shape: MeshShape) -> str | None:
+        rows, parts = work.num_rows // work.micro_batches, shape.data * shape.fsdp * shape.expert
+        if rows % parts:
+            return f"{rows} rows per micro-batch do not divide by {parts}"
+        return obstacle(shape)
+
+    experts = model.num_experts
+    return Scene(
+        hardware=hardware,
+        sizes=model_sizes(
+            model,
+            vocab_size,
+            engine_dtype=config.rollout.computes_as(model.compute_dtype),
+            weight_dtype=config.rollout.weight_dtype,
+            train=config.train,
+        ),
+        work=work,
+        settings=Settings(
+            budget_bytes=budget_bytes,
+            hysteresis=selector.hysteresis,
+            horizon_steps=selector.horizon_steps,
+        ),
+        obstacle=obstacle,
+        by_speed=selector.order == "measured",
+        rollout_meshes=tuple(
+            rollout_candidates(num_devices, selector.rollout_meshes, obstacle, experts)
+        ),
+        train_meshes=tuple(
+            train_candidates(num_devices, selector.train_meshes, train_obstacle, experts)
+        ),
+    )

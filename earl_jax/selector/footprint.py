@@ -1,0 +1,279 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes per device of a stage on a mesh that is not here, by what they are for. Pure arithmetic.
+
+What lies there from round to round (weights, moments, pages) follows from shapes and placement, and
+is exact. What a program needs beside it is a model of what XLA makes of `train/step.py` and
+`rollout/slots.py`: the arrays that are there at once in the fullest moment.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from earl_jax.sharding.layout import PARAMETER_RULES, MeshShape
+
+# Tokens, turns, log-probs and versions: an i32 or f32 for each place of a row.
+EXPERIENCE_BYTES = 16
+# What is read of the cache at a time on a chip (models/paged_attention.py).
+PLACES_AT_A_TIME = 1024
+# Of the logits of all slots while tokens are drawn: as they are, tempered, added up.
+LOGIT_COPIES = 3
+
+
+class Parameter(NamedTuple):
+    """Equal arrays of a model: a letter of the legend per axis, bytes of a number, how many."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: str
+    itemsize: int
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """A decoder, as far as bytes and operations go.
+
+    `engine` is what the rollout holds, `trained` what is updated (fp32), `frozen` the base that
+    adapters are beside. `ffn_size` is that of one expert of a mixture, where `num_experts` is not
+    0. `windows` has a number for each layer, 0 where it looks back over all. `compute_bytes` are
+    those of a number in the trainer's matrix work, `engine_bytes` in the engine's and its cache.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_size: int
+    num_experts: int
+    experts_per_token: int
+    vocab_size: int
+    windows: tuple[int, ...]
+    compute_bytes: int
+    engine_bytes: int
+    engine: tuple[Parameter, ...]
+    trained: tuple[Parameter, ...]
+    frozen: tuple[Parameter, ...] = ()
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding is the head too."""
+        return not any(parameter.name == "head" for parameter in self.engine)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the stages do in a step; the fields of the same names in the config say what they are.
+
+    `num_rows` are the episodes of a step. `kv_itemsize` 1 is a cache of int8, which has a scale of
+    4 bytes for each token and head beside it.
+    """
+
+    num_slots: int
+    num_rows: int
+    micro_batches: int
+    remat: bool
+    logprob_chunk: int
+    chunk_size: int
+    append_rows: int
+    burst: int
+    page_size: int
+    kv_itemsize: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes of one device while a stage runs.
+
+    `trainer` is what training leaves there during a rollout: parameters and moments.
+    """
+
+    weights: int
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0
+    cache: int = 0
+    trainer: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.as_dict().values())
+
+    def as_dict(self) -> dict[str, int]:
+        """By kind, those that there are."""
+        return {kind: size for kind, size in dataclasses.asdict(self).items() if size}
+
+
+def parts_of(axes: str, mesh: MeshShape) -> int:
+    """Into how many parts a parameter with these axes is cut."""
+    sizes: Mapping[str, int] = dataclasses.asdict(mesh)
+    return math.prod(sizes[axis] for letter in axes for axis in PARAMETER_RULES.get(letter, ()))
+
+
+def device_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
+    """Bytes per device of parameters placed on this mesh."""
+    return sum(
+        parameter.count
+        * parameter.itemsize
+        * math.prod(parameter.shape)
+        // parts_of(parameter.axes, mesh)
+        for parameter in parameters
+    )
+
+
+def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
+    """Bytes per device that a token of context takes, over all layers."""
+    of_a_head = sizes.head_size * work.kv_itemsize + (4 if work.kv_itemsize == 1 else 0)
+    heads = sizes.num_kv_heads // mesh.tensor
+    return 2 * sizes.num_layers * heads * of_a_head
+
+
+def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
+    """Bytes per device of a trainer at rest: its parameters with a frozen base, and its moments."""
+    trained = device_bytes(sizes.trained, mesh)
+    return trained + device_bytes(sizes.frozen, mesh), 2 * trained
+
+
+def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, places: int) -> int:
+    """Bytes per device of the pages of a full row."""
+    pages = -(-places // work.page_size)
+    return pages * work.page_size * cache_token_bytes(sizes, work, mesh)
+
+
+def rollout_footprint(
+    sizes: ModelSizes,
+    work: Workload,
+    mesh: MeshShape,
+    places: int,
+    rows_at_once: int,
+    trainer: int,
+    platform: str,
+) -> Footprint:
+    """Of a rollout beside `trainer` bytes, with pages for so many full rows of a row shard."""
+    rows = work.num_slots // mesh.data
+    buffers = work.num_rows // mesh.data * places * EXPERIENCE_BYTES
+    at_a_time = min(PLACES_AT_A_TIME, places)
+    blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
+    logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
+    decoding = rows * blocks * sizes.engine_bytes + logits
+    together = min(rows, work.append_rows)
+    tokens = together * work.chunk_size
+    # Scores in fp32, and what they are once they weigh values.
+    scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
+    appending = scores + tokens * _block_width(sizes, mesh, mesh.expert) * sizes.engine_bytes
+    beside = 0
+    if platform == "tpu":
+        # Attention's matrices, in the order of axes that the decode loop wants.
+        names = ("query", "key", "value", "out")
+        beside = device_bytes([p for p in sizes.engine if p.name in names], mesh)
+    return Footprint(
+        weights=device_bytes(sizes.engine, mesh),
+        cache=rows_at_once * row_bytes(sizes, work, mesh, places),
+        activations=buffers + beside + max(decoding, appending),
+        trainer=trainer,
+    )
+
+
+def train_footprint(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
+) -> Footprint:
+    """Of an update on rows of `length` tokens, in the fullest of its phases.
+
+    All the time there are the parameters in the compute type, what each layer keeps of the rows,
+    and with several micro-batches the sum of gradients in fp32. Beside these, first the head's
+    logits and gradient; then a layer's gathered weights, what is between them, and the layers'
+    gradients in the compute type; in the end all gradients in fp32.
+    """
+    weights, moments = trainer_bytes(sizes, mesh)
+    numbers = device_bytes(sizes.trained, mesh) // 4
+    of_base = device_bytes([p._replace(itemsize=1) for p in sizes.frozen], mesh)
+    copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
+    tokens = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert) * length
+    block = tokens * _block_width(sizes, mesh, 1) * sizes.compute_bytes
+    kept = tokens * sizes.num_layers * sizes.compute_bytes
+    kept *= sizes.width if work.remat else _kept_width(sizes, mesh)
+    summed = numbers * 4 if work.micro_batches > 1 else 0
+    apart = numbers * sizes.compute_bytes
+    head = _head_bytes(sizes, work, mesh, tokens // length, length)
+    layer = 2 * _layer_bytes(sizes, mesh) + block
+    # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
+    zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
+    phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
+    if platform == "gpu":
+        copies += _transposed_bytes(sizes, mesh)
+    if platform == "tpu":
+        # By what compilers say, which do not say why: benchmarks/plan.md.
+        together = (
+            kept * (2 if work.remat and summed else 1) + head + _head_copies(sizes, mesh) + block
+        )
+        phases = [(summed + apart, together), (numbers * 4, 0)]
+    gradients, working = max(phases, key=sum)
+    return Footprint(
+        weights=weights,
+        optimizer=moments,
+        gradients=gradients,
+        activations=copies + working,
+    )
+
+
+def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
+    """Numbers that a layer has for a token at once: of the stream, and between its matrices.
+
+    In a mixture a token is there once for each of its experts, and in training on each device of
+    the `expert` axis; `experts_cut` is that axis where it is not.
+    """
+    stream, inside = 8 * sizes.width, 4 * sizes.ffn_size // mesh.tensor
+    if not sizes.num_experts:
+        return stream + inside
+    pairs = sizes.experts_per_token * mesh.expert // experts_cut
+    return stream + pairs * (6 * sizes.width + inside)
+
+
+def _kept_width(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Numbers that a layer keeps of a token for the backward pass, without remat."""
+    heads = sizes.num_heads * sizes.head_size // mesh.tensor
+    stream, inside = 8 * sizes.width + 6 * heads, 6 * sizes.ffn_size // mesh.tensor
+    if any(parameter.name == "query_norm" for parameter in sizes.engine):
+        # Queries and keys before and after, in fp32 in between.
+        stream += 4 * (heads + sizes.num_kv_heads * sizes.head_size // mesh.tensor)
+    if not sizes.num_experts:
+        return stream + inside
+    return stream + sizes.experts_per_token * mesh.expert * (6 * sizes.width + inside)
+
+
+def _head_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int) -> int:
+    """The head gathered, its gradient in fp32, both as they are cut; logits of a chunk."""
+    numbers = sizes.width * sizes.vocab_size // mesh.tensor
+    matrices = 4 * numbers
+    if mesh.fsdp > 1:
+        matrices = (sizes.compute_bytes + 4) * (numbers + numbers // mesh.fsdp)
+    chunk = min(work.logprob_chunk, length)
+    return matrices + rows * chunk * sizes.vocab_size // mesh.tensor * 4
+
+
+def _head_copies(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """The embedding gathered, and once more in the other order of axes."""
+    return 2 * sizes.width * sizes.vocab_size // mesh.tensor * sizes.compute_bytes
+
+
+def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """A layer's matrices, gathered, in the compute type."""
+    layers = [p for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
+    numbers = device_bytes([p._replace(itemsize=1) for p in layers], mesh)
+    return numbers * mesh.fsdp * sizes.compute_bytes // sizes.num_layers
+
+
+def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """The largest matrix of all layers, in the compute type."""
+    layers = [p for p in sizes.trained if p.axes[0] == "L"]
+    return max(device_bytes([p], mesh) for p in layers) * sizes.compute_bytes // 4
+
+
+def _transposed_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Parameters that XLA for GPUs keeps a second time, in the order of axes of their product."""
+    names = ("down", "out", "embed", "expert_gate", "expert_up", "expert_down")
+    return device_bytes([p for p in sizes.trained if p.name in names], mesh)

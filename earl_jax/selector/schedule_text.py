@@ -1,0 +1,242 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule in tables and words for people, and as plain values for programs."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from earl_jax.selector.footprint import device_bytes
+from earl_jax.selector.schedule import Choice, Prospect, Scene, Stop
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.plan_text import bytes_text, table_lines
+
+# How far computed bytes are from XLA's at most, and how far that is known.
+BYTES_ERROR = 0.10
+# A program has been seen that needs 12 % more than was computed; what is this far from the budget
+# is safe.
+MARGIN = 0.15
+_TRUST = (
+    "computed bytes (~) are within 10 % of XLA's for 30 of 30 programs compiled for TPUs and H100s "
+    "in bf16 with remat, 20 % otherwise (benchmarks/plan.md); ? marks what is nearer than 15 % to "
+    "the budget; times are a roofline of data sheets, not measured"
+)
+_KINDS = {
+    "train": ("weights", "optimizer", "gradients", "activations"),
+    "rollout": ("weights", "cache", "activations", "trainer"),
+}
+# Of the meshes that fit beside the one that is chosen, so many are named.
+_OTHERS = 4
+
+
+def hardware_lines(scene: Scene, *, exact: bool) -> Iterator[str]:
+    """What is planned for, by which rules, and how far the figures are to be trusted."""
+    hardware, sizes = scene.hardware, scene.sizes
+    numbers = device_bytes(sizes.frozen or sizes.trained, MeshShape())
+    numbers //= (sizes.frozen or sizes.trained)[0].itemsize
+    yield (
+        f"{hardware.name}: {hardware.num_devices:,} devices on {hardware.num_hosts:,} hosts, "
+        f"{bytes_text(scene.budget_bytes)} of each to be used ({bytes_text(hardware.memory_bytes)} "
+        "of memory)"
+    )
+    yield f"model: {numbers / 1e9:,.3g} billion parameters, {sizes.vocab_size:,} entries"
+    if exact:
+        yield "exact: bytes of what is chosen are XLA's own; those marked ~ are computed, and times"
+    yield f"quick: {_TRUST}" if not exact else f"  {_TRUST}"
+    if scene.factors:
+        named = ", ".join(f"{stage} x {factor:.3g}" for stage, factor in scene.factors.items())
+        yield f"speeds are multiplied by measured over computed: {named}"
+
+
+def hardware_values(scene: Scene, *, exact: bool) -> dict[str, Any]:
+    """What `hardware_lines` says, for JSON."""
+    return {
+        "topology": scene.hardware.name,
+        "devices": scene.hardware.num_devices,
+        "hosts": scene.hardware.num_hosts,
+        "budget_bytes_per_device": scene.budget_bytes,
+        "mode": "exact" if exact else "quick",
+        "calibration": dict(scene.factors),
+        "expected_error": {"bytes": BYTES_ERROR, "words": _TRUST},
+    }
+
+
+def size_words(stop: Stop, enough: Iterable[tuple[str, int]]) -> str:
+    """Which hardware would do for a room that fits no mesh."""
+    words = ", ".join(f"{number} {chip}" for chip, number in enough)
+    found = f"the smallest that would do: {words}" if words else "no number of known chips would do"
+    return f"  room for {stop.places:,} tokens: {found} (quick mode)"
+
+
+def schedule_lines(
+    scene: Scene, schedule: Sequence[Stop], contexts: Mapping[int, int]
+) -> Iterator[str]:
+    """Tables of both stages for each of `contexts` (tokens -> room), and where meshes change."""
+    stops = {stop.places: stop for stop in schedule}
+    work = scene.work
+    yield ""
+    yield (
+        f"training: an update of {work.num_rows} rows in {work.micro_batches} micro-batches"
+        f"{', remat' if work.remat else ''}; bytes per device"
+    )
+    yield from _table(scene, {c: stops[room].train for c, room in contexts.items()}, "train")
+    yield ""
+    yield (
+        f"rollout: {work.num_slots} slots, every context at the end of its room; bytes per device"
+    )
+    yield from _table(scene, {c: stops[room].rollout for c, room in contexts.items()}, "rollout")
+    yield ""
+    yield "schedule:"
+    yield from _changes(schedule)
+
+
+def _table(scene: Scene, choices: Mapping[int, Choice | None], stage: str) -> Iterator[str]:
+    kinds = _KINDS[stage]
+    speed = "s an update" if stage == "train" else "ms a token"
+    header = ["context", "mesh", *kinds, "together", "of budget", speed, "tokens/s"]
+    header += ["at once"] if stage == "rollout" else []
+    rows, notes = [], []
+    for context, choice in choices.items():
+        if choice is None:
+            notes.append(f"  {context:,}: training fits no mesh, so neither does the rollout")
+            continue
+        shown = choice.chosen or choice.least
+        rows.append(_row(scene, context, shown))
+        notes.append(f"  {context:,}: {_others(scene, choice)}")
+    if rows:
+        yield from table_lines(header, rows)
+    yield from notes
+
+
+def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
+    kinds, training = prospect.footprint.as_dict(), prospect.stage == "train"
+    total = prospect.footprint.total
+    cells = [f"{context:,}", str(prospect.mesh)]
+    cells += [bytes_text(kinds.get(kind, 0)) for kind in _KINDS[prospect.stage]]
+    cells += [
+        bytes_text(total) + ("" if prospect.exact else " ~"),
+        f"{total / scene.budget_bytes:.0%}{'' if _is_safe(scene, prospect) else ' ?'}",
+        f"{prospect.seconds:,.2f}" if training else f"{1000 * prospect.seconds:,.2f}",
+        f"{prospect.tokens_per_s:,.0f}",
+    ]
+    if training:
+        return cells
+    rows = scene.work.num_slots // prospect.mesh.data
+    return [*cells, f"{prospect.rows_at_once} of {rows}"]
+
+
+def _is_safe(scene: Scene, prospect: Prospect) -> bool:
+    """Whether it fits even if it needs more than was computed, by as much as has been seen."""
+    more = 1.0 if prospect.exact else 1.0 + MARGIN
+    return prospect.footprint.total * more <= scene.budget_bytes
+
+
+def _others(scene: Scene, choice: Choice) -> str:
+    """What else fits, the fastest first, and how far what does not is from it."""
+    if choice.chosen is None:
+        return (
+            f"no mesh fits; the least, {choice.least.mesh}, is "
+            f"{bytes_text(choice.shortfall_bytes)} over the budget"
+        )
+    fits = [p for p in choice.prospects if p.footprint.total <= scene.budget_bytes]
+    fits.sort(key=lambda p: -p.tokens_per_s)
+    others = [p for p in fits if p.mesh != choice.chosen.mesh]
+    named = ", ".join(
+        f"{p.mesh} ({p.tokens_per_s / choice.chosen.tokens_per_s - 1:+.0%}, "
+        f"{p.footprint.total / scene.budget_bytes:.0%} of budget)"
+        for p in others[:_OTHERS]
+    )
+    more = f" and {len(others) - _OTHERS} more" if len(others) > _OTHERS else ""
+    lost = [p for p in choice.prospects if p.footprint.total > scene.budget_bytes]
+    words = f"also fit: {named}{more}" if others else "nothing else fits"
+    if lost:
+        near = min(lost, key=lambda p: p.footprint.total)
+        over = bytes_text(near.footprint.total - scene.budget_bytes)
+        words += f"; {len(lost)} do not, {near.mesh} by {over}"
+    return words
+
+
+def _changes(schedule: Sequence[Stop]) -> Iterator[str]:
+    """A line where it begins, where a stage changes its mesh, and where it ends."""
+    before = None
+    for stop in schedule:
+        if not stop.fits:
+            last = f"{before.places:,} tokens an episode" if before else "any of these contexts"
+            yield f"  ends at {last}: room for {stop.places:,} fits no mesh of this hardware"
+            return
+        meshes = {"rollout": _mesh(stop.rollout), "train": _mesh(stop.train)}
+        if before is None:
+            yield f"  from the start: rollout {meshes['rollout']}, train {meshes['train']}"
+        else:
+            old = {"rollout": _mesh(before.rollout), "train": _mesh(before.train)}
+            for stage, mesh in meshes.items():
+                if mesh != old[stage]:
+                    yield f"  beyond {before.places:,} tokens: {stage} {old[stage]} -> {mesh}"
+        before = stop
+    if before is not None:
+        yield f"  and so to {before.places:,} tokens an episode"
+
+
+def _mesh(choice: Choice | None) -> MeshShape | None:
+    return choice.chosen.mesh if choice and choice.chosen else None
+
+
+def schedule_values(
+    scene: Scene, schedule: Sequence[Stop], contexts: Mapping[int, int]
+) -> dict[str, Any]:
+    """What `schedule_lines` says and all that it leaves out, for JSON."""
+    stops = {stop.places: stop for stop in schedule}
+    return {
+        "contexts": [
+            {"context": context, "places": room}
+            | {
+                stage: _choice_values(scene, choice)
+                for stage, choice in (
+                    ("train", stops[room].train),
+                    ("rollout", stops[room].rollout),
+                )
+                if choice is not None
+            }
+            for context, room in contexts.items()
+        ],
+        "schedule": [
+            {
+                "places": stop.places,
+                "fits": stop.fits,
+                "switched": [
+                    choice.chosen.stage
+                    for choice in (stop.rollout, stop.train)
+                    if choice and choice.chosen and choice.switched
+                ],
+            }
+            | {
+                f"{stage}_mesh": str(mesh)
+                for stage, mesh in (("rollout", _mesh(stop.rollout)), ("train", _mesh(stop.train)))
+                if mesh
+            }
+            for stop in schedule
+        ],
+    }
+
+
+def _choice_values(scene: Scene, choice: Choice) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "meshes": [_prospect_values(scene, prospect) for prospect in choice.prospects]
+    }
+    if choice.chosen is None:
+        return values | {"shortfall_bytes": choice.shortfall_bytes}
+    return {"mesh": str(choice.chosen.mesh)} | values
+
+
+def _prospect_values(scene: Scene, prospect: Prospect) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "mesh": str(prospect.mesh),
+        "fits": prospect.footprint.total <= scene.budget_bytes,
+        "safe": _is_safe(scene, prospect),
+        "exact": prospect.exact,
+        "bytes_per_device": prospect.footprint.total,
+        "bytes": prospect.footprint.as_dict(),
+        "tokens_per_s": prospect.tokens_per_s,
+    }
+    if prospect.stage == "train":
+        return values | {"update_s": prospect.seconds}
+    return values | {"token_s": prospect.seconds, "rows_at_once": prospect.rows_at_once}
