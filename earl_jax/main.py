@@ -145,7 +145,12 @@ def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
         if jax.process_count() == 1:
             raise
         number = f"process {jax.process_index()} of {jax.process_count()}"
-        words = str(error) if isinstance(error, PeerLost) else f"{number}: {error}"
+        words = str(error)
+        if not isinstance(error, PeerLost):
+            words = (
+                f"{number}: {words}. If that is a transfer, another process ended or cannot be "
+                "reached. Start the run again: it goes on from its newest checkpoint"
+            )
         print(f"error: {words}", file=sys.stderr, flush=True)
         os._exit(LOST)
     return evaluation if jax.process_index() == 0 else None

@@ -348,14 +348,16 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(cache, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_with_an_error(cache, tmp_path):
-    command = Command(cache, tmp_path / "w", 2, **ALL, num_steps=1000)
+    """In our words where it is waited for; in JAX's, by its heartbeat, where XLA itself waits."""
+    flags = ALL | {"num_steps": 1000, "distributed.heartbeat_s": 20}
+    command = Command(cache, tmp_path / "w", 2, **flags)
     command.after_step(1)
     command.all[1].kill()
     killed_s = time.monotonic()
-    status, output, errors = command.ends(60)[0]
-    assert time.monotonic() - killed_s < 30
-    assert status == 1, (output, errors)
-    assert "error: " in errors and "another process ended" in errors
+    status, output, errors = command.ends(90)[0]
+    assert time.monotonic() - killed_s < 60
+    ours = status == 1 and "error: " in errors and "another process ended" in errors
+    assert ours or (status != 0 and "another task died" in errors), f"{status} {errors}"
 
 
 @pytest.mark.slow
