@@ -197,7 +197,8 @@ class Placement:
 
     def _choose_training(self, length: int, load: Load | None) -> Decision:
         decision, rung = self._chooser.choose_training(length, load, self.train_mesh)
-        if decision.switched or self.train_mesh is None or length != self._length:
+        # Rows that are shorter than was foreseen are no news.
+        if decision.switched or self.train_mesh is None or length > self._length:
             self._note(decision)
         self.train_mesh, self.train_rung, self._length = decision.mesh, rung, length
         self.calm_steps = 0 if decision.switched else self.calm_steps

@@ -37,7 +37,7 @@ def test_switch_is_a_stage_of_bench():
 
 TINY = (
     "num_layers=1,width=16,num_heads=2,num_kv_heads=2,head_size=8,ffn_size=16".split(","),
-    "num_slots=8,episodes_per_step=16,context_buckets=(16,)".split(","),
+    "num_slots=8 episodes_per_step=16 context_buckets=(16,)".split(),
 )
 
 

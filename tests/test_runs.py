@@ -180,7 +180,8 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     switch = next(row for row in steps if row["switched"])
     assert switch["switched"] == ["train"]
     before = next(row for row in steps if row["step"] == switch["step"] - 1)
-    assert switch["context_tokens_max"] > before["context_tokens_max"]
+    # When they are expected to outgrow the room of 24 tokens, or do; not before they grow.
+    assert steps[0]["context_tokens_max"] < before["context_tokens_max"] <= 24
     assert before["train_mesh"] != switch["train_mesh"]
     assert re.search(r"leaves data=8, which needs .* of a budget of", switch["decision"])
 
