@@ -17,6 +17,7 @@ import numpy as np
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.joint import Played, hear_all, join_rows
+from earl_jax.learning import imitate, learn
 from earl_jax.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout, RolloutStats
 from earl_jax.rollout.config import Sampling
@@ -24,14 +25,13 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.reshard import absent_array
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import QUANTILES, Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
-from earl_jax.train.optimizer import entropy_coefficient, learning_rate
-from earl_jax.train.step import Objective, TrainState, UpdateMetrics, read_metrics
-from earl_jax.trajectory import Experience, Outcome, Trajectory, TrajectoryBatch
+from earl_jax.train.step import TrainState, UpdateMetrics
+from earl_jax.trajectory import Experience, Outcome, Trajectory
 from earl_jax.world import World
 
 
@@ -311,45 +311,6 @@ def sample_starts(trajectories: Sequence[Trajectory | Outcome], length: int) -> 
     return table
 
 
-def learn(
-    world: World, placement: Placement, state: TrainState, batch: TrajectoryBatch, step: int
-) -> tuple[TrainState, list[UpdateMetrics]]:
-    """The updates of one step; the first one's mismatch is taken before anything has changed.
-
-    There are none in a process that does not train.
-    """
-    config = world.config
-    if not world.processes.trains:
-        return state, []
-    if world.needs_proximal:
-        batch = world.scorer(placement.in_training, placement.train_rung)(state, batch)
-    controls = np.array(
-        [
-            learning_rate(config.train, step, config.num_steps),
-            entropy_coefficient(config.train, step, config.num_steps),
-        ],
-        np.float32,
-    )
-    updates = []
-    for _ in range(config.train.epochs):
-        state, batch, metrics = update(world, placement, state, batch, controls, "policy_gradient")
-        updates.append(metrics)
-    return state, updates
-
-
-def imitate(
-    world: World, placement: Placement, state: TrainState, step: int, length: int
-) -> TrainState:
-    """The supervised updates of the first steps, on games of random legal moves."""
-    if not world.processes.trains:
-        return state
-    controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
-    for games in world.demonstrations(step):
-        batch = games.on(world.train_layout(placement.in_training), length)
-        state, _, _ = update(world, placement, state, batch, controls, "supervised")
-    return state
-
-
 def hear_costs(
     world: World, updates: list[UpdateMetrics], other_s: float, *host_bytes: int | None
 ) -> tuple[Any, ...]:
@@ -363,47 +324,3 @@ def hear_costs(
         None if None in each else sum(each) for each in zip(*(b for *_, b in told), strict=True)
     )
     return (next(said for said, *_ in told if said), told[0][1], *sums)
-
-
-def update(
-    world: World,
-    placement: Placement,
-    state: TrainState,
-    batch: TrajectoryBatch,
-    controls: np.ndarray,
-    objective: Objective,
-) -> tuple[TrainState, TrajectoryBatch, UpdateMetrics]:
-    """One update, and the batch where the trainer is then. `state` is given up.
-
-    Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
-    fails has its donated arguments with it: until it has run once there is a spare of the state in
-    host memory. A program that ran once takes no more the next time.
-
-    Raises:
-        BudgetTooSmall: no rung is left.
-        StateLost: a program failed that had run before.
-    """
-    while True:
-        mesh, rung = placement.in_training, placement.train_rung
-        program = world.train_step(mesh, objective, rung)
-        spare = placement.spares.keep((mesh, objective, rung, batch.tokens.shape), state)
-        again = functools.partial(_run_update, world, program, state, batch, controls)
-        done = placement.survive("train", again, batch.tokens.shape[1])
-        if done is not None:
-            placement.spares.drop()
-            return done[0], batch, done[1]
-        state = placement.spares.give_back(state, spare)
-        placement.choose_training_again()
-        state = placement.move_state(state)
-        layout = world.train_layout(placement.in_training)
-        rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
-        batch = reshard(batch, rows)
-
-
-def _run_update(
-    world: World, program: Any, state: TrainState, batch: TrajectoryBatch, controls: np.ndarray
-) -> tuple[TrainState, UpdateMetrics]:
-    after, metrics = program(state, batch, controls)
-    # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
-    world.processes.wait(metrics, "training")
-    return after, read_metrics(metrics)

@@ -13,7 +13,8 @@ import pytest
 from earl_jax import survival
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
-from earl_jax.loop import Position, rl_step, update
+from earl_jax.learning import update
+from earl_jax.loop import Position, rl_step
 from earl_jax.placement import Placement
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.ladder import (
