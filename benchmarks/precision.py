@@ -116,7 +116,8 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
         played = collector.collect(seat, world.training_tasks(step), sampling=sampling)
         longest = max(trajectory.num_tokens for trajectory in played.trajectories)
         layout = world.train_layout(world.train_candidates[0])
-        facts = row_facts(world, played, rollout.places_for(longest), layout)
+        outcomes = [trajectory.outcome for trajectory in played.trajectories]
+        facts = row_facts(world, outcomes, rollout.places_for(longest), layout)
         batches.append(dispatch(played.experience, layout, **facts).batch)
     weights = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
     return batches, weights / 2**20

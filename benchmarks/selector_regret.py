@@ -115,7 +115,7 @@ def _best_of(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 def _rollout_s(
     world: Any, calibration: Any, mesh: Any, room: int, tasks: Sequence[Any], repeats: int
 ) -> tuple[float, Any]:
-    from earl_jax.loop import measure_load, play
+    from earl_jax.loop import measure_load, play_all
     from earl_jax.placement import Placement
 
     placement = Placement(world, calibration)
@@ -125,7 +125,7 @@ def _rollout_s(
 
     def run() -> Any:
         seat, _ = placement.open_seat(world.policy(state), version=0)
-        return measure_load(play(world, placement, seat, tasks, None))
+        return measure_load(play_all(world, placement, seat, tasks, None)[1])
 
     return _best_of(run, repeats)
 
