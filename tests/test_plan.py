@@ -330,7 +330,7 @@ def scene_of(topology="h100:1x8", *overrides, budget=10**12, vocab_size=32):
 
 def test_a_stage_moves_when_its_mesh_does_not_fit_any_more():
     scene = scene_of()
-    rooms = [64, 128, 256, 512]
+    rooms = [128, 256, 512, 1024]
     free = make_schedule(scene, rooms)
     first = free[0].train.chosen
     assert {stop.train.chosen.mesh for stop in free} == {first.mesh}

@@ -147,14 +147,14 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
 def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
     """The scene with one factor a stage, by what a throughput table has of its meshes.
 
-    Entries without a speed, and those of other meshes, count for nothing.
+    Entries without a speed, of other meshes, and of a rung below the first count for nothing.
     """
     pairs: dict[str, list[tuple[float, float]]] = {"train": [], "rollout": []}
     for entry, measurement in measured.items():
-        stage, mesh, places = entry.split(" ")
+        stage, mesh, places, *rung = entry.split(" ")
         shape, speed = MeshShape.parse(mesh), measurement.tokens_per_s
         meshes = scene.train_meshes if stage == "train" else scene.rollout_meshes
-        if speed is None or shape not in meshes:
+        if speed is None or rung or shape not in meshes:
             continue
         if stage == "train":
             found = _train_prospect(scene, shape, int(places))
