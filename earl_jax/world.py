@@ -142,18 +142,7 @@ class World:
         self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
-        if config.rollout.speculation.mode == "auto":
-            if self.processes.count > 1:
-                raise ValueError(
-                    "config.rollout.speculation.mode is 'auto' in a run of "
-                    f"{self.processes.count} processes, whose clocks could choose different "
-                    "programs for one round; set it to 'on' or 'off'"
-                )
-            self.notes.append(
-                "config.rollout.speculation.mode is 'auto': the clock decides which rounds guess "
-                "tokens, so log-probs of a run that is repeated or resumed are the same up to "
-                "rounding only"
-            )
+        self.notes += _drafting_notes(config, self.processes.count)
 
     def _attention_choices(self) -> list[Choice]:
         """What attention in training may come to: for short rows, and for longer ones."""
@@ -406,6 +395,21 @@ def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
             f"with its end of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )
     return len(choice_tree(replies)[0])
+
+
+def _drafting_notes(config: Config, num_processes: int) -> list[str]:
+    """What a user should know of guesses by the clock. Raises ValueError for several processes."""
+    if config.rollout.speculation.mode != "auto":
+        return []
+    if num_processes > 1:
+        raise ValueError(
+            f"config.rollout.speculation.mode is 'auto' in a run of {num_processes} processes, "
+            "whose clocks could choose different programs for one round; set it to 'on' or 'off'"
+        )
+    return [
+        "config.rollout.speculation.mode is 'auto': the clock decides which rounds guess tokens, "
+        "so log-probs of a run that is repeated or resumed are the same up to rounding only"
+    ]
 
 
 def _precision(config: Config) -> str:

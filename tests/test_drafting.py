@@ -27,7 +27,7 @@ from earl_jax.rollout.config import Sampling, SpeculationConfig, Stops
 from earl_jax.rollout.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS, TRIAL, Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
+from earl_jax.world import World, _drafting_notes
 
 GUESSES = {"ngram": 1, "draft": 3}
 ON = SpeculationConfig(mode="on", **GUESSES)
@@ -273,13 +273,14 @@ def test_settings_that_cannot_be_are_refused(override, message):
         make_config({}, [f"rollout.speculation.{override}"])
 
 
-def test_clocks_of_several_processes_are_not_asked(monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    World(make_config({}, ["rollout.speculation.mode=on"]))
+def test_clocks_of_several_processes_are_not_asked():
+    auto = make_config({}, ["rollout.speculation.mode=auto"])
+    assert _drafting_notes(make_config({}, ["rollout.speculation.mode=on"]), 2) == []
+    assert len(_drafting_notes(auto, 1)) == 1
     with pytest.raises(
         ValueError, match="speculation.mode is 'auto' in a run of 2 processes.*'on'"
     ):
-        World(make_config({}, ["rollout.speculation.mode=auto"]))
+        _drafting_notes(auto, 2)
 
 
 def test_the_settings_reach_the_engine():

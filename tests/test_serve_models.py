@@ -59,8 +59,17 @@ def save_run(folder: Path, rank: int):
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
     state = dataclasses.replace(state, params=noisy)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    placement = {"rollout_mesh": "data=4", "train_mesh": "data=4", "places": 32, "pages": 4}
-    position = {"placement": placement, "history": [], "throughput": {}}
+    placement = {
+        "rollout_mesh": "data=4",
+        "train_mesh": "data=4",
+        "places": 32,
+        "pages": 4,
+        "num_slots": 16,
+        "train_rung": [1, False],
+        "calm_steps": 0,
+    }
+    table = {"measurements": {}, "failures": []}
+    position = {"placement": placement, "history": [], "throughput": table}
     if state.base is not None:
         position["base_fingerprint"] = int(fingerprint(state.base))
     checkpoints.save(7, state, position)
