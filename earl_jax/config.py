@@ -7,6 +7,7 @@ Each setting keeps its section's rules, agrees with the others, and has an effec
 
 import dataclasses
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from earl_jax.distributed import DistributedConfig
@@ -244,99 +245,80 @@ class Config:
         return settings
 
 
+# A setting that may do nothing in a run: whether it does nothing, its path, and why.
+_Idle = tuple[bool, str, str]
+
+
 def _check_effects(config: Config) -> None:
     """A setting that differs from its default must do something in this run."""
-    train = config.train
-    no_demonstrations = "config.train.demonstration_steps is 0"
-    scaling = config.model.rope_scaling
-    scaling_path = "config.model.rope_scaling"
-    no_scaling = f"{scaling_path}.factor is 1"
-    no_adapters = "config.train.lora.rank is 0"
-    experts = ("experts_per_token", "expert_ffn_size", "normalize_expert_weights")
-    no_experts = "config.model.num_experts is 0"
-    clips = ("clip_low", "clip_high")
-    # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
-    same_precision = config.rollout.is_precise_as(config.model.compute_dtype)
-    never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
-    idle = (
-        *(
-            (config.model.path != "", f"model.{field.name}", "config.model.path gives the model")
-            for field in dataclasses.fields(ModelConfig)
-            if field.name not in ("path", "compute_dtype")
-        ),
-        (scaling.factor == 1, "model.rope_scaling.kind", no_scaling),
-        *(
-            (
-                scaling.factor == 1 or scaling.kind == "linear",
-                f"model.rope_scaling.{field}",
-                no_scaling if scaling.factor == 1 else f"{scaling_path}.kind is 'linear'",
-            )
-            for field in ("low_freq_factor", "high_freq_factor", "original_max_position")
-        ),
-        *(
-            (
-                config.selector.order == "listed",
-                f"selector.{field}",
-                "config.selector.order is 'listed'",
-            )
-            for field in ("hysteresis", "horizon_steps", "measure_rounds")
-        ),
-        (
-            config.rollout.parking == "recompute",
-            "rollout.parking_host_gib",
-            "config.rollout.parking is 'recompute'",
-        ),
-        (
-            config.model.path == "",
-            "chat.history",
-            "without config.model.path the chat template is ours, which only appends",
-        ),
-        *(
-            (
-                config.rollout.speculation.mode == "off",
-                f"rollout.speculation.{field}",
-                "config.rollout.speculation.mode is 'off'",
-            )
-            for field in ("ngram", "draft")
-        ),
-        (config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"),
-        (not config.model.windows, "model.window_rope_theta", "config.model.windows is ()"),
-        *((config.model.num_experts == 0, f"model.{field}", no_experts) for field in experts),
-        # The model of a path is known later: world.py looks at it.
-        (
-            config.model.num_experts == 0 and not config.model.path,
-            "train.balance_coefficient",
-            no_experts,
-        ),
-        (config.model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"),
-        (train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"),
-        (
-            train.schedule == "constant",
-            "train.final_learning_rate",
-            "config.train.schedule is 'constant'",
-        ),
-        *((never_clips, f"train.{field}", "config.train.epochs is 1") for field in clips),
-        (config.importance_cap == 0, "train.importance_cap", "there is no correction here"),
-        *(
-            (train.lora.rank == 0, f"train.lora.{field}", no_adapters)
-            for field in ("alpha", "targets", "base_dtype")
-        ),
-        (train.demonstration_steps == 0, "train.demonstration_updates", no_demonstrations),
-        (train.demonstration_steps == 0, "train.demonstration_learning_rate", no_demonstrations),
-        (
-            config.devices.platform in ("gpu", "tpu"),
-            "devices.num_cpu_devices",
-            f"config.devices.platform is {config.devices.platform!r}",
-        ),
-    )
     defaults = Config(model=preset_named(config.model.preset))
-    for is_idle, path, reason in idle:
+    for is_idle, path, reason in (
+        *_idle_model(config),
+        *_idle_rollout(config),
+        *_idle_training(config),
+    ):
         given = _get(config, path)
         if is_idle and given != _get(defaults, path):
             raise ValueError(
                 f"config.{path} = {given!r} has no effect in this run, because {reason}; "
                 "remove it, or change the other"
             )
+
+
+def _idle_model(config: Config) -> Iterator[_Idle]:
+    model, scaling = config.model, config.model.rope_scaling
+    for field in dataclasses.fields(ModelConfig):
+        if field.name not in ("path", "compute_dtype"):
+            yield model.path != "", f"model.{field.name}", "config.model.path gives the model"
+    no_scaling = "config.model.rope_scaling.factor is 1"
+    yield scaling.factor == 1, "model.rope_scaling.kind", no_scaling
+    linear = "config.model.rope_scaling.kind is 'linear'"
+    for name in ("low_freq_factor", "high_freq_factor", "original_max_position"):
+        why = no_scaling if scaling.factor == 1 else linear
+        is_idle = scaling.factor == 1 or scaling.kind == "linear"
+        yield is_idle, f"model.rope_scaling.{name}", why
+    yield not model.windows, "model.window_rope_theta", "config.model.windows is ()"
+    for name in ("experts_per_token", "expert_ffn_size", "normalize_expert_weights"):
+        yield model.num_experts == 0, f"model.{name}", "config.model.num_experts is 0"
+    yield model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"
+
+
+def _idle_rollout(config: Config) -> Iterator[_Idle]:
+    rollout, listed = config.rollout, config.selector.order == "listed"
+    for name in ("hysteresis", "horizon_steps", "measure_rounds"):
+        yield listed, f"selector.{name}", "config.selector.order is 'listed'"
+    recomputes = "config.rollout.parking is 'recompute'"
+    yield rollout.parking == "recompute", "rollout.parking_host_gib", recomputes
+    ours = "without config.model.path the chat template is ours, which only appends"
+    yield config.model.path == "", "chat.history", ours
+    for name in ("ngram", "draft"):
+        never = "config.rollout.speculation.mode is 'off'"
+        yield rollout.speculation.mode == "off", f"rollout.speculation.{name}", never
+    yield config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"
+    platform = config.devices.platform
+    elsewhere = f"config.devices.platform is {platform!r}"
+    yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere
+
+
+def _idle_training(config: Config) -> Iterator[_Idle]:
+    train, model = config.train, config.model
+    # The model of a path is known later: world.py looks at it.
+    without_experts = model.num_experts == 0 and not model.path
+    yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
+    yield train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"
+    constant = "config.train.schedule is 'constant'"
+    yield train.schedule == "constant", "train.final_learning_rate", constant
+    # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
+    same_precision = config.rollout.is_precise_as(model.compute_dtype)
+    never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
+    for name in ("clip_low", "clip_high"):
+        yield never_clips, f"train.{name}", "config.train.epochs is 1"
+    yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
+    for name in ("alpha", "targets", "base_dtype"):
+        yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
+    for name in ("demonstration_updates", "demonstration_learning_rate"):
+        none = "config.train.demonstration_steps is 0"
+        yield train.demonstration_steps == 0, f"train.{name}", none
 
 
 def _get(config: Any, path: str) -> Any:

@@ -95,7 +95,9 @@ class Placement:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """The inverse of `as_dict`."""
+        """The inverse of `as_dict`. Raises ValueError where something is missing."""
+        if absent := self.as_dict().keys() - saved.keys():
+            raise ValueError(f"its placement is without {', '.join(sorted(absent))}")
         self.rollout_mesh = MeshShape.parse(saved["rollout_mesh"])
         self.train_mesh = MeshShape.parse(saved["train_mesh"])
         self.places, self.pages = saved["places"], saved["pages"]

@@ -29,6 +29,7 @@ from test_sharding_reshard import (
 
 from earl_jax.sharding import exchange as exchange_module
 from earl_jax.sharding.exchange import Shipment, exchange
+from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import absent_array, reshard
 from earl_jax.sharding.rounds import colour, rounds_of, separate
@@ -146,11 +147,13 @@ def shipments_of(tree, shardings, dtypes=None):
         itemsize = min(array.dtype.itemsize, jnp.dtype(dtypes[leaf]).itemsize)
         yield Shipment(
             plan=plan_transfer(array.shape, itemsize, source, target),
-            shape=array.shape,
-            dtype=array.dtype,
-            source=array.sharding,
-            target=shardings[leaf],
-            arrives_as=jnp.dtype(dtypes[leaf]),
+            move=Move(
+                shape=array.shape,
+                dtype=array.dtype,
+                source=array.sharding,
+                target=shardings[leaf],
+                arrives_as=jnp.dtype(dtypes[leaf]),
+            ),
         )
 
 
@@ -188,7 +191,10 @@ def sent_by(text: str) -> int:
 def test_the_compiled_program_sends_the_bytes_of_the_plan_and_no_others(source, target):
     tree = jax.device_put(make_values(), make_shardings(source))
     shipments = tuple(shipments_of(tree, make_shardings(target)))
-    devices = {d for s in shipments for side in (s.source, s.target) for d in side.device_set}
+    sides = [
+        side for shipment in shipments for side in (shipment.move.source, shipment.move.target)
+    ]
+    devices = {device for side in sides for device in side.device_set}
     mesh = jax.sharding.Mesh(sorted(devices, key=lambda device: device.id), ("device",))
     rows = [
         exchange_module._as_row(*each, mesh) for each in zip(tree.values(), shipments, strict=True)

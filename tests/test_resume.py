@@ -79,6 +79,7 @@ def test_the_newest_is_used(resume, world):
     ("old", "new", "words"),
     [
         ('"placement"', '"plaxement"', "without placement"),
+        ('"num_slots"', '"num_slotz"', "placement is without num_slots"),
         ('"rollout_mesh": "data=8"', '"rollout_mesh": "dbta=8"', "cannot read 'dbta=8'"),
         ('"measurements": {}', '"measurements": {"a": 1}', "not a throughput table"),
         ("{", "[", "JSONDecodeError"),

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from earl_jax.sharding.chunks import zeros_on
+from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.rounds import Round, rounds_of
 from earl_jax.sharding.transfer_plan import TransferPlan
@@ -32,30 +33,16 @@ MAX_ROUNDS = 512
 
 
 class Shipment(NamedTuple):
-    """What happens to one leaf: its plan, and the type that it arrives in."""
+    """One leaf that goes between processes, by its plan."""
 
     plan: TransferPlan
-    shape: tuple[int, ...]
-    dtype: Any
-    source: Sharding
-    target: NamedSharding
-    arrives_as: Any
-
-    @property
-    def carried_as(self) -> Any:
-        """The narrower of the two types: a cast happens where it saves bytes."""
-        return narrower(self.dtype, self.arrives_as)
+    move: Move
 
     @property
     def wire_type(self) -> Any:
         """Unsigned integers of that width: no compiler rounds them, and all share messages."""
-        width = np.dtype(self.carried_as).itemsize
-        return np.dtype(f"uint{8 * width}") if width <= 4 else np.dtype(self.carried_as)
-
-
-def narrower(dtype: Any, other: Any) -> Any:
-    """Of two types the one with fewer bytes; the second where they are alike."""
-    return dtype if np.dtype(dtype).itemsize < np.dtype(other).itemsize else other
+        width = np.dtype(self.move.carried_as).itemsize
+        return np.dtype(f"uint{8 * width}") if width <= 4 else np.dtype(self.move.carried_as)
 
 
 def exchange(
@@ -72,7 +59,7 @@ def exchange(
     """
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for n, shipment in enumerate(shipments):
-        devices = shipment.source.device_set | shipment.target.device_set
+        devices = shipment.move.source.device_set | shipment.move.target.device_set
         groups[tuple(sorted(devices, key=lambda device: device.id))].append(n)
     arrived: dict[int, jax.Array] = {}
     for devices, group in groups.items():
@@ -91,27 +78,29 @@ def exchange(
 
 def _as_row(array: jax.Array, shipment: Shipment, mesh: Mesh) -> jax.Array:
     """The shards of all devices behind each other, along the first axis; no copy."""
-    block = _block(shipment.source, shipment.shape)
+    block = _block(shipment.move.source, shipment.move.shape)
     here = {shard.device: shard.data for shard in array.addressable_shards}
     shards = []
     for device in mesh.local_devices:
         shard = here.get(device)
         if shard is None:
-            shard = zeros_on(SingleDeviceSharding(device), block, shipment.dtype)
+            shard = zeros_on(SingleDeviceSharding(device), block, shipment.move.dtype)
         shards.append(shard if shard.ndim else shard.reshape(1))
     shape = (len(mesh.devices) * block[0], *block[1:])
     sharding = NamedSharding(mesh, PartitionSpec(_ROW))
-    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=shipment.dtype)
+    return jax.make_array_from_single_device_arrays(
+        shape, sharding, shards, dtype=shipment.move.dtype
+    )
 
 
 def _as_array(row: jax.Array | None, shipment: Shipment) -> jax.Array:
     """The inverse, on the target's devices."""
     shards = [] if row is None else row.addressable_shards
-    wanted = [shard.data for shard in shards if shard.device in shipment.target.device_set]
-    if not shipment.shape:
+    wanted = [shard.data for shard in shards if shard.device in shipment.move.target.device_set]
+    if not shipment.move.shape:
         wanted = [shard.reshape(()) for shard in wanted]
     return jax.make_array_from_single_device_arrays(
-        shipment.shape, shipment.target, wanted, dtype=shipment.arrives_as
+        shipment.move.shape, shipment.move.target, wanted, dtype=shipment.move.arrives_as
     )
 
 
@@ -136,9 +125,10 @@ class _Leg:
 
 def _leg(round_: Round, shipment: Shipment, place: dict[int, int]) -> _Leg:
     source, target = (
-        shard_ranges(sharding, shipment.shape) for sharding in (shipment.source, shipment.target)
+        shard_ranges(sharding, shipment.move.shape)
+        for sharding in (shipment.move.source, shipment.move.target)
     )
-    axes = max(1, len(shipment.shape))
+    axes = max(1, len(shipment.move.shape))
     cut, paste = np.zeros((2, len(place), axes), np.int32)
     receives = np.zeros(len(place), bool)
     for piece in round_.pieces:
@@ -180,16 +170,16 @@ def _program(
         sending = sum(not round_.stays for round_ in rounds)
         if sending > MAX_ROUNDS:
             raise ValueError(
-                f"an array of shape {first.shape} takes {sending} rounds to move from "
-                f"{first.source} to {first.target}, and no program has more than {MAX_ROUNDS}; "
-                "go by a layout between the two, or give larger chunks"
+                f"an array of shape {first.move.shape} takes {sending} rounds to move from "
+                f"{first.move.source} to {first.move.target}, and no program has more than "
+                f"{MAX_ROUNDS}; go by a layout between the two, or give larger chunks"
             )
         legs += [(tuple(bundle), _leg(round_, first, place)) for round_ in rounds]
 
     def run(shards: list[jax.Array]) -> list[jax.Array]:
         row = lax.axis_index(_ROW)
         outs = [
-            jnp.zeros(_block(shipment.target, shipment.shape), shipment.arrives_as)
+            jnp.zeros(_block(shipment.move.target, shipment.move.shape), shipment.move.arrives_as)
             for shipment in shipments
         ]
         for bundle, leg in legs:
@@ -211,13 +201,13 @@ def _program(
 def _cut(shard: jax.Array, leg: _Leg, row: jax.Array, shipment: Shipment) -> jax.Array:
     start = jnp.asarray(leg.cut)[row]
     piece = lax.dynamic_slice(shard, [start[axis] for axis in range(shard.ndim)], leg.shape)
-    return _bits(piece.astype(shipment.carried_as), shipment.wire_type)
+    return _bits(piece.astype(shipment.move.carried_as), shipment.wire_type)
 
 
 def _paste(
     out: jax.Array, bits: jax.Array, leg: _Leg, row: jax.Array, shipment: Shipment
 ) -> jax.Array:
-    piece = _bits(bits, shipment.carried_as).astype(shipment.arrives_as)
+    piece = _bits(bits, shipment.move.carried_as).astype(shipment.move.arrives_as)
     start = jnp.asarray(leg.paste)[row]
     at = [start[axis] for axis in range(out.ndim)]
     if not leg.receives.all():

@@ -18,9 +18,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from earl_jax.sharding.chunks import carry_in_chunks
 from earl_jax.sharding.exchange import exchange
+from earl_jax.sharding.moves import Move
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
-from earl_jax.sharding.schedule import Move, make_schedule
+from earl_jax.sharding.schedule import make_schedule
 
 Tree = TypeVar("Tree")
 

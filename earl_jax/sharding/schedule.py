@@ -7,42 +7,16 @@ Made once for a pair of layouts and kept; `reshard` carries it out.
 
 import dataclasses
 import functools
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from earl_jax.sharding.exchange import Shipment, narrower
+from earl_jax.sharding.exchange import Shipment
+from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import Ranges, process_of, shard_ranges
 from earl_jax.sharding.transfer_plan import Piece, TransferPlan, plan_transfers
-
-
-class Move(NamedTuple):
-    """One leaf: what it is, from where to where, and the type that it arrives in."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    source: Sharding
-    target: NamedSharding
-    arrives_as: Any
-
-    @property
-    def carried_as(self) -> Any:
-        """The type that it travels in."""
-        return narrower(self.dtype, self.arrives_as) if self.is_cast else self.dtype
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether it arrives in another type."""
-        return self.dtype != self.arrives_as
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Of the larger of the two shards, as it travels."""
-        sides = (side.shard_shape(self.shape) for side in (self.source, self.target))
-        return max(map(math.prod, sides)) * self.carried_as.itemsize
 
 
 class Cut(NamedTuple):
@@ -131,7 +105,7 @@ def make_schedule(moves: tuple[Move, ...], chunk_bytes: int | None) -> Schedule:
         chunked=tuple(chunked),
         exchanged=tuple(k for k, _, plan in numbered if plan.route == "rounds"),
         shipments=tuple(
-            Shipment(plan, *move) for _, move, plan in numbered if plan.route == "rounds"
+            Shipment(plan, move) for _, move, plan in numbered if plan.route == "rounds"
         ),
     )
 
