@@ -1,33 +1,28 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures what the selector chooses from: bytes and speed of each candidate, each program once.
+"""What the selector chooses from: the candidates' bytes and speeds, each measured once and kept.
 
-Bytes are XLA's own memory analysis of the program that will run; speed is that program, run: the
-best of some rounds, because what disturbs a round only ever makes it slower. A run whose meshes go
-by the order of their list asks for bytes only. What runs out of memory while it is measured has
-failed, as it would in the run.
+What runs out of memory while it is measured has failed, as it would in the run.
 """
 
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import os
 import platform
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from earl_jax.joint import send_weights
-from earl_jax.rollout.choices import no_choices
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.orders import NO_ROW, pack_orders
-from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.measuring import (
+    NOTHING_KNOWN,
+    bytes_only,
+    lower_train,
+    measure_rollout,
+    measure_train,
+    pool_bytes,
+)
 from earl_jax.selector.choose import Option
 from earl_jax.selector.ladder import (
     Failure,
@@ -37,15 +32,11 @@ from earl_jax.selector.ladder import (
     rollout_size,
     train_size,
 )
-from earl_jax.selector.memory import is_out_of_memory, program_bytes
 from earl_jax.selector.memory import resident_bytes as resident_bytes_of
+from earl_jax.selector.memory import unless_out_of_memory
 from earl_jax.selector.tail import TailOption
 from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.placing import place
-from earl_jax.sharding.reshard import reshard
-from earl_jax.train.step import batch_shapes
-from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.world import World
 
 
@@ -181,7 +172,7 @@ class Calibration:
                 continue
             engine = world.engine(option.mesh, rung.num_slots)
             weights = resident_bytes_of(engine.parameter_shapes, engine.parameter_shardings)
-            moved = weights + _pool_bytes(world, option.mesh, places, rung)
+            moved = weights + pool_bytes(world, option.mesh, places, rung)
             burst = world.config.rollout.round_tokens
             found.append(
                 TailOption(
@@ -218,10 +209,10 @@ class Calibration:
             places,
             words,
             rollout_size(places, dense),
-            lambda: _measure_rollout(world, mesh, places, rung.num_slots),
+            lambda: measure_rollout(world, mesh, places, rung.num_slots),
             lambda: world.engine(mesh, rung.num_slots).lower_play(places),
         )
-        more = _pool_bytes(world, mesh, places, rung) - _pool_bytes(world, mesh, places, dense)
+        more = pool_bytes(world, mesh, places, rung) - pool_bytes(world, mesh, places, dense)
         return Option(
             mesh=mesh,
             bytes_per_device=max(0, measured.program_bytes + more) + resident,
@@ -267,8 +258,8 @@ class Calibration:
             places,
             words,
             size,
-            lambda: _measure_train(world, mesh, places, rung),
-            lambda: _lower_train(world, mesh, places, rung),
+            lambda: measure_train(world, mesh, places, rung),
+            lambda: lower_train(world, mesh, places, rung),
         )
         return Option(
             mesh=mesh,
@@ -297,18 +288,18 @@ class Calibration:
             return NOTHING_KNOWN
         if self._is_apart:
             if entry not in self._own:
-                self._own[entry] = _bytes_only(lower().compile())
+                self._own[entry] = bytes_only(lower().compile())
             return self._own[entry]
         if self._world.processes.count > 1:
             told = self._world.processes.gather(measure(), f"what {stage} on {mesh} needs")
             # The first that has some of these devices.
             found = next(one for one in told if one is not None)
         else:
-            found = _unless_out_of_memory(measure)
+            found = unless_out_of_memory(measure)
         if found is None:
             self.note_failure(Failure(stage=stage, mesh=str(mesh), size=size))
             # Where it failed when it ran, its bytes can still be said.
-            found = _unless_out_of_memory(lambda: _bytes_only(lower().compile())) or NOTHING_KNOWN
+            found = unless_out_of_memory(lambda: bytes_only(lower().compile())) or NOTHING_KNOWN
         kept = found
         self._keep(lambda table: table.with_measurement(entry, kept))
         speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
@@ -324,150 +315,3 @@ class Calibration:
         except OSError as error:
             self._say(f"measurements cannot be kept for later runs: {error}")
             self.table = change(dataclasses.replace(self.table, path=None))
-
-
-NOTHING_KNOWN = Measurement(tokens_per_s=None, program_bytes=0, switch_s=0.0)
-
-
-def _unless_out_of_memory(measure: Callable[[], Measurement | None]) -> Measurement | None:
-    try:
-        return measure()
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
-
-
-@functools.cache
-def _pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
-    """Bytes per device of the KV cache with so many pages a lane."""
-    engine = world.engine(mesh, rung.num_slots)
-    pool = Pool(lanes=len(world.processes.lanes), pages=rung.pages)
-    layers = engine.state_shapes(places, pool).cache.layers
-    return resident_bytes_of(layers, engine.state_shardings.cache.layers)
-
-
-def _measure_rollout(world: World, mesh: MeshShape, places: int, slots: int) -> Measurement | None:
-    """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled.
-
-    Every process sends and receives the weights; None in one that does not play.
-    """
-    processes, config = world.processes, world.config
-    engine, plays = world.engine(mesh, slots), processes.plays
-    compiled = engine.lower_play(places).compile() if plays else None
-    if config.selector.order == "listed":
-        return _bytes_only(compiled) if plays else None
-    params = world.policy(world.init_train_state(world.train_candidates[0]))
-
-    def move() -> Any:
-        return send_weights(world, params, mesh, slots).params
-
-    weights = move()
-    switch_s = _seconds(move)
-    if not plays:
-        return None
-    branches = engine.config.rules.choice_branches
-    count = min(config.rollout.chunk_size, places - config.rollout.burst)
-
-    def orders_for(busy: np.ndarray) -> np.ndarray:
-        return pack_orders(
-            chunk=np.ones((slots, config.rollout.chunk_size), np.int32),
-            count=count * busy,
-            restart=np.zeros(slots, np.int32),
-            speak=busy,
-            seed=np.arange(slots),
-            row=np.full(slots, NO_ROW),
-            sampling=sampling_rows(Sampling(), slots),
-            version=0,
-            choices=no_choices(slots, branches) if branches else None,
-        )
-
-    read = np.full(slots, places - count - config.rollout.burst, np.int32)
-
-    def at_the_end(state: DecodeState) -> DecodeState:
-        placed = jax.device_put(read, engine.state_shardings.cached)
-        return jax.block_until_ready(dataclasses.replace(state, cached=placed))
-
-    state = engine.empty_state(places)
-
-    def speed_with(busy: int) -> float:
-        """Tokens per second with so many slots at work."""
-        nonlocal state
-        orders = orders_for((np.arange(slots) < busy).astype(np.int32))
-        state, _ = engine.play(weights, at_the_end(state), orders)
-        seconds, tokens = [], 0
-        for _ in range(config.selector.measure_rounds):
-            state = at_the_end(state)
-            start = time.perf_counter()
-            state, report = engine.play(weights, state, orders)
-            seconds.append(time.perf_counter() - start)
-            tokens = int(report.count.sum())
-        return tokens / min(seconds)
-
-    return Measurement(
-        tokens_per_s=len(processes.players) * speed_with(slots),
-        alone_tokens_per_s=speed_with(1),
-        program_bytes=program_bytes(compiled),
-        switch_s=switch_s,
-    )
-
-
-def _batch_shapes(world: World, mesh: MeshShape, places: int) -> TrajectoryBatch:
-    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(mesh)
-    return batch_shapes(rows, places, layout, with_proximal=world.needs_proximal)
-
-
-def _lower_train(world: World, mesh: MeshShape, places: int, rung: TrainRung) -> Any:
-    """The update's program, from shapes alone."""
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        world.train_state_shapes(),
-        world.train_state_shardings(mesh),
-    )
-    step = world.train_step(mesh, "policy_gradient", rung)
-    return step.lower(state, _batch_shapes(world, mesh, places), np.zeros(2, np.float32))
-
-
-def _measure_train(
-    world: World, mesh: MeshShape, places: int, rung: TrainRung
-) -> Measurement | None:
-    """Updates on rows full of the policy's tokens; None in a process that does not train."""
-    if not world.processes.trains:
-        return None
-    compiled = _lower_train(world, mesh, places, rung).compile()
-    if world.config.selector.order == "listed":
-        return _bytes_only(compiled)
-    rows, shapes = world.config.rollout.episodes_per_step, _batch_shapes(world, mesh, places)
-    step = world.train_step(mesh, "policy_gradient", rung)
-    state = world.init_train_state(mesh)
-    controls = np.zeros(2, np.float32)
-    elsewhere = world.init_train_state(world.train_candidates[0])
-    shardings = world.train_state_shardings(mesh)
-    reshard(elsewhere, shardings)
-    switch_s = _seconds(lambda: reshard(elsewhere, shardings))
-    batch = jax.tree.map(
-        lambda shape: place(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
-    )
-    state, metrics = step(state, batch, controls)
-    jax.block_until_ready(metrics)
-    seconds = []
-    for _ in range(world.config.selector.measure_rounds):
-        start = time.perf_counter()
-        state, metrics = step(state, batch, controls)
-        jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - start)
-    return Measurement(
-        tokens_per_s=rows * places / min(seconds),
-        program_bytes=program_bytes(compiled),
-        switch_s=switch_s,
-    )
-
-
-def _bytes_only(compiled: Any) -> Measurement:
-    return dataclasses.replace(NOTHING_KNOWN, program_bytes=program_bytes(compiled))
-
-
-def _seconds(move: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(move())
-    return time.perf_counter() - start

@@ -8,7 +8,7 @@ selector/ladder.py says what the rungs are; here they are those of a world.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from earl_jax.calibrate import Calibration
 from earl_jax.rollout.pages import pages_for
 from earl_jax.selector.choose import BudgetTooSmall, Option
 from earl_jax.selector.ladder import RolloutRung, TrainRung, rollout_rungs, train_rungs
-from earl_jax.selector.memory import is_out_of_memory, resident_bytes
+from earl_jax.selector.memory import resident_bytes, unless_out_of_memory
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import TrainState
@@ -169,7 +169,7 @@ def carry(state: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, boo
     and the rest is where it was: they can be carried on from there, to anywhere.
     """
     if chunk_bytes is None:
-        moved = _unless_out_of_memory(lambda: reshard(state, shardings))
+        moved = unless_out_of_memory(lambda: reshard(state, shardings))
         if moved is not None:
             _free(state, moved)
             return moved, True
@@ -177,7 +177,7 @@ def carry(state: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, boo
     targets = jax.tree.leaves(shardings)
     for k, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         chunk = chunk_bytes or max(1, leaf.nbytes // PIECES)
-        moved = _unless_out_of_memory(
+        moved = unless_out_of_memory(
             lambda leaf=leaf, target=target, chunk=chunk: reshard(leaf, target, chunk_bytes=chunk)
         )
         if moved is None:
@@ -191,16 +191,6 @@ def is_placed(state: Any, shardings: Any) -> bool:
     """Whether every array is where it should be."""
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return all(leaf.sharding.is_equivalent_to(where, leaf.ndim) for leaf, where in pairs)
-
-
-def _unless_out_of_memory(move: Callable[[], Any]) -> Any:
-    """What was moved, when it is there: an error may come only then. None where memory is short."""
-    try:
-        return jax.block_until_ready(move())
-    except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-    return None
 
 
 def _free(state: Any, moved: Any) -> None:

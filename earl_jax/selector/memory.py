@@ -3,9 +3,12 @@
 """Bytes per device: what XLA says a program takes, what arrays hold, and when it was too much."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
+
+Result = TypeVar("Result")
 
 
 def program_bytes(compiled: Any) -> int:
@@ -44,3 +47,16 @@ def device_budget(setting: int) -> int | None:
 def is_out_of_memory(error: Exception) -> bool:
     """Whether a device, or the compiler for it, had too little memory; by XLA's status code."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:
+    """What the attempt returns, when it is there; None where memory was too short for it.
+
+    An error may come only when the arrays are waited for.
+    """
+    try:
+        return jax.block_until_ready(attempt())
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    return None
