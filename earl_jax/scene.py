@@ -20,6 +20,7 @@ from earl_jax.models.hf_read import open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.origin import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.selector.choose import Settings
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
@@ -28,7 +29,6 @@ from earl_jax.selector.schedule import Scene
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import trained_specs
-from earl_jax.world import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:

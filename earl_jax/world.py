@@ -14,25 +14,23 @@ import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.demonstrations import HostBatch, legal_games
-from earl_jax.envs.board_game import all_replies, game_corpus, make_environment
+from earl_jax.envs.board_game import all_replies, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
 from earl_jax.models.attention import BLOCK_SIZE
-from earl_jax.models.generation import read_generation_settings
-from earl_jax.models.hf_read import Checkpoint, load_parameters, open_checkpoint
+from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import Choice, choose_kernel
 from earl_jax.models.parameters import Params, check_tensor_axis
+from earl_jax.origin import max_context, open_origin
 from earl_jax.processes import find_processes
 from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, dense_pool
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
@@ -43,10 +41,6 @@ from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
 from earl_jax.train.step import Objective, TrainState
 
-CORPUS_GAMES = 300
-MAX_VOCAB_SIZE = 4096
-# The vocabulary is padded to a multiple of this, so that it divides over any usual tensor axis.
-VOCAB_MULTIPLE = 64
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
 FIRST_EVAL_EPISODE = 2**30
 
@@ -75,59 +69,20 @@ class World:
         self.checkpoint = (
             open_checkpoint(find_folder(config.model.path)) if config.model.path else None
         )
-        if self.checkpoint:
-            self.model = dataclasses.replace(
-                self.checkpoint.model, compute_dtype=config.model.compute_dtype
-            )
-            self.tokenizer = load_tokenizer(self.checkpoint.folder)
-            generation = read_generation_settings(self.checkpoint.folder)
-            end_ids = generation.end_ids_of(self.tokenizer)
-            self.notes += generation.unused(end_ids)
-            self.vocab_size = self.checkpoint.vocab_size
-            if len(self.tokenizer) > self.vocab_size:
-                raise ValueError(
-                    f"config.model.path is {config.model.path!r}, whose tokenizer has "
-                    f"{len(self.tokenizer)} entries, but whose model has {self.vocab_size}"
-                )
-        else:
-            end_ids: tuple[int, ...] = ()
-            self.model = config.model
-            self.tokenizer = self.processes.after_first(
-                lambda: keep_tokenizer(
-                    tokenizer_folder,
-                    lambda: game_corpus(config.env, CORPUS_GAMES, seed=0),
-                    MAX_VOCAB_SIZE,
-                ),
-                "the tokenizer",
-            )
-            self.vocab_size = -(-len(self.tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        self.max_context = _max_context(config, self.checkpoint)
-        if config.train.balance_coefficient and not self.model.num_experts:
-            raise ValueError(
-                f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
-                f"model of config.model.path ({config.model.path!r}) has no experts; remove it"
-            )
+        origin = open_origin(config, self.checkpoint, tokenizer_folder, self.processes)
+        self.model, self.tokenizer = origin.model, origin.tokenizer
+        self.vocab_size = origin.vocab_size
+        self.notes += origin.notes
+        self.max_context = max_context(config, self.checkpoint)
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
-        self.renderer = ChatRenderer(self.tokenizer, end_ids, config.chat.template_arguments)
-        strange = [i for i in config.rollout.stop_token_ids if i >= self.vocab_size]
-        if strange:
-            raise ValueError(
-                f"config.rollout.stop_token_ids holds {strange[0]}; ids go from 0 to "
-                f"{self.vocab_size - 1}"
-            )
+        self.renderer = ChatRenderer(self.tokenizer, origin.end_ids, config.chat.template_arguments)
         self.choice_branches = _choice_branches(config, self.renderer)
         self.budget_bytes = self.processes.least(
             device_budget(config.selector.budget_bytes_per_device)
         )
         num_lanes = len(self.processes.rollout_devices)
-        for field in ("num_slots", "episodes_per_step"):
-            number = getattr(config.rollout, field)
-            if number % num_lanes:
-                raise ValueError(
-                    f"config.rollout.{field} is {number}, which does not divide over the "
-                    f"{num_lanes} devices that play in this run; choose a multiple of {num_lanes}"
-                )
+        _check_numbers(config, num_lanes)
         experts = self.model.num_experts
         self.rollout_candidates = rollout_candidates(
             num_lanes, config.selector.rollout_meshes, self._rollout_obstacle, experts
@@ -361,22 +316,15 @@ class World:
         ]
 
 
-def _max_context(config: Config, checkpoint: Checkpoint | None) -> int:
-    """Tokens that the model reads at once: those that its checkpoint says, or else any number.
-
-    Raises ValueError for episodes that may be longer.
-    """
-    context, most = checkpoint and checkpoint.max_context, config.rollout.max_episode_tokens
-    if context is None:
-        return NO_LIMIT
-    # An episode of several samples may come to more than the model reads at once.
-    if most > context and config.chat.history == "append":
-        raise ValueError(
-            f"config.rollout.max_episode_tokens is {most}, and the model of config.model.path "
-            f"({config.model.path!r}) is made for {context} (max_position_embeddings); lower it, "
-            "or leave it at 0: episodes then end where the model does"
-        )
-    return context
+def _check_numbers(config: Config, num_lanes: int) -> None:
+    """Raises ValueError where slots or episodes do not divide over the devices that play."""
+    for field in ("num_slots", "episodes_per_step"):
+        number = getattr(config.rollout, field)
+        if number % num_lanes:
+            raise ValueError(
+                f"config.rollout.{field} is {number}, which does not divide over the "
+                f"{num_lanes} devices that play in this run; choose a multiple of {num_lanes}"
+            )
 
 
 def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
