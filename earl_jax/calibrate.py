@@ -8,6 +8,7 @@ What runs out of memory while it is measured has failed, as it would in the run.
 import contextlib
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -203,16 +204,18 @@ class Calibration:
         world = self._world
         words = self._slots_words(rung.num_slots)
         dense = rung._replace(pages=world.pool_for(places, rung.num_slots).pages)
+        more = pool_bytes(world, mesh, places, rung) - pool_bytes(world, mesh, places, dense)
+        most = self._most_bytes - more
         measured = self._measured(
             "rollout",
             mesh,
             places,
             words,
             rollout_size(places, dense),
-            lambda: measure_rollout(world, mesh, places, rung.num_slots),
+            most,
+            lambda: measure_rollout(world, mesh, places, rung.num_slots, most),
             lambda: world.engine(mesh, rung.num_slots).lower_play(places),
         )
-        more = pool_bytes(world, mesh, places, rung) - pool_bytes(world, mesh, places, dense)
         return Option(
             mesh=mesh,
             bytes_per_device=max(0, measured.program_bytes + more) + resident,
@@ -258,7 +261,8 @@ class Calibration:
             places,
             words,
             size,
-            lambda: measure_train(world, mesh, places, rung),
+            self._most_bytes,
+            lambda: measure_train(world, mesh, places, rung, self._most_bytes),
             lambda: lower_train(world, mesh, places, rung),
         )
         return Option(
@@ -276,16 +280,20 @@ class Calibration:
         places: int,
         words: str,
         size: tuple[int, ...],
+        most: float,
         measure: Callable[[], Measurement | None],
         lower: Callable[[], Any],
     ) -> Measurement:
-        """The entry, measured now if it is missing; running out of memory is noted as a failure."""
+        """The entry, measured now if it is missing; running out of memory is noted as a failure.
+
+        Of what takes more than `most` bytes a device the speed is not asked for.
+        """
         entry, table = self.table.entry(stage, mesh, places, words), self.table
         found = table.measurements.get(entry)
-        if found is not None:
+        if found is not None and (self._is_enough(found) or found.program_bytes > most):
             return found
         if failure_of(table.failures, stage, mesh, size):
-            return NOTHING_KNOWN
+            return found or NOTHING_KNOWN
         if self._is_apart:
             if entry not in self._own:
                 self._own[entry] = bytes_only(lower().compile())
@@ -308,6 +316,19 @@ class Calibration:
             f"{words and ', '}{words}: {speed}{found.program_bytes / 2**20:.2f} MiB per device"
         )
         return found
+
+    @property
+    def _most_bytes(self) -> float:
+        """What a program may take to be timed.
+
+        Of several processes some only send the weights, and cannot know: they time everything.
+        """
+        several = self._world.processes.count > 1
+        return math.inf if several else self._world.budget_bytes or math.inf
+
+    def _is_enough(self, found: Measurement) -> bool:
+        """Whether all is known of a candidate that this run asks for."""
+        return found.tokens_per_s is not None or self._world.config.selector.order == "listed"
 
     def _keep(self, change: Callable[[ThroughputTable], ThroughputTable]) -> None:
         try:

@@ -4,11 +4,12 @@
 
 Bytes are XLA's own memory analysis of it; speed is that program, run: the best of some rounds,
 because what disturbs a round only ever makes it slower. A run whose meshes go by the order of their
-list asks for bytes only.
+list asks for bytes only, and a program that needs more than `most` bytes a device is not run.
 """
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,9 @@ def pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) ->
     return resident_bytes(layers, engine.state_shardings.cache.layers)
 
 
-def measure_rollout(world: World, mesh: MeshShape, places: int, slots: int) -> Measurement | None:
+def measure_rollout(
+    world: World, mesh: MeshShape, places: int, slots: int, most: float = math.inf
+) -> Measurement | None:
     """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled.
 
     Every process sends and receives the weights; None in one that does not play.
@@ -54,7 +57,7 @@ def measure_rollout(world: World, mesh: MeshShape, places: int, slots: int) -> M
     processes, config = world.processes, world.config
     engine, plays = world.engine(mesh, slots), processes.plays
     compiled = engine.lower_play(places).compile() if plays else None
-    if config.selector.order == "listed":
+    if plays and program_bytes(compiled) > most or config.selector.order == "listed":
         return bytes_only(compiled) if plays else None
     params = world.policy(world.init_train_state(world.train_candidates[0]))
 
@@ -128,13 +131,13 @@ def lower_train(world: World, mesh: MeshShape, places: int, rung: TrainRung) -> 
 
 
 def measure_train(
-    world: World, mesh: MeshShape, places: int, rung: TrainRung
+    world: World, mesh: MeshShape, places: int, rung: TrainRung, most: float = math.inf
 ) -> Measurement | None:
     """Updates on rows full of the policy's tokens; None in a process that does not train."""
     if not world.processes.trains:
         return None
     compiled = lower_train(world, mesh, places, rung).compile()
-    if world.config.selector.order == "listed":
+    if world.config.selector.order == "listed" or program_bytes(compiled) > most:
         return bytes_only(compiled)
     rows, shapes = world.config.rollout.episodes_per_step, _batch_shapes(world, mesh, places)
     step = world.train_step(mesh, "policy_gradient", rung)

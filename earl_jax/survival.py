@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
+Rung = TypeVar("Rung")
 _HOST_MEMORY = "pinned_host"
 # An array that goes by itself, because memory is short, goes in so many pieces.
 PIECES = 8
@@ -94,10 +95,11 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     world, needs = ladder.world, []
     least_state = min(ladder.trainer_bytes(mesh) for mesh in world.train_candidates)
     for places in world.config.rollout.context_buckets:
-        training = (calibration.train_options(places, rung) for rung in ladder.train_rungs())
+        down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
+        training = (calibration.train_options(places, rung) for rung in _ends(ladder.train_rungs()))
         rollout = (
             calibration.rollout_options(places, least_state, rung.pages, rung.num_slots)
-            for rung in ladder.rollout_rungs(places, [ladder.least_pages(places)])
+            for rung in _ends(down)
         )
         for stage, options in (("training", training), ("rollout", rollout)):
             what = f"{stage} with {places} tokens of room per episode"
@@ -109,6 +111,11 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
             f"{what} fits it; the smallest budget that would do is {need}. Raise the budget, "
             "use more devices, or lower config.rollout.num_slots or the model's size"
         )
+
+
+def _ends(rungs: Sequence[Rung]) -> Sequence[Rung]:
+    """The first rung and the last, which takes least: what fits nowhere is known by these two."""
+    return tuple(dict.fromkeys((rungs[0], rungs[-1])))
 
 
 def _least_need(rungs: Iterator[list[Option]], budget: int | None) -> int:

@@ -227,6 +227,19 @@ def test_a_run_by_the_order_of_its_list_measures_bytes_only(tiny):
     assert option.move_s == 0.0
 
 
+def test_what_does_not_fit_is_not_timed_until_it_fits(tiny, monkeypatch):
+    calibration = Calibration(
+        tiny.world, ThroughputTable(path=None, measurements={}), lambda text: None
+    )
+    entry, takes = f"rollout {D8} {SHORT}", measured(tiny, D8, SHORT).program_bytes
+    for budget, is_timed in ((takes - 1, False), (takes, True), (takes - 1, True)):
+        monkeypatch.setattr(tiny.world, "budget_bytes", budget)
+        option = calibration.rollout_options(SHORT, 0)[0]
+        found = calibration.table.measurements[entry]
+        assert option.bytes_per_device == found.program_bytes == takes
+        assert (found.tokens_per_s is not None) == is_timed
+
+
 def test_training_goes_by_the_longest_of_recent_steps(tiny, monkeypatch):
     """The longest episode comes and goes; the mesh that has room for it does not."""
     entries = {
