@@ -170,6 +170,25 @@ def test_what_failed_before_is_no_candidate():
         decide(failed[:1], TRAINS, RESIDENT)
 
 
+def test_where_all_failed_the_least_that_was_not_enough_is_named():
+    """Of max(rollout + what the trainer leaves, training) the least that is known."""
+    failed = [option(D8, 20, None, impossible="ran out of memory"), option(D4T2, 0, None)]
+    failed[1] = dataclasses.replace(failed[1], impossible="ran out of memory")
+    with pytest.raises(BudgetTooSmall, match="Use devices with more than 50 B of memory each"):
+        decide(failed, [option(F8, 50, 1.0)], [5])
+    with pytest.raises(BudgetTooSmall, match="Use devices with more memory each"):
+        decide(failed[1:], [option(F8, 50, 1.0)], [5])
+
+
+def test_what_cannot_be_needs_no_speed():
+    """The second of the list is chosen because it is faster, though others were never timed."""
+    rollouts = [option(D8, 10, 100.0), option(D4T2, 10, 200.0), option(D2T4, 1000, None)]
+    trains = [option(D8, 10, 100.0), option(F8, 10, None, impossible="ran out of memory")]
+    decision = decide(rollouts, trains, [1, 1], budget=99)
+    assert decision.pair == Pair(D4T2, D8)
+    assert decision.predicted_s == 1000 / 200 + 1000 / 100
+
+
 def test_the_smallest_budget_that_would_do_is_named_and_does():
     """The least of max(rollout + what the trainer leaves, training): 30 + 5 and 50."""
     with pytest.raises(BudgetTooSmall, match=r"is 49, .* smallest budget that would do is 50 \("):

@@ -160,8 +160,8 @@ def _too_small(stage: str, options: Sequence[Option], places: int, settings: Set
     if not possible:
         tried = "; ".join(f"{option.mesh} {option.impossible}" for option in options)
         return (
-            f"no mesh for {what}: {tried}. Use devices with more than "
-            f"{min(option.bytes_per_device for option in options)} bytes of memory each, or more "
+            f"no mesh for {what}: {tried}. Use devices with "
+            f"{more_than([option.bytes_per_device for option in options])} memory each, or more "
             "devices, or lower config.rollout.num_slots or the model's size"
         )
     least = min(possible, key=lambda option: option.bytes_per_device)
@@ -171,6 +171,12 @@ def _too_small(stage: str, options: Sequence[Option], places: int, settings: Set
         f"{least.mesh}). Raise the budget, use more devices, or lower config.rollout.num_slots or "
         "the model's size"
     )
+
+
+def more_than(needs: Sequence[int]) -> str:
+    """The least that was not enough, in words. 0 stands for what is not known."""
+    known = [need for need in needs if need]
+    return f"more than {size_words(min(known))} of" if known else "more"
 
 
 def context_words(places: int, load: Load | None) -> str:

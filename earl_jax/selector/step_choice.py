@@ -20,6 +20,7 @@ from earl_jax.selector.choose import (
     Option,
     Settings,
     context_words,
+    more_than,
     obstacle,
     option_words,
     size_words,
@@ -120,7 +121,9 @@ def choose_step(
     table = _tabulate(rollouts, trains, resident_bytes, current, work, settings)
     if not table.possible_RT.any():
         raise BudgetTooSmall(_too_small(rollouts, trains, resident_bytes, work, settings))
-    measured = all(option.tokens_per_s for option in (*rollouts, *trains))
+    measured = _are_measured(rollouts, table.possible_RT) and _are_measured(
+        trains, table.possible_RT.T
+    )
     here = _index(rollouts, trains, current)
     if measured:
         lasts = steps_until_outgrown(work, settings.horizon_steps)
@@ -179,6 +182,11 @@ def _tabulate(
         step_s_RT=rollout_s_R[:, None] + train_s_T + other_s,
         switch_s_T=np.where(stays_T, 0.0, [option.move_s for option in trains]),
     )
+
+
+def _are_measured(options: Sequence[Option], possible: np.ndarray) -> bool:
+    """Whether all that can be chosen have a speed: those with True in their row. No others need."""
+    return all(o.tokens_per_s for o, can in zip(options, possible, strict=True) if can.any())
 
 
 def _stage_s(option: Option, tokens: int) -> float:
@@ -355,18 +363,21 @@ def _too_small(
         for option in options
         if option.impossible
     ]
-    needs = [
+    pairs = [
         (max(rollout.bytes_per_device + resident, train.bytes_per_device), rollout, train)
         for rollout in rollouts
-        if not rollout.impossible
         for train, resident in zip(trains, resident_bytes, strict=True)
-        if not train.impossible
     ]
+    needs = [entry for entry in pairs if not (entry[1].impossible or entry[2].impossible)]
     if not needs:
+        # Of what failed when it was compiled no bytes are known.
+        enough = more_than(
+            [n for n, *both in pairs if all(option.bytes_per_device for option in both)]
+        )
         return (
             f"no meshes for rollout and training with {room} are left: {'; '.join(failed)}. Use "
-            "devices with more memory, or more of them, or lower config.rollout.num_slots or the "
-            "model's size"
+            f"devices with {enough} memory each, or more of them, or lower "
+            "config.rollout.num_slots or the model's size"
         )
     need, rollout, train = min(needs, key=lambda entry: entry[0])
     also = f" (and {'; '.join(failed)})" if failed else ""
