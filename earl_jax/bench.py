@@ -99,8 +99,7 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from benchmarks.dispatch.publishing import measure as measure_weights
 
     num = len(jax.devices())
-    meshes = [(f"data=1,fsdp={num}", f"data={num}"), (f"data=1,fsdp={num}", f"tensor={num}")]
-    return measure_weights(flags.models.split(","), meshes[:num], flags.cut, flags.repeats)
+    return measure_weights(flags.models.split(","), num, flags.cut, flags.repeats)
 
 
 def _switch_rows(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -239,6 +239,20 @@ def test_one_prefix_may_fill_many_slots(engine, params):
     assert prefix.cached.tolist() == [9]
 
 
+def test_a_prefix_of_another_device_is_put_where_the_engine_says(engine, params):
+    ids = prompt(31, 9)
+    prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=9)
+    elsewhere = jax.device_put(prefix, jax.devices()[-1])
+    back = jax.device_put(elsewhere, engine.get_prefix_destination_sharding())
+    state = engine.insert(back, engine.insert(prefix, engine.init_decode_state(), 1), 6)
+    said = []
+    for _ in range(3):
+        state, result = engine.generate(params, state)
+        said.append([result.get_result_at_slot(slot).tokens.item() for slot in (1, 6)])
+    expected = continuations([ids], [int(prefix.seed[0])], 3)[0]
+    assert said == [[token, token] for token in expected.tolist()]
+
+
 def test_a_prompt_is_drawn_by_its_own_sampling_and_seed_whoever_is_beside_it(engine, params):
     """Each twice, in another slot and order, and among others that say nothing of either."""
     ids, length, steps = prompt(60, 9), 9, 10

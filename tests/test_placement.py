@@ -449,8 +449,31 @@ def test_the_trainer_moves_bit_for_bit_and_not_through_the_host(tiny, place):
     assert on_one == trainer_bytes(CUBE)
 
 
-def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(tiny, place):
-    """Half as many again where it does; never fewer than one episode of that length needs."""
+def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(monkeypatch):
+    """Half as many again, or what is asked for, where it does; 2 are what one episode needs."""
+    rollout = {**GIVEN["rollout"], "num_slots": 16}
+    only = {"order": "listed", "rollout_meshes": (str(D8),), "train_meshes": (str(D8),)}
+    world = World(make_config({**GIVEN, "rollout": rollout, "selector": only}))
+    calibration = Calibration(world, ThroughputTable(path=None, measurements={}), lambda text: None)
+    params = world.init_train_state(D8).params
+
+    def pages_with(budget_bytes):
+        monkeypatch.setattr(world, "budget_bytes", budget_bytes)
+        placement = Placement(world, calibration)
+        placement.restore({**STANDING, "pages": 2, "num_slots": 16})
+        seat, _ = placement.open_seat(params, version=0)
+        return placement.make_room(seat, LONG, 3, None).pool.pages
+
+    two, three, four = (
+        calibration.rollout_options(LONG, trainer_bytes(D8), pages)[0].bytes_per_device
+        for pages in (2, 3, 4)
+    )
+    assert [pages_with(n) for n in (None, four, four - 1, three - 1, two)] == [4, 4, 3, 2, 2]
+    with pytest.raises(BudgetTooSmall, match=f"the smallest budget that would do is {two} "):
+        pages_with(two - 1)
+
+
+def test_a_page_more_takes_its_bytes(tiny, place):
     shapes = {mesh: tiny.world.engine(mesh) for mesh in (D8, D4T2)}
     placement = place(None)
     seat, _ = placement.open_seat(tiny.world.init_train_state(D8).params, version=0)

@@ -368,6 +368,23 @@ def test_chunk_size_changes_nothing(played, chunk_size):
     assert_same(heard, other)
 
 
+def test_some_append_beside_others_in_the_middle_of_a_turn(played):
+    """With bursts that are shorter than turns; what is said is the same."""
+    scripts, _, heard = played
+    play, beside = play_on_one_device(RULES._replace(burst=1)), []
+
+    def watched(state, orders):
+        speaking, before = np.asarray(state.active).astype(bool), np.asarray(state.cached)
+        state, report = play(state, orders)
+        appending = (np.asarray(state.cached) > before) & ~speaking
+        beside.append(bool(appending.any() and report.count[speaking].any()))
+        return state, report
+
+    _, others = converse(watched, empty(), scripts)
+    assert sum(beside) > 3
+    assert_same(heard, others)
+
+
 @pytest.mark.parametrize("burst", [1, 8])
 def test_burst_length_changes_nothing(played, burst):
     scripts, _, heard = played

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights: the trainer's stacked fp32 to the engine's bf16, layer by layer, beside a plain copy.
 
-Publishing reads four bytes of every number and writes two (int8: one). The limit is the time in
-which the same device copies as many bytes, read and written.
+Publishing reads four bytes of every number and writes two (int8: one) on every device that is to
+have it. The limit is the time in which the same devices copy as many bytes, read and written.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks.dispatch.within import seconds
 from earl_jax.models.parameters import parameter_shapes, parameter_shardings, parameter_specs
 from earl_jax.models.presets import preset_named
 from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.weights import publish
 
@@ -38,9 +40,12 @@ VOCAB = 152_064
 
 
 def measure(
-    presets: Sequence[str], meshes: Sequence[tuple[str, str]], cut: int, repeats: int
+    presets: Sequence[str], num_devices: int, cut: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model, pair of meshes (trainer, rollout) and type of the engine's weights."""
+    """A row for each model, rollout mesh and type of the engine's weights.
+
+    The trainer is cut over fsdp; rollouts have all weights on each device, or a part of the heads.
+    """
     for preset in presets:
         model = preset_named(preset)
         windows = model.windows[:1]
@@ -48,7 +53,10 @@ def measure(
             model, num_layers=max(1, model.num_layers // cut), windows=windows
         )
         specs = parameter_specs(model, VOCAB)
-        for trainer, rollout in meshes:
+        heads = math.gcd(num_devices, model.num_kv_heads)
+        trainer = f"data=1,fsdp={num_devices}"
+        for tensor in dict.fromkeys((1, heads)):
+            rollout = f"data={num_devices // tensor},tensor={tensor}"
             source = make_layout(MeshShape.parse(trainer), row_axes=TRAINING_ROWS)
             target = make_layout(MeshShape.parse(rollout))
             shardings = parameter_shardings(specs, source)
@@ -65,7 +73,8 @@ def measure(
                 ours_s = seconds(
                     lambda p=params, g=goal, w=places: publish(p, g, w).params, repeats
                 )
-                read, written = _bytes(shapes), _bytes(goal)
+                read = num_devices * resident_bytes(shapes, shardings)
+                written = num_devices * resident_bytes(goal, places)
                 copy_s = seconds(_copy_of((read + written) // 2), repeats)
                 cells = (
                     preset,
@@ -81,10 +90,6 @@ def measure(
                     copy_s / ours_s,
                 )
                 yield dict(zip(COLUMNS, cells, strict=True))
-
-
-def _bytes(shapes: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 def _copy_of(num_bytes: int) -> Any:
