@@ -11,9 +11,9 @@ import random
 
 import numpy as np
 
-from earl_jax.envs.board_game import demonstrate, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.repertoire import demonstrate, make_environment
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import place
 from earl_jax.trajectory import TrajectoryBatch

@@ -162,7 +162,7 @@ class Keeper:
         newest = read_trajectories(trajectories[-1])[:REPORT_EPISODES] if trajectories else []
         write_report(
             self.workdir / "report.html",
-            title=f"earl_jax: {self.world.config.env.game}",
+            title=f"earl_jax: {self.world.config.env.title}",
             config=self.world.config.as_dict(),
             metrics=read_metrics(self.workdir / "metrics.jsonl"),
             episodes=newest,
