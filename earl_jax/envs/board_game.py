@@ -116,6 +116,10 @@ class BoardGame:
             return []
         return [str(action) for action in self._state.legal_actions()]
 
+    def random_reply(self, rng: random.Random) -> str:
+        """One of the legal replies, all of them alike."""
+        return rng.choice(self.legal_replies())
+
     def _choices(self) -> tuple[str, ...]:
         return tuple(self.legal_replies()) if self._config.mask_illegal else ()
 

@@ -36,7 +36,7 @@ class Demonstration:
 
 
 def demonstrate(environment: BoardGame | Trail, rng: random.Random) -> Demonstration:
-    """Plays a fresh environment to its end with uniformly random legal replies.
+    """Plays a fresh environment to its end with random legal replies.
 
     These are the examples of supervised warm-up: they teach which replies are legal, not which are
     good.
@@ -44,7 +44,7 @@ def demonstrate(environment: BoardGame | Trail, rng: random.Random) -> Demonstra
     start = environment.start()
     turns: list[tuple[Author, str]] = [("environment", start.text)]
     while True:
-        reply = rng.choice(environment.legal_replies())
+        reply = environment.random_reply(rng)
         turns.append(("policy", reply))
         result = environment.step(reply)
         if result.done:

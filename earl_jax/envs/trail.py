@@ -76,6 +76,11 @@ class Trail:
             detail="" if is_right else f"went to {reply} and not to {self._next}",
         )
 
+    def random_reply(self, rng: random.Random) -> str:
+        """Half the time the right step, else one to any stone."""
+        stones = self.legal_replies()
+        return self._next if rng.random() < 0.5 else rng.choice(stones)
+
     def legal_replies(self) -> list[str]:
         """The numbers of all stones; none before `start` and after the end."""
         return all_stones(self._config) if self._started and not self._done else []
