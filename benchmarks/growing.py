@@ -244,11 +244,11 @@ def page(runs: Sequence[Run], config: Config) -> str:
 
 
 _READING = (
-    "Bytes are exact: they are XLA's for the programs that ran. They are counted and not felt, for a",
+    "Bytes are exact: they are XLA's for the programs that ran. They are counted and not felt: a",
     "virtual CPU device has no memory of its own to run out of. Speeds are another matter: eight",
     "virtual devices share the machine's cores, so a mesh costs here what its collectives and its",
-    "smaller matrices cost a core, and saves nothing that a network or a memory bus would. Ratios of",
-    "runs differ by the episodes that were sampled too, and by what else the machine did.",
+    "smaller matrices cost a core, and saves nothing that a network or a memory bus would. Ratios",
+    "of two runs also differ by the episodes that were sampled, and by what else the machine did.",
     "",
     "The reward of a walk is paid when it is over. With the limit a walk that goes well is cut and",
     "paid -1 (config.rollout.unfinished_reward), so what was learnt until then is what costs the",
