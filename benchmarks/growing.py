@@ -5,12 +5,12 @@
     uv run python -m benchmarks.growing [--seeds=0,1,2] [--from=DIR]
 
 configs/trail_tiny_cpu.py with its budget and without it, with a hard limit of tokens an episode
-(EARL's collapse), and on every pair of its meshes held still. A pair that is held still has no
-budget: nothing is enforced, and the first step that takes more than the budget is where it would
-have died. The last of them has from its first step on what the ladder comes to in the end, less at
-a time with activations computed again, and so fits. The first three take turns, seed by seed; pairs
-that are held still follow, with the first seed alone. Bytes per device are those of the selector:
-XLA's memory analysis of a stage's program with its KV pages, and what the trainer leaves beside it.
+(EARL's collapse), and held still on one pair of meshes with what the ladder comes to in the end
+(less at a time, activations computed again) from the first step on; these take turns, seed by seed.
+For each pair of meshes that the config may choose from, held still as the config has them, it is
+said at which step of the run without a budget it would have taken more than the budget. Bytes per
+device are those of the selector: XLA's memory analysis of a stage's program with its KV cache, and
+what the trainer leaves beside a rollout.
 
 Writes benchmarks/growing.md, growing.jsonl (a line a run) and growing.svg. With --from, the runs
 are kept in DIR, and those that are there are not made again.
@@ -32,13 +32,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning import curves_svg
+from earl_jax.calibrate import Calibration, open_table
 from earl_jax.config import Config
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.envs.environment import EPISODE_TOO_LONG
 from earl_jax.main import exit_status, start_jax
+from earl_jax.survival import Ladder
 from earl_jax.telemetry.charts import Series
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.world import World
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "trail_tiny_cpu.py"
@@ -64,27 +67,46 @@ class Arm:
         return make_config(load_config_file(CONFIG), [*self.overrides, *every])
 
 
-def arms(config: Config) -> tuple[list[Arm], list[Arm]]:
-    """Ours, without a budget, with a hard limit; and every other pair of meshes, held still."""
-    main = [
+def arms(config: Config) -> list[Arm]:
+    """Ours, without a budget, with a hard limit; and held still on what fits at any length."""
+    rollout, train = config.selector.rollout_meshes[0], config.selector.train_meshes[-1]
+    held = (f"selector.rollout_meshes=('{rollout}',)", f"selector.train_meshes=('{train}',)")
+    return [
         Arm(name="ours"),
         Arm(name="unconstrained", overrides=(FREE,)),
         Arm(name=f"limit {LIMIT}", overrides=(f"rollout.max_episode_tokens={LIMIT}",)),
+        Arm(name="held small", overrides=(*held, *SMALL, FREE)),
     ]
-    selector, held = config.selector, []
-    pairs = itertools.product(selector.rollout_meshes, selector.train_meshes)
-    for rollout, train in pairs:
-        one = (
-            f"selector.rollout_meshes=('{rollout}',)",
-            f"selector.train_meshes=('{train}',)",
-            FREE,
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldPair:
+    """A pair of meshes that stays. `need` is what it takes per device at each room, in bytes."""
+
+    name: str
+    need: dict[int, int]
+
+    def breaks(self, rooms: Sequence[int], budget: int) -> int | None:
+        """The first step, of steps that need these rooms, that takes more; None where none does."""
+        over = (step for step, room in enumerate(rooms, 1) if self.need[room] > budget)
+        return next(over, None)
+
+
+def held_pairs(config: Config) -> list[HeldPair]:
+    """Every pair that the config may choose from, with a KV cache for every slot to fill."""
+    world = World(config)
+    table, _ = open_table(world)
+    calibration, ladder = Calibration(world, table, print), Ladder(world)
+    need: dict[str, dict[int, int]] = {}
+    for room in config.rollout.context_buckets:
+        pairs = itertools.product(
+            calibration.rollout_options(room, 0), calibration.train_options(room)
         )
-        held.append(Arm(name=f"{rollout} + {train}", overrides=one))
-    # A run that no budget moves stays on the first of each list: that pair is run already.
-    first, *others = held
-    last = Arm(name=f"{others[-1].name}, small", overrides=(*others[-1].overrides, *SMALL))
-    assert config.selector.order == "listed", f"{first.name} is run as 'unconstrained'"
-    return main, [*others, last]
+        for rollout, train in pairs:
+            beside = rollout.bytes_per_device + ladder.trainer_bytes(train.mesh)
+            most = max(beside, train.bytes_per_device)
+            need.setdefault(f"{rollout.mesh} + {train.mesh}", {})[room] = most
+    return [HeldPair(name=name, need=rooms) for name, rooms in need.items()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,11 +190,9 @@ def _cut(workdir: Path, step: int) -> float:
 
 def make_runs(folder: Path, seeds: Sequence[int]) -> list[Run]:
     """The runs, by turns; one that is there is read."""
-    main, held = arms(Arm(name="").config(0))
-    turns = [(arm, seed) for seed in seeds for arm in main] + [(arm, seeds[0]) for arm in held]
     found = []
-    for arm, seed in turns:
-        workdir = folder / f"{arm.name.replace(' ', '')}_{seed}"
+    for seed, arm in itertools.product(seeds, arms(Arm(name="").config(0))):
+        workdir = folder / f"{arm.name.replace(' ', '_')}_{seed}"
         _run(arm.config(seed), workdir)
         found.append(read_run(arm.name, seed, workdir))
         print(f"{arm.name}, seed {seed}: {tokens_per_s(found[-1]):,.0f} tokens/s", flush=True)
@@ -194,19 +214,18 @@ def _run(config: Config, workdir: Path) -> None:
 
 
 def curves(runs: Sequence[Run]) -> str:
-    """Reward by step: ours, without a budget (dashed) and with the limit, a colour a seed."""
+    """Reward by step: ours, without a budget (dashed), and with the limit in another colour."""
     series = []
-    for arm in dict.fromkeys(run.arm for run in runs if _is_main(run)):
-        for run in (run for run in runs if run.arm == arm):
-            series.append(
-                Series(
-                    name=f"{arm}, seed {run.seed}",
-                    xs=range(1, len(run.reward) + 1),
-                    ys=run.reward,
-                    color=("ours", "unconstrained").index(arm) if not _is_limit(run) else 2,
-                    dashed=arm == "unconstrained",
-                )
+    for run in (run for run in runs if run.arm != "held small"):
+        series.append(
+            Series(
+                name=f"{run.arm}, seed {run.seed}",
+                xs=range(1, len(run.reward) + 1),
+                ys=run.reward,
+                color=1 if _is_limit(run) else 0,
+                dashed=run.arm == "unconstrained",
             )
+        )
     return curves_svg(series, label="mean reward", y_range=(-1.0, 1.0))
 
 
@@ -214,11 +233,7 @@ def _is_limit(run: Run) -> bool:
     return run.arm.startswith("limit")
 
 
-def _is_main(run: Run) -> bool:
-    return run.arm in ("ours", "unconstrained") or _is_limit(run)
-
-
-def page(runs: Sequence[Run], config: Config) -> str:
+def page(runs: Sequence[Run], pairs: Sequence[HeldPair], config: Config) -> str:
     """The Markdown page."""
     budget = config.selector.budget_bytes_per_device
     versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "jaxlib"))
@@ -231,6 +246,8 @@ def page(runs: Sequence[Run], config: Config) -> str:
         f"{versions}, {time.strftime('%Y-%m')}. The budget is {budget:,} bytes per device.",
         "",
         *_table(runs, budget, {run.seed: tokens_per_s(run) for run in ours}),
+        "",
+        *_pairs_table(pairs, runs, config),
         "",
         "![reward by step](growing.svg)",
         "",
@@ -269,6 +286,26 @@ def _table(runs: Sequence[Run], budget: int, ours: Mapping[int, float]) -> list[
             f" | {max(run.peak_bytes) / 2**20:.2f} | {f'at step {step}' if step else 'never'} "
             f"| {tokens_per_s(run) / ours[run.seed]:.2f} | {run.last_reward:.3f} |"
         )
+    return lines
+
+
+def _pairs_table(pairs: Sequence[HeldPair], runs: Sequence[Run], config: Config) -> list[str]:
+    budget, rooms = config.selector.budget_bytes_per_device, config.rollout.context_buckets
+    free = [run for run in runs if run.arm == "unconstrained"]
+    lines = [
+        "Every pair of meshes, held still, MiB per device by room per episode, and the step at",
+        f"which it breaks the budget of {budget / 2**20:.2f} MiB, seed by seed:",
+        "",
+        f"| rollout + training | {' | '.join(f'{room} tokens' for room in rooms)} | breaks it at |",
+        "|---|" + "---|" * (len(rooms) + 1),
+    ]
+    for pair in pairs:
+        steps = [
+            pair.breaks([config.rollout.places_for(n) for n in run.longest], budget) for run in free
+        ]
+        cells = [f"{pair.need[room] / 2**20:.2f}" for room in rooms]
+        told = ", ".join("never" if step is None else f"step {step}" for step in steps)
+        lines.append(f"| {pair.name} | {' | '.join(cells)} | {told} |")
     return lines
 
 
@@ -339,7 +376,7 @@ def command(arguments: Sequence[str]) -> None:
     lines = [json.dumps(dataclasses.asdict(run)) for run in runs]
     (HERE / "growing.jsonl").write_text("\n".join(lines) + "\n")
     (HERE / "growing.svg").write_text(curves(runs))
-    (HERE / "growing.md").write_text(page(runs, config))
+    (HERE / "growing.md").write_text(page(runs, held_pairs(config), config))
     print((HERE / "growing.md").read_text())
 
 

@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     """What differs from the defaults."""
     return ConfigDict(
         {
-            "num_steps": 36,
+            "num_steps": 26,
             "devices": {"platform": "cpu", "num_cpu_devices": 8},
             "env": {"name": "trail", "trail": {"num_stones": 8, "num_steps": 40}},
             # Looking back over few tokens, it walks as well far from the start as near to it.
@@ -51,11 +51,11 @@ def get_config() -> ConfigDict:
                 "learning_rate": 4e-3,
                 "final_learning_rate": 1e-3,
                 "adam_b2": 0.99,
-                "entropy_coefficient": 0.02,
+                "entropy_coefficient": 0.004,
                 "demonstration_steps": 12,
                 "demonstration_updates": 5,
                 "demonstration_learning_rate": 4e-3,
             },
-            "eval": {"every_steps": 36, "games": 16, "final_games": 64},
+            "eval": {"every_steps": 26, "games": 16, "final_games": 64},
         }
     )

@@ -7,14 +7,12 @@ import statistics
 
 import pytest
 
-from benchmarks.growing import Arm, Run, arms, read_run, tokens_per_s
-from earl_jax.calibrate import Calibration, open_table
-from earl_jax.config import Config
+from benchmarks.growing import Arm, HeldPair, Run, arms, held_pairs, read_run, tokens_per_s
 from earl_jax.config_file import make_config
+from earl_jax.loop import foresee
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.run import run
-from earl_jax.sharding.layout import MeshShape
-from earl_jax.survival import Ladder
-from earl_jax.world import World
+from earl_jax.telemetry.load import Load, LoadHistory
 
 TRAIN_MESHES = ("data=8", "data=1,fsdp=8")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
@@ -44,25 +42,13 @@ TINY = {
 }
 
 
-def need(world: World, places: int) -> list[int]:
-    """What each pair of meshes takes of a device with so much room, the larger of its stages."""
-    table, _ = open_table(world)
-    calibration, ladder = Calibration(world, table, lambda text: None), Ladder(world)
-    (rollout,) = calibration.rollout_options(places, 0)
-    return [
-        max(option.bytes_per_device, rollout.bytes_per_device + ladder.trainer_bytes(option.mesh))
-        for option in calibration.train_options(places)
-    ]
-
-
 @pytest.mark.slow
 def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_path, monkeypatch):
     """Within a budget that the first mesh breaks at the length that contexts come to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    world = World(make_config(TINY))
-    short, (stays, moves) = need(world, 24), need(world, 96)
-    budget = (stays + moves) // 2
-    assert max(short) < budget and moves < budget < stays
+    stays, moves = (pair.need for pair in held_pairs(make_config(TINY)))
+    budget = (stays[96] + moves[96]) // 2
+    assert max(stays[24], moves[24]) < budget and moves[96] < budget < stays[96]
 
     def played(name: str, **rollout: int) -> Run:
         overrides = [f"rollout.{key}={value}" for key, value in rollout.items()]
@@ -77,11 +63,47 @@ def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_pa
     moved = ours.where.index("data=8 + fsdp=8")
     assert max(ours.longest[:moved]) <= 24
     assert ours.breaks(budget) is None
-    assert ours.breaks(stays) is None and ours.breaks(0) == 1
     # What is cut is paid nothing.
     assert set(ours.cut) == {0.0} and statistics.fmean(limited.cut[-5:]) > 0.1
     assert max(limited.longest) == 36
     assert limited.last_reward < ours.last_reward - 0.1
+
+
+def history(*longest: int) -> LoadHistory:
+    loads = (
+        Load(
+            context_tokens_max=tokens,
+            context_tokens_mean=tokens / 2,
+            tokens_in_flight_max=tokens,
+            rollout_tokens=tokens,
+        )
+        for tokens in longest
+    )
+    return LoadHistory(steps=tuple(loads))
+
+
+@pytest.mark.parametrize(
+    ("longest", "limit", "expected", "growth"),
+    [
+        # Growing by 20 a step, to rooms that are configured.
+        ((100, 120, 140, 160), 0, 180, 20),
+        # 260 would take a room that is not: a round of two tokens ends the last one at 254.
+        ((180, 200, 220, 240), 0, 254, 14),
+        # Contexts that are that long already are no news, and grow on when they do.
+        ((230, 250, 270, 290), 0, 290, 0),
+        # No episode becomes longer than it may.
+        ((70, 80, 90, 96), 96, 96, 0),
+        ((50, 60, 70, 80), 96, 90, 10),
+        # What does not grow.
+        ((100, 90, 100, 90), 0, 100, 0),
+    ],
+)
+def test_growth_is_foreseen_within_the_rooms_that_are_configured(longest, limit, expected, growth):
+    rollout = RolloutConfig(context_buckets=(32, 96, 256), burst=2, max_episode_tokens=limit)
+    load = foresee(rollout, history(*longest))
+    assert load is not None
+    assert (load.context_tokens_max, load.growth_tokens) == (expected, growth)
+    assert foresee(rollout, LoadHistory()) is None
 
 
 # The benchmark's arithmetic.
@@ -114,19 +136,20 @@ def test_a_step_that_compiled_is_no_part_of_the_speed():
     assert tokens_per_s(even) == pytest.approx(50)
 
 
-def test_every_pair_of_meshes_is_held_still_once():
-    """But for the first, which a run without a budget stays on; the last also in small parts."""
-    config: Config = Arm(name="").config(0)
-    main, held = arms(config)
-    assert [arm.name for arm in main] == ["ours", "unconstrained", "limit 96"]
-    pairs = {
-        arm.config(0).selector.rollout_meshes + arm.config(0).selector.train_meshes for arm in held
-    }
-    free = config.selector
-    assert pairs == {
-        (rollout, train) for rollout in free.rollout_meshes for train in free.train_meshes
-    } - {(free.rollout_meshes[0], free.train_meshes[0])}
-    assert [arm.config(0).train.remat for arm in held] == [False] * (len(held) - 1) + [True]
-    assert {arm.config(0).selector.budget_bytes_per_device for arm in held} == {0}
-    for meshes in (free.rollout_meshes, free.train_meshes):
-        assert all(MeshShape.parse(text).num_devices == 8 for text in meshes)
+def test_a_pair_breaks_the_budget_where_a_step_needs_a_room_that_it_has_too_little_for():
+    pair = HeldPair(name="data=8 + data=8", need={32: 10, 96: 20, 256: 40})
+    rooms = [32, 32, 96, 32, 256]
+    assert [pair.breaks(rooms, budget) for budget in (9, 10, 20, 39, 40)] == [1, 3, 5, 5, None]
+
+
+def test_the_arms_differ_in_what_they_say_alone():
+    ours, free, limited, held = (arm.config(3) for arm in arms(Arm(name="").config(0)))
+    budget = ours.selector.budget_bytes_per_device
+    assert budget > 0 and ours.rollout.max_episode_tokens == 0 and not ours.train.remat
+    selector = dataclasses.replace(ours.selector, budget_bytes_per_device=0)
+    assert free == dataclasses.replace(ours, selector=selector)
+    rollout = dataclasses.replace(ours.rollout, max_episode_tokens=96)
+    assert limited == dataclasses.replace(ours, rollout=rollout)
+    assert (held.train.remat, held.train.micro_batches) == (True, 8)
+    assert held.selector.rollout_meshes == ("data=8",)
+    assert held.selector.train_meshes == ("data=1,fsdp=8",)
