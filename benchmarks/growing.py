@@ -6,7 +6,8 @@
 
 configs/trail_tiny_cpu.py with its budget and without it, with a hard limit of tokens an episode
 (EARL's collapse), and held still on one pair of meshes with what the ladder comes to in the end
-(less at a time, activations computed again) from the first step on; these take turns, seed by seed.
+(less at a time, activations computed again) from the first step on: the last with the first seed
+alone, the others by turns.
 For each pair of meshes that the config may choose from, held still as the config has them, it is
 said at which step of the run without a budget it would have taken more than the budget. Bytes per
 device are those of the selector: XLA's memory analysis of a stage's program with its KV cache, and
@@ -191,10 +192,14 @@ def _cut(workdir: Path, step: int) -> float:
 def make_runs(folder: Path, seeds: Sequence[int]) -> list[Run]:
     """The runs, by turns; one that is there is read."""
     found = []
-    for seed, arm in itertools.product(seeds, arms(Arm(name="").config(0))):
+    *by_turns, held = arms(Arm(name="").config(0))
+    turns = [(arm, seed) for seed in seeds for arm in by_turns]
+    for arm, seed in (*turns, (held, seeds[0])):
         workdir = folder / f"{arm.name.replace(' ', '_')}_{seed}"
         _run(arm.config(seed), workdir)
         found.append(read_run(arm.name, seed, workdir))
+        if len(found[-1].reward) < arm.config(seed).num_steps:
+            raise ValueError("stopped by a signal; the same command with --from goes on")
         print(f"{arm.name}, seed {seed}: {tokens_per_s(found[-1]):,.0f} tokens/s", flush=True)
     return found
 
