@@ -46,8 +46,8 @@ from earl_jax.world import World
 
 HERE = Path(__file__).parent
 CONFIG = HERE.parent / "configs" / "trail_tiny_cpu.py"
-# The hard limit: tokens an episode, less than half of what the whole trail takes.
-LIMIT = 96
+# The hard limit: tokens an episode; the whole trail takes 247.
+LIMIT = 192
 # What the ladder comes to where contexts are longest.
 SMALL = ("train.remat=True", "train.micro_batches=8")
 FREE = "selector.budget_bytes_per_device=0"

@@ -6,7 +6,7 @@ uv run python -m earl_jax.main --config=configs/trail_tiny_cpu.py
 
 A few minutes on a laptop. In its first 12 steps the policy is also trained on walks that are right
 half the time, which teach it what a step looks like; with each step that it then gets right more
-often the walks lengthen, from 15 tokens to 241. No mesh can train on such rows within the budget as
+often the walks lengthen, from 15 tokens to 247. No mesh can train on such rows within the budget as
 it trains on short ones: from data=8 the trainer moves to fsdp=8, and there at last to smaller
 micro-batches with activations computed again. benchmarks/growing.md has three seeds of it, beside
 runs that may not do so.

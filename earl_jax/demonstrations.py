@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Games of random legal moves, for the supervised updates of a run's first steps.
+"""Games of random moves, for the supervised updates of a run's first steps.
 
-They teach what a reply looks like and which are legal, not which are good. They are born on the
-host and go to the devices from there.
+They teach what a reply looks like (see `repertoire.demonstrate`). They are born on the host and go
+to the devices from there.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ import numpy as np
 
 from earl_jax.checkpoint import Checkpoints
 from earl_jax.config import Config
+from earl_jax.envs.repertoire import demonstrated
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
 from earl_jax.joint import on_first, to_checkpoint
@@ -248,6 +249,6 @@ def _report_notes(config: Config) -> list[str]:
     if not train.demonstration_steps:
         return []
     return [
-        f"In its first {train.demonstration_steps} steps the policy was also trained on games of "
-        f"random legal moves ({train.demonstration_updates} supervised updates a step)."
+        f"In its first {train.demonstration_steps} steps the policy was also trained on "
+        f"{demonstrated(config.env)} ({train.demonstration_updates} supervised updates a step)."
     ]

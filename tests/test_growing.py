@@ -148,7 +148,7 @@ def test_the_arms_differ_in_what_they_say_alone():
     assert budget > 0 and ours.rollout.max_episode_tokens == 0 and not ours.train.remat
     selector = dataclasses.replace(ours.selector, budget_bytes_per_device=0)
     assert free == dataclasses.replace(ours, selector=selector)
-    rollout = dataclasses.replace(ours.rollout, max_episode_tokens=96)
+    rollout = dataclasses.replace(ours.rollout, max_episode_tokens=192)
     assert limited == dataclasses.replace(ours, rollout=rollout)
     assert (held.train.remat, held.train.micro_batches) == (True, 8)
     assert held.selector.rollout_meshes == ("data=8",)

@@ -36,10 +36,10 @@ class Demonstration:
 
 
 def demonstrate(environment: BoardGame | Trail, rng: random.Random) -> Demonstration:
-    """Plays a fresh environment to its end with random legal replies.
+    """Plays a fresh environment to its end with random replies, as the environment draws them.
 
-    These are the examples of supervised warm-up: they teach which replies are legal, not which are
-    good.
+    These are the examples of supervised warm-up. Those of board games teach which replies are
+    legal, not which are good; those of a trail are right half the time.
     """
     start = environment.start()
     turns: list[tuple[Author, str]] = [("environment", start.text)]
@@ -55,6 +55,13 @@ def demonstrate(environment: BoardGame | Trail, rng: random.Random) -> Demonstra
                 stop_reason=result.stop_reason,
             )
         turns.append(("environment", result.text))
+
+
+def demonstrated(config: EnvConfig) -> str:
+    """What is demonstrated, for people."""
+    if config.name == "trail":
+        return "walks that are right half the time"
+    return "games of random legal moves"
 
 
 def game_corpus(config: EnvConfig, num_games: int, seed: int) -> list[str]:
