@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks.learning import curves_svg
 from earl_jax.calibrate import Calibration, open_table
 from earl_jax.config import Config
-from earl_jax.config_file import load_config_file, make_config
+from earl_jax.config_file import load_config_file, make_config, read_workdir_config
 from earl_jax.envs.environment import EPISODE_TOO_LONG
 from earl_jax.main import exit_status, start_jax
 from earl_jax.survival import Ladder
@@ -196,16 +196,25 @@ def make_runs(folder: Path, seeds: Sequence[int]) -> list[Run]:
     turns = [(arm, seed) for seed in seeds for arm in by_turns]
     for arm, seed in (*turns, (held, seeds[0])):
         workdir = folder / f"{arm.name.replace(' ', '_')}_{seed}"
-        _run(arm.config(seed), workdir)
+        if not _is_complete(arm.config(seed), workdir):
+            _run(arm.config(seed), workdir)
         found.append(read_run(arm.name, seed, workdir))
         if len(found[-1].reward) < arm.config(seed).num_steps:
             raise ValueError("stopped by a signal; the same command with --from goes on")
         print(f"{arm.name}, seed {seed}: {tokens_per_s(found[-1]):,.0f} tokens/s", flush=True)
-    return found
+    return sorted(found, key=lambda run: run.seed)
+
+
+def _is_complete(config: Config, workdir: Path) -> bool:
+    """Whether there is such a run, with its last evaluation."""
+    path = workdir / "metrics.jsonl"
+    if not path.exists() or read_workdir_config(workdir) != config:
+        return False
+    return any("eval" in row and row["step"] == config.num_steps for row in read_metrics(path))
 
 
 def _run(config: Config, workdir: Path) -> None:
-    """As `python -m earl_jax.main` does, in this process; a run that is complete stays as it is."""
+    """As `python -m earl_jax.main` does, in this process."""
     import jax
 
     from earl_jax.run import run

@@ -3,7 +3,6 @@
 """The growing run in miniature, and the arithmetic of its benchmark."""
 
 import dataclasses
-import statistics
 
 import pytest
 
@@ -17,7 +16,7 @@ from earl_jax.telemetry.load import Load, LoadHistory
 TRAIN_MESHES = ("data=8", "data=1,fsdp=8")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
 TINY = {
-    "num_steps": 14,
+    "num_steps": 11,
     "env": {"name": "trail", "trail": {"num_stones": 2, "num_steps": 12}},
     "model": {"num_layers": 1, "width": 32, "ffn_size": 64, "windows": (32,)},
     "rollout": {
@@ -32,12 +31,12 @@ TINY = {
     "train": {
         "turn_discount": 1.0,
         "learning_rate": 4e-3,
-        "demonstration_steps": 10,
+        "demonstration_steps": 9,
         "demonstration_updates": 6,
         "demonstration_learning_rate": 1e-2,
         "logprob_chunk": 32,
     },
-    "eval": {"every_steps": 14, "games": 2, "final_games": 2},
+    "eval": {"every_steps": 11, "games": 2, "final_games": 2},
     "log": {"trajectories_every_steps": 1},
 }
 
@@ -58,13 +57,14 @@ def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_pa
 
     ours, limited = played("ours"), played("limited", max_episode_tokens=36)
     # Nobody has learnt anything at the first step.
-    assert ours.longest[0] <= 24 < 60 <= max(ours.longest)
-    assert ours.where[0] == "data=8 + data=8" and ours.where[-1] == "data=8 + fsdp=8"
-    moved = ours.where.index("data=8 + fsdp=8")
+    assert ours.longest[0] <= 24 < 48 < max(ours.longest)
+    first, then = (f"data=8 + {mesh}" for mesh in TRAIN_MESHES)
+    assert ours.where[0] == first and ours.where[-1] == then
+    moved = ours.where.index(then)
     assert max(ours.longest[:moved]) <= 24
     assert ours.breaks(budget) is None
     # What is cut is paid nothing.
-    assert set(ours.cut) == {0.0} and statistics.fmean(limited.cut[-5:]) > 0.1
+    assert set(ours.cut) == {0.0} and max(limited.cut) > 0.1
     assert max(limited.longest) == 36
     assert limited.last_reward < ours.last_reward - 0.1
 
