@@ -247,7 +247,7 @@ def _is_limit(run: Run) -> bool:
     return run.arm.startswith("limit")
 
 
-def page(runs: Sequence[Run], pairs: Sequence[HeldPair], config: Config) -> str:
+def page(runs: Sequence[Run], pairs: Sequence[HeldPair], config: Config, note: str) -> str:
     """The Markdown page."""
     budget = config.selector.budget_bytes_per_device
     versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "jaxlib"))
@@ -258,6 +258,7 @@ def page(runs: Sequence[Run], pairs: Sequence[HeldPair], config: Config) -> str:
         "`uv run python -m benchmarks.growing`: `configs/trail_tiny_cpu.py`, 8 virtual CPU devices",
         f"on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()},",
         f"{versions}, {time.strftime('%Y-%m')}. The budget is {budget:,} bytes per device.",
+        *([note] if note else []),
         "",
         *_table(runs, budget, {run.seed: tokens_per_s(run) for run in ours}),
         "",
@@ -381,7 +382,8 @@ def command(arguments: Sequence[str]) -> None:
     """The whole command."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--from", dest="source", type=Path)
+    parser.add_argument("--from", dest="source", type=Path, help="a folder to keep the runs in")
+    parser.add_argument("--note", default="", help="a sentence for the page, on the machine's load")
     flags = parser.parse_args(arguments)
     config = Arm(name="").config(0)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
@@ -390,7 +392,7 @@ def command(arguments: Sequence[str]) -> None:
     lines = [json.dumps(dataclasses.asdict(run)) for run in runs]
     (HERE / "growing.jsonl").write_text("\n".join(lines) + "\n")
     (HERE / "growing.svg").write_text(curves(runs))
-    (HERE / "growing.md").write_text(page(runs, held_pairs(config), config))
+    (HERE / "growing.md").write_text(page(runs, held_pairs(config), config, flags.note))
     print((HERE / "growing.md").read_text())
 
 
