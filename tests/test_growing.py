@@ -6,7 +6,16 @@ import dataclasses
 
 import pytest
 
-from benchmarks.growing import Arm, HeldPair, Run, arms, held_pairs, read_run, tokens_per_s
+from benchmarks.growing import (
+    Arm,
+    HeldPair,
+    Run,
+    arms,
+    held_pairs,
+    read_run,
+    tokens_per_s,
+    worst_of_three,
+)
 from earl_jax.config_file import make_config
 from earl_jax.loop import foresee
 from earl_jax.rollout.config import RolloutConfig
@@ -124,8 +133,9 @@ RUN = Run(
 
 def test_what_a_run_came_to():
     assert RUN.growth == 16
-    # Of 0.5, 0.75, 1, 0.25, 0.5 and of the five steps before the last two.
-    assert RUN.last_reward == pytest.approx(0.6) and RUN.best_reward == pytest.approx(0.6)
+    # Of 0.5, 0.75, 1, 0.25 and 0.5; of 1, 0.25 and 0.5.
+    assert RUN.last_reward == pytest.approx(0.6)
+    assert worst_of_three(RUN.reward[2:]) == pytest.approx(1.75 / 3)
     assert [RUN.breaks(budget) for budget in (9, 10, 20, 39, 40)] == [1, 3, 5, 5, None]
 
 
