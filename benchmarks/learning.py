@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.telemetry.charts import Series, line_chart
@@ -61,7 +62,12 @@ def _curves(runs: dict[int, list[dict]]) -> str:
             values = [100.0 * point[name] for point in points]
             label = f"{name}, seed {seed}"
             series.append(Series(name=label, xs=steps, ys=values, color=seed, dashed=dashed))
-    chart = str(line_chart(series, label="% of games", y_range=(0.0, 100.0), width=720))
+    return curves_svg(series, label="% of games", y_range=(0.0, 100.0))
+
+
+def curves_svg(series: Sequence[Series], *, label: str, y_range: tuple[float, float]) -> str:
+    """A chart of these as a file of its own, with its colours."""
+    chart = str(line_chart(series, label=label, y_range=y_range, width=720))
     colors = ("#2563eb", "#dc2626", "#16a34a", "#d97706", "#7c3aed")
     style = "".join(f".s{i}{{--c:{color}}}" for i, color in enumerate(colors))
     style = (

@@ -253,6 +253,7 @@ def _check_effects(config: Config) -> None:
     """A setting that differs from its default must do something in this run."""
     defaults = Config(model=preset_named(config.model.preset))
     for is_idle, path, reason in (
+        *_idle_environment(config),
         *_idle_model(config),
         *_idle_rollout(config),
         *_idle_training(config),
@@ -263,6 +264,15 @@ def _check_effects(config: Config) -> None:
                 f"config.{path} = {given!r} has no effect in this run, because {reason}; "
                 "remove it, or change the other"
             )
+
+
+def _idle_environment(config: Config) -> Iterator[_Idle]:
+    is_trail = config.env.name == "trail"
+    for field in ("game", "opponent", "mcts_simulations", "show_board"):
+        yield is_trail, f"env.{field}", "config.env.name is 'trail'"
+    for field in ("num_stones", "num_steps"):
+        yield not is_trail, f"env.trail.{field}", f"config.env.name is {config.env.name!r}"
+    yield config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"
 
 
 def _idle_model(config: Config) -> Iterator[_Idle]:
@@ -294,7 +304,6 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     for name in ("ngram", "draft"):
         never = "config.rollout.speculation.mode is 'off'"
         yield rollout.speculation.mode == "off", f"rollout.speculation.{name}", never
-    yield config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"
     platform = config.devices.platform
     elsewhere = f"config.devices.platform is {platform!r}"
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere

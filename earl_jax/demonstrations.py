@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Games of random legal moves, for the supervised updates of a run's first steps.
+"""Games of random moves, for the supervised updates of a run's first steps.
 
-They teach what a reply looks like and which are legal, not which are good. They are born on the
-host and go to the devices from there.
+They teach what a reply looks like (see `repertoire.demonstrate`). They are born on the host and go
+to the devices from there.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ import random
 
 import numpy as np
 
-from earl_jax.envs.board_game import demonstrate, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.repertoire import demonstrate, make_environment
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import place
 from earl_jax.trajectory import TrajectoryBatch

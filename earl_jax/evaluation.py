@@ -38,7 +38,7 @@ def evaluate(
         while (found := placement.survive("rollout", attempt)) is None:
             placement.choose_rollout(expected_tokens(world, load), load)
         outcomes += found
-    return summarize(outcomes, world.config.env.game)
+    return summarize(outcomes, world.config.env.title)
 
 
 def summarize(trajectories: Sequence[Trajectory | Outcome], name: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from earl_jax.checkpoint import Checkpoints
 from earl_jax.config import Config
+from earl_jax.envs.repertoire import demonstrated
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
 from earl_jax.joint import on_first, to_checkpoint
@@ -162,7 +163,7 @@ class Keeper:
         newest = read_trajectories(trajectories[-1])[:REPORT_EPISODES] if trajectories else []
         write_report(
             self.workdir / "report.html",
-            title=f"earl_jax: {self.world.config.env.game}",
+            title=f"earl_jax: {self.world.config.env.title}",
             config=self.world.config.as_dict(),
             metrics=read_metrics(self.workdir / "metrics.jsonl"),
             episodes=newest,
@@ -248,6 +249,6 @@ def _report_notes(config: Config) -> list[str]:
     if not train.demonstration_steps:
         return []
     return [
-        f"In its first {train.demonstration_steps} steps the policy was also trained on games of "
-        f"random legal moves ({train.demonstration_updates} supervised updates a step)."
+        f"In its first {train.demonstration_steps} steps the policy was also trained on "
+        f"{demonstrated(config.env)} ({train.demonstration_updates} supervised updates a step)."
     ]

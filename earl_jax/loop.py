@@ -20,7 +20,7 @@ from earl_jax.joint import Played, hear_all, join_rows
 from earl_jax.learning import imitate, learn
 from earl_jax.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout, RolloutStats
-from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
@@ -84,7 +84,8 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     What the devices have too little memory for is done again on the next rung of the ladder (see
     `Placement.survive`): a rollout from its tasks, an update from the state and the batch.
     """
-    step, state, load = position.step, position.state, position.history.forecast()
+    step, state = position.step, position.state
+    load = foresee(world.config.rollout, position.history)
     timer = StageTimer()
 
     done = None
@@ -166,6 +167,22 @@ def publish_and_play(
         tasks = learnable(world, world.training_tasks(step))
         rollout, played = play_all(world, placement, seat, tasks, load)
     return rollout, played, publish_bytes, reads.num_bytes
+
+
+def foresee(rollout: RolloutConfig, history: LoadHistory) -> Load | None:
+    """The load to expect next, in which contexts grow no further than they may.
+
+    Nor than the rooms that are configured, unless they are longer already: for a larger room
+    programs are compiled when an episode needs it, and not because growth may go on.
+    """
+    load, recent = history.forecast(), history.recent()
+    if load is None or recent is None:
+        return None
+    longest = recent.context_tokens_max
+    most = max(longest, rollout.context_buckets[-1] - rollout.round_tokens)
+    most = min(load.context_tokens_max, most, rollout.max_episode_tokens or most)
+    growth = min(load.growth_tokens, max(0, most - longest))
+    return dataclasses.replace(load, context_tokens_max=most, growth_tokens=growth)
 
 
 def expected_tokens(world: World, load: Load | None) -> int:

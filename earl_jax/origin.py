@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.config import Config
-from earl_jax.envs.board_game import game_corpus
+from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.generation import read_generation_settings

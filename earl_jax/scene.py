@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.config import Config
-from earl_jax.envs.board_game import game_corpus
+from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.hf_read import open_checkpoint

@@ -14,11 +14,11 @@ import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.demonstrations import HostBatch, legal_games
-from earl_jax.envs.board_game import all_replies, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
@@ -339,7 +339,7 @@ def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
     longest = max(map(len, replies))
     if longest > most:
         raise ValueError(
-            f"config.env.mask_illegal is True, and a move of {env.game} takes {longest} tokens "
+            f"config.env.mask_illegal is True, and a move of {env.title} takes {longest} tokens "
             f"with its end of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )
     return len(choice_tree(replies)[0])

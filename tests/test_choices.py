@@ -23,9 +23,9 @@ from test_control import Script, swap_to
 from test_tasks import GIVEN, one_step
 
 from earl_jax.config_file import make_config
-from earl_jax.envs.board_game import all_replies, make_environment
 from earl_jax.envs.environment import EnvConfig, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.rollout.choices import (
     ALWAYS,

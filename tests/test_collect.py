@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.envs.board_game import game_corpus, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.repertoire import game_corpus, make_environment
 from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs

@@ -370,6 +370,8 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "train.clip_low",
             "config.train.epochs is 1",
         ),
+        (["env.trail.num_steps=7"], "env.trail.num_steps", "config.env.name is 'board_game'"),
+        (["env.show_board=True", "env.name=trail"], "env.show_board", "config.env.name is 'trail'"),
         (["env.mcts_simulations=7"], "env.mcts_simulations", "config.env.opponent='random'"),
     ],
 )

@@ -81,7 +81,7 @@ def test_the_docstring_has_the_command_that_runs_it(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_name_says_what_and_where(path, made):
     config = made(path)
-    game = config.env.game.split("(")[0].replace("_", "")
+    game = config.env.title.split("(")[0].replace("_", "")
     assert path.stem.replace("_", "").startswith(game)
     if config.devices.platform != "auto":
         assert path.stem.endswith(config.devices.platform)

@@ -8,16 +8,15 @@ import re
 import pyspiel
 import pytest
 
-from earl_jax.envs.board_game import (
-    MOVE_AGAIN,
-    BoardGame,
+from earl_jax.envs.board_game import MOVE_AGAIN, BoardGame
+from earl_jax.envs.environment import EnvConfig, check_start, check_step
+from earl_jax.envs.games import load_game
+from earl_jax.envs.repertoire import (
     Demonstration,
     demonstrate,
     game_corpus,
     make_environment,
 )
-from earl_jax.envs.environment import EnvConfig, check_start, check_step
-from earl_jax.envs.games import load_game
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.envs.board_game import demonstrate, game_corpus, make_environment
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.repertoire import demonstrate, game_corpus, make_environment
 from earl_jax.envs.tokenizer import SPECIAL_TOKENS, build_tokenizer
 
 TOKENIZER = build_tokenizer(game_corpus(EnvConfig(), 200, seed=0), 512)

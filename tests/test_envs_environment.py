@@ -13,6 +13,7 @@ from earl_jax.envs.environment import (
     Message,
     Start,
     StepResult,
+    TrailConfig,
     check_start,
     check_step,
 )
@@ -52,6 +53,9 @@ def test_good_configs_pass(config):
         ({"timeout_s": 0.0}, r"config\.env\.timeout_s is 0\.0"),
         ({"timeout_s": float("inf")}, r"config\.env\.timeout_s is inf"),
         ({"num_workers": 0}, r"config\.env\.num_workers is 0"),
+        ({"name": "trial"}, r"config\.env\.name is .trial.*did you mean .trail."),
+        ({"trail": TrailConfig(num_stones=1)}, r"config\.env\.trail\.num_stones is 1"),
+        ({"trail": TrailConfig(num_steps=0)}, r"config\.env\.trail\.num_steps is 0"),
     ],
 )
 def test_bad_configs_are_refused_with_the_field(change, message):

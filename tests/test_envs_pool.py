@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 
 from earl_jax.envs import pool as pool_module
-from earl_jax.envs.board_game import make_environment
 from earl_jax.envs.environment import EnvConfig, StepResult, check_step
 from earl_jax.envs.pool import EnvironmentPool, Failure
+from earl_jax.envs.repertoire import make_environment
 
 
 @pytest.fixture

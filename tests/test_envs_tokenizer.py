@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from earl_jax.envs.board_game import game_corpus
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.envs.games import load_game
+from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import (
     ASSISTANT,
     END,

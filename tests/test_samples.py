@@ -27,11 +27,11 @@ from test_collect import (
 )
 
 from earl_jax.dispatch.pack import dispatch
-from earl_jax.envs.board_game import game_corpus
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout

@@ -11,7 +11,6 @@ most. An episode of Tic-Tac-Toe, the policy second:
     policy:      3
 """
 
-import dataclasses
 import random
 
 import pyspiel
@@ -21,12 +20,10 @@ from earl_jax.envs.environment import (
     ILLEGAL,
     LOSS,
     WIN,
-    Author,
     EnvConfig,
     Start,
     StepResult,
 )
-from earl_jax.envs.games import load_game
 
 ROLES = ("x", "o")
 # What the policy reads when the rules give it another turn before the opponent's (dots_and_boxes).
@@ -119,6 +116,10 @@ class BoardGame:
             return []
         return [str(action) for action in self._state.legal_actions()]
 
+    def random_reply(self, rng: random.Random) -> str:
+        """One of the legal replies, all of them alike."""
+        return rng.choice(self.legal_replies())
+
     def _choices(self) -> tuple[str, ...]:
         return tuple(self.legal_replies()) if self._config.mask_illegal else ()
 
@@ -141,59 +142,3 @@ class BoardGame:
 
     def _with_board(self, text: str) -> str:
         return f"{text}\n{self._state}" if self._config.show_board else text
-
-
-def all_replies(config: EnvConfig) -> list[str]:
-    """Every reply that is a legal move in some position of the configured game."""
-    return [str(action) for action in range(load_game(config.game).num_distinct_actions())]
-
-
-def make_environment(config: EnvConfig, *, seed: int, player: int) -> BoardGame:
-    """A fresh episode of the configured game; see `BoardGame`."""
-    return BoardGame(load_game(config.game), config, player=player, seed=seed)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Demonstration:
-    """A whole legal episode: the messages in order, `start.text` first, the policy's reply last."""
-
-    start: Start
-    turns: tuple[tuple[Author, str], ...]
-    reward: float
-    stop_reason: str
-
-
-def demonstrate(environment: BoardGame, rng: random.Random) -> Demonstration:
-    """Plays a fresh environment to its end with uniformly random legal replies.
-
-    These are the examples of supervised warm-up: they teach which replies are legal, not which are
-    good.
-    """
-    start = environment.start()
-    turns: list[tuple[Author, str]] = [("environment", start.text)]
-    while True:
-        reply = rng.choice(environment.legal_replies())
-        turns.append(("policy", reply))
-        result = environment.step(reply)
-        if result.done:
-            return Demonstration(
-                start=start,
-                turns=tuple(turns),
-                reward=result.reward,
-                stop_reason=result.stop_reason,
-            )
-        turns.append(("environment", result.text))
-
-
-def game_corpus(config: EnvConfig, num_games: int, seed: int) -> list[str]:
-    """Text to train a tokenizer on: every message of random games, and every move's number once.
-
-    The sides alternate from game to game. The same arguments give the same list.
-    """
-    rng = random.Random(seed)
-    game = load_game(config.game)
-    texts = all_replies(config)
-    for number in range(num_games):
-        environment = BoardGame(game, config, player=number % 2, seed=rng.getrandbits(63))
-        texts.extend(text for _, text in demonstrate(environment, rng).turns)
-    return texts

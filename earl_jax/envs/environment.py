@@ -26,6 +26,7 @@ UNENCODABLE = "unencodable"
 
 Author = Literal["environment", "policy"]
 ROLES = ("system", "user", "tool")
+NAMES = ("board_game", "trail")
 OPPONENTS = ("random", "mcts")
 
 
@@ -180,16 +181,35 @@ def _brief(value: object) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrailConfig:
+    """A trail (envs/trail.py) of `num_steps` steps, each to one of `num_stones` stones."""
+
+    num_stones: int = 8
+    num_steps: int = 60
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field, what it holds and what it may hold."""
+        for field, least in (("num_stones", 2), ("num_steps", 1)):
+            if getattr(self, field) < least:
+                raise ValueError(
+                    f"config.env.trail.{field} is {getattr(self, field)}; it must be at least "
+                    f"{least}"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvConfig:
     """What is played, against whom, and how environments are run.
 
-    `game` is any OpenSpiel name that `games.load_game` accepts, parameters allowed. `opponent` is
-    "random" (uniform over legal moves) or "mcts" (`mcts_simulations` random rollouts per move).
-    `show_board` adds OpenSpiel's drawing of the board to every message. With `mask_illegal` the
-    policy can sample legal moves only, in training and in evaluation games. `timeout_s` bounds one
-    call of an environment, `num_workers` is the number of threads that make such calls.
+    `name` is "board_game" or "trail". Of board games, `game` is any OpenSpiel name that
+    `games.load_game` accepts, parameters allowed; `opponent` is "random" (uniform over legal moves)
+    or "mcts" (`mcts_simulations` random rollouts per move); `show_board` adds OpenSpiel's drawing
+    of the board to every message. With `mask_illegal` the policy can sample legal moves only, in
+    training and in evaluation games. `timeout_s` bounds one call of an environment, `num_workers`
+    is the number of threads that make such calls.
     """
 
+    name: str = "board_game"
     game: str = "tic_tac_toe"
     opponent: str = "random"
     mcts_simulations: int = 50
@@ -198,16 +218,19 @@ class EnvConfig:
     mask_illegal: bool = False
     timeout_s: float = 10.0
     num_workers: int = 2
+    trail: TrailConfig = TrailConfig()
+
+    @property
+    def title(self) -> str:
+        """What is played, for people."""
+        return self.game if self.name == "board_game" else self.name
 
     def validate(self) -> None:
         """Raises ValueError that names the field, what it holds and what it may hold."""
+        _check_choice("name", self.name, NAMES)
         load_game(self.game)
-        if self.opponent not in OPPONENTS:
-            near = difflib.get_close_matches(str(self.opponent), OPPONENTS, n=1)
-            raise ValueError(
-                f"config.env.opponent is {self.opponent!r}; it must be 'random' or 'mcts'"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-            )
+        self.trail.validate()
+        _check_choice("opponent", self.opponent, OPPONENTS)
         if self.mcts_simulations < 1:
             raise ValueError(
                 f"config.env.mcts_simulations is {self.mcts_simulations}; it must be at least 1"
@@ -227,3 +250,13 @@ class EnvConfig:
             )
         if self.num_workers < 1:
             raise ValueError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
+
+
+def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value in allowed:
+        return
+    near = difflib.get_close_matches(str(value), allowed, n=1)
+    raise ValueError(
+        f"config.env.{field} is {value!r}; it must be {' or '.join(map(repr, allowed))}"
+        + (f"; did you mean {near[0]!r}?" if near else "")
+    )

@@ -64,8 +64,8 @@ class TrainConfig:
     trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else "none".
 
     `demonstration_steps`: in the first so many RL steps, the batch is followed by
-    `demonstration_updates` supervised updates on games of random legal moves, at
-    `demonstration_learning_rate`. 0 turns them off.
+    `demonstration_updates` supervised updates on games of random legal moves (a trail's steps are
+    right half the time), at `demonstration_learning_rate`. 0 turns them off.
 
     `balance_coefficient` times the load-balancing loss of a mixture's routers (models/routing.py)
     is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to

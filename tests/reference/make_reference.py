@@ -30,8 +30,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from earl_jax.envs.board_game import game_corpus
 from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import build_tokenizer
 
 HERE = Path(__file__).parent

@@ -1,0 +1,107 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The trail against walks that were paid by hand."""
+
+import random
+
+import pytest
+
+from earl_jax.envs.environment import EnvConfig, TrailConfig, check_start, check_step
+from earl_jax.envs.repertoire import all_replies, demonstrate, game_corpus, make_environment
+from earl_jax.envs.trail import Trail
+
+FOUR_STEPS = EnvConfig(name="trail", trail=TrailConfig(num_stones=5, num_steps=4))
+
+
+def trail(seed: int = 0, config: EnvConfig = FOUR_STEPS) -> Trail:
+    environment = make_environment(config, seed=seed, player=seed % 2)
+    assert isinstance(environment, Trail)
+    return environment
+
+
+def walk(environment: Trail, right_steps: int) -> tuple[str, list[str]]:
+    """The stone to go to behind so many right steps, and all that was said on the way."""
+    said = [check_start(environment.start()).text]
+    for _ in range(right_steps):
+        result = check_step(environment.step(said[-1].split(" ")[-1]))
+        assert (result.reward, result.done) == (0.0, False)
+        said.append(result.text)
+    return said[-1].split(" ")[-1], said
+
+
+def test_the_words():
+    stone, said = walk(trail(), 3)
+    assert said[0].startswith("a trail of 5 stones, 0 to 4. go to ")
+    assert all(text in all_replies(FOUR_STEPS) for text in (*said[1:], stone))
+
+
+# The share of four steps, by hand.
+@pytest.mark.parametrize(("right_steps", "reward"), [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_wrong_step_is_paid_for_the_right_ones_before_it(right_steps, reward, seed):
+    environment = trail(seed)
+    stone, _ = walk(environment, right_steps)
+    wrong = str((int(stone) + 1) % 5)
+    result = check_step(environment.step(wrong))
+    assert (result.reward, result.done, result.stop_reason) == (reward, True, "loss")
+    assert result.detail == f"went to {wrong} and not to {stone}"
+    assert environment.legal_replies() == []
+
+
+def test_the_whole_trail_is_paid_in_full():
+    environment = trail()
+    stone, _ = walk(environment, 3)
+    result = check_step(environment.step(stone))
+    assert (result.reward, result.done, result.stop_reason) == (1.0, True, "win")
+
+
+@pytest.mark.parametrize("reply", ["5", "-1", " 1", "01", "", "one", "x" * 999])
+def test_what_is_no_stone_is_illegal(reply):
+    environment = trail()
+    walk(environment, 2)
+    result = check_step(environment.step(reply))
+    assert (result.reward, result.done, result.stop_reason) == (-1.0, True, "illegal")
+    assert len(result.detail) < 120
+
+
+def test_a_trail_is_that_of_its_seed_and_no_other():
+    trails = [tuple(walk(trail(seed), 3)[1]) for seed in range(20)]
+    assert trails == [tuple(walk(trail(seed), 3)[1]) for seed in range(20)]
+    assert len(set(trails)) > 15
+
+
+def test_demonstrated_steps_are_right_half_the_time_and_by_chance():
+    # Of 2000 walks 0.5 + 0.5 / 5 begin with a right step: 1200, with a standard deviation of 22.
+    rng = random.Random(0)
+    walks = [demonstrate(trail(seed), rng) for seed in range(2000)]
+    assert abs(sum(w.reward > 0 for w in walks) - 1200) < 90
+    assert {w.stop_reason for w in walks} == {"win", "loss"}
+
+
+def test_the_choices_are_all_stones_where_others_are_masked():
+    config = EnvConfig(name="trail", mask_illegal=True, trail=FOUR_STEPS.trail)
+    environment = trail(config=config)
+    start = environment.start()
+    assert start.choices == tuple("01234") == tuple(environment.legal_replies())
+    assert environment.step(start.text[-1]).choices == tuple("01234")
+    assert trail().start().choices == ()
+
+
+def test_calls_out_of_order_are_errors():
+    environment = trail()
+    assert environment.legal_replies() == []
+    with pytest.raises(RuntimeError, match="before start"):
+        environment.step("0")
+    stone, _ = walk(environment, 0)
+    with pytest.raises(RuntimeError, match="twice"):
+        environment.start()
+    environment.step("no stone")
+    with pytest.raises(RuntimeError, match="after the end"):
+        environment.step(stone)
+
+
+def test_the_corpus_has_every_stone():
+    corpus = game_corpus(FOUR_STEPS, 20, seed=3)
+    assert corpus == game_corpus(FOUR_STEPS, 20, seed=3)
+    assert corpus[:5] == list("01234")
+    assert sum("a trail of 5 stones" in text for text in corpus) == 20
