@@ -47,10 +47,11 @@ class SelectorConfig:
                 if shape in shapes:
                     raise ValueError(f"config.selector.{field} names {shape} twice")
                 shapes.append(shape)
-                if field == "rollout_meshes" and shape.fsdp > 1:
+                if field == "rollout_meshes" and shape.fsdp * shape.context > 1:
                     raise ValueError(
                         f"config.selector.rollout_meshes has {text!r}; the engine keeps whole "
-                        "layers on a device or cuts them over expert or tensor: use data and those"
+                        "layers and whole contexts on a device or cuts them over expert or tensor: "
+                        "use data and those"
                     )
         for field, least in (
             ("budget_bytes_per_device", 0),

@@ -8,7 +8,13 @@ The rules are those of a run (`choose`); bytes and speeds are predicted instead 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from earl_jax.selector.candidates import Check, rollout_candidates, train_candidates
+from earl_jax.selector.candidates import (
+    Check,
+    context_candidates,
+    for_rows,
+    rollout_candidates,
+    train_candidates,
+)
 from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
 from earl_jax.selector.footprint import (
     Footprint,
@@ -34,9 +40,10 @@ MOST_DEVICES = 8192
 class Scene:
     """What is planned for: a model and its work on some hardware, and the meshes to choose from.
 
-    `obstacle` says why a mesh cuts the model unevenly. Without `by_speed` meshes are taken in the
-    order that they are listed in (config.selector.order). `factors` are measured speeds by computed
-    ones, of a stage; 1 where there is none.
+    `obstacle` says why a mesh cuts the model unevenly. `context_meshes` are candidates for the
+    training of long rows only, beside `train_meshes` (see `for_rows`). Without `by_speed` meshes
+    are taken in the order that they are listed in (config.selector.order). `factors` are measured
+    speeds by computed ones, of a stage; 1 where there is none.
     """
 
     hardware: Hardware
@@ -47,7 +54,12 @@ class Scene:
     by_speed: bool
     rollout_meshes: tuple[MeshShape, ...]
     train_meshes: tuple[MeshShape, ...]
+    context_meshes: tuple[MeshShape, ...] = ()
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def train_meshes_for(self, places: int) -> list[MeshShape]:
+        """The candidates for the training of rows of so many tokens."""
+        return [*self.train_meshes, *for_rows(self.context_meshes, places)]
 
     @property
     def budget_bytes(self) -> int:
@@ -128,7 +140,9 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
     schedule: list[Stop] = []
     train_mesh = rollout_mesh = None
     for places in rooms:
-        prospects = [_train_prospect(scene, mesh, places) for mesh in scene.train_meshes]
+        prospects = [
+            _train_prospect(scene, mesh, places) for mesh in scene.train_meshes_for(places)
+        ]
         train = _choose(scene, prospects, train_mesh, exactly)
         if train.chosen is None:
             schedule.append(Stop(places=places, train=train, rollout=None))
@@ -153,7 +167,8 @@ def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
     for entry, measurement in measured.items():
         stage, mesh, places, *rung = entry.split(" ")
         shape, speed = MeshShape.parse(mesh), measurement.tokens_per_s
-        meshes = scene.train_meshes if stage == "train" else scene.rollout_meshes
+        trainers = (*scene.train_meshes, *scene.context_meshes)
+        meshes = trainers if stage == "train" else scene.rollout_meshes
         if speed is None or rung or shape not in meshes:
             continue
         if stage == "train":
@@ -276,22 +291,15 @@ def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
 
 def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
     """Whether some mesh of this hardware holds each stage."""
-    work, number = scene.work, hardware.num_devices
-    a_micro_batch = _up(work.num_rows // work.micro_batches, number)
-    work = dataclasses.replace(
-        work, num_slots=_up(work.num_slots, number), num_rows=a_micro_batch * work.micro_batches
-    )
+    number = hardware.num_devices
     same = hardware.chip == scene.hardware.chip
     budget = scene.budget_bytes if same else hardware.usable_bytes
-    scene = dataclasses.replace(
-        scene,
-        hardware=hardware,
-        work=work,
-        settings=dataclasses.replace(scene.settings, budget_bytes=budget),
-    )
+    settings = dataclasses.replace(scene.settings, budget_bytes=budget)
+    scene = dataclasses.replace(scene, hardware=hardware, settings=settings)
     experts = scene.sizes.num_experts
     try:
         trainers = train_candidates(number, (), scene.obstacle, experts)
+        trainers += for_rows(context_candidates(number, scene.obstacle, experts), places)
         players = rollout_candidates(number, (), scene.obstacle, experts)
     except ValueError:
         # So many devices cut the model unevenly in every way.
@@ -299,12 +307,25 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
     resident = [
         sum(trainer_bytes(scene.sizes, mesh))
         for mesh in trainers
-        if _train_prospect(scene, mesh, places).footprint.total <= budget
+        # Where a row is cut over several devices, fewer rows have something for each.
+        if _train_prospect(_with_rows(scene, number // mesh.context), mesh, places).footprint.total
+        <= budget
     ]
+    scene = _with_rows(scene, number)
     return bool(resident) and any(
         _rollout_prospect(scene, mesh, places, min(resident)).footprint.total <= budget
         for mesh in players
     )
+
+
+def _with_rows(scene: Scene, number: int) -> Scene:
+    """The scene with a multiple of so many slots, and rows of a micro-batch."""
+    work = scene.work
+    a_micro_batch = _up(work.num_rows // work.micro_batches, number)
+    work = dataclasses.replace(
+        work, num_slots=_up(work.num_slots, number), num_rows=a_micro_batch * work.micro_batches
+    )
+    return dataclasses.replace(scene, work=work)
 
 
 def _up(number: int, unit: int) -> int:
