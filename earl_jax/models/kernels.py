@@ -114,9 +114,16 @@ def attend_rows(
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
     if layout.shape.context > 1:
         assert kernel == "blockwise", kernel
-        sides = (layout.constrain(side, "BKTH") for side in (key_BKSH, value_BKSH))
-        settings = {"scale": scale, "softcap": softcap, "window": window}
-        return ring_attention(layout, query_BTKGH, *sides, segment_ids_BT, **settings)
+        return ring_attention(
+            layout,
+            query_BTKGH,
+            layout.constrain(key_BKSH, "BKTH"),
+            layout.constrain(value_BKSH, "BKTH"),
+            segment_ids_BT,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+        )
     key_BKSH = layout.constrain(key_BKSH, "BKSH")
     value_BKSH = layout.constrain(value_BKSH, "BKSH")
     attend = {"blockwise": _blockwise, "splash": _splash, "tokamax": tokamax_rows}[kernel]
