@@ -62,6 +62,12 @@ def test_what_is_folded_is_unfolded(length, context):
     np.testing.assert_array_equal(unfold(layout, folded, length), rows)
 
 
+def test_all_shards_look_at_as_many_keys():
+    """Token t looks at t + 1, itself among them."""
+    seen = fold(layout_of("context=4"), jnp.arange(1, 49)[None])
+    assert seen.reshape(4, -1).sum(axis=1).tolist() == [48 * 49 // 2 // 4] * 4
+
+
 def test_parts_are_even_blocks():
     assert part_length(2100, 8) == 132
     assert part_length(131072, 8) == 8192
@@ -124,9 +130,8 @@ def attention_of(mesh: str, settings):
     [
         ("data=1,context=2", 40, {}),
         ("data=1,context=2,tensor=2", 40, {"softcap": 1.5, "window": 7}),
-        ("data=2,context=4", 53, {"window": 20}),
-        # Two blocks in each part.
-        ("data=1,context=8", 2100, {"softcap": 1.5}),
+        # Two blocks in each part, which do not divide a row.
+        ("data=2,context=4", 1099, {"window": 300}),
     ],
 )
 def test_attention_is_that_of_whole_rows(mesh, length, settings):
@@ -136,6 +141,33 @@ def test_attention_is_that_of_whole_rows(mesh, length, settings):
     theirs = attention_of("data=1", settings)(*arrays, segments)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
+
+
+def test_memory_is_that_of_a_shard_forward_and_backward():
+    """Temporaries on one device by the compiler: in eight parts less than a third of those in two.
+
+    Without gradients that go round, or with what was looked at kept, it would be as much.
+    """
+    rows, length = 1, 4096
+
+    def temporaries(mesh: str) -> int:
+        layout = layout_of(mesh)
+
+        def total(query, key, value, segments):
+            out = attend_rows("blockwise", layout, query, key, value, segments, scale=0.3)
+            return jnp.sum(out * out)
+
+        def shape(letters, *sizes, dtype=jnp.float32):
+            return jax.ShapeDtypeStruct(sizes, dtype, sharding=layout.activations(letters))
+
+        side = shape("BKTH", rows, HEADS, length, HEAD_SIZE)
+        query = shape("BTKGH", rows, length, HEADS, GROUPS, HEAD_SIZE)
+        segments = shape("BS", rows, length, dtype=jnp.int32)
+        grad = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+        compiled = grad.lower(query, side, side, segments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries("context=8") < temporaries("context=2") / 3
 
 
 # The training step.
@@ -233,11 +265,11 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     [
         ("gemma", "data=2,context=4"),
         pytest.param("gemma", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
-        ("mistral", "context=8"),
-        pytest.param("mistral", "data=2,context=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("mistral", "context=8", marks=pytest.mark.slow),
+        ("mistral", "data=2,context=2,tensor=2"),
         ("mixture", "fsdp=2,context=2,expert=2"),
         pytest.param("mixture", "data=2,context=2,tensor=2", marks=pytest.mark.slow),
-        ("adapters", "fsdp=2,context=2,tensor=2"),
+        pytest.param("adapters", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
     ],
 )
 def test_an_update_is_that_of_one_device(family, mesh):

@@ -39,9 +39,26 @@ def fold(layout: Layout, rows_BS: jax.Array) -> jax.Array:
     context = layout.shape.context
     if context == 1:
         return rows_BS
-    parts_BWS = _parts(rows_BS, context)
-    folded = jnp.stack([parts_BWS[:, :context], parts_BWS[:, : context - 1 : -1]], axis=2)
-    return layout.constrain(folded.reshape(len(rows_BS), -1), "BT")
+    length = rows_BS.shape[1]
+    size = part_length(length, context)
+    rows_BS = jnp.pad(rows_BS, ((0, 0), (0, 2 * context * size - length)))
+
+    def take(rows_BS: jax.Array) -> jax.Array:
+        shard = jax.lax.axis_index("context")
+        parts = (shard, 2 * context - 1 - shard)
+        return jnp.concatenate(
+            [jax.lax.dynamic_slice_in_dim(rows_BS, part * size, size, axis=1) for part in parts],
+            axis=1,
+        )
+
+    # By hand: XLA would cut the rows first, and send parts to and fro.
+    return jax.shard_map(
+        take,
+        mesh=layout.mesh,
+        in_specs=layout.activation_spec("BS"),
+        out_specs=layout.activation_spec("BT"),
+        check_vma=False,
+    )(rows_BS)
 
 
 def unfold(layout: Layout, folded_BT: jax.Array, length: int) -> jax.Array:
@@ -53,11 +70,3 @@ def unfold(layout: Layout, folded_BT: jax.Array, length: int) -> jax.Array:
     pairs = folded_BT.reshape(len(folded_BT), context, 2, -1)
     parts_BWS = jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], axis=1)
     return parts_BWS.reshape(len(folded_BT), -1)[:, :length]
-
-
-def _parts(rows_BS: jax.Array, context: int) -> jax.Array:
-    """Rows in 2 x `context` parts."""
-    rows, length = rows_BS.shape
-    size = part_length(length, context)
-    rows_BS = jnp.pad(rows_BS, ((0, 0), (0, 2 * context * size - length)))
-    return rows_BS.reshape(rows, 2 * context, size)
