@@ -166,6 +166,9 @@ def make_scene(
         rows, parts = work.num_rows // work.micro_batches, shape.data * shape.fsdp * shape.expert
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
+        return cut_obstacle(shape)
+
+    def cut_obstacle(shape: MeshShape) -> str | None:
         if reason := context_obstacle(config.train.attention, shape):
             return f"config.train.attention is {config.train.attention!r}, and {reason}"
         return obstacle(shape)
@@ -196,5 +199,5 @@ def make_scene(
         ),
         context_meshes=()
         if selector.train_meshes
-        else tuple(context_candidates(num_devices, train_obstacle, experts)),
+        else tuple(context_candidates(num_devices, cut_obstacle, experts)),
     )

@@ -29,6 +29,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import hardware_of, parse_topology
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.selector.roofline import (
     MATMUL_REACHED,
@@ -349,7 +350,10 @@ def test_a_stage_moves_when_its_mesh_does_not_fit_any_more():
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_do():
     scene = scene_of()
-    least = make_schedule(scene, [4096])[0].train.least.footprint.total
+    # On whatever rung that is: in more micro-batches than the config has, and with remat.
+    nearest = make_schedule(scene_of(budget=1), [4096])[0].train.least
+    assert nearest.rung > TrainRung(scene.work.micro_batches, True)
+    least = nearest.footprint.total
     settings = Settings(budget_bytes=least - 5, hysteresis=0.15, horizon_steps=20)
     scene = dataclasses.replace(scene, settings=settings)
     (stop,) = make_schedule(scene, [4096])

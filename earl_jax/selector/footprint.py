@@ -9,7 +9,7 @@ is exact. What a program needs beside it is a model of what XLA makes of `train/
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from earl_jax.sharding.layout import PARAMETER_RULES, MeshShape
@@ -110,8 +110,9 @@ class Footprint:
 
 def parts_of(axes: str, mesh: MeshShape) -> int:
     """Into how many parts a parameter with these axes is cut."""
-    sizes: Mapping[str, int] = dataclasses.asdict(mesh)
-    return math.prod(sizes[axis] for letter in axes for axis in PARAMETER_RULES.get(letter, ()))
+    return math.prod(
+        getattr(mesh, axis) for letter in axes for axis in PARAMETER_RULES.get(letter, ())
+    )
 
 
 def device_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
@@ -204,7 +205,8 @@ def train_footprint(
     # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
     zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
     phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
-    if platform == "gpu":
+    if platform == "gpu" and summed:
+        # What all micro-batches use is made before them.
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # By what compilers say, which do not say why: benchmarks/plan.md.

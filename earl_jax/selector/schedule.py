@@ -27,6 +27,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware, hardware_of
+from earl_jax.selector.ladder import TrainRung, train_rungs
 from earl_jax.selector.roofline import calibration, decode_s, rollout_tokens_per_s, train_s
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
@@ -72,8 +73,9 @@ class Scene:
 class Prospect:
     """A mesh at one room per episode: what a device would hold, and how fast the stage would be.
 
-    `seconds` are those of an update, or of a decode step of all slots that run at once:
-    `rows_at_once` of each row shard, 0 in training. `exact` bytes are a compiler's.
+    `rung` is how an update would go about its batch, None of a rollout. `seconds` are those of an
+    update, or of a decode step of all slots that run at once: `rows_at_once` of each row shard, 0
+    in training. `exact` bytes are a compiler's.
     """
 
     stage: str
@@ -83,6 +85,7 @@ class Prospect:
     tokens_per_s: float
     seconds: float
     rows_at_once: int = 0
+    rung: TrainRung | None = None
     exact: bool = False
 
     def option(self, by_speed: bool) -> Option:
@@ -136,14 +139,14 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
 
     With `exactly`, what is chosen has a compiler's bytes: of each room the prospects are asked for
     theirs in the order in which they would be chosen, until one that was asked is.
+
+    An update is as the config says where that fits some mesh, else on the first rung of the ladder
+    where one does, as in a run (selector/ladder.py).
     """
     schedule: list[Stop] = []
     train_mesh = rollout_mesh = None
     for places in rooms:
-        prospects = [
-            _train_prospect(scene, mesh, places) for mesh in scene.train_meshes_for(places)
-        ]
-        train = _choose(scene, prospects, train_mesh, exactly)
+        train = _choose_training(scene, places, train_mesh, exactly)
         if train.chosen is None:
             schedule.append(Stop(places=places, train=train, rollout=None))
             continue
@@ -156,6 +159,44 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
         rollout_mesh = rollout.chosen.mesh if rollout.chosen else rollout_mesh
         schedule.append(Stop(places=places, train=train, rollout=rollout))
     return schedule
+
+
+def _choose_training(
+    scene: Scene, places: int, current: MeshShape | None, exactly: Exactly | None
+) -> Choice:
+    """On the first rung where a mesh fits; where none does, the choice that is nearest to it."""
+    choices = []
+    for rung in _rungs(scene):
+        lower = _on_rung(scene, rung)
+        prospects = [
+            _train_prospect(lower, mesh, places) for mesh in lower.train_meshes_for(places)
+        ]
+        if not prospects:
+            continue
+        choices.append(_choose(lower, prospects, current, exactly))
+        if choices[-1].chosen:
+            return choices[-1]
+    return min(choices, key=lambda choice: choice.shortfall_bytes)
+
+
+def _rungs(scene: Scene) -> list[TrainRung]:
+    """How an update may go about a batch, from what the config says down."""
+    return train_rungs(scene.work.num_rows, scene.work.micro_batches, scene.work.remat)
+
+
+def _on_rung(scene: Scene, rung: TrainRung) -> Scene:
+    """The scene with updates on this rung, and the meshes over which their rows divide."""
+    rows = scene.work.num_rows // rung.micro_batches
+
+    def divide(meshes: Iterable[MeshShape]) -> tuple[MeshShape, ...]:
+        return tuple(m for m in meshes if rows % (m.data * m.fsdp * m.expert) == 0)
+
+    return dataclasses.replace(
+        scene,
+        work=dataclasses.replace(scene.work, **rung._asdict()),
+        train_meshes=divide(scene.train_meshes),
+        context_meshes=divide(scene.context_meshes),
+    )
 
 
 def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
@@ -190,6 +231,7 @@ def _train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
         footprint=train_footprint(scene.sizes, scene.work, mesh, places, scene.hardware.platform),
         tokens_per_s=scene.work.num_rows * places / seconds,
         seconds=seconds,
+        rung=TrainRung(scene.work.micro_batches, scene.work.remat),
     )
 
 
@@ -290,12 +332,13 @@ def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
 
 
 def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
-    """Whether some mesh of this hardware holds each stage."""
+    """Whether some mesh of this hardware holds each stage, training on the lowest rung."""
     number = hardware.num_devices
     same = hardware.chip == scene.hardware.chip
     budget = scene.budget_bytes if same else hardware.usable_bytes
     settings = dataclasses.replace(scene.settings, budget_bytes=budget)
-    scene = dataclasses.replace(scene, hardware=hardware, settings=settings)
+    work = dataclasses.replace(scene.work, **_rungs(scene)[-1]._asdict())
+    scene = dataclasses.replace(scene, hardware=hardware, settings=settings, work=work)
     experts = scene.sizes.num_experts
     try:
         trainers = train_candidates(number, (), scene.obstacle, experts)
