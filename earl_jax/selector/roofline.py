@@ -159,7 +159,7 @@ def train_s(
         + all_reduce_s(hardware, state, mesh.data, _stride(mesh, "data"))
     )
     reached = hardware.flops_per_s * MATMUL_REACHED
-    ring = work.micro_batches * _ring_s(hardware, sizes, work, mesh, tokens // work.micro_batches)
+    ring = work.micro_batches * ring_s(hardware, sizes, work, mesh, tokens // work.micro_batches)
     beside = max(0.0, gathered - flops / reached) + max(0.0, ring - attention / reached)
     crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * work.micro_batches
     crossing *= _layers_collectives_s(hardware, sizes, mesh, tokens // work.micro_batches)
@@ -234,7 +234,7 @@ def _layers_collectives_s(
     )
 
 
-def _ring_s(
+def ring_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int
 ) -> float:
     """Of keys and values that go round the `context` axis, `tokens` of each device.

@@ -332,13 +332,18 @@ def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
 
 
 def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
-    """Whether some mesh of this hardware holds each stage, training on the lowest rung."""
-    number = hardware.num_devices
+    """Whether some mesh of this hardware holds each stage, on the lowest rung of training."""
+    work, number = scene.work, hardware.num_devices
+    rows = _up(work.num_rows, number)
+    work = dataclasses.replace(work, num_slots=_up(work.num_slots, number), num_rows=rows)
     same = hardware.chip == scene.hardware.chip
     budget = scene.budget_bytes if same else hardware.usable_bytes
-    settings = dataclasses.replace(scene.settings, budget_bytes=budget)
-    work = dataclasses.replace(scene.work, **_rungs(scene)[-1]._asdict())
-    scene = dataclasses.replace(scene, hardware=hardware, settings=settings, work=work)
+    scene = dataclasses.replace(
+        scene,
+        hardware=hardware,
+        work=work,
+        settings=dataclasses.replace(scene.settings, budget_bytes=budget),
+    )
     experts = scene.sizes.num_experts
     try:
         trainers = train_candidates(number, (), scene.obstacle, experts)
@@ -347,28 +352,18 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
     except ValueError:
         # So many devices cut the model unevenly in every way.
         return False
+
+    def update_bytes(mesh: MeshShape) -> int:
+        a_row_each = TrainRung(rows // (mesh.data * mesh.fsdp * mesh.expert), True)
+        return _train_prospect(_on_rung(scene, a_row_each), mesh, places).footprint.total
+
     resident = [
-        sum(trainer_bytes(scene.sizes, mesh))
-        for mesh in trainers
-        # Where a row is cut over several devices, fewer rows have something for each.
-        if _train_prospect(_with_rows(scene, number // mesh.context), mesh, places).footprint.total
-        <= budget
+        sum(trainer_bytes(scene.sizes, mesh)) for mesh in trainers if update_bytes(mesh) <= budget
     ]
-    scene = _with_rows(scene, number)
     return bool(resident) and any(
         _rollout_prospect(scene, mesh, places, min(resident)).footprint.total <= budget
         for mesh in players
     )
-
-
-def _with_rows(scene: Scene, number: int) -> Scene:
-    """The scene with a multiple of so many slots, and rows of a micro-batch."""
-    work = scene.work
-    a_micro_batch = _up(work.num_rows // work.micro_batches, number)
-    work = dataclasses.replace(
-        work, num_slots=_up(work.num_slots, number), num_rows=a_micro_batch * work.micro_batches
-    )
-    return dataclasses.replace(scene, work=work)
 
 
 def _up(number: int, unit: int) -> int:
