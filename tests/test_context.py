@@ -143,6 +143,20 @@ def test_attention_is_that_of_whole_rows(mesh, length, settings):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"window": 12}], ids=["segments", "window"])
+def test_parts_that_do_not_meet_are_not_looked_at(settings):
+    """Values that are no numbers would be seen even with a weight of 0."""
+    (query, key, value), _ = make_rows(64)
+    # On four shards parts of eight tokens: of two samples, or of a window, the far ones.
+    segments = jnp.asarray(np.repeat([[1, 2]], [32, 32], axis=1), jnp.int32)
+    segments = jnp.ones_like(segments) if settings else segments
+    value = value.at[:, :, :16].set(jnp.nan)
+    run = attention_of("context=4", {"scale": 0.3, **settings})
+    out, of_query, _, _ = run(query[:1], key[:1], value[:1], segments)
+    assert np.all(np.isfinite(out[:, 32:])) and np.any(np.isnan(out[:, :16]))
+    assert np.all(np.isfinite(of_query[:, 32:]))
+
+
 def test_memory_is_that_of_a_shard_forward_and_backward():
     """Temporaries on one device by the compiler: in eight parts less than a third of those in two.
 

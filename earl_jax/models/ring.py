@@ -5,7 +5,8 @@
 Each shard keeps its queries, looks at the keys and values that it has, and hands them on, until all
 have been everywhere (Ring Attention, arXiv 2310.01889). Rows are folded (folding.py), so that of
 all pairs of a part of queries and a part of keys each shard has as many to look at, and none whose
-keys come later: three when it has its own keys, and two whenever it has others'. (Striped
+keys come later: three when it has its own keys, and two whenever it has others'. (Of these it
+passes over those that share no segment, or are farther apart than the window.) (Striped
 attention, arXiv 2311.09431, is even too, but half of every pair is masked.) The mask goes by where
 tokens stand and by their segments, which every shard knows of whole rows, and never by where they
 lie.
@@ -144,15 +145,15 @@ def _forward_shard(
 ) -> tuple[jax.Array, jax.Array]:
     """One shard: its queries' out_BTKGH, and the logarithms of their softmax's sums, BKGT."""
     queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
-    rules, places_of = Rules(known.scale, known.softcap, window), _places_of(known, segments_BS)
-    shard = jax.lax.axis_index(_AXIS)
+    rules = Rules(known.scale, known.softcap, window)
 
-    def see(seen: Any, sides: Sides, owner: jax.Array, mine: jax.Array, theirs: jax.Array) -> Any:
-        query, keys = _pick(queries, mine), _pick(sides, theirs)
-        found = look(rules, query, keys, places_of(shard, mine), places_of(owner, theirs))
-        return _put(seen, mine, merge(_pick(seen, mine), found))
+    def see(seen: Any, sides: Sides, pair: _Pair) -> Any:
+        query, keys = _pick(queries, pair.mine), _pick(sides, pair.theirs)
+        found = look(rules, query, keys, pair.own, pair.others)
+        return _put(seen, pair.mine, merge(_pick(seen, pair.mine), found))
 
-    out, log_total = conclude(_go_round(known, own, nothing_seen(queries), see))
+    seen = _go_round(known, segments_BS, window, own, nothing_seen(queries), see)
+    out, log_total = conclude(seen)
     return joined(out, 1).astype(query_BTKGH.dtype), joined(log_total, 3)
 
 
@@ -169,23 +170,22 @@ def _backward_shard(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One shard: gradients of its queries, and of its keys and values, which others added up."""
     queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
-    rules, places_of = Rules(known.scale, known.softcap, window), _places_of(known, segments_BS)
-    shard = jax.lax.axis_index(_AXIS)
+    rules = Rules(known.scale, known.softcap, window)
     whole = outcome(out_BTKGH, grad_BTKGH, log_total_BKGT)
     outcomes = Outcome(*(pieces(a, axis, 2) for a, axis in zip(whole, (1, 3, 3), strict=True)))
 
-    def see(grads: Any, sides: Sides, owner: jax.Array, mine: jax.Array, theirs: jax.Array) -> Any:
+    def see(grads: Any, sides: Sides, pair: _Pair) -> Any:
         found = look_back(
             rules,
-            _pick(queries, mine),
-            _pick(outcomes, mine),
-            _pick(sides, theirs),
-            places_of(shard, mine),
-            places_of(owner, theirs),
+            _pick(queries, pair.mine),
+            _pick(outcomes, pair.mine),
+            _pick(sides, pair.theirs),
+            pair.own,
+            pair.others,
         )
         return tuple(
             _put(grad, half, jax.tree.map(jnp.add, _pick(grad, half), more))
-            for grad, half, more in zip(grads, (mine, theirs), found, strict=True)
+            for grad, half, more in zip(grads, (pair.mine, pair.theirs), found, strict=True)
         )
 
     def hand_on(grads: Any) -> Any:
@@ -193,7 +193,7 @@ def _backward_shard(
         return grads[0], _hand_on(known, grads[1])
 
     zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (queries, own))
-    of_query, of_sides = _go_round(known, own, zeros, see, hand_on)
+    of_query, of_sides = _go_round(known, segments_BS, window, own, zeros, see, hand_on)
     return (
         joined(of_query, 1).astype(query_BTKGH.dtype),
         joined(of_sides.key, 2).astype(key_BKTH.dtype),
@@ -201,30 +201,46 @@ def _backward_shard(
     )
 
 
-See = Callable[[Any, Sides, jax.Array, jax.Array, jax.Array], Any]
+class _Pair(NamedTuple):
+    """A part of a shard's queries and a part of somebody's keys: which (0 or 1), and where."""
+
+    mine: jax.Array
+    theirs: jax.Array
+    own: Places
+    others: Places
 
 
 def _go_round(
     known: _Known,
+    segments_BS: jax.Array,
+    window: jax.Array,
     own: Sides,
     result: Any,
-    see: See,
+    see: Callable[[Any, Sides, _Pair], Any],
     hand_on: Callable[[Any], Any] = lambda result: result,
 ) -> Any:
-    """`see(result, sides, owner, mine, theirs)` for every pair of parts, as keys come by.
+    """`see(result, sides, pair)` for every pair of parts of which some tokens meet, as keys come.
 
-    `mine` is 0 or 1, the part of this shard's queries, and `theirs` that of the owner's keys. All
-    shards go through the same number of hops and pairs, whatever they see: a collective in a loop
-    that some leave earlier never ends. Keys travel while those before them are looked at; `hand_on`
-    follows each look.
+    All shards go through the same number of hops: a collective in a loop that some leave earlier
+    never ends. Keys travel while those before them are looked at; `hand_on` follows each look.
     """
-    shard = jax.lax.axis_index(_AXIS)
+    shard, places = jax.lax.axis_index(_AXIS), _places_of(known, segments_BS)
 
     def look_at(
         result: Any, sides: Sides, owner: jax.Array, pairs: tuple[jax.Array, jax.Array]
     ) -> Any:
-        def one(result: Any, pair: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
-            return see(result, sides, owner, *pair), None
+        def one(result: Any, halves: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            mine, theirs = halves
+            pair = _Pair(mine, theirs, places(shard, mine), places(owner, theirs))
+            return (
+                jax.lax.cond(
+                    _meet(pair, window),
+                    lambda result: see(result, sides, pair),
+                    lambda result: result,
+                    result,
+                ),
+                None,
+            )
 
         return hand_on(jax.lax.scan(one, result, pairs)[0])
 
@@ -272,6 +288,20 @@ def _places_of(known: _Known, segments_BS: jax.Array) -> Callable[[jax.Array, ja
         return Places(order_BT, segment_BT)
 
     return places
+
+
+def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
+    """Whether a query may look at a key: some are near enough, and some segments are the same."""
+    near = pair.own.order[0, 0] - pair.others.order[0, -1] < window
+    (own_least, own_most), (least, most) = _range_of(pair.own), _range_of(pair.others)
+    return near & jnp.any((own_least <= most) & (least <= own_most))
+
+
+def _range_of(places: Places) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest segment of each row, i32[B], which is padding where it is 0."""
+    segment_BT = places.segment
+    least_B = jnp.min(segment_BT, axis=1, where=segment_BT > 0, initial=jnp.iinfo(jnp.int32).max)
+    return least_B, jnp.max(segment_BT, axis=1)
 
 
 def _pick(tree: Any, half: jax.Array) -> Any:
