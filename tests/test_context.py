@@ -11,14 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.config_file import make_config
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.folding import fold, part_length, unfold
-from earl_jax.models.kernels import attend_rows
+from earl_jax.models.kernels import attend_rows, context_obstacle
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.selector.candidates import train_candidates
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
+from earl_jax.survival import Ladder
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import (
     TrainState,
@@ -31,6 +35,7 @@ from earl_jax.train.step import (
 )
 from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.weights import publish
+from earl_jax.world import World
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
 
@@ -311,6 +316,25 @@ def test_a_batch_is_scored_as_on_one_device():
     spoken = make_batch().turn_ids > 0
     np.testing.assert_allclose(scored[1][spoken], scored[0][spoken], atol=1e-5)
     assert np.ptp(scored[0][spoken]) > 1
+
+
+def test_a_run_considers_to_cut_long_rows(tmp_path):
+    """Where the list of training meshes is empty; as many micro-batches as there are rows leave
+    one row at a time, which only meshes that cut rows or heads can share.
+    """
+    overrides = ["selector.train_meshes=()", "selector.rollout_meshes=()"]
+    overrides += ["model.num_kv_heads=2", "rollout.episodes_per_step=16", "rollout.num_slots=16"]
+    world = World(make_config({}, overrides), tmp_path / "tokenizer")
+    assert {shape.context for shape in world.train_candidates_for(64)} == {1}
+    long = world.train_candidates_for(131_072)
+    assert {shape.context for shape in long} == {1, 2, 4, 8}
+    ladder = Ladder(world)
+    assert ladder.train_rungs(64)[-1] == TrainRung(4, True)
+    assert ladder.train_rungs(131_072)[-1] == TrainRung(16, True)
+    one_row = [shape for shape in long if world.train_obstacle(shape, 16) is None]
+    assert {str(shape) for shape in one_row} == {"data=1,context=8", "data=1,context=4,tensor=2"}
+    with pytest.raises(ValueError, match="its kernel takes whole rows"):
+        train_candidates(8, ("data=4,context=2",), lambda s: context_obstacle("splash", s))
 
 
 def test_parameters_are_cut_over_context_as_over_fsdp():

@@ -5,11 +5,10 @@
 Each shard keeps its queries, looks at the keys and values that it has, and hands them on, until all
 have been everywhere (Ring Attention, arXiv 2310.01889). Rows are folded (folding.py), so that of
 all pairs of a part of queries and a part of keys each shard has as many to look at, and none whose
-keys come later: three when it has its own keys, and two whenever it has others'. (Of these it
-passes over those that share no segment, or are farther apart than the window.) (Striped
-attention, arXiv 2311.09431, is even too, but half of every pair is masked.) The mask goes by where
-tokens stand and by their segments, which every shard knows of whole rows, and never by where they
-lie.
+keys come later: three when it has its own keys, and two whenever it has others', less those that
+are farther apart than a window, or share no segment. (Striped attention, arXiv 2311.09431, is even
+too, but half of every pair is masked.) The mask goes by where tokens stand and by their segments,
+which every shard knows of whole rows, and never by where they lie.
 
 Why a ring, for a row of 131,072 tokens of Llama-3.1-8B in bf16, where keys and values of a layer
 are 512 MiB:
@@ -232,15 +231,9 @@ def _go_round(
         def one(result: Any, halves: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             mine, theirs = halves
             pair = _Pair(mine, theirs, places(shard, mine), places(owner, theirs))
-            return (
-                jax.lax.cond(
-                    _meet(pair, window),
-                    lambda result: see(result, sides, pair),
-                    lambda result: result,
-                    result,
-                ),
-                None,
-            )
+            meets = _meet(pair, window)
+            result = jax.lax.cond(meets, lambda r: see(r, sides, pair), lambda r: r, result)
+            return result, None
 
         return hand_on(jax.lax.scan(one, result, pairs)[0])
 
