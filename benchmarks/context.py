@@ -45,11 +45,11 @@ TOKENS, REPEATS = 32_768, 3
 
 def print_times() -> None:
     """Seconds of an update of as many tokens a device, the rows of which are longer and longer."""
+    from earl_jax.main import start_jax
+
+    start_jax("cpu", 8)
     import jax
     import numpy as np
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
 
     from earl_jax.models.config import ModelConfig
     from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
