@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from earl_jax.models.config import ModelConfig
@@ -192,25 +193,29 @@ def measure(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Compiles the cases one after the other and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    print_table(CASES, [sys.executable, __file__], __doc__)
+
+
+def print_table(cases: Sequence[Case], command: list[str], words: str | None) -> None:
+    """The table of these cases, each compiled in a process of its own by this same command."""
+    parser = argparse.ArgumentParser(description=words)
     parser.add_argument("--only", default="", help="cases whose row contains this")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.measure:
-        case = next(case for case in CASES if str(case) == flags.measure)
+        case = next(case for case in cases if str(case) == flags.measure)
         print(json.dumps(measure(case)))
         return
     print("| model | topology | program | mesh | rows | attention | arguments | results |", end="")
     print(" temporaries | together | of HBM | collectives | compiled in |")
     print("|---" * 13 + "|")
-    for case in CASES:
+    for case in cases:
         if flags.only in str(case):
-            print(f"| {case} | {_row(case)} |", flush=True)
+            print(f"| {case} | {_row(case, command)} |", flush=True)
 
 
-def _row(case: Case) -> str:
-    command = [sys.executable, __file__, f"--measure={case}"]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _row(case: Case, command: list[str]) -> str:
+    done = subprocess.run([*command, f"--measure={case}"], capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "Error" in line or "Ran out" in line]
         return f"{(lines or ['failed'])[-1][:200]} |" + " |" * 6

@@ -32,11 +32,11 @@ from earl_jax.selector.roofline import decode_s, waves
 from earl_jax.sharding.layout import MeshShape
 
 GIB = 2**30
-MEASURED = Path(__file__).parent / "compile.md"
+MEASURED = [Path(__file__).parent / name for name in ("compile.md", "context.md")]
 
 
 class Point(NamedTuple):
-    """A row of compile.md: the case, and XLA's GiB per device."""
+    """A row of compile.md or context.md: the case, and XLA's GiB per device."""
 
     model: str
     topology: str
@@ -50,8 +50,8 @@ class Point(NamedTuple):
 
 
 def measured_points() -> Iterator[Point]:
-    """All rows of compile.md."""
-    for line in MEASURED.read_text().splitlines():
+    """All rows of compile.md and context.md."""
+    for line in "\n".join(path.read_text() for path in MEASURED).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) < 12 or cells[0] not in PRESETS:
             continue

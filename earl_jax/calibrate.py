@@ -151,7 +151,7 @@ class Calibration:
         rung = rung or world.first_train_rung
         return [
             self._train_option(mesh, places, rung)
-            for mesh in world.train_candidates
+            for mesh in world.train_candidates_for(places)
             if world.train_obstacle(mesh, rung.micro_batches) is None
         ]
 

@@ -57,7 +57,7 @@ class Chooser:
         """
         rollout, contexts = self.world.config.rollout, _contexts(load)
         down = self.ladder.rollout_rungs(places, [pages])
-        train_down = self.ladder.train_rungs()
+        train_down = self.ladder.train_rungs(length)
         work = Work(
             load=load,
             rollout_places=places,
@@ -107,7 +107,7 @@ class Chooser:
                 settings=self.settings,
             )
 
-        return _first_that_fits(self.ladder.train_rungs(), on)
+        return _first_that_fits(self.ladder.train_rungs(length), on)
 
     def choose_rollout(
         self,

@@ -87,10 +87,11 @@ def _devices(scene: Scene, topology: str) -> list[Any]:
 def _lower_update(
     config: Config, model: ModelConfig, vocab_size: int, devices: list[Any], prospect: Prospect
 ) -> Any:
+    assert prospect.rung is not None
     layout = make_layout(prospect.mesh, devices, row_axes=TRAINING_ROWS)
     step = make_train_step(
         model,
-        config.train,
+        dataclasses.replace(config.train, **prospect.rung._asdict()),
         layout,
         vocab_size=vocab_size,
         temperature=config.rollout.temperature if config.train.ratio == "behaviour" else 1.0,

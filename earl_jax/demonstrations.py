@@ -41,7 +41,7 @@ class HostBatch:
         zeros = np.zeros(tokens.shape, np.float32)
         rows = (tokens, segment_ids, turn_ids, zeros, np.zeros_like(tokens), zeros)
         names = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
-        placed = [place(field, layout.activations("BT")) for field in rows]
+        placed = [place(field, layout.activations("NS")) for field in rows]
         return TrajectoryBatch(**dict(zip(names, placed, strict=True)))
 
 

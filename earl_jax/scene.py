@@ -18,10 +18,15 @@ from earl_jax.envs.tokenizer import build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.hf_read import open_checkpoint
 from earl_jax.models.hub import find_folder
+from earl_jax.models.kernels import context_obstacle
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.origin import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
-from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.candidates import (
+    context_candidates,
+    rollout_candidates,
+    train_candidates,
+)
 from earl_jax.selector.choose import Settings
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
 from earl_jax.selector.hardware import Hardware
@@ -153,12 +158,19 @@ def make_scene(
             )
 
     def obstacle(shape: MeshShape) -> str | None:
-        return check_tensor_axis(model, vocab_size, shape.tensor, shape.fsdp, shape.expert)
+        return check_tensor_axis(
+            model, vocab_size, shape.tensor, shape.fsdp, shape.expert, shape.context
+        )
 
     def train_obstacle(shape: MeshShape) -> str | None:
         rows, parts = work.num_rows // work.micro_batches, shape.data * shape.fsdp * shape.expert
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
+        return cut_obstacle(shape)
+
+    def cut_obstacle(shape: MeshShape) -> str | None:
+        if reason := context_obstacle(config.train.attention, shape):
+            return f"config.train.attention is {config.train.attention!r}, and {reason}"
         return obstacle(shape)
 
     experts = model.num_experts
@@ -185,4 +197,7 @@ def make_scene(
         train_meshes=tuple(
             train_candidates(num_devices, selector.train_meshes, train_obstacle, experts)
         ),
+        context_meshes=()
+        if selector.train_meshes
+        else tuple(context_candidates(num_devices, cut_obstacle, experts)),
     )

@@ -77,6 +77,8 @@ def _open_engine(
     obstacle = check_tensor_axis(
         policy.model, policy.vocab_size, mesh.tensor, mesh.fsdp, mesh.expert
     )
+    if mesh.context > 1:
+        obstacle = "context is an axis of training; use data, expert and tensor"
     if obstacle:
         raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
     layout = make_layout(mesh)

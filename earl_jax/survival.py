@@ -40,15 +40,15 @@ class Ladder:
 
     world: World
 
-    def train_rungs(self) -> list[TrainRung]:
-        """Those on which some mesh can train."""
+    def train_rungs(self, length: int) -> list[TrainRung]:
+        """Those on which some mesh can train on rows of so many tokens."""
         world = self.world
         return [
             rung
             for rung in train_rungs(world.config.rollout.episodes_per_step, *world.first_train_rung)
             if any(
                 world.train_obstacle(mesh, rung.micro_batches) is None
-                for mesh in world.train_candidates
+                for mesh in world.train_candidates_for(length)
             )
         ]
 
@@ -96,7 +96,8 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     least_state = min(ladder.trainer_bytes(mesh) for mesh in world.train_candidates)
     for places in world.config.rollout.context_buckets:
         down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
-        training = (calibration.train_options(places, rung) for rung in _ends(ladder.train_rungs()))
+        train_down = _ends(ladder.train_rungs(places))
+        training = (calibration.train_options(places, rung) for rung in train_down)
         rollout = (
             calibration.rollout_options(places, least_state, rung.pages, rung.num_slots)
             for rung in _ends(down)

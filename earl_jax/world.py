@@ -22,7 +22,7 @@ from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
-from earl_jax.models.kernels import Choice, choose_kernel
+from earl_jax.models.kernels import Choice, choose_kernel, context_obstacle
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.origin import max_context, open_origin
 from earl_jax.processes import find_processes
@@ -33,7 +33,12 @@ from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool, dense_pool
 from earl_jax.rollout.slots import SlotRules
-from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.candidates import (
+    context_candidates,
+    for_rows,
+    rollout_candidates,
+    train_candidates,
+)
 from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import device_budget
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
@@ -87,11 +92,15 @@ class World:
         self.rollout_candidates = rollout_candidates(
             num_lanes, config.selector.rollout_meshes, self._rollout_obstacle, experts
         )
-        self.train_candidates = train_candidates(
-            len(self.processes.train_devices),
-            config.selector.train_meshes,
-            lambda shape: self.train_obstacle(shape, config.train.micro_batches),
-            experts,
+        num_trainers, named = len(self.processes.train_devices), config.selector.train_meshes
+
+        def obstacle(shape: MeshShape) -> str | None:
+            return self.train_obstacle(shape, config.train.micro_batches)
+
+        self.train_candidates = train_candidates(num_trainers, named, obstacle, experts)
+        # In how many micro-batches rows come is asked again where these are chosen from.
+        self._context_candidates = (
+            [] if named else context_candidates(num_trainers, self.weights_obstacle, experts)
         )
         self.attention_choices = self._attention_choices()
         self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
@@ -101,13 +110,21 @@ class World:
 
     def _attention_choices(self) -> list[Choice]:
         """What attention in training may come to: for short rows, and for longer ones."""
-        # The first mesh speaks for all of them: they have the same devices.
-        layout, rollout = self.train_layout(self.train_candidates[0]), self.config.rollout
+        # A mesh speaks for all that cut rows, or do not: they have the same devices.
+        meshes = {shape.context > 1: shape for shape in reversed(self.train_candidates)}
+        rollout, setting = self.config.rollout, self.config.train.attention
         most = rollout.max_episode_tokens or BLOCK_SIZE + 1
         lengths = [rollout.places_for(min(tokens, most)) for tokens in (1, BLOCK_SIZE + 1)]
-        setting = self.config.train.attention
-        choices = [choose_kernel(setting, layout, self.model, length) for length in lengths]
+        choices = [
+            choose_kernel(setting, self.train_layout(meshes[cut]), self.model, length)
+            for cut in sorted(meshes)
+            for length in lengths
+        ]
         return list(dict.fromkeys(choices))
+
+    def train_candidates_for(self, length: int) -> list[MeshShape]:
+        """The meshes to train on rows of so many tokens: long ones may be cut over `context`."""
+        return [*self.train_candidates, *for_rows(self._context_candidates, length)]
 
     def _rollout_obstacle(self, shape: MeshShape) -> str | None:
         players = len(self.processes.players)
@@ -118,7 +135,7 @@ class World:
     def weights_obstacle(self, shape: MeshShape) -> str | None:
         """Why the model cannot be cut so, in words; None where it can."""
         return check_tensor_axis(
-            self.model, self.vocab_size, shape.tensor, shape.fsdp, shape.expert
+            self.model, self.vocab_size, shape.tensor, shape.fsdp, shape.expert, shape.context
         )
 
     @property
@@ -132,6 +149,9 @@ class World:
         parts = self.train_layout(shape).num_row_shards
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
+        setting = self.config.train.attention
+        if reason := context_obstacle(setting, shape):
+            return f"config.train.attention is {setting!r}, and {reason}"
         return self.weights_obstacle(shape)
 
     @functools.cache  # noqa: B019 - a World lives as long as the run

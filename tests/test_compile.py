@@ -23,7 +23,7 @@ from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.slots import SlotRules
-from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
@@ -136,6 +136,20 @@ def test_a_round_holds_the_cache_once(name, draft):
 def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, name):
     devices = make_topology(name).devices()
     layout = make_layout(cut(family, fsdp=2), devices, row_axes=TRAINING_ROWS)
+    assert_an_update_compiles(family, layout, "splash")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3-12b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", BOTH)
+def test_an_update_on_rows_that_are_cut_compiles(family, name):
+    devices = make_topology(name).devices()
+    layout = make_layout(cut(family, context=2), devices, row_axes=TRAINING_ROWS)
+    assert_an_update_compiles(family, layout, "blockwise")
+
+
+def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
+    """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
     model, config = FAMILIES[family], TrainConfig(remat=True)
     step = make_train_step(
         model, config, layout, vocab_size=VOCAB, temperature=1.0, objective="policy_gradient"
@@ -150,8 +164,7 @@ def test_an_update_compiles_and_each_device_holds_its_part_of_the_state(family, 
     # Kernels ask it which chip they are for.
     with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
         assert (
-            layout.platform != "tpu"
-            or choose_kernel("auto", layout, model, 1000).kernel == "splash"
+            layout.platform != "tpu" or choose_kernel("auto", layout, model, 1000).kernel == kernel
         )
         controls = jax.ShapeDtypeStruct((2,), jnp.float32)
         lowered = step.lower(state, batch_shapes(4, 1000, layout), controls)

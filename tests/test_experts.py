@@ -191,10 +191,11 @@ def test_the_description_of_a_mixture():
     layout = make_layout(MeshShape(fsdp=2, expert=2, tensor=2))
     shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
     placed = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
-    assert placed["expert_gate"] == (None, "expert", "fsdp", "tensor")
-    assert placed["expert_down"] == (None, "expert", "tensor", "fsdp")
+    width = ("fsdp", "context")
+    assert placed["expert_gate"] == (None, "expert", width, "tensor")
+    assert placed["expert_down"] == (None, "expert", "tensor", width)
     # Whole over experts: every device routes every token that it computes.
-    assert placed["router"] == (None, "fsdp", None)
+    assert placed["router"] == (None, width, None)
     assert not placed.keys() & {"gate", "up", "down"}
 
 

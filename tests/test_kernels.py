@@ -167,6 +167,16 @@ def test_an_abstract_mesh_takes_what_it_is_told():
     assert choose_kernel("splash", layout, TINY, LONG).kernel == "splash"
 
 
+def test_rows_that_are_cut_get_the_reference_whatever_the_platform(monkeypatch):
+    monkeypatch.setattr(Layout, "platform", "tpu")
+    layout = make_layout(MeshShape(data=2, context=4))
+    choice = choose_kernel("auto", layout, TINY, LONG)
+    assert choice.kernel == "blockwise"
+    assert "takes whole rows and context=4 cuts them" in str(choice)
+    with pytest.raises(ValueError, match="'splash', but its kernel takes whole rows"):
+        choose_kernel("splash", layout, TINY, LONG)
+
+
 @pytest.fixture
 def on_tpus(monkeypatch):
     """Layouts say that their devices are TPUs: enough to choose by, and to trace."""

@@ -278,7 +278,7 @@ def alone() -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("shape", every_layout(), ids=str)
 def test_sharded_equals_unsharded_on_every_layout(shape):
-    batch = jax.device_put(make_batch(), make_layout(shape).activations("BT"))
+    batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
     state, metrics = compiled_step(shape)(placed(shape), batch, CONTROLS)
     _, expected, numbers = alone()
 
@@ -334,7 +334,7 @@ def test_the_base_stays_where_it_is():
     # Made on the devices: memory of numpy's is copied before it is donated.
     state = jax.tree.map(jnp.copy, placed(MIXED))
     before = addresses(state.base)
-    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("BT"))
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
     for _ in range(3):
         state, _ = compiled_step(MIXED)(state, batch, CONTROLS)
     assert addresses(state.base) == before
@@ -344,7 +344,7 @@ def test_the_base_stays_where_it_is():
 
 def test_supervised_updates_of_the_adapters_alone_lower_the_loss():
     state, step = placed(MIXED), compiled_step(MIXED, CONFIG, "supervised")
-    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("BT"))
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
     losses = []
     for _ in range(30):
         state, metrics = step(state, batch, np.array([1e-2, 0.0], np.float32))
@@ -443,7 +443,7 @@ def test_a_bf16_base_trains_too():
     config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="bfloat16"))
     state = placed(MIXED, config)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
-    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("BT"))
+    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
     state, metrics = compiled_step(MIXED, config)(state, batch, CONTROLS)
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
     assert bits(state.base) == bits(on_host(config).base)

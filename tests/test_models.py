@@ -455,14 +455,15 @@ def test_the_description_places_what_its_letters_say():
     layout = make_abstract_layout(MeshShape(data=2, fsdp=2, tensor=2))
     shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
     specs = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
-    assert specs["query"] == (None, "fsdp", "tensor", None, None)
-    assert specs["out"] == (None, "tensor", None, None, "fsdp")
-    assert specs["down"] == (None, "tensor", "fsdp")
-    assert specs["attention_norm"] == (None, "fsdp")
-    assert tuple(shardings["embed"].spec) == ("tensor", "fsdp")
-    assert tuple(shardings["head"].spec) == ("fsdp", "tensor")
+    width = ("fsdp", "context")
+    assert specs["query"] == (None, width, "tensor", None, None)
+    assert specs["out"] == (None, "tensor", None, None, width)
+    assert specs["down"] == (None, "tensor", width)
+    assert specs["attention_norm"] == (None, width)
+    assert tuple(shardings["embed"].spec) == ("tensor", width)
+    assert tuple(shardings["head"].spec) == (width, "tensor")
     engine = parameter_shardings(unstacked_specs(parameter_specs(MODEL, VOCAB), 2), layout)
-    assert tuple(engine["layers"][1]["query"].spec) == ("fsdp", "tensor", None, None)
+    assert tuple(engine["layers"][1]["query"].spec) == (width, "tensor", None, None)
 
 
 def test_initial_deviations_are_as_told():

@@ -29,6 +29,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import hardware_of, parse_topology
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.selector.roofline import (
     MATMUL_REACHED,
@@ -38,6 +39,7 @@ from earl_jax.selector.roofline import (
     cache_read,
     calibration,
     decode_s,
+    ring_s,
     rollout_tokens_per_s,
     round_s,
     train_s,
@@ -304,6 +306,32 @@ def test_an_update_costs_four_forward_passes_with_remat():
     assert eight.collectives_s > 0.0 == found.collectives_s
 
 
+def test_keys_and_values_go_round_by_hand():
+    """Eight shards of 16 tokens each, two key/value heads of 4 numbers in fp32, two layers."""
+    keys_and_values = 2 * 8 * 16 * 2 * 4 * 4
+    # A pass there, one again for remat, and one back, with gradients that are as many bytes.
+    expected = 2 * 4 * 0.5 * all_reduce_s(H100, keys_and_values, 8)
+    assert ring_s(H100, SIZES, WORK, MeshShape(context=8), 16) == pytest.approx(expected)
+    assert ring_s(H100, SIZES, WORK, MeshShape(fsdp=8), 16) == 0.0
+
+
+def test_a_row_on_eight_devices_is_as_much_work_as_eight_rows():
+    """And as many bytes of activations, of gathered weights, and of state."""
+    eight = dataclasses.replace(WORK, num_rows=8, micro_batches=1)
+    one = dataclasses.replace(eight, num_rows=1)
+    cut, whole = MeshShape(context=8), MeshShape(fsdp=8)
+    assert train_footprint(SIZES, one, cut, 512, "gpu") == train_footprint(
+        SIZES, eight, whole, 64, "gpu"
+    )
+    ours, theirs = train_s(H100, SIZES, one, cut, 512), train_s(H100, SIZES, eight, whole, 64)
+    assert ours.memory_s == theirs.memory_s
+    # But that tokens look further back.
+    assert ours.compute_s > theirs.compute_s
+    short = dataclasses.replace(SIZES, windows=(1, 1))
+    ours, theirs = train_s(H100, short, one, cut, 512), train_s(H100, short, eight, whole, 64)
+    assert ours.compute_s == theirs.compute_s
+
+
 def test_the_longer_of_computing_and_reading_counts():
     assert Seconds(compute_s=1.0, memory_s=3.0, collectives_s=0.5).total == 3.5
 
@@ -347,9 +375,32 @@ def test_a_stage_moves_when_its_mesh_does_not_fit_any_more():
     )
 
 
+def test_rows_that_are_too_long_for_a_device_are_cut():
+    """Where a row at a time does not fit: fewer rows at a time then, of which all have a part."""
+    scene = scene_of(
+        "h100:1x8",
+        "model.preset=llama3.1-8b",
+        "model.compute_dtype=bfloat16",
+        "train.remat=True",
+        "train.micro_batches=8",
+        budget=60 * 2**30,
+        vocab_size=128_256,
+    )
+    stops = make_schedule(scene, [4096, 65_536, 131_072])
+    assert [stop.train.chosen.mesh.context for stop in stops] == [1, 1, 2]
+    assert [stop.train.chosen.rung.micro_batches for stop in stops] == [8, 8, 16]
+    # Meshes that the user names are taken for rows of any length, and no other is.
+    named = dataclasses.replace(scene, train_meshes=(MeshShape(context=8),), context_meshes=())
+    stops = make_schedule(named, [4096, 131_072])
+    assert [str(stop.train.chosen.mesh) for stop in stops] == ["data=1,context=8"] * 2
+
+
 def test_what_does_not_fit_says_by_how_much_and_what_would_do():
     scene = scene_of()
-    least = make_schedule(scene, [4096])[0].train.least.footprint.total
+    # On whatever rung that is: in more micro-batches than the config has, and with remat.
+    nearest = make_schedule(scene_of(budget=1), [4096])[0].train.least
+    assert nearest.rung > TrainRung(scene.work.micro_batches, True)
+    least = nearest.footprint.total
     settings = Settings(budget_bytes=least - 5, hysteresis=0.15, horizon_steps=20)
     scene = dataclasses.replace(scene, settings=settings)
     (stop,) = make_schedule(scene, [4096])

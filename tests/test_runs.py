@@ -187,6 +187,35 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
+    """The trainer leaves data=8 for a mesh that cuts rows over context: nothing else changes."""
+    workdir, meshes = tmp_path / "cut", "('data=8', 'data=2,context=4')"
+    changed = {"selector.budget_bytes_per_device": BUDGET, "selector.train_meshes": meshes}
+    done = run(cache, *tiny(workdir, **changed))
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (
+        [row for row in read_metrics(folder / "metrics.jsonl") if "eval" not in row]
+        for folder in (workdir, uninterrupted)
+    )
+    assert ours[0]["train_mesh"] == "data=8"
+    assert ours[-1]["train_mesh"] == "data=2,context=4"
+    assert [row["train_mesh"] == "data=8" for row in ours] == [
+        row["train_mesh"] == "data=8" for row in theirs
+    ]
+    for left, right in zip(ours, theirs, strict=True):
+        for name in ("loss", "entropy", "grad_norm"):
+            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-6)
+        for name in ("reward_mean", "rollout_tokens", "train_tokens", "context_tokens_max"):
+            assert left[name] == right[name]
+        assert left["logprob_mismatch_max"] <= 1e-4
+        assert left["peak_bytes_per_device"] <= BUDGET
+        assert left["dispatch_host_bytes"] == left["publish_host_bytes"] == 0
+    pairs = zip(final_parameters(workdir, 10), final_parameters(uninterrupted, 10), strict=True)
+    for left, right in pairs:
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
 def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
     """SIGKILL at four moments; the run that was killed ends bit for bit like the one that was not.
 

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.selector.candidates import divisors, rollout_candidates, train_candidates
+from earl_jax.selector.candidates import (
+    context_candidates,
+    divisors,
+    for_rows,
+    rollout_candidates,
+    train_candidates,
+)
 from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
 from earl_jax.selector.memory import device_budget, program_bytes, resident_bytes
 from earl_jax.selector.throughput import Measurement, ThroughputTable, cache_folder, load_table
@@ -40,10 +46,10 @@ def at_most_two_heads(shape):
 
 def test_rollout_candidates_of_eight_devices_are_all_divisor_shapes():
     assert [s.sizes for s in rollout_candidates(8, (), possible)] == [
-        (8, 1, 1, 1),
-        (4, 1, 1, 2),
-        (2, 1, 1, 4),
-        (1, 1, 1, 8),
+        (8, 1, 1, 1, 1),
+        (4, 1, 1, 1, 2),
+        (2, 1, 1, 1, 4),
+        (1, 1, 1, 1, 8),
     ]
 
 
@@ -56,14 +62,31 @@ def test_train_candidates_of_eight_devices_are_all_divisor_shapes():
 
 
 def test_experts_are_cut_where_their_number_divides():
-    shapes = [s.sizes for s in rollout_candidates(4, (), possible, num_experts=6)]
+    def sizes(candidates):
+        return [(s.data, s.fsdp, s.expert, s.tensor) for s in candidates]
+
+    shapes = sizes(rollout_candidates(4, (), possible, num_experts=6))
     assert shapes == [(4, 1, 1, 1), (2, 1, 1, 2), (2, 1, 2, 1), (1, 1, 1, 4), (1, 1, 2, 2)]
-    shapes = [s.sizes for s in train_candidates(4, (), possible, num_experts=6)]
+    shapes = sizes(train_candidates(4, (), possible, num_experts=6))
     expected = [(4, 1, 1, 1), (2, 2, 1, 1), (1, 4, 1, 1), (2, 1, 2, 1), (1, 2, 2, 1)]
     expected += [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 1, 1, 4)]
     assert shapes == expected
     # 8 = data x fsdp x expert x tensor: three factors of two over four axes, C(6, 3) ways.
     assert len(set(train_candidates(8, (), possible, num_experts=128))) == 20
+
+
+def test_long_rows_may_be_cut_over_context_too():
+    """8 = context x data x fsdp x tensor: the other 4, 2 or 1 devices in 6, 3 and 1 ways."""
+    shapes = context_candidates(8, possible)
+    assert [s.context for s in shapes] == 6 * [2] + 3 * [4] + [8]
+    assert {s.num_devices for s in shapes} == {8}
+    assert not set(shapes) & set(train_candidates(8, (), possible))
+    assert for_rows(shapes, 8191) == []
+    assert {s.context for s in for_rows(shapes, 16384)} == {2, 4}
+    assert for_rows(shapes, 131072) == shapes
+    assert context_candidates(8, lambda shape: "never") == []
+    # One that is named is taken for rows of any length.
+    assert train_candidates(8, ("data=4,context=2",), possible) == [MeshShape(data=4, context=2)]
 
 
 def test_candidates_drop_what_the_check_refuses():
@@ -121,7 +144,7 @@ def test_a_named_mesh_that_the_model_cannot_use_is_refused():
 
 
 def test_an_unknown_axis_is_refused():
-    with pytest.raises(ValueError, match="'model=2'.*axes are data, fsdp, expert, tensor"):
+    with pytest.raises(ValueError, match="'model=2'.*axes are data, fsdp, context, expert, tensor"):
         rollout_candidates(8, ("data=4,model=2",), possible)
 
 

@@ -155,7 +155,7 @@ def update(
     cap: float = 0.0,
 ) -> Update:
     state = first_state(shape, config)
-    placed = jax.device_put(batch, make_layout(shape).activations("BT"))
+    placed = jax.device_put(batch, make_layout(shape).activations("NS"))
     step = compiled_step(shape, config, objective, cap, batch.proximal is not None)
     new, metrics = step(state, placed, CONTROLS)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the state is donated"
@@ -387,10 +387,10 @@ def test_a_batch_is_scored_by_the_state_that_it_is_learnt_with(shape, micro_batc
     """In parts or as a whole: what the first update would find, which it then changes nothing."""
     config, layout = dataclasses.replace(CONFIG, micro_batches=micro_batches), make_layout(shape)
     state = first_state(shape, config)
-    batch = jax.device_put(make_batch(), layout.activations("BT"))
+    batch = jax.device_put(make_batch(), layout.activations("NS"))
     scored = make_scorer(MODEL, config, layout, temperature=TEMPERATURE)(state, batch)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, batch)))
-    assert scored.proximal.sharding.is_equivalent_to(layout.activations("BT"), 2)
+    assert scored.proximal.sharding.is_equivalent_to(layout.activations("NS"), 2)
     spoken = make_batch().turn_ids > 0
     expected = own_scores()(make_batch())[0]
     np.testing.assert_allclose(np.asarray(scored.proximal)[spoken], expected[spoken], atol=1e-5)
@@ -614,7 +614,7 @@ def test_the_entropy_coefficient_by_hand():
 def test_the_rate_and_the_bonus_are_arguments_of_one_program():
     """The same compiled step: a rate of 0 moves nothing, a bonus of 0 is left out of the loss."""
     step = compiled_step(ONE_DEVICE, CONFIG, "policy_gradient")
-    placed = jax.device_put(make_batch(), make_layout(ONE_DEVICE).activations("BT"))
+    placed = jax.device_put(make_batch(), make_layout(ONE_DEVICE).activations("NS"))
     state, metrics = step(first_state(ONE_DEVICE), placed, np.array([0.0, 0.0], np.float32))
     jax.tree.map(np.testing.assert_array_equal, state.params, make_params())
     usual = update(make_batch()).metrics
@@ -625,7 +625,7 @@ def test_the_rate_and_the_bonus_are_arguments_of_one_program():
 def test_traced_shapes_are_those_of_a_batch():
     layout = make_layout(ALL_AXES)
     shapes = batch_shapes(ROWS, LENGTH, layout)
-    placed = jax.device_put(make_batch(), layout.activations("BT"))
+    placed = jax.device_put(make_batch(), layout.activations("NS"))
 
     def describe(leaf):
         return leaf.shape, leaf.dtype, leaf.sharding

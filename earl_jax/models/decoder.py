@@ -18,6 +18,7 @@ from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention import Window, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.experts import experts_of_rows, experts_of_shard
+from earl_jax.models.folding import fold
 from earl_jax.models.kernels import Kernel, attend_rows
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
@@ -175,7 +176,8 @@ def forward_rows(
     `kernel` computes the attention (kernels.py).
 
     Returns:
-        x_BTD in the compute type, normalised.
+        x_BTD in the compute type, normalised; on a layout with a `context` axis folded and filled
+        up (folding.py).
     """
     x_BTD, _ = forward_rows_routed(
         config, layout, params, tokens_BT, segment_ids_BT, remat=remat, kernel=kernel
@@ -200,7 +202,9 @@ def forward_rows_routed(
     """
     dtype = jnp.dtype(config.compute_dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    positions_BT = positions_in_segments(segment_ids_BT)
+    # Rows come whole, and so what looks along them is done before they are folded.
+    positions_BT = fold(layout, positions_in_segments(segment_ids_BT))
+    real_BT = fold(layout, segment_ids_BT) > 0
 
     def block(x_BTD: jax.Array, xs: tuple[Any, LayerKind | None]) -> tuple[jax.Array, Any]:
         layer, kind = xs
@@ -223,7 +227,6 @@ def forward_rows_routed(
 
         def mix_experts(layer: Any, x_BTD: jax.Array) -> jax.Array:
             nonlocal routing
-            real_BT = segment_ids_BT > 0
             routing = routing_of_rows(config, layout, x_BTD, layer["router"], real_BT)
             return experts_of_rows(config, layout, layer, x_BTD)
 
@@ -233,7 +236,7 @@ def forward_rows_routed(
     # Gathered over fsdp before the lookup: a lookup in a table cut along D makes XLA copy the rows
     # to every device.
     embed_VD = layout.constrain(params["embed"], "V.")
-    x_BTD = layout.constrain(_embed(config, embed_VD, tokens_BT), "BT.")
+    x_BTD = layout.constrain(_embed(config, embed_VD, fold(layout, tokens_BT)), "BT.")
     layers = (params["layers"], _kinds_to_scan(config))
     x_BTD, routing = jax.lax.scan(jax.checkpoint(block) if remat else block, x_BTD, layers)
     # Rows add up here and not in the loop: one exchange between row shards instead of one a layer.

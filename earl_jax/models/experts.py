@@ -33,7 +33,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.grouped_matmul import grouped_matmul
 from earl_jax.models.quantization import Quantized
 from earl_jax.sharding.axes import MESH_AXES
-from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.layout import PARAMETER_RULES, Layout
 
 # Letters of a layer's weights, without L.
 _WEIGHTS = {"router": "DX", "expert_gate": "EDF", "expert_up": "EDF", "expert_down": "EFD"}
@@ -123,10 +123,11 @@ def _own_experts(config: ModelConfig, layout: Layout) -> jax.Array:
 def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.Array) -> jax.Array:
     """The mixture for whole rows on the trainer's layout.
 
-    Weights are gathered over `fsdp` for use, and their gradients scattered.
+    Weights are gathered over `fsdp` and `context` for use, and their gradients scattered.
     """
     # XLA for CPU keeps collectives over an axis of size 1, as copies: those are left out here.
     cut = {axis for axis, size in layout.mesh.shape.items() if size > 1}
+    gathered = tuple(axis for axis in PARAMETER_RULES["D"] if axis in cut)
     rows_cut = "expert" in cut & set(layout.row_axes)
     adds = tuple(
         axis for axis in _WITHIN_ROWS if axis in cut and not (rows_cut and axis == "expert")
@@ -134,9 +135,9 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
     specs = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
 
     def mix(weights: Any, x_BTD: jax.Array) -> jax.Array:
-        if "fsdp" in cut:
+        if gathered:
             weights = {
-                name: jax.lax.all_gather(leaf, "fsdp", axis=_WEIGHTS[name].index("D"), tiled=True)
+                name: jax.lax.all_gather(leaf, gathered, axis=_WEIGHTS[name].index("D"), tiled=True)
                 for name, leaf in weights.items()
             }
         if rows_cut:

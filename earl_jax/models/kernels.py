@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from earl_jax.models.attention import BLOCK_SIZE, Places, Window, attention
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.ring import ring_attention
 from earl_jax.models.tokamax_rows import tokamax_obstacle, tokamax_rows
-from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.layout import Layout, MeshShape
 
 Kernel = Literal["blockwise", "splash", "tokamax"]
 
@@ -72,9 +73,21 @@ def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int)
 
 def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
     """Why it does not run there, in words; None where it does."""
+    if obstacle := context_obstacle(kernel, layout.shape):
+        return obstacle
     if kernel == "splash" and layout.platform not in ("tpu", None):
         return f"its kernel is for TPUs and these are {layout.platform} devices"
     return tokamax_obstacle(layout, model) if kernel == "tokamax" else None
+
+
+def context_obstacle(setting: str, shape: MeshShape) -> str | None:
+    """Why config.train.attention forbids rows that are cut over `context`; None where it does not.
+
+    What goes round in the ring is looked at by our own arithmetic.
+    """
+    if shape.context == 1 or setting in ("auto", "blockwise"):
+        return None
+    return f"its kernel takes whole rows and context={shape.context} cuts them"
 
 
 def attend_rows(
@@ -92,10 +105,25 @@ def attend_rows(
 ) -> jax.Array:
     """`attention` of whole rows over themselves, by this kernel. Placed as `layout` says.
 
+    On a layout with a `context` axis queries, keys and values are folded (folding.py), while
+    `segment_ids_BT` are those of whole rows, and what is returned is folded too.
+
     A `window` on the device must be one of `windows`: splash is made for a window, and the kernels
     of all of them stand in the program.
     """
     query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
+    if layout.shape.context > 1:
+        assert kernel == "blockwise", kernel
+        return ring_attention(
+            layout,
+            query_BTKGH,
+            layout.constrain(key_BKSH, "BKTH"),
+            layout.constrain(value_BKSH, "BKTH"),
+            segment_ids_BT,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+        )
     key_BKSH = layout.constrain(key_BKSH, "BKSH")
     value_BKSH = layout.constrain(value_BKSH, "BKSH")
     attend = {"blockwise": _blockwise, "splash": _splash, "tokamax": tokamax_rows}[kernel]

@@ -47,16 +47,27 @@ def score_tokens(
     """Scores `targets_BT` from hidden states, `chunk_size` tokens of every row at a time.
 
     Logits are accumulated in fp32 whatever the compute type (rounding them to bf16 costs up to 8e-2
-    in a log-prob), and recomputed in the backward pass: memory is B x chunk x V for any T.
-    `softcap` is the model's `final_softcap`.
+    in a log-prob), and recomputed in the backward pass: memory is B x chunk x V for any T. Shards
+    of the `context` axis have a chunk of their own each. `softcap` is the model's `final_softcap`.
     """
     rows, length, _ = hidden_BTD.shape
-    if length <= chunk_size:
-        chunk_size = length
-    pad = -length % chunk_size
-    hidden_BTD = jnp.pad(hidden_BTD, ((0, 0), (0, pad), (0, 0)))
-    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, pad)))
-    num_chunks = (length + pad) // chunk_size
+    shards = layout.shape.context
+    own = length // shards
+    chunk_size = min(chunk_size, own)
+    num_chunks = -(-own // chunk_size)
+
+    def split(array: jax.Array) -> jax.Array:
+        """Chunks along a new first axis, each with tokens of every row and every shard."""
+        array = array.reshape(rows, shards, own, *array.shape[2:])
+        more = ((0, 0), (0, 0), (0, num_chunks * chunk_size - own))
+        array = jnp.pad(array, more + ((0, 0),) * (array.ndim - 3))
+        array = array.reshape(rows, shards, num_chunks, chunk_size, *array.shape[3:])
+        return jnp.moveaxis(array, 2, 0).reshape(num_chunks, rows, -1, *array.shape[4:])
+
+    def join(chunks: jax.Array) -> jax.Array:
+        array = chunks.reshape(num_chunks, rows, shards, chunk_size)
+        array = jnp.moveaxis(array, 0, 2).reshape(rows, shards, -1)
+        return array[:, :, :own].reshape(rows, length)
 
     @jax.checkpoint
     def score_chunk(chunk: tuple[jax.Array, jax.Array]) -> TokenScores:
@@ -70,7 +81,5 @@ def score_tokens(
     if num_chunks == 1:
         return score_chunk((hidden_BTD, targets_BT))
     # Chunks along T, so that rows stay where they are.
-    hidden = hidden_BTD.reshape(rows, num_chunks, chunk_size, -1).swapaxes(0, 1)
-    targets = targets_BT.reshape(rows, num_chunks, chunk_size).swapaxes(0, 1)
-    scores = jax.lax.map(score_chunk, (hidden, targets))
-    return TokenScores(*(s.swapaxes(0, 1).reshape(rows, length + pad)[:, :length] for s in scores))
+    scores = jax.lax.map(score_chunk, (split(hidden_BTD), split(targets_BT)))
+    return TokenScores(*(join(score) for score in scores))

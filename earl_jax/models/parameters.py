@@ -149,9 +149,12 @@ def unstacked_specs(specs: Any, num_layers: int) -> Any:
 
 
 def check_tensor_axis(
-    config: ModelConfig, vocab_size: int, tensor: int, fsdp: int, expert: int = 1
+    config: ModelConfig, vocab_size: int, tensor: int, fsdp: int, expert: int = 1, context: int = 1
 ) -> str | None:
-    """Why this model cannot be cut so, in words; None where it can."""
+    """Why this model cannot be cut so, in words; None where it can.
+
+    Its width is cut over `fsdp` and `context` together.
+    """
     if expert > 1 and not config.num_experts:
         return (
             f"model.num_experts = 0, so that there are no experts to be cut in {expert}; "
@@ -163,7 +166,7 @@ def check_tensor_axis(
         (ffn, config.expert_ffn_size if config.num_experts else config.ffn_size, tensor),
         ("model.num_experts", config.num_experts, expert),
         ("vocabulary", vocab_size, tensor),
-        ("model.width", config.width, fsdp),
+        ("model.width", config.width, fsdp * context),
     ):
         if size % parts:
             return f"{name} = {size} does not divide by {parts}"

@@ -38,15 +38,18 @@ def routing_of_rows(
 ) -> Routing:
     """`count_routing` of one layer on the trainer's layout; nothing is added up over rows.
 
+    The first axis has rows, of each shard of the `context` axis for itself.
+
     The router is asked once more than for the mixture, where each device has the tokens of others
     too: beside the experts' arithmetic that is little.
     """
-    # By hand, because XLA need not know that a top_k can be cut over rows.
+    # By hand, because XLA need not know that a top_k can be cut over rows and their parts, of which
+    # each has sums of its own.
     count = jax.shard_map(
         functools.partial(count_routing, config),
         mesh=layout.mesh,
         in_specs=(layout.activation_spec("BT."), P(), layout.activation_spec("BT")),
-        out_specs=layout.activation_spec("B."),
+        out_specs=P((*layout.row_axes, "context")),
         axis_names=set(MESH_AXES),
         check_vma=False,
     )

@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which mesh shapes a stage can use at all: arithmetic over divisors."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 
 from earl_jax.sharding.layout import MeshShape
 
 # Why a shape cannot be used, in words; None where it can.
 Check = Callable[[MeshShape], str | None]
+# With fewer tokens a shard, rows are not cut over `context` unless the user says so: other axes do
+# as well there, and a short room has no more meshes to measure than without that axis.
+LEAST_SHARD_TOKENS = 4096
 
 
 def divisors(number: int) -> list[int]:
@@ -37,15 +41,39 @@ def train_candidates(
 ) -> list[MeshShape]:
     """All data x fsdp x expert x tensor shapes over all devices, least cut first.
 
+    A user may name shapes that cut rows over `context` as well.
+
     Raises as `_checked`.
     """
+    shapes = _train_shapes(num_devices, num_experts)
+    return _checked("train_meshes", shapes, named, num_devices, check)
+
+
+def context_candidates(num_devices: int, check: Check, num_experts: int = 0) -> list[MeshShape]:
+    """All shapes over all devices that cut rows over `context` too, least cut first.
+
+    For long rows beside `train_candidates`; see `for_rows`. There may be none.
+    """
     shapes = [
+        dataclasses.replace(shape, context=context)
+        for context in divisors(num_devices)[1:]
+        for shape in _train_shapes(num_devices // context, num_experts)
+    ]
+    return [shape for shape in shapes if check(shape) is None]
+
+
+def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
+    """Of `context_candidates` those with LEAST_SHARD_TOKENS or more of a row of so many tokens."""
+    return [shape for shape in shapes if shape.context * LEAST_SHARD_TOKENS <= length]
+
+
+def _train_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
+    return [
         MeshShape(data=rows // fsdp // expert, fsdp=fsdp, expert=expert, tensor=num_devices // rows)
         for rows in reversed(divisors(num_devices))
         for expert in _expert_sizes(rows, num_experts)
         for fsdp in divisors(rows // expert)
     ]
-    return _checked("train_meshes", shapes, named, num_devices, check)
 
 
 def _expert_sizes(num_devices: int, num_experts: int) -> list[int]:

@@ -9,7 +9,7 @@ is exact. What a program needs beside it is a model of what XLA makes of `train/
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from earl_jax.sharding.layout import PARAMETER_RULES, MeshShape
@@ -110,8 +110,9 @@ class Footprint:
 
 def parts_of(axes: str, mesh: MeshShape) -> int:
     """Into how many parts a parameter with these axes is cut."""
-    sizes: Mapping[str, int] = dataclasses.asdict(mesh)
-    return math.prod(sizes[axis] for letter in axes for axis in PARAMETER_RULES.get(letter, ()))
+    return math.prod(
+        getattr(mesh, axis) for letter in axes for axis in PARAMETER_RULES.get(letter, ())
+    )
 
 
 def device_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
@@ -192,18 +193,20 @@ def train_footprint(
     numbers = device_bytes(sizes.trained, mesh) // 4
     of_base = device_bytes([p._replace(itemsize=1) for p in sizes.frozen], mesh)
     copies = (numbers + of_base) * sizes.compute_bytes if sizes.compute_bytes < 4 else 0
-    tokens = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert) * length
+    rows = work.num_rows // work.micro_batches // (mesh.data * mesh.fsdp * mesh.expert)
+    tokens = rows * length // mesh.context
     block = tokens * _block_width(sizes, mesh, 1) * sizes.compute_bytes
     kept = tokens * sizes.num_layers * sizes.compute_bytes
     kept *= sizes.width if work.remat else _kept_width(sizes, mesh)
     summed = numbers * 4 if work.micro_batches > 1 else 0
     apart = numbers * sizes.compute_bytes
-    head = _head_bytes(sizes, work, mesh, tokens // length, length)
+    head = _head_bytes(sizes, work, mesh, rows, length // mesh.context)
     layer = 2 * _layer_bytes(sizes, mesh) + block
     # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
     zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
     phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
-    if platform == "gpu":
+    if platform == "gpu" and summed:
+        # What all micro-batches use is made before them.
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # By what compilers say, which do not say why: benchmarks/plan.md.
@@ -248,9 +251,9 @@ def _kept_width(sizes: ModelSizes, mesh: MeshShape) -> int:
 def _head_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int) -> int:
     """The head gathered, its gradient in fp32, both as they are cut; logits of a chunk."""
     numbers = sizes.width * sizes.vocab_size // mesh.tensor
-    matrices = 4 * numbers
-    if mesh.fsdp > 1:
-        matrices = (sizes.compute_bytes + 4) * (numbers + numbers // mesh.fsdp)
+    matrices, parts = 4 * numbers, parts_of("D", mesh)
+    if parts > 1:
+        matrices = (sizes.compute_bytes + 4) * (numbers + numbers // parts)
     chunk = min(work.logprob_chunk, length)
     return matrices + rows * chunk * sizes.vocab_size // mesh.tensor * 4
 
@@ -264,7 +267,7 @@ def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
     """A layer's matrices, gathered, in the compute type."""
     layers = [p for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
     numbers = device_bytes([p._replace(itemsize=1) for p in layers], mesh)
-    return numbers * mesh.fsdp * sizes.compute_bytes // sizes.num_layers
+    return numbers * parts_of("D", mesh) * sizes.compute_bytes // sizes.num_layers
 
 
 def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

@@ -133,37 +133,40 @@ def train_s(
 ) -> Seconds:
     """One update on rows of `length` tokens.
 
-    What is gathered and scattered over `fsdp` and `data` runs beside the layers before and behind,
-    so that it counts where it is longer than they are; what `tensor` and `expert` add up does not.
+    What is gathered and scattered over `fsdp`, `context` and `data` runs beside the layers before
+    and behind, so that it counts where it is longer than they are, and so do keys and values that
+    go round beside attention; what `tensor` and `expert` add up does not.
     """
-    shards = mesh.data * mesh.fsdp * mesh.expert
+    shards = mesh.data * mesh.fsdp * mesh.expert * mesh.context
     tokens = work.num_rows * length // shards
     passes = 1 + BACKWARD_PASSES + work.remat
-    flops = tokens * (
+    attention = tokens * passes * _attention_flops(sizes, length / 2) / mesh.tensor
+    flops = attention + tokens * (
         passes * sum(_layer_flops(sizes, mesh, experts_cut=1))
-        + passes * _attention_flops(sizes, length / 2) / mesh.tensor
         # The logits of a chunk are recomputed in the backward pass, with remat or without.
         + (2 + BACKWARD_PASSES) * 2 * sizes.width * sizes.vocab_size / mesh.tensor
     )
     state = device_bytes(sizes.trained, mesh)
-    layers = device_bytes(sizes.trained + sizes.frozen, mesh) * mesh.fsdp
+    parts = mesh.fsdp * mesh.context
+    layers = device_bytes(sizes.trained + sizes.frozen, mesh) * parts
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
     # parameters and two moments, and writes the last three.
     copies = layers * sizes.compute_bytes / 4
     read = work.micro_batches * passes * copies + 7 * state
     gathered = work.micro_batches * (
-        (1 + work.remat) * 0.5 * all_reduce_s(hardware, copies, mesh.fsdp, _stride(mesh, "fsdp"))
-        + 0.5 * all_reduce_s(hardware, state * mesh.fsdp, mesh.fsdp, _stride(mesh, "fsdp"))
+        (1 + work.remat) * 0.5 * all_reduce_s(hardware, copies, parts, _stride(mesh, "context"))
+        + 0.5 * all_reduce_s(hardware, state * parts, parts, _stride(mesh, "context"))
         + all_reduce_s(hardware, state, mesh.data, _stride(mesh, "data"))
     )
     reached = hardware.flops_per_s * MATMUL_REACHED
-    beside = gathered - flops / reached
+    ring = work.micro_batches * ring_s(hardware, sizes, work, mesh, tokens // work.micro_batches)
+    beside = max(0.0, gathered - flops / reached) + max(0.0, ring - attention / reached)
     crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * work.micro_batches
     crossing *= _layers_collectives_s(hardware, sizes, mesh, tokens // work.micro_batches)
     return Seconds(
         compute_s=flops / reached,
         memory_s=read / (hardware.memory_bytes_per_s * MEMORY_REACHED),
-        collectives_s=max(0.0, beside) + crossing,
+        collectives_s=beside + crossing,
     )
 
 
@@ -231,7 +234,24 @@ def _layers_collectives_s(
     )
 
 
+def ring_s(
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int
+) -> float:
+    """Of keys and values that go round the `context` axis, `tokens` of each device.
+
+    Once in a forward pass, and in the backward pass again, with gradients in fp32.
+    """
+    numbers = 2 * tokens * mesh.context * sizes.num_kv_heads // mesh.tensor * sizes.head_size
+    rounds = ((2 + work.remat), sizes.compute_bytes), (1, 4)
+    return sizes.num_layers * sum(
+        times
+        * 0.5
+        * all_reduce_s(hardware, numbers * itemsize, mesh.context, _stride(mesh, "context"))
+        for times, itemsize in rounds
+    )
+
+
 def _stride(mesh: MeshShape, axis: str) -> int:
-    """How far apart the members of a group along this axis are."""
+    """How far apart the members of a group along this axis, or along all inside it, are."""
     inner = mesh.expert * mesh.tensor
-    return inner if axis == "fsdp" else inner * mesh.fsdp
+    return inner * mesh.fsdp * mesh.context if axis == "data" else inner

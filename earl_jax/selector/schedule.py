@@ -8,7 +8,13 @@ The rules are those of a run (`choose`); bytes and speeds are predicted instead 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from earl_jax.selector.candidates import Check, rollout_candidates, train_candidates
+from earl_jax.selector.candidates import (
+    Check,
+    context_candidates,
+    for_rows,
+    rollout_candidates,
+    train_candidates,
+)
 from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
 from earl_jax.selector.footprint import (
     Footprint,
@@ -21,6 +27,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware, hardware_of
+from earl_jax.selector.ladder import TrainRung, train_rungs
 from earl_jax.selector.roofline import calibration, decode_s, rollout_tokens_per_s, train_s
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
@@ -34,9 +41,10 @@ MOST_DEVICES = 8192
 class Scene:
     """What is planned for: a model and its work on some hardware, and the meshes to choose from.
 
-    `obstacle` says why a mesh cuts the model unevenly. Without `by_speed` meshes are taken in the
-    order that they are listed in (config.selector.order). `factors` are measured speeds by computed
-    ones, of a stage; 1 where there is none.
+    `obstacle` says why a mesh cuts the model unevenly. `context_meshes` are candidates for the
+    training of long rows only, beside `train_meshes` (see `for_rows`). Without `by_speed` meshes
+    are taken in the order that they are listed in (config.selector.order). `factors` are measured
+    speeds by computed ones, of a stage; 1 where there is none.
     """
 
     hardware: Hardware
@@ -47,7 +55,12 @@ class Scene:
     by_speed: bool
     rollout_meshes: tuple[MeshShape, ...]
     train_meshes: tuple[MeshShape, ...]
+    context_meshes: tuple[MeshShape, ...] = ()
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def train_meshes_for(self, places: int) -> list[MeshShape]:
+        """The candidates for the training of rows of so many tokens."""
+        return [*self.train_meshes, *for_rows(self.context_meshes, places)]
 
     @property
     def budget_bytes(self) -> int:
@@ -60,8 +73,9 @@ class Scene:
 class Prospect:
     """A mesh at one room per episode: what a device would hold, and how fast the stage would be.
 
-    `seconds` are those of an update, or of a decode step of all slots that run at once:
-    `rows_at_once` of each row shard, 0 in training. `exact` bytes are a compiler's.
+    `rung` is how an update would go about its batch, None of a rollout. `seconds` are those of an
+    update, or of a decode step of all slots that run at once: `rows_at_once` of each row shard, 0
+    in training. `exact` bytes are a compiler's.
     """
 
     stage: str
@@ -71,6 +85,7 @@ class Prospect:
     tokens_per_s: float
     seconds: float
     rows_at_once: int = 0
+    rung: TrainRung | None = None
     exact: bool = False
 
     def option(self, by_speed: bool) -> Option:
@@ -124,12 +139,14 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
 
     With `exactly`, what is chosen has a compiler's bytes: of each room the prospects are asked for
     theirs in the order in which they would be chosen, until one that was asked is.
+
+    An update is as the config says where that fits some mesh, else on the first rung of the ladder
+    where one does, as in a run (selector/ladder.py).
     """
     schedule: list[Stop] = []
     train_mesh = rollout_mesh = None
     for places in rooms:
-        prospects = [_train_prospect(scene, mesh, places) for mesh in scene.train_meshes]
-        train = _choose(scene, prospects, train_mesh, exactly)
+        train = _choose_training(scene, places, train_mesh, exactly)
         if train.chosen is None:
             schedule.append(Stop(places=places, train=train, rollout=None))
             continue
@@ -144,6 +161,44 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
     return schedule
 
 
+def _choose_training(
+    scene: Scene, places: int, current: MeshShape | None, exactly: Exactly | None
+) -> Choice:
+    """On the first rung where a mesh fits; where none does, the choice that is nearest to it."""
+    choices = []
+    for rung in _rungs(scene):
+        lower = _on_rung(scene, rung)
+        prospects = [
+            _train_prospect(lower, mesh, places) for mesh in lower.train_meshes_for(places)
+        ]
+        if not prospects:
+            continue
+        choices.append(_choose(lower, prospects, current, exactly))
+        if choices[-1].chosen:
+            return choices[-1]
+    return min(choices, key=lambda choice: choice.shortfall_bytes)
+
+
+def _rungs(scene: Scene) -> list[TrainRung]:
+    """How an update may go about a batch, from what the config says down."""
+    return train_rungs(scene.work.num_rows, scene.work.micro_batches, scene.work.remat)
+
+
+def _on_rung(scene: Scene, rung: TrainRung) -> Scene:
+    """The scene with updates on this rung, and the meshes over which their rows divide."""
+    rows = scene.work.num_rows // rung.micro_batches
+
+    def divide(meshes: Iterable[MeshShape]) -> tuple[MeshShape, ...]:
+        return tuple(m for m in meshes if rows % (m.data * m.fsdp * m.expert) == 0)
+
+    return dataclasses.replace(
+        scene,
+        work=dataclasses.replace(scene.work, **rung._asdict()),
+        train_meshes=divide(scene.train_meshes),
+        context_meshes=divide(scene.context_meshes),
+    )
+
+
 def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
     """The scene with one factor a stage, by what a throughput table has of its meshes.
 
@@ -153,7 +208,8 @@ def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
     for entry, measurement in measured.items():
         stage, mesh, places, *rung = entry.split(" ")
         shape, speed = MeshShape.parse(mesh), measurement.tokens_per_s
-        meshes = scene.train_meshes if stage == "train" else scene.rollout_meshes
+        trainers = (*scene.train_meshes, *scene.context_meshes)
+        meshes = trainers if stage == "train" else scene.rollout_meshes
         if speed is None or rung or shape not in meshes:
             continue
         if stage == "train":
@@ -175,6 +231,7 @@ def _train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
         footprint=train_footprint(scene.sizes, scene.work, mesh, places, scene.hardware.platform),
         tokens_per_s=scene.work.num_rows * places / seconds,
         seconds=seconds,
+        rung=TrainRung(scene.work.micro_batches, scene.work.remat),
     )
 
 
@@ -275,12 +332,10 @@ def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
 
 
 def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
-    """Whether some mesh of this hardware holds each stage."""
+    """Whether some mesh of this hardware holds each stage, on the lowest rung of training."""
     work, number = scene.work, hardware.num_devices
-    a_micro_batch = _up(work.num_rows // work.micro_batches, number)
-    work = dataclasses.replace(
-        work, num_slots=_up(work.num_slots, number), num_rows=a_micro_batch * work.micro_batches
-    )
+    rows = _up(work.num_rows, number)
+    work = dataclasses.replace(work, num_slots=_up(work.num_slots, number), num_rows=rows)
     same = hardware.chip == scene.hardware.chip
     budget = scene.budget_bytes if same else hardware.usable_bytes
     scene = dataclasses.replace(
@@ -292,14 +347,18 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
     experts = scene.sizes.num_experts
     try:
         trainers = train_candidates(number, (), scene.obstacle, experts)
+        trainers += for_rows(context_candidates(number, scene.obstacle, experts), places)
         players = rollout_candidates(number, (), scene.obstacle, experts)
     except ValueError:
         # So many devices cut the model unevenly in every way.
         return False
+
+    def update_bytes(mesh: MeshShape) -> int:
+        a_row_each = TrainRung(rows // (mesh.data * mesh.fsdp * mesh.expert), True)
+        return _train_prospect(_on_rung(scene, a_row_each), mesh, places).footprint.total
+
     resident = [
-        sum(trainer_bytes(scene.sizes, mesh))
-        for mesh in trainers
-        if _train_prospect(scene, mesh, places).footprint.total <= budget
+        sum(trainer_bytes(scene.sizes, mesh)) for mesh in trainers if update_bytes(mesh) <= budget
     ]
     return bool(resident) and any(
         _rollout_prospect(scene, mesh, places, min(resident)).footprint.total <= budget

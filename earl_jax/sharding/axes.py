@@ -13,13 +13,14 @@
     E  experts of a layer                                  X  the same, as a router scores them
     U  experts that one token uses                         M  pairs of a token and its expert
     Z  pages of the KV cache                               Y  pages of a row
-    J  branches of the tree of a turn's allowed replies
+    J  branches of the tree of a turn's allowed replies     W  parts of a folded row
 
-A mesh has four axes, always in this order, those that talk most innermost: `data` splits rows,
-`fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `expert`
-splits experts, `tensor` splits heads, feed-forward and vocabulary.
+A mesh has five axes, always in this order, those that talk most innermost: `data` splits rows,
+`fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `context`
+splits the tokens of a row (and stores parameters as `fsdp` does), `expert` splits experts, `tensor`
+splits heads, feed-forward and vocabulary.
 """
 
-LETTERS = "BTSLDFKGHVNCPQREXUMZYJ"
+LETTERS = "BTSLDFKGHVNCPQREXUMZYJW"
 
-MESH_AXES = ("data", "fsdp", "expert", "tensor")
+MESH_AXES = ("data", "fsdp", "context", "expert", "tensor")

@@ -19,15 +19,20 @@ from earl_jax.sharding.axes import LETTERS, MESH_AXES
 # there, because its row shards decode unequally long, and experts talk at every token.
 ROLLOUT_ROWS = ("data", "fsdp")
 TRAINING_ROWS = ("data", "fsdp", "expert")
-# Heads, feed-forward and vocabulary are split over tensor.
+# Tokens of a row, and of a chunk of it, are split over context; heads, feed-forward and vocabulary
+# over tensor. Whole rows of numbers of the host, and keys that all queries look at, are "S".
 ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
+    "T": ("context",),
+    "C": ("context",),
     "K": ("tensor",),
     "F": ("tensor",),
     "V": ("tensor",),
 }
-# Parameters have no rows. Their width is cut over `fsdp`: gathered at use, gradients scattered.
+# Parameters have no rows. Their width is cut over `fsdp`: gathered at use, gradients scattered. And
+# over `context` alike: where contexts are long there are few rows, and nothing else is left to cut
+# the optimiser's state over (torchtitan does so too: its mesh axis "dp_shard_cp").
 PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {
-    "D": ("fsdp",),
+    "D": ("fsdp", "context"),
     "E": ("expert",),
     "K": ("tensor",),
     "F": ("tensor",),
@@ -41,13 +46,14 @@ class MeshShape:
 
     data: int = 1
     fsdp: int = 1
+    context: int = 1
     expert: int = 1
     tensor: int = 1
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
+    def sizes(self) -> tuple[int, int, int, int, int]:
         """The sizes in the order of MESH_AXES."""
-        return (self.data, self.fsdp, self.expert, self.tensor)
+        return (self.data, self.fsdp, self.context, self.expert, self.tensor)
 
     @property
     def num_devices(self) -> int:

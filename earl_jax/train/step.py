@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The training step: one jitted update under a mesh with data, fsdp, expert and tensor axes."""
+"""The training step: one jitted update under a mesh with all axes of sharding/axes.py."""
 
 import dataclasses
 import functools
@@ -14,6 +14,7 @@ import optax
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows_routed, head_weights
+from earl_jax.models.folding import fold, unfold
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
@@ -200,16 +201,19 @@ def _score_batch(
         remat=config.remat,
         kernel=choose_kernel(config.attention, layout, model, batch.tokens.shape[1]).kernel,
     )
+    length = batch.tokens.shape[1]
+    next_BT = jnp.pad(batch.tokens[:, 1:], ((0, 0), (0, 1)))
     scores = score_tokens(
         layout,
-        hidden_BTD[:, :-1],
+        hidden_BTD,
         head_weights(params).astype(hidden_BTD.dtype),
-        batch.tokens[:, 1:],
+        fold(layout, next_BT),
         temperature=temperature,
         chunk_size=config.logprob_chunk,
         softcap=model.final_softcap,
     )
-    return TokenScores(*(jnp.pad(score, ((0, 0), (1, 0))) for score in scores)), routing
+    whole = (unfold(layout, score, length) for score in scores)
+    return TokenScores(*(jnp.pad(score[:, :-1], ((0, 0), (1, 0))) for score in whole)), routing
 
 
 def make_train_step(
@@ -332,7 +336,7 @@ def _split(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> Trajec
     def split(field_BT: jax.Array) -> jax.Array:
         rows, length = field_BT.shape
         parts = field_BT.reshape(rows // micro_batches, micro_batches, length).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(parts, layout.activations(".BT"))
+        return jax.lax.with_sharding_constraint(parts, layout.activations(".NS"))
 
     return jax.tree.map(split, batch)
 
@@ -353,7 +357,7 @@ def make_scorer(
             parts,
         )
         proximal_BT = logprobs.swapaxes(0, 1).reshape(batch.tokens.shape)
-        return dataclasses.replace(batch, proximal=layout.constrain(proximal_BT, "BT"))
+        return dataclasses.replace(batch, proximal=layout.constrain(proximal_BT, "NS"))
 
     return jax.jit(score)
 
@@ -369,7 +373,7 @@ def batch_shapes(
     """A TrajectoryBatch as placed shapes, for tracing."""
 
     def shape(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=layout.activations("BT"))
+        return jax.ShapeDtypeStruct((rows, length), dtype, sharding=layout.activations("NS"))
 
     return TrajectoryBatch(
         tokens=shape(jnp.int32),
