@@ -29,6 +29,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 MOST_MAPPINGS = 25_000
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: tests of servers and runs wait for processes of their own."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_compiled_programs():
     """Lets go of compiled programs when a file's tests are over and there are many."""
