@@ -27,10 +27,10 @@ APART = {
 }
 # The number of processes, and what differs from the default config.
 WAYS = {
-    "shared, one process": (1, {}),
-    "shared, two processes": (2, {}),
-    "4 play and 4 train, one process": (1, APART),
-    "4 play and 4 train, two processes": (2, APART),
+    "shared in one process": (1, {}),
+    "shared in two processes": (2, {}),
+    "4 play and 4 train in one process": (1, APART),
+    "4 play and 4 train in two processes": (2, APART),
 }
 
 
