@@ -74,9 +74,9 @@ class CheckpointConfig:
 
     `export` writes the policy too, as a folder that `transformers` loads, in the type of the
     checkpoint in config.model.path, fp32 where there is none. "auto": at the end of a run that has
-    such a path. True: with every checkpoint as well, of which the newest `keep` stay; training
-    waits while one is written. With adapters (config.train.lora), theirs is a folder for PEFT
-    beside it.
+    such a path. True: with every checkpoint as well, of which the newest `keep` stay, but for the
+    one that a signal asks for, which must be quick; training waits while one is written. With
+    adapters (config.train.lora), theirs is a folder for PEFT beside it.
     """
 
     every_steps: int = 50

@@ -192,13 +192,15 @@ def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
         assert heard[slot].turns() == [reference(name)["continuation"].tolist()]
 
 
+@pytest.mark.parametrize("size", [1, 6])
 @pytest.mark.parametrize("name", KINDS)
-def test_cached_decoding_equals_the_full_forward(name):
+def test_cached_decoding_equals_the_full_forward(name, size):
+    """Token by token and in chunks, over three pages a row."""
     model, tokens = checkpoint(name).model, reference(name)["tokens"]
     full = make_logits(model)(loaded(name), tokens)
     params = unstack_layers(loaded(name), model.num_layers)
     chunk = jax.jit(functools.partial(forward_chunk, model))
-    cache, size = empty_cache(model, len(tokens), tokens.shape[1]), 6
+    cache = empty_cache(model, len(tokens), tokens.shape[1], page_size=16)
     for start in range(0, tokens.shape[1], size):
         counts = np.full(len(tokens), size, np.int32)
         logits, cache = chunk(

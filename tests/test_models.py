@@ -200,6 +200,26 @@ def test_attention_in_blocks_equals_attention_at_once_in_both_directions(setting
         np.testing.assert_allclose(left, right, atol=2e-5)
 
 
+def test_a_chunk_of_queries_behind_what_was_read_is_the_end_of_the_whole():
+    """The last 200 of 300, over several blocks; and in any order, because places are told."""
+    rng = np.random.default_rng(6)
+    segments = np.concatenate([np.full(170, 1), np.full(130, 2)])[None].astype(np.int32)
+    query = jnp.asarray(rng.normal(size=(1, 300, 2, 2, 8)), jnp.float32)
+    key, value = jnp.asarray(rng.normal(size=(2, 1, 2, 300, 8)), jnp.float32)
+    places = row_places(segments)
+    whole = _attend(query, key, value, places, places, scale=8**-0.5, window=90)
+    late = Places(places.order[:, 100:], places.segment[:, 100:])
+    assert late.order.shape[1] > BLOCK_SIZE
+    chunk = attention(query[:, 100:], key, value, late, places, scale=8**-0.5, window=90)
+    np.testing.assert_allclose(chunk, whole[:, 100:], atol=2e-5)
+    mixed = rng.permutation(300)
+    there = Places(places.order[:, mixed], places.segment[:, mixed])
+    moved = attention(
+        query[:, 100:], key[:, :, mixed], value[:, :, mixed], late, there, scale=8**-0.5, window=90
+    )
+    np.testing.assert_allclose(moved, whole[:, 100:], atol=2e-5)
+
+
 def test_memory_of_attention_grows_with_the_length_not_its_square():
     """XLA's own figure for forward and backward: twice the tokens, twice the bytes."""
 
