@@ -21,6 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 from test_envs_text_stream import byte_ids
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation, Heard
@@ -645,14 +647,68 @@ def test_an_argument_that_a_template_does_not_read_is_an_error(name, argument):
         ChatRenderer(tokenizer(name), template_arguments={argument: False})
 
 
-def test_a_tokenizer_that_changes_text_is_refused():
-    from tokenizers import normalizers
-
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, r"'<\|user\|>said.*it must keep text"),
+        ({"normalizer": {"type": "NFKC"}}, "fiVIII.*it must keep text"),
+        ({"normalizer": {"type": "StripAccents"}}, "it must keep text"),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "keep text"),
+        ({"rstrip": True}, "other ids as a whole than in parts.*rstrip"),
+        ({"lstrip": True}, "other ids as a whole than in parts.*lstrip"),
+    ],
+)
+def test_a_tokenizer_that_changes_text_is_refused(changed, message):
+    """More than by composing characters, or by taking "▁" for a blank."""
     lossy = build_tokenizer([], 260)
-    lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
-    lossy.chat_template = CHAT_TEMPLATE.replace("<|user|>{{", "<|user|>Said: {{")
-    with pytest.raises(ValueError, match=r"'<\|user\|>said.*it must keep text"):
+    said = json.loads(lossy.backend_tokenizer.to_str())
+    if "normalizer" in changed:
+        said |= changed
+    else:
+        said["added_tokens"] = [token | changed for token in said["added_tokens"]]
+    lossy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
+    lossy.chat_template = CHAT_TEMPLATE
+    if "normalizer" in changed:
+        lossy.chat_template = CHAT_TEMPLATE.replace("<|user|>{{", "<|user|>Said: {{")
+    with pytest.raises(ValueError, match=message):
         ChatRenderer(lossy)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "answer"),
+    [
+        (
+            "mistral",
+            "<s> [INST] ▁the ▁ e <0xCC> <0x81> ▁ <0xE2> <0x98> <0x83> [/INST]",
+            "[INST] ▁the [/INST]",
+        ),
+        # v0.1's have a blank behind every control token, which `decode` knows.
+        (
+            "mistral1",
+            "<s> ▁ [ I N S T ] ▁the ▁ e <0xCC> <0x81> ▁ <0xE2> <0x98> <0x83> ▁ [ / I N S T ]",
+            "▁ [ I N S T ] ▁the ▁ [ / I N S T ]",
+        ),
+        (
+            "gemma3",
+            "<bos> <start_of_turn> user \n t he ▁ e <0xCC> <0x81> ▁ <0xE2> <0x98> <0x83> "
+            "<end_of_turn> \n <start_of_turn> mo de l \n",
+            "\n <start_of_turn> user \n t he <end_of_turn> \n <start_of_turn> mo de l \n",
+        ),
+        (
+            "qwen3",
+            "<|im_start|> user Ċ t he Ġ Ã © Ġ â ĺ ĥ <|im_end|> Ċ <|im_start|> a s sis tant Ċ",
+            "Ċ <|im_start|> user Ċ t he <|im_end|> Ċ <|im_start|> a s sis tant Ċ",
+        ),
+    ],
+)
+def test_the_ids_of_the_middle_of_a_text_by_hand(name, first, answer):
+    """No blank that nobody wrote; the template's own blank is one token with the word behind it."""
+    tokens = tokenizer(name).convert_ids_to_tokens
+    assert tokens(list(chat(name).first("the e\u0301 \u2603"))) == first.split(" ")
+    assert tokens(list(chat(name).answer("the"))) == answer.split(" ")
+    # A reply that begins with a blank keeps it, and one that does not gets none.
+    for text in ("the", " the", "  the\n"):
+        assert chat(name).decode_reply(chat(name).reply(text)) == text
 
 
 def test_a_text_on_which_the_template_acts_is_an_error_of_its_own():

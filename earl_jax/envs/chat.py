@@ -94,6 +94,7 @@ class ChatRenderer:
         )
         # Games answer with few distinct texts: a hit costs 1 us, an answer anew 60 us.
         self._kept_ids = functools.lru_cache(maxsize=4096)(self._encode)
+        self._kept_reply = functools.lru_cache(maxsize=4096)(self._reply)
         self._kept_answer = functools.lru_cache(maxsize=4096)(self._answer_any_opening)
         self._around = functools.lru_cache(maxsize=256)(self._around_at)
         self._checked = functools.lru_cache(maxsize=256)(self._check_opening)
@@ -163,8 +164,7 @@ class ChatRenderer:
 
     def reply(self, text: str) -> tuple[int, ...]:
         """Ids that a policy would sample to say `text`, end of turn included."""
-        _check_utf8(text)
-        return (*self._codec.encode(text), self.end_of_turn_id)
+        return self._kept_reply(text) if len(text) <= _SHORT else self._reply(text)
 
     def ends_turn(self, ids: Sequence[int]) -> bool:
         """Whether the last of these is an end of turn."""
@@ -233,15 +233,16 @@ class ChatRenderer:
         if self.kept(decoded) != self.kept(probe.text):
             raise ValueError(
                 f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is, "
-                "but for canonical equivalence (NFC) and for U+2581, which may be a blank: "
-                "what an environment says would reach the policy as something else. Take its "
-                "normalizer out of tokenizer.json, or another checkpoint"
+                "but that it may compose characters (NFC) and take U+2581 for a blank: what an "
+                "environment says would reach the policy as something else. See normalizer, "
+                "pre_tokenizer and decoder in tokenizer.json"
             )
         if self._codec.encode_control(probe.text) != probe.ids:
             raise ValueError(
-                "the tokenizer has control tokens that take away blanks beside them (lstrip or "
-                f"rstrip in tokenizer.json) or that are not found in {probe.text!r}; as a whole "
-                "this text has other ids than in parts, and a conversation comes in parts"
+                f"the tokenizer gives {probe.text!r} other ids as a whole than in parts, and a "
+                "conversation comes in parts: its control tokens take away blanks beside them, or "
+                "are found in some places only (see lstrip, rstrip, single_word and normalized of "
+                "added_tokens in tokenizer.json; these must be false)"
             )
 
     def _check_opening(self, opening: Place) -> None:
@@ -264,6 +265,10 @@ class ChatRenderer:
         _check_utf8(text)
         # An environment that writes "<|end|>" gets seven characters, not the end of its turn.
         return self._codec.encode(text, behind_control=True)
+
+    def _reply(self, text: str) -> tuple[int, ...]:
+        _check_utf8(text)
+        return (*self._codec.encode(text), self.end_of_turn_id)
 
 
 def _check_utf8(text: str) -> None:
