@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to ids and back where neither is alone: in the middle of a stream that goes on."""
 
+import functools
 import itertools
 import json
 import re
@@ -23,9 +24,9 @@ class TextCodec:
     The tokenizers of Llama 2 and Mistral put a blank before a text and take one from what they
     decode, which is right for a whole text and for no part of one. Here neither happens: parts are
     encoded and decoded as they stand in the middle. One kind (a `Prepend` normalizer: Mistral 7B
-    v0.1, v0.2) has a blank behind every control token too; this the ids keep, as the models know
-    it, and `decode` leaves it out, of which only ids that come without their control token can
-    show: they keep their blank.
+    v0.1, v0.2) has a blank behind every control token too, in the ids that the models know and so
+    in ours. No text has it: `decode` leaves it out, but where the control token is not among the
+    ids that it gets, so that there it cannot be told from a blank that was said.
 
     `decode` is that of a stream of bytes: tokens of one byte (`<0xE2>`) are joined, and what is no
     character costs nothing around it (the `ByteFallback` of `tokenizers` drops a whole run). Ids
@@ -53,10 +54,6 @@ class TextCodec:
         self._begins_blank = frozenset(i for t, i in vocab.items() if t.startswith(_BLANK))
         names = sorted(control.values(), key=len, reverse=True)
         self._control_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self.composes = self._comes_back("e\u0301") == "\u00e9"
-        self.blanks = self._comes_back(_BLANK) == " "
-        # As a server wants it, whose threads must not set it while others decode.
-        self._inside.encode_special_tokens = False
 
     def kept(self, text: str) -> str:
         """What the ids of a text keep of it: two texts with the same `kept` are the same to them.
@@ -65,8 +62,9 @@ class TextCodec:
         accent come back as "é". Where U+2581 means a blank (SentencePiece: Gemma, Mistral, Llama 2)
         it comes back as one. All else is kept by every tokenizer that ChatRenderer takes.
         """
-        text = unicodedata.normalize("NFC", text) if self.composes else text
-        return text.replace(_BLANK, " ") if self.blanks else text
+        composes, blanks = self._merges
+        text = unicodedata.normalize("NFC", text) if composes else text
+        return text.replace(_BLANK, " ") if blanks else text
 
     def encode(self, text: str, *, behind_control: bool = False) -> tuple[int, ...]:
         """Ids of a text that says nothing but itself: the name of a control token is text.
@@ -117,10 +115,14 @@ class TextCodec:
         return self._inside.decode(run, skip_special_tokens=False)
 
     def _decode_control(self, run: list[int]) -> str:
+        # As any tokens; a run of its own, so that it is known what begins behind one.
         return self._inside.decode(run, skip_special_tokens=False)
 
-    def _comes_back(self, text: str) -> str:
-        return self.decode(self.encode(text))
+    @functools.cached_property
+    def _merges(self) -> tuple[bool, bool]:
+        """Whether accents are composed, and whether U+2581 becomes a blank; found by trying."""
+        composed, blank = (self.decode(self.encode(text)) for text in ("e\u0301", _BLANK))
+        return composed == "\u00e9", blank == " "
 
 
 def _decode_unknown(run: list[int]) -> str:
@@ -128,7 +130,8 @@ def _decode_unknown(run: list[int]) -> str:
 
 
 def _encode(backend: Tokenizer, text: str, *, plain: bool) -> tuple[int, ...]:
-    # Set only where it must be: see above.
+    # Set only where it must be: a server's threads decode with the same meanwhile, and `tokenizers`
+    # does not let one set what another uses.
     if backend.encode_special_tokens != plain:
         backend.encode_special_tokens = plain
     return tuple(backend.encode(text, add_special_tokens=False).ids)
