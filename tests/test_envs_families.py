@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any conversation with any family's template: what was sampled plus what was appended.
 
-The templates and vocabularies of tests/tokenizers behave as those of the families. What a model
-samples is written here by hand, family by family; what a conversation looks like is said by the
-template that gets it whole.
+The templates and vocabularies of tests/tokenizers behave as those of the families: bytes, bytes
+behind a normalizer, and three of SentencePiece's kinds. What a model samples is written here by
+hand, family by family; what a conversation looks like is said by the template that gets it whole.
 """
 
 import dataclasses
 import functools
 import json
 import logging
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from test_envs_text_stream import byte_ids
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation, Heard
@@ -29,7 +33,7 @@ from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.orders import Report
 
 FOLDERS = Path(__file__).parent / "tokenizers"
-NAMES = ("qwen2", "qwen3", "llama3", "mistral", "gemma3", "ours")
+NAMES = ("qwen2", "qwen3", "llama3", "mistral", "mistral1", "gemma3", "ours")
 # Families with a place for tools, and for responses to calls.
 WITH_TOOLS = ("qwen2", "qwen3", "llama3", "mistral")
 END = {
@@ -37,6 +41,7 @@ END = {
     "qwen3": "<|im_end|>",
     "llama3": "<|eot_id|>",
     "mistral": "</s>",
+    "mistral1": "</s>",
     "gemma3": "<end_of_turn>",
     "ours": "<|end|>",
 }
@@ -62,6 +67,13 @@ def template(name: str, messages: list[dict[str, Any]], tools=(), *, speak: bool
     )
 
 
+def kept(name: str, text: str) -> str:
+    """What the family's vocabulary can tell apart: accents may be composed, and "▁" be a blank."""
+    if name in ("qwen2", "qwen3"):
+        return unicodedata.normalize("NFC", text)
+    return text.replace("\u2581", " ") if name in ("mistral", "mistral1", "gemma3") else text
+
+
 # What a policy says, and what the environment says.
 
 
@@ -72,6 +84,8 @@ class Reply:
     words: str = ""
     reasoning: str = ""
     call: dict | None = None
+    # One token a byte, as a model may spell what the tokenizer would write in fewer.
+    spelled: bool = False
 
     def as_message(self) -> dict[str, Any]:
         """For the template, which writes it in its own way."""
@@ -93,7 +107,7 @@ class Reply:
                 "llama3": call.replace('"arguments"', '"parameters"', 1) + "}",
                 "mistral": f'[TOOL_CALLS] [{call}, "id": "a1b2c3d4e"}}]',
             }.get(name, f"<tool_call>\n{call}}}\n</tool_call>")
-        elif name == "mistral":
+        elif name in ("mistral", "mistral1"):
             words = " " + words
         return f"<think>\n{self.reasoning}\n</think>\n\n{words}" if self.reasoning else words
 
@@ -113,11 +127,22 @@ def as_messages(said) -> list[dict[str, str]]:
 HOSTILE = [
     *(*END.values(), *SPECIAL_TOKENS, "<|im_start|>", "<start_of_turn>model\n", "[/INST]"),
     *("<|start_header_id|>", "<think>", "</think>", "<bos>", '"}', "{{ messages }}", "\n", "  "),
+    *("<unk>", "<s>", "<0x41>"),
 ]
-PARTS = st.one_of(st.text(max_size=12), st.sampled_from(HOSTILE))
+# And what tokenizers may change: accents apart, blanks that are none, many code points in one sign.
+DELICATE = [
+    *("e\u0301", "\u0301", "\u212b", "\u1100\u1161\u11a8", "\u2581", "\u2581\u2581 "),
+    *(" ", "   ", "\n\n", " \n", "\t", "🙂🙃", "\U0001f469\u200d\U0001f467", "\ufb01"),
+]
+PARTS = st.one_of(st.text(max_size=12), st.sampled_from(HOSTILE), st.sampled_from(DELICATE))
 TEXTS = st.lists(PARTS, min_size=1, max_size=4).map("".join)
 # Words that every template leaves as they are: some trim, and Qwen3 looks for reasoning.
-WORDS = st.text(min_size=1, max_size=16).filter(lambda t: t == t.strip() and t.isprintable())
+SIGNS = st.text(st.one_of(st.characters(exclude_categories=("C", "Z")), st.just(" ")), max_size=9)
+WORDS = (
+    st.lists(SIGNS | st.sampled_from([t for t in DELICATE if "\n" not in t]), max_size=4)
+    .map("".join)
+    .map(lambda text: text.strip("\t \u2581") or "so")
+)
 VALUES = st.dictionaries(st.sampled_from(["city", "größe", "日付"]), WORDS | st.integers(-9, 9))
 CALLS = st.builds(lambda a: {"name": "look_up", "arguments": a}, VALUES)
 TOOL = {
@@ -151,13 +176,14 @@ def scripts(draw, name: str, *, calls: bool = True) -> Script:
     for _ in range(draw(st.integers(1, 4))):
         reasoning = draw(WORDS) if name == "qwen3" and draw(st.booleans()) else ""
         if calls and draw(st.booleans()):
-            reply = Reply(reasoning=reasoning, call=draw(CALLS))
+            reply = Reply(reasoning=reasoning, call=draw(CALLS), spelled=draw(st.booleans()))
             many = 1 if name == "llama3" else draw(st.integers(1, 3))
             answer: Any = tuple(
                 Message(role="tool", text=draw(TEXTS), call_id="a1b2c3d4e") for _ in range(many)
             )
         else:
-            reply, answer = Reply(words=draw(WORDS), reasoning=reasoning), draw(TEXTS)
+            reply = Reply(words=draw(WORDS), reasoning=reasoning, spelled=draw(st.booleans()))
+            answer = draw(TEXTS)
         turns.append((reply, answer))
     tools = (TOOL,) if calls and draw(st.booleans()) else ()
     return Script(opening, tools, tuple(turns))
@@ -166,13 +192,13 @@ def scripts(draw, name: str, *, calls: bool = True) -> Script:
 FAMILIES_AND_SCRIPTS = st.sampled_from(NAMES).flatmap(lambda n: st.tuples(st.just(n), scripts(n)))
 
 
-def sampled_ids(name: str, text: str) -> tuple[int, ...]:
+def sampled_ids(name: str, text: str, *, spelled: bool = False) -> tuple[int, ...]:
     """Ids of a turn as a model samples them: calls are control tokens, words are not."""
     marked = text.startswith("[TOOL_CALLS]")
     mark, words = ("[TOOL_CALLS]", text.removeprefix("[TOOL_CALLS]")) if marked else ("", text)
-    plain = tokenizer(name)(words, add_special_tokens=False, split_special_tokens=True)
+    plain = byte_ids(words.encode(), tokenizer(name)) if spelled else chat(name).reply(words)[:-1]
     control = tokenizer(name).convert_tokens_to_ids([*([mark] if mark else []), END[name]])
-    return (*control[:-1], *plain["input_ids"], control[-1])
+    return (*control[:-1], *plain, control[-1])
 
 
 # An episode as the collector plays it, in which the test is the engine.
@@ -223,13 +249,14 @@ def sample_of(episode: LiveEpisode, written: list[int]) -> list[int]:
     return written[episode.finish("over").sample_starts[-1] :]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(FAMILIES_AND_SCRIPTS)
 def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
     """Texts are the template's while it keeps its prefix, its tail where not.
 
     The ids are those that went through the engine: `stream` are those that it was given, which no
     policy wrote, and those that it reported; the episode must come to the same, with these authors.
+    What it was given is what the tokenizer makes of the template's whole text there.
     """
     name, script = family_and_script
     episode = begin(Conversation(chat(name)), script)
@@ -238,14 +265,16 @@ def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
     logprobs, versions = [], []
     messages = as_messages(script.opening)
     whole = template(name, messages, script.tools)
-    assert chat(name).decode(stream) == whole
-    kept = True
+    assert kept(name, chat(name).decode(stream)) == kept(name, whole)
+    assert has_control(script.opening) or stream == ids_of(name, whole)
+    keeps, told = True, whole
     for number, (reply, answer) in enumerate(script.turns):
         text = reply.sampled(name)
-        ids = sampled_ids(name, text)
+        ids = sampled_ids(name, text, spelled=reply.spelled)
         logprobs += say(episode, ids, version=number)
         versions += [number] * len(ids)
-        assert episode.end_turn() == (text, True)
+        heard_text, whole_turn = episode.end_turn()
+        assert whole_turn and kept(name, heard_text) == kept(name, text)
         heard = episode.conversation.answer(answer)
         assert not heard.forks
         episode.hear(answer, heard)
@@ -254,25 +283,51 @@ def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
         authors += ["policy"] * len(ids) + ["environment"] * len(appended_ids)
         messages += [reply.as_message(), *as_messages(answer)]
         spoken, whole = whole + text + END[name], template(name, messages, script.tools)
-        kept &= whole.startswith(spoken)
-        appended = chat(name).decode(heard.ids)
-        assert whole.endswith(appended)
+        keeps &= whole.startswith(spoken)
+        appended = text_behind(name, heard.ids)
+        assert kept(name, whole).endswith(kept(name, appended))
+        told += text + END[name] + appended
+        assert kept(name, chat(name).decode(stream)) == kept(name, told)
         harmless = Conversation(chat(name))
         harmless.open(without_text(script.opening), script.tools)
         assert control_ids(name, heard.ids) == control_ids(
             name, harmless.answer(without_text(answer)).ids
         )
-        if kept:
-            assert chat(name).decode(stream) == whole
-        assert kept or breaks(name, script, reply, answer)
+        if keeps:
+            assert kept(name, told) == kept(name, whole)
+            behind = END[name] + whole.removeprefix(spoken)
+            known = has_control(script.opening) or has_control(answer)
+            assert known or appended_ids == ids_of(name, behind)[1:]
+        assert keeps or breaks(name, script, reply, answer)
     trajectory = episode.finish("over")
     turns = trajectory.turns
-    assert [token for turn in turns for token in turn.token_ids] == stream
-    assert [turn.author for turn in turns for _ in turn.token_ids] == authors
-    assert [number for turn in turns for number in turn.logprobs] == logprobs
+    assert_is(episode, stream, authors, logprobs)
     assert [number for turn in turns for number in turn.versions] == versions
     assert trajectory.num_policy_tokens == len(logprobs) == authors.count("policy")
     assert trajectory.sample_starts == (0,)
+
+
+def text_behind(name: str, ids) -> str:
+    """What ids say behind the end of a turn, where mistral1's vocabulary has one more blank."""
+    (end,) = tokenizer(name).convert_tokens_to_ids([END[name]])
+    return chat(name).decode([end, *ids]).removeprefix(END[name])
+
+
+def ids_of(name: str, text: str) -> list[int]:
+    """What `transformers` makes of a text of the template."""
+    return tokenizer(name)(text, add_special_tokens=False)["input_ids"]
+
+
+def has_control(said) -> bool:
+    """Whether what an environment says has the name of a control token in it."""
+    texts = [said] if isinstance(said, str) else [message.text for message in said]
+    return any(name in text for name in control_names() for text in texts)
+
+
+@functools.cache
+def control_names() -> frozenset[str]:
+    added = [t for name in NAMES for t in tokenizer(name).added_tokens_decoder.values()]
+    return frozenset(str(token) for token in added if token.special)
 
 
 def without_text(said):
@@ -294,24 +349,33 @@ def breaks(name: str, script: Script, reply: Reply, answer) -> bool:
     return name == "mistral" and (bool(script.tools) or not isinstance(script.opening, str))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.sampled_from(NAMES).flatmap(lambda n: st.tuples(st.just(n), scripts(n))))
 def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
     """A fork exactly where the sample's text is no beginning of the template's; and only then."""
     name, script = family_and_script
     episode = begin(Conversation(chat(name), "fork"), script)
     sample = written = read_all(episode)
+    authors: list[str] = ["environment"] * len(written)
+    logprobs: list[float] = []
+    told = template(name, as_messages(script.opening), script.tools)
     messages = as_messages(script.opening)
     for number, (reply, answer) in enumerate(script.turns):
-        ids = sampled_ids(name, reply.sampled(name))
-        say(episode, ids, version=number)
+        ids = sampled_ids(name, reply.sampled(name), spelled=reply.spelled)
+        logprobs += say(episode, ids, version=number)
         said = chat(name).decode([*sample, *ids])
         text, _ = episode.end_turn()
         heard = episode.conversation.answer(answer)
         episode.hear(answer, heard)
         # The template gets what the policy wrote, as it wrote it.
         messages += [{"role": "assistant", "content": text}, *as_messages(answer)]
-        written = [*written, *ids, *read_all(episode)]
+        appended = read_all(episode)
+        assert appended == list(heard.ids)
+        written = [*written, *ids, *appended]
+        authors += ["policy"] * len(ids) + ["environment"] * len(appended)
+        told += reply.sampled(name) + END[name] + text_behind(name, appended)
+        assert_is(episode, written, authors, logprobs)
+        assert kept(name, chat(name).decode(written)) == kept(name, told)
         sample = sample_of(episode, written)
         try:
             whole = template(name, messages, script.tools)
@@ -321,13 +385,23 @@ def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
             opening = chat(name).opening(script.opening, script.tools)
             assert heard.ids == chat(name).answer(answer, opening)
             continue
+        whole, said = kept(name, whole), kept(name, said)
         assert heard.forks == (not whole.startswith(said))
-        assert chat(name).decode(heard.ids) == (whole if heard.forks else whole[len(said) :])
-        assert chat(name).decode(sample) == whole
+        appended = kept(name, text_behind(name, heard.ids))
+        assert appended == (whole if heard.forks else whole[len(said) :])
+        assert kept(name, chat(name).decode(sample)) == whole
         if heard.forks:
             assert name in ("qwen3", "mistral")
         # Mistral's has a blank before what it takes for words.
         assert not (name == "mistral" and reply.call and not heard.forks)
+
+
+def assert_is(episode: LiveEpisode, ids, authors, logprobs) -> None:
+    """The episode holds these ids, by these authors, sampled with these log-probs."""
+    turns = episode.finish("over").turns
+    assert [token for turn in turns for token in turn.token_ids] == ids
+    assert [turn.author for turn in turns for _ in turn.token_ids] == authors
+    assert [number for turn in turns for number in turn.logprobs] == logprobs
 
 
 # By hand, family by family.
@@ -374,6 +448,12 @@ ANSWER = Message(role="tool", text='sunny "☀"\n', call_id="a1b2c3d4e")
             '[TOOL_RESULTS] {"content": sunny "☀"\n, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]',
         ),
         (
+            "mistral1",
+            "<s>[INST] Be brief.\n\n Hi \n [/INST]",
+            "[INST]  Hi \n [/INST]",
+            None,
+        ),
+        (
             "gemma3",
             "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n",
             "\n<start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
@@ -390,9 +470,11 @@ ANSWER = Message(role="tool", text='sunny "☀"\n', call_id="a1b2c3d4e")
 def test_what_is_appended_by_hand(name, first, user, tool):
     conversation = Conversation(chat(name))
     assert chat(name).decode(conversation.open((SYSTEM, ASK)).ids) == first
-    assert chat(name).decode(conversation.answer((ASK,)).ids) == user
+    assert text_behind(name, conversation.answer((ASK,)).ids) == user
     if tool is None:
-        with pytest.raises(ValueError, match="refuses the messages.*must alternate"):
+        with pytest.raises(
+            ValueError, match="refuses the messages.*(must alternate|roles are user)"
+        ):
             conversation.answer((ANSWER,))
     else:
         assert chat(name).decode(conversation.answer((ANSWER,)).ids) == tool
@@ -415,7 +497,7 @@ def test_two_responses_of_tools_are_one_turn_where_the_template_says_so():
     assert text.index("sunny") < text.index("</tool_response>\n<tool_response>\n42\n")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "ours"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral1", "ours"])
 def test_tools_that_the_template_would_swallow_are_refused(name):
     with pytest.raises(ValueError, match="no place for tools"):
         chat(name).first("go", [TOOL])
@@ -451,7 +533,7 @@ def test_a_turn_ends_with_any_of_the_familys_ends(name, ends):
     """The template's own first, with which a demonstrated reply ends."""
     ids = tokenizer(name).convert_tokens_to_ids(ends)
     assert chat(name).end_of_turn_ids == tuple(ids)
-    (four,) = tokenizer(name)("4", add_special_tokens=False)["input_ids"]
+    (four,) = chat(name).reply("4")[:-1]
     assert chat(name).reply("4") == (four, ids[0])
     for end in ids:
         conversation = Conversation(chat(name))
@@ -565,14 +647,68 @@ def test_an_argument_that_a_template_does_not_read_is_an_error(name, argument):
         ChatRenderer(tokenizer(name), template_arguments={argument: False})
 
 
-def test_a_tokenizer_that_changes_text_is_refused():
-    from tokenizers import normalizers
-
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, r"'<\|user\|>said.*it must keep text"),
+        ({"normalizer": {"type": "NFKC"}}, "fiVIII.*it must keep text"),
+        ({"normalizer": {"type": "StripAccents"}}, "it must keep text"),
+        ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "keep text"),
+        ({"rstrip": True}, "other ids as a whole than in parts.*rstrip"),
+        ({"lstrip": True}, "other ids as a whole than in parts.*lstrip"),
+    ],
+)
+def test_a_tokenizer_that_changes_text_is_refused(changed, message):
+    """More than by composing characters, or by taking "▁" for a blank."""
     lossy = build_tokenizer([], 260)
-    lossy.backend_tokenizer.normalizer = normalizers.Lowercase()
-    lossy.chat_template = CHAT_TEMPLATE.replace("<|user|>{{", "<|user|>Said: {{")
-    with pytest.raises(ValueError, match=r"'<\|user\|>said.*it must keep text"):
+    said = json.loads(lossy.backend_tokenizer.to_str())
+    if "normalizer" in changed:
+        said |= changed
+    else:
+        said["added_tokens"] = [token | changed for token in said["added_tokens"]]
+    lossy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
+    lossy.chat_template = CHAT_TEMPLATE
+    if "normalizer" in changed:
+        lossy.chat_template = CHAT_TEMPLATE.replace("<|user|>{{", "<|user|>Said: {{")
+    with pytest.raises(ValueError, match=message):
         ChatRenderer(lossy)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "answer"),
+    [
+        (
+            "mistral",
+            "<s> [INST] ▁the ▁ e <0xCC> <0x81> ▁ <0xE2> <0x98> <0x83> [/INST]",
+            "[INST] ▁the [/INST]",
+        ),
+        # v0.1's have a blank behind every control token, which `decode` knows.
+        (
+            "mistral1",
+            "<s> ▁ [ I N S T ] ▁the ▁ e <0xCC> <0x81> ▁ <0xE2> <0x98> <0x83> ▁ [ / I N S T ]",
+            "▁ [ I N S T ] ▁the ▁ [ / I N S T ]",
+        ),
+        (
+            "gemma3",
+            "<bos> <start_of_turn> user \n t he ▁ e <0xCC> <0x81> ▁ <0xE2> <0x98> <0x83> "
+            "<end_of_turn> \n <start_of_turn> mo de l \n",
+            "\n <start_of_turn> user \n t he <end_of_turn> \n <start_of_turn> mo de l \n",
+        ),
+        (
+            "qwen3",
+            "<|im_start|> user Ċ t he Ġ Ã © Ġ â ĺ ĥ <|im_end|> Ċ <|im_start|> a s sis tant Ċ",
+            "Ċ <|im_start|> user Ċ t he <|im_end|> Ċ <|im_start|> a s sis tant Ċ",
+        ),
+    ],
+)
+def test_the_ids_of_the_middle_of_a_text_by_hand(name, first, answer):
+    """No blank that nobody wrote; the template's own blank is one token with the word behind it."""
+    tokens = tokenizer(name).convert_ids_to_tokens
+    assert tokens(list(chat(name).first("the e\u0301 \u2603"))) == first.split(" ")
+    assert tokens(list(chat(name).answer("the"))) == answer.split(" ")
+    # A reply that begins with a blank keeps it, and one that does not gets none.
+    for text in ("the", " the", "  the\n"):
+        assert chat(name).decode_reply(chat(name).reply(text)) == text
 
 
 def test_a_text_on_which_the_template_acts_is_an_error_of_its_own():

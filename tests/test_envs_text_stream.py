@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming: no half characters, nothing lost, nothing taken back."""
 
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,19 @@ from earl_jax.envs.text_stream import StopStrings, StopWatch, TextStream
 from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer
 
 OURS = build_tokenizer(["naïve café 你好 🙂🙃"], 300)
-LLAMA = load_tokenizer(Path(__file__).parent / "tokenizers" / "llama3")
-CHATS = [ChatRenderer(OURS), ChatRenderer(LLAMA)]
+FOLDERS = Path(__file__).parent / "tokenizers"
+# Bytes, bytes behind NFC, and three kinds that fall back to bytes.
+FAMILIES = ("llama3", "qwen2", "gemma3", "mistral", "mistral1")
+TOKENIZERS = [OURS, *(load_tokenizer(FOLDERS / name) for name in FAMILIES)]
+CHATS = [ChatRenderer(tokenizer) for tokenizer in TOKENIZERS]
+KINDS = range(len(CHATS))
 
 
-def byte_ids(data: bytes) -> list[int]:
-    """One token of our vocabulary for each byte."""
-    vocab = OURS.get_vocab()
+def byte_ids(data: bytes, tokenizer=OURS) -> list[int]:
+    """One token of the vocabulary for each byte."""
+    vocab = tokenizer.get_vocab()
+    if "<0x00>" in vocab:
+        return [vocab[f"<0x{byte:02X}>"] for byte in data]
     names = {}
     for byte in range(256):
         # The byte-level alphabet, as GPT-2 made it.
@@ -50,6 +57,23 @@ def test_characters_by_hand():
     assert stream.flush() == ""
 
 
+def test_bytes_beside_a_broken_one_are_still_characters():
+    """`ByteFallback` of `tokenizers` would take back the "é" that is out already."""
+    for kind in (3, 4, 5):
+        chat, tokenizer = CHATS[kind], TOKENIZERS[kind]
+        ids = byte_ids(b"\xc3\xa9\x80", tokenizer)
+        assert tokenizer.decode(ids) == "\ufffd" * 3, "the trap that decode avoids"
+        assert chat.decode(ids) == "é\ufffd"
+        assert pieces_of(TextStream(chat.decode), ids) == ["", "é", "", "\ufffd"]
+        # A blank at the beginning is not taken off, and stands where it was said.
+        (blank,) = tokenizer.convert_tokens_to_ids(["\u2581"])
+        two = [blank, *byte_ids("🙂🙃".encode(), tokenizer), blank]
+        assert pieces_of(TextStream(chat.decode), two) == [
+            *(" ", "", "", "", "🙂", "", "", "", "🙃", " "),
+            "",
+        ]
+
+
 def test_what_is_no_character_is_not_held_for_ever():
     """However much of it comes: three stay behind, and pushes stay cheap."""
     decoded = []
@@ -63,14 +87,26 @@ def test_what_is_no_character_is_not_held_for_ever():
     assert max(decoded) < 20
 
 
+# What each kind of vocabulary cannot tell apart.
+KEPT = [
+    *(str, str, lambda text: unicodedata.normalize("NFC", text)),
+    *[lambda text: text.replace("\u2581", " ")] * 3,
+]
+PARTS = st.sampled_from(
+    ["e\u0301", "\u2581", " ", "   ", "\n\n", "🙂🙃", "é", "\U0001f469\u200d\U0001f467"]
+)
+TEXTS = st.lists(st.one_of(st.text(max_size=9), PARTS), max_size=5).map("".join)
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.text(), st.sampled_from(CHATS))
-def test_a_text_comes_in_characters(text, chat):
+@given(TEXTS, st.sampled_from(KINDS))
+def test_a_text_comes_in_characters(text, kind):
     """Whatever its tokens are; in the smallest pieces, one token a byte, too."""
-    ids = chat.reply(text)[:-1]
-    for tokens in (ids, byte_ids(text.encode()) if chat is CHATS[0] else ids):
+    chat = CHATS[kind]
+    in_bytes = byte_ids(text.encode(), TOKENIZERS[kind])
+    for tokens, told in ((chat.reply(text)[:-1], KEPT[kind](text)), (in_bytes, text)):
         pieces = pieces_of(TextStream(chat.decode), tokens)
-        assert "".join(pieces) == text
+        assert "".join(pieces) == told
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
             assert pieces[-1] == ""
@@ -81,22 +117,22 @@ BYTES = st.lists(st.sampled_from(b"ab\x80\x9f\x82\xac\xc3\xe2\xf0\xe0\xed\xff"),
 
 
 @settings(max_examples=400, deadline=None)
-@given(BYTES, st.randoms(use_true_random=False))
-def test_garbage_comes_as_it_would_at_once(data, rng):
-    ids = byte_ids(bytes(data))
-    pieces = pieces_of(TextStream(CHATS[0].decode), ids)
-    assert "".join(pieces) == CHATS[0].decode(ids) == bytes(data).decode(errors="replace")
+@given(BYTES, st.sampled_from(KINDS), st.randoms(use_true_random=False))
+def test_garbage_comes_as_it_would_at_once(data, kind, rng):
+    ids, chat = byte_ids(bytes(data), TOKENIZERS[kind]), CHATS[kind]
+    pieces = pieces_of(TextStream(chat.decode), ids)
+    assert "".join(pieces) == chat.decode(ids) == bytes(data).decode(errors="replace")
     cut = rng.randint(0, len(ids))
-    stream = TextStream(CHATS[0].decode)
+    stream = TextStream(chat.decode)
     assert stream.push(ids[:cut]) + stream.push(ids[cut:]) + stream.flush() == "".join(pieces)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.data(), st.sampled_from([0, 1]))
-def test_any_ids_come_as_they_would_at_once(data, which):
-    size = len((OURS, LLAMA)[which])
+@given(st.data(), st.sampled_from(KINDS))
+def test_any_ids_come_as_they_would_at_once(data, kind):
+    size = len(TOKENIZERS[kind])
     ids = data.draw(st.lists(st.integers(-1, size + 3), max_size=40))
-    chat = CHATS[which]
+    chat = CHATS[kind]
     pieces = pieces_of(TextStream(chat.decode), ids)
     assert "".join(pieces) == chat.decode(ids)
 

@@ -28,6 +28,8 @@ from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 
+TOKENIZERS = Path(__file__).parent / "tokenizers"
+
 
 def save(folder: Path, name: str, **changed):
     given = checkpoint(name)
@@ -95,6 +97,43 @@ def test_a_model_from_scratch_goes_out_as_llama_and_comes_back(tmp_path):
     assert len({t.chat_template for t in tokenizers}) == 1
     with pytest.raises(ValueError, match="exists already"):
         save(tmp_path / "out", "qwen2_tied")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        *(("qwen2", "qwen2"), ("qwen3", "qwen3"), ("llama3", "llama"), ("gemma3", "gemma3")),
+        *(("mistral", "mistral"), ("mistral1", "mistral")),
+    ],
+)
+def test_the_tokenizer_of_a_family_is_the_same_one_for_transformers(tokenizer, name, tmp_path):
+    """The same ids and text, also as `AutoTokenizer` goes: by the family of config.json."""
+    source = TOKENIZERS / tokenizer
+    save(tmp_path / "out", name, tokenizer=load_tokenizer(source))
+    texts = (
+        *("Move 1234 of 3\n x|o", "h\u00e9llo e\u0301 \u65e5\u672c \U0001f642", " a  b ", "\u2581"),
+        *(
+            "<s>[INST] Hi[/INST] So</s>",
+            "<|im_start|>user\nHi<|im_end|>\n",
+            "<bos>Hi<end_of_turn>\n",
+        ),
+    )
+    first, *others = [
+        load_tokenizer(source),
+        AutoTokenizer.from_pretrained(source),
+        load_tokenizer(tmp_path / "out"),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    ]
+    assert len({tuple(first(text)["input_ids"]) for text in texts}) == len(texts)
+    for other in others:
+        for text in texts:
+            ids = first(text)["input_ids"]
+            assert other(text)["input_ids"] == ids
+            assert other.decode(ids) == first.decode(ids)
+        assert other.get_vocab() == first.get_vocab()
+        assert other.chat_template == first.chat_template
+        for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            assert getattr(other, token) == getattr(first, token)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,7 +4,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,10 +13,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from earl_jax.envs.chat_template import PROBE, ChatTemplate, Frame, Kind, Place, Said, messages_of
+from earl_jax.envs.text_codec import TextCodec
 
 _logger = logging.getLogger(__name__)
 
-_REPLACEMENT = "\ufffd"
 # Texts up to this long are kept with what came of them; longer ones hardly come twice.
 _SHORT = 1024
 _ONE_USER = Place(kinds=(Kind("user"),))
@@ -43,23 +42,37 @@ class Rendered:
     shown: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What the template writes between two texts: plain text, ids up to a control token, plain."""
+
+    head: str
+    control: tuple[int, ...]
+    tail: str
+
+
 class ChatRenderer:
     """Renders an environment's messages for a policy that continues a stream of token ids.
 
     An episode is `first(said)`, sampled ids up to one of `end_of_turn_ids`, `answer(said)`, sampled
     ids and so on: ids are only ever appended. What stands around a message comes from the chat
-    template; its text, as the template shows it (some trim or quote), is encoded on its own and
-    never as control tokens. `answer` gives what the template writes behind a policy's turn that
-    follows the opening. So the stream is the template's text of the whole conversation, wherever
-    the template keeps its prefix; one that rewrites earlier turns is named in the log, once.
+    template; its text, as the template shows it (some trim or quote), is never taken for control
+    tokens. `answer` gives what the template writes behind a policy's turn that follows the opening.
+    So the stream is the template's text of the whole conversation, wherever the template keeps its
+    prefix; one that rewrites earlier turns is named in the log, once.
+
+    Ids are those that the tokenizer gives to the template's whole text (where no message names a
+    control token), cut where the policy speaks: text between two control tokens is encoded as one.
+    They keep what was said up to `TextCodec.kept`: canonical equivalence with a tokenizer that
+    composes characters (Qwen), U+2581 for a blank with SentencePiece's (Gemma, Mistral).
 
     A turn may end with the template's own token (`end_of_turn_id`), the tokenizer's eos, or one of
     `end_ids`. For use by one thread at a time, as the tokenizer underneath.
 
     The template is given `template_arguments` too, the same for every message.
 
-    Raises ValueError for a tokenizer without chat template, that changes text, or whose template
-    does not end the policy's turns or does not read one of the arguments.
+    Raises ValueError for a tokenizer without chat template, that changes text in any other way, or
+    whose template does not end the policy's turns or does not read one of the arguments.
     """
 
     def __init__(
@@ -70,7 +83,7 @@ class ChatRenderer:
     ):
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, template_arguments)
-        self._known_ids = frozenset(tokenizer.get_vocab().values())
+        self._codec = TextCodec(tokenizer)
         self.end_of_turn_id = _one_id(tokenizer.convert_tokens_to_ids(self._template.end))
         eos = [] if tokenizer.eos_token_id is None else [_one_id(tokenizer.eos_token_id)]
         self.end_of_turn_ids = tuple(dict.fromkeys((self.end_of_turn_id, *eos, *end_ids)))
@@ -81,15 +94,12 @@ class ChatRenderer:
         )
         # Games answer with few distinct texts: a hit costs 1 us, an answer anew 60 us.
         self._kept_ids = functools.lru_cache(maxsize=4096)(self._encode)
+        self._kept_reply = functools.lru_cache(maxsize=4096)(self._reply)
         self._kept_answer = functools.lru_cache(maxsize=4096)(self._answer_any_opening)
-        self._frame_ids = functools.lru_cache(maxsize=256)(self._frame_ids_at)
+        self._around = functools.lru_cache(maxsize=256)(self._around_at)
         self._checked = functools.lru_cache(maxsize=256)(self._check_opening)
         self._broken: set[str] = set()
-        probe = self.render_opening(self.opening(PROBE))
-        if (decoded := self.decode(probe.ids)) != probe.text:
-            raise ValueError(
-                f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is"
-            )
+        self._check_codec(self.render_opening(self.opening(PROBE)))
 
     def opening(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Opening:
         """An episode that begins with these messages, in which the policy has these tools.
@@ -121,7 +131,7 @@ class ChatRenderer:
         """What `first` is the ids of."""
         frame = self._template.frame(opening.place)
         texts = frame.filled(opening.texts)
-        return self._join(frame, self._frame_ids(opening.place), texts, opening.texts)
+        return self._join(frame, self._around(opening.place), texts, opening.texts)
 
     def render_answer(self, said: Said, opening: Opening) -> Rendered:
         """What `answer` is the ids of."""
@@ -136,7 +146,7 @@ class ChatRenderer:
                 "the chat template says again how the conversation began; tell `answer` its opening"
             )
         texts = frame.filled(shown, opening.texts)
-        return self._join(frame, self._frame_ids(place), texts, shown)
+        return self._join(frame, self._around(place), texts, shown)
 
     def render_whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Rendered:
         """The template's own rendering of a conversation that the policy is to continue.
@@ -149,12 +159,12 @@ class ChatRenderer:
         """
         frame = self._template.whole(conversation, tools)
         shown = tuple(text for kind, text in conversation if kind is not None)
-        ids = tuple(map(self._encode_control, frame.pieces))
-        return self._join(frame, ids, frame.filled(shown), shown)
+        around = tuple(map(self._part, frame.pieces))
+        return self._join(frame, around, frame.filled(shown), shown)
 
     def reply(self, text: str) -> tuple[int, ...]:
         """Ids that a policy would sample to say `text`, end of turn included."""
-        return (*self._encode_text(text), self.end_of_turn_id)
+        return self._kept_reply(text) if len(text) <= _SHORT else self._reply(text)
 
     def ends_turn(self, ids: Sequence[int]) -> bool:
         """Whether the last of these is an end of turn."""
@@ -170,10 +180,14 @@ class ChatRenderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of any ids, as `decode_reply`, but of all of them."""
-        return "".join(
-            self._decode(list(run)) if known else _REPLACEMENT * len(list(run))
-            for known, run in itertools.groupby(map(int, ids), key=self._known_ids.__contains__)
-        )
+        return self._codec.decode(ids)
+
+    def kept(self, text: str) -> str:
+        """What ids keep of a text: `decode` of the ids of two texts that keep the same is the same.
+
+        See `TextCodec.kept`.
+        """
+        return self._codec.kept(text)
 
     def _answer_any_opening(self, said: str, opening: Place) -> Rendered | None:
         """The answer behind any texts at this place; None where the template repeats them."""
@@ -181,7 +195,7 @@ class ChatRenderer:
         frame, shown = self._template.frame(place), self._shown_at(place, said)
         if min(frame.slots) < 0:
             return None
-        return self._join(frame, self._frame_ids(place), frame.filled(shown), shown)
+        return self._join(frame, self._around(place), frame.filled(shown), shown)
 
     def _shown_at(self, place: Place, said: Said) -> tuple[str, ...]:
         """The texts of messages as the template shows them."""
@@ -191,21 +205,45 @@ class ChatRenderer:
                 raise ValueError(f"a message must be a str; got a {type(text).__name__}")
         return tuple(self._template.shown(place, i, text) for i, text in enumerate(texts))
 
-    def _frame_ids_at(self, place: Place) -> tuple[tuple[int, ...], ...]:
-        return tuple(map(self._encode_control, self._template.frame(place).pieces))
+    def _around_at(self, place: Place) -> tuple[_Part, ...]:
+        return tuple(map(self._part, self._template.frame(place).pieces))
+
+    def _part(self, piece: str) -> _Part:
+        head, control, tail = self._codec.around_control(piece)
+        return _Part(head, self._codec.encode_control(control) if control else (), tail)
 
     def _join(
-        self,
-        frame: Frame,
-        frame_ids: Sequence[tuple[int, ...]],
-        texts: Sequence[str],
-        shown: tuple[str, ...],
+        self, frame: Frame, around: Sequence[_Part], texts: Sequence[str], shown: tuple[str, ...]
     ) -> Rendered:
-        text, ids = frame.pieces[0], frame_ids[0]
-        for inner, piece, piece_ids in zip(texts, frame.pieces[1:], frame_ids[1:], strict=True):
-            text += inner + piece
-            ids += self._encode_text(inner) + piece_ids
-        return Rendered(text=text, ids=ids, shown=shown)
+        ids: tuple[int, ...] = ()
+        plain = ""
+        for part, inner in zip(around, (*texts, ""), strict=True):
+            plain += part.head
+            if part.control:
+                ids += self._encode_text(plain) + part.control
+                plain = part.tail
+            plain += inner
+        pairs = zip(frame.pieces, (*texts, ""), strict=True)
+        text = "".join(piece + inner for piece, inner in pairs)
+        return Rendered(text=text, ids=ids + self._encode_text(plain), shown=shown)
+
+    def _check_codec(self, probe: Rendered) -> None:
+        """Raises ValueError for a tokenizer that does not keep what is said, see the class."""
+        decoded = self.decode(probe.ids)
+        if self.kept(decoded) != self.kept(probe.text):
+            raise ValueError(
+                f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is, "
+                "but that it may compose characters (NFC) and take U+2581 for a blank: what an "
+                "environment says would reach the policy as something else. See normalizer, "
+                "pre_tokenizer and decoder in tokenizer.json"
+            )
+        if self._codec.encode_control(probe.text) != probe.ids:
+            raise ValueError(
+                f"the tokenizer gives {probe.text!r} other ids as a whole than in parts, and a "
+                "conversation comes in parts: its control tokens take away blanks beside them, or "
+                "are found in some places only (see lstrip, rstrip, single_word and normalized of "
+                "added_tokens in tokenizer.json; these must be false)"
+            )
 
     def _check_opening(self, opening: Place) -> None:
         """Says what the template rewrites; see `ChatTemplate.broken_prefix`, also for errors."""
@@ -218,28 +256,26 @@ class ChatRenderer:
                 broken,
             )
 
-    def _encode_control(self, text: str) -> tuple[int, ...]:
-        """Ids of the template's own text, in which special tokens are what they say."""
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
     def _encode_text(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
         return self._kept_ids(text) if len(text) <= _SHORT else self._encode(text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a message cannot be encoded as UTF-8: {error}") from error
+        _check_utf8(text)
         # An environment that writes "<|end|>" gets seven characters, not the end of its turn.
-        encoded = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)
-        return tuple(encoded["input_ids"])
+        return self._codec.encode(text, behind_control=True)
 
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+    def _reply(self, text: str) -> tuple[int, ...]:
+        _check_utf8(text)
+        return (*self._codec.encode(text), self.end_of_turn_id)
+
+
+def _check_utf8(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a message cannot be encoded as UTF-8: {error}") from error
 
 
 def _one_id(value: object) -> int:

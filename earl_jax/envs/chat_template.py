@@ -24,8 +24,9 @@ from earl_jax.envs.environment import Message
 # Stand-ins for what is said. A template that contains them itself is refused by the checks below.
 _REPLY = "earl-reply"
 _REASON = "earl-reason"
-# Text that templates change where they change any: they trim, quote or escape it.
-PROBE = '  \n"earl" \\ <probé> \n'
+# Text that templates change where they change any: they trim, quote or escape it. And text that
+# tokenizers change: they compose or replace characters, lower them, or lose blanks.
+PROBE = '  \n"earl" \\ <probé> Ee\u0301 \u2581  \ufb01\u2167\t\U0001f642 \n'
 
 # What the template is given by us, or by `transformers`.
 _OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}

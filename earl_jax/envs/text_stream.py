@@ -15,7 +15,8 @@ class TextStream:
 
     The pieces of `push` and at last `flush` together are `decode` of all ids, and no character of a
     piece changes when more ids come: a character whose bytes are split over tokens is held back
-    until it is whole, three bytes at most. Exact for byte-level vocabularies.
+    until it is whole, three bytes at most. Exact for vocabularies of bytes, and for those that fall
+    back to bytes, as `TextCodec.decode` decodes them.
 
     Example: "é" in two tokens, then "!": push gives "", then "é", then "!".
     """

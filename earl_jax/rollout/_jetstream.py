@@ -9,7 +9,6 @@ in its threads by killing the process. What is mended here is only that.
 
 import copy
 import importlib.metadata
-import itertools
 import logging
 import sys
 import types
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from earl_jax.envs.text_codec import TextCodec
 
 SUPPORTED = "0.2.2"
 _STAND_INS = {
@@ -83,7 +84,6 @@ ResultTokens = engine_api.ResultTokens
 SlotData = engine_api.SlotData
 # The lengths to which it pads prompts; `max_prefill_length` must be one of them.
 PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))
-_REPLACEMENT = "\ufffd"
 
 
 class ServedTokenizer(tokenizer_api.Tokenizer):
@@ -91,7 +91,7 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
 
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
         self._tokenizer, self._end_ids = tokenizer, tuple(end_ids)
-        self._known_ids = frozenset(tokenizer.get_vocab().values())
+        self._codec = TextCodec(tokenizer)
         # What is underneath can be used by several threads at once, but for its settings: each
         # encoding of the tokenizer itself, as of a `ChatRenderer`, may leave others behind.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
@@ -110,10 +110,10 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         return self._backend.encode(text, add_special_tokens=not whole).ids
 
     def reply_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a reply that says this and ends, as the tokenizer writes it on its own."""
+        """Ids of a reply that says this and ends, as the tokenizer writes it behind text."""
         end = self._end_ids[0] if self._end_ids else self.eos_id
         ends = () if end is None else (end,)
-        return (*self._backend.encode(text, add_special_tokens=False).ids, *ends)
+        return (*self._codec.encode_reply(text), *ends)
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
         """Ids padded to the next of JetStream's prefill lengths, and how many count."""
@@ -128,12 +128,7 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         Control tokens are visible; bytes that are no UTF-8, and ids that are no tokens (a model's
         vocabulary is often padded), become U+FFFD.
         """
-        return "".join(
-            self._backend.decode(list(run), skip_special_tokens=False)
-            if known
-            else _REPLACEMENT * len(list(run))
-            for known, run in itertools.groupby(token_ids, key=self._known_ids.__contains__)
-        )
+        return self._codec.decode(token_ids)
 
     @property
     def pad_id(self) -> int:
