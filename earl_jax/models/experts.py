@@ -183,7 +183,11 @@ def experts_of_shard(
     }
 
     def mix_own(weights: Any, x_BTD: jax.Array) -> jax.Array:
-        return jax.lax.psum(mix(_own_experts(config, layout), weights, x_BTD), _WITHIN_ROWS)
+        out_BTD = mix(_own_experts(config, layout), weights, x_BTD)
+        # XLA for CPU ends the process at this sum of bf16 (jaxlib 0.10.2: "Invalid binary
+        # instruction opcode copy"; since meshes have a `context` axis, of size 1 here).
+        dtype = jnp.float32 if layout.platform == "cpu" else out_BTD.dtype
+        return jax.lax.psum(out_BTD.astype(dtype), _WITHIN_ROWS).astype(out_BTD.dtype)
 
     mixed = jax.shard_map(
         mix_own,
