@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_kernels import make_rows
 
 from earl_jax.config_file import make_config
 from earl_jax.models.config import LoraConfig, ModelConfig
@@ -82,18 +83,6 @@ def test_parts_are_even_blocks():
 # Attention.
 
 
-def make_rows(length: int):
-    """Two rows of queries, keys and values; three segments and padding, and one segment."""
-    rng = np.random.default_rng(length)
-    query = rng.normal(size=(2, length, HEADS, GROUPS, HEAD_SIZE)) * 2
-    sides = rng.normal(size=(2, 2, HEADS, length, HEAD_SIZE))
-    segments = np.ones((2, length), np.int32)
-    cuts = (length // 5, 3 * length // 4, length - 3)
-    for number, first in zip((2, 3, 0), cuts, strict=True):
-        segments[0, first:] = number
-    return [jnp.asarray(array, jnp.float32) for array in (query, *sides)], jnp.asarray(segments)
-
-
 def fold_along(layout, array, axis):
     """`fold` for what has more axes than rows and tokens."""
     array = jnp.moveaxis(array, axis, -1)
@@ -140,7 +129,7 @@ def attention_of(mesh: str, settings):
     ],
 )
 def test_attention_is_that_of_whole_rows(mesh, length, settings):
-    arrays, segments = make_rows(length)
+    arrays, segments = make_rows(length, HEADS, GROUPS, HEAD_SIZE)
     settings = {"scale": 0.3, **settings}
     ours = attention_of(mesh, settings)(*arrays, segments)
     theirs = attention_of("data=1", settings)(*arrays, segments)
@@ -151,7 +140,7 @@ def test_attention_is_that_of_whole_rows(mesh, length, settings):
 @pytest.mark.parametrize("settings", [{}, {"window": 12}], ids=["segments", "window"])
 def test_parts_that_do_not_meet_are_not_looked_at(settings):
     """Values that are no numbers would be seen even with a weight of 0."""
-    (query, key, value), _ = make_rows(64)
+    (query, key, value), _ = make_rows(64, HEADS, GROUPS, HEAD_SIZE)
     # On four shards parts of eight tokens: of two samples, or of a window, the far ones.
     segments = jnp.asarray(np.repeat([[1, 2]], [32, 32], axis=1), jnp.int32)
     segments = jnp.ones_like(segments) if settings else segments

@@ -48,14 +48,14 @@ has_tokamax = importlib.util.find_spec("tokamax") is not None
 need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
 
 
-def make_rows(length: int):
+def make_rows(length: int, heads: int = KV_HEADS, groups: int = GROUPS, size: int = HEAD_SIZE):
     """Queries, keys, values, and segments: three in the first row, with padding, one in the other.
 
     The second segment of the first row goes over the kernel's first block of 128.
     """
     rng = np.random.default_rng(length)
-    query = rng.normal(size=(2, length, KV_HEADS, GROUPS, HEAD_SIZE)) * 2
-    sides = rng.normal(size=(2, 2, KV_HEADS, length, HEAD_SIZE))
+    query = rng.normal(size=(2, length, heads, groups, size)) * 2
+    sides = rng.normal(size=(2, 2, heads, length, size))
     segments = np.ones((2, length), np.int32)
     cuts = (length // 4, 3 * length // 4, length - 3)
     for number, first in zip((2, 3, 0), cuts, strict=True):
