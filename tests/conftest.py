@@ -2,15 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eight virtual CPU devices, so that every placement in the tests is real.
 
-Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s. The tests of whole
-runs start processes of their own, which compile as a user's do.
+Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s. The processes that
+tests start do the same, but for two whole runs of configs.
 """
 
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
-_QUICK = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+# The tests start some hundred processes, each of which would compile 1,800 modules of Python (3 to
+# 6 s) where the user keeps Python from leaving bytecode beside them.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    bytecode = Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
+    sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(bytecode))
+    sys.dont_write_bytecode = False
+
+_QUICK = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    # A module a program, not one for each core: a third less of the processor's time.
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Newer versions do not know it, and end the process at a flag that they do not know.
     _QUICK.append("--xla_cpu_use_fusion_emitters=false")
@@ -27,11 +40,50 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Linux lets a process have 65,530 mappings. Each compiled program takes some, and XLA ends the
 # process with a segmentation fault when there are no more.
 MOST_MAPPINGS = 25_000
+LONGEST = (
+    "test_runs.py",
+    "test_collect.py",
+    "test_distributed.py",
+    "test_soak.py",
+    "test_serve.py",
+    "test_serve_models.py",
+    "test_train.py",
+    "test_engine.py",
+    "test_growing.py",
+    "test_precision.py",
+    "test_runs_lora.py",
+)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests of servers and runs wait for processes of their own."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first: none is left to a single worker at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else 99)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_programs(tmp_path_factory) -> Path:
+    """What this worker and the processes that it starts have compiled, so that none does it twice.
+
+    Workers do not share it: JAX writes an entry in place, and another could read the half of it.
+    """
+    folder = tmp_path_factory.mktemp("programs")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(compiled_programs, tmp_path_factory) -> Path:
+    """A user's cache folder ($XDG_CACHE_HOME) for a file's runs: measurements and programs."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "earl_jax").mkdir()
+    (folder / "earl_jax" / "xla").symlink_to(compiled_programs)
+    return folder
 
 
 @pytest.fixture(autouse=True, scope="module")

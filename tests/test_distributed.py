@@ -211,11 +211,6 @@ def test_an_address_that_is_none():
 # Real processes of the command.
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 class Command:
     """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
 

@@ -14,11 +14,6 @@ from earl_jax.models.quantization import INPUTS, dequantize, quantize
 from earl_jax.telemetry.metrics import read_metrics
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def steps_of(workdir):
     return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
 

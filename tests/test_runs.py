@@ -50,12 +50,6 @@ TIMES = {
 }
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One user cache folder for all runs of this file: programs and measurements are shared."""
-    return tmp_path_factory.mktemp("cache")
-
-
 def command(module: str, *arguments: str, **overrides) -> list[str]:
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
     return [sys.executable, "-m", f"earl_jax.{module}", *arguments, *flags]

@@ -39,11 +39,6 @@ def get_config():
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "qwen2"
     return Path(shutil.copytree(ROOT / "tests/reference/qwen2_tied", folder))

@@ -46,11 +46,6 @@ NUM_SLOTS = 4
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def server(cache):
     """A temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
     flags = (f"--model={MODEL}", f"--num_slots={NUM_SLOTS}", "--temperature=5", "--top_k=1")

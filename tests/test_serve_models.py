@@ -34,11 +34,6 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
 def save_run(folder: Path, rank: int):
     """A run as training leaves it: config, tokenizer, a checkpoint of random weights.
 
