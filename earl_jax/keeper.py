@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from earl_jax.ahead import CompileAhead
 from earl_jax.checkpoint import Checkpoints
 from earl_jax.config import Config
 from earl_jax.envs.repertoire import demonstrated
@@ -43,6 +44,7 @@ class Keeper:
     metrics_log: MetricsLog | None
     workdir: Path
     stop: list[int]
+    ahead: CompileAhead
     stopped: bool = False
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
 
@@ -57,6 +59,7 @@ class Keeper:
         self.placement.choose_step(expected_tokens(self.world, None), None)
         state = self.world.first_train_state(self.placement.in_training)
         position = Position(step=0, state=state, history=LoadHistory())
+        self.ahead.look(self.world, self.placement, position.history)
         self._evaluate(position, config.eval.games)
         return position
 
@@ -75,6 +78,8 @@ class Keeper:
         for decision in line.pop("switch_notes"):
             self.progress.note(f"step {step}: {decision}")
         self._write(line)
+        if not last:
+            self.ahead.look(self.world, self.placement, position.history)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             self._write_trajectories(step, record)
         if last or step % config.eval.every_steps == 0:

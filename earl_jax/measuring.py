@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,8 @@ from earl_jax.train.step import batch_shapes
 from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.world import World
 
+# A speed is that of rounds which took so long in all.
+LEAST_S = 0.1
 # What a measurement says that could not be made.
 NOTHING_KNOWN = Measurement(tokens_per_s=None, program_bytes=0, switch_s=0.0)
 
@@ -98,7 +100,7 @@ def measure_rollout(
         orders = orders_for((np.arange(slots) < busy).astype(np.int32))
         state, _ = engine.play(weights, at_the_end(state), orders)
         seconds, tokens = [], 0
-        for _ in range(config.selector.measure_rounds):
+        while not _are_enough(seconds, config.selector.measure_rounds):
             state = at_the_end(state)
             start = time.perf_counter()
             state, report = engine.play(weights, state, orders)
@@ -153,7 +155,7 @@ def measure_train(
     state, metrics = step(state, batch, controls)
     jax.block_until_ready(metrics)
     seconds = []
-    for _ in range(world.config.selector.measure_rounds):
+    while not _are_enough(seconds, world.config.selector.measure_rounds):
         start = time.perf_counter()
         state, metrics = step(state, batch, controls)
         jax.block_until_ready(metrics)
@@ -168,6 +170,11 @@ def measure_train(
 def bytes_only(compiled: Any) -> Measurement:
     """What is known of a program that is not run."""
     return dataclasses.replace(NOTHING_KNOWN, program_bytes=program_bytes(compiled))
+
+
+def _are_enough(seconds: Sequence[float], rounds: int) -> bool:
+    """So many rounds, over some time: what disturbs a machine outlasts a few rounds of 3 ms."""
+    return len(seconds) >= rounds and sum(seconds) >= LEAST_S
 
 
 def _seconds(move: Callable[[], Any]) -> float:

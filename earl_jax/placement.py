@@ -20,7 +20,7 @@ import jax
 from earl_jax.calibrate import Calibration
 from earl_jax.chooser import Chooser, StepChoice
 from earl_jax.joint import send_weights
-from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings
 from earl_jax.selector.ladder import Failure, RolloutRung, TrainRung, rollout_size, train_size
@@ -351,15 +351,15 @@ class Placement:
     def make_room(self, seat: Seat, tokens: int, pages: int, load: Load | None) -> Seat:
         """A seat with room for `tokens` tokens an episode: the live episodes move along.
 
-        It has `pages` pages a lane, and half as many again so that it does not grow often, if the
-        budget allows them on any mesh; else as many as before.
+        It has `pages` pages a lane, and some more so that it does not grow often (`roomier_pages`),
+        if the budget allows them on any mesh; else as many as before.
 
         Chooses anew for the larger room: if the budget does not hold it on this mesh, weights and
         live KV caches go to another one and the episodes continue there.
         """
         slots = seat.engine.config.num_slots
         places = self._world.config.rollout.places_for(tokens)
-        roomy = min(3 * pages // 2, self._world.pool_for(places, slots).pages)
+        roomy = min(roomier_pages(pages), self._world.pool_for(places, slots).pages)
         has = seat.pool.pages
         wanted = [max(roomy, pages), pages, has] if pages > has else [has]
         least = self._ladder.least_pages(places)

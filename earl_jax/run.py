@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.agreement import check_same, open_shared_workdir
+from earl_jax.ahead import CompileAhead
 from earl_jax.calibrate import Calibration, open_table
 from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
@@ -71,7 +72,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
                 metrics_log = stack.enter_context(
                     MetricsLog(workdir / "metrics.jsonl", tensorboard)
                 )
-            keeper = Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop)
+            ahead = stack.enter_context(CompileAhead(progress.note))
+            keeper = Keeper(
+                world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead
+            )
             position = keeper.go_on(position) if position else keeper.begin()
             position = train(world, placement, position, keeper.after_step)
         checkpoints.close()

@@ -231,6 +231,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
         metrics_log=None,
         workdir=tmp_path,
         stop=[],
+        ahead=None,
     )
     for step in range(1, 6):
         keeper.go_on(Position(step=step, state=state, history=LoadHistory()))

@@ -36,6 +36,18 @@ def dense_pool(lanes: int, slots: int, places: int, page_size: int) -> Pool:
     return Pool(lanes, slots // lanes * pages_for(places, page_size))
 
 
+def roomier_pages(pages: int) -> int:
+    """A quarter more pages than so many, or up to 7/8 more: the next on a scale of sizes.
+
+    Each is half as large again as the one before. Rollouts that grow by other pages come to the
+    same sizes, for which programs are there.
+    """
+    size = 1
+    while 4 * size < 5 * pages:
+        size += (size + 1) // 2
+    return size
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageCopy:
     """The contents of page `source` are to be in page `target`; numbers of the whole pool."""

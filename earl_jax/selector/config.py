@@ -21,11 +21,13 @@ class SelectorConfig:
     shorter by more than the fraction `hysteresis`, with the switch spread over the steps that it
     will last (at most `horizon_steps`), and only when they have been in use for 8 steps. By the
     same fraction the last episodes of a rollout move to another mesh. Speeds are the best of
-    `measure_rounds` rounds.
+    `measure_rounds` rounds, or of more where these are short.
 
     `order` "measured" goes by these speeds. "listed" measures none: a stage is on the first mesh of
     its list that fits, until that does not fit any more. Such a run does the same on every machine,
     and two of them can be compared bit for bit.
+
+    With `compile_ahead` a thread compiles what longer contexts will need next, while steps run.
     """
 
     budget_bytes_per_device: int = 0
@@ -35,6 +37,7 @@ class SelectorConfig:
     hysteresis: float = 0.15
     horizon_steps: int = 20
     measure_rounds: int = 5
+    compile_ahead: bool = True
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""

@@ -1,0 +1,149 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that a run will need soon, compiled in the background while steps run.
+
+A longer room per episode, more pages of KV cache or another mesh take other programs, and XLA takes
+seconds (CPU) to minutes (TPU) for one. A thread compiles them from shapes alone and leaves them in
+JAX's persistent compilation cache (`main.start_jax`); the run's own call finds them there, traces
+again and loads. Nothing is decided here and no array is touched: a run with it does what a run
+without it does.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from earl_jax.measuring import lower_train
+from earl_jax.placement import Placement
+from earl_jax.rollout.pages import Pool, roomier_pages
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.world import World
+
+# Rooms that no config names are compiled for when contexts would outgrow the room in use in so
+# many steps, as fast as they grow now.
+STEPS_AHEAD = 3
+
+
+class Wanted(NamedTuple):
+    """A program: `key` tells it from others, `lower` makes it from shapes alone."""
+
+    key: Hashable
+    lower: Callable[[], Any]
+
+
+def wanted_programs(world: World, placement: Placement, history: LoadHistory) -> Iterator[Wanted]:
+    """What the meshes in use need next, the soonest first; then what others need to be chosen.
+
+    More pages in the room in use; the next room with the pages there are, and with more; and, for a
+    room that no config names, the training on rows of its length, and every other candidate.
+    """
+    mesh, slots, places = placement.in_rollout, placement.num_slots, placement.places
+    lanes = len(world.processes.lanes)
+    engine = world.engine(mesh, slots)
+
+    def play(room: int, pages: int) -> Wanted:
+        dense = world.pool_for(room, slots).pages
+        least = -(-room // world.config.rollout.tokens_a_page)
+        pool = Pool(lanes, max(min(pages, dense), least))
+        return Wanted(("play", mesh, slots, room, pool), lambda: engine.lower_play(room, pool))
+
+    more = roomier_pages(placement.pages + 1)
+    yield play(places, more)
+    rollout = world.config.rollout
+    room = rollout.places_for(places + 1)
+    configured = room <= rollout.context_buckets[-1]
+    if room > world.max_context or not (configured or _is_near(history, places)):
+        return
+    yield play(room, placement.pages)
+    yield play(room, more)
+    if configured:
+        # Its candidates were compiled before the first step.
+        return
+    rung = placement.train_rung
+    others = [m for m in world.train_candidates_for(room) if m != placement.in_training]
+    for shape in (placement.in_training, *others):
+        if world.train_obstacle(shape, rung.micro_batches) is None:
+            # Jitted here: two threads would make two of it.
+            world.train_step(shape, "policy_gradient", rung)
+            yield Wanted(
+                ("train", shape, room, rung),
+                lambda shape=shape: lower_train(world, shape, room, rung),
+            )
+    for shape in world.rollout_candidates:
+        candidate = world.engine(shape, slots)
+        yield Wanted(
+            ("measured", shape, slots, room),
+            lambda candidate=candidate: candidate.lower_play(room),
+        )
+
+
+def _is_near(history: LoadHistory, places: int) -> bool:
+    """Whether contexts that grow as they do will not fit so many places any more soon."""
+    recent, forecast = history.recent(), history.forecast()
+    if recent is None or forecast is None:
+        return False
+    return recent.context_tokens_max + STEPS_AHEAD * forecast.growth_tokens > places
+
+
+class CompileAhead:
+    """The thread, and what it was asked for. To be closed: XLA must not outlive the process."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say` tells the user what could not be compiled."""
+        self._say = say
+        self._asked: set[Hashable] = set()
+        self._wanted: queue.Queue[Wanted | None] = queue.Queue()
+        self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def look(self, world: World, placement: Placement, history: LoadHistory) -> None:
+        """Asks for what may be needed next and was not asked for before; returns at once.
+
+        Of several processes none compiles ahead: XLA lets them tune programs together.
+        """
+        if world.config.selector.compile_ahead and world.processes.count == 1:
+            self.ask(wanted_programs(world, placement, history))
+
+    def ask(self, programs: Iterable[Wanted]) -> None:
+        """These, where they were not asked for before; says what failed of those of before."""
+        while not self._failures.empty():
+            self._say(self._failures.get())
+        for wanted in programs:
+            if wanted.key not in self._asked:
+                self._asked.add(wanted.key)
+                self._wanted.put(wanted)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="compile-ahead", daemon=True)
+            self._thread.start()
+
+    def settle(self) -> None:
+        """Waits until all that was asked for is there."""
+        self._wanted.join()
+
+    def close(self) -> None:
+        """Waits for the program that is being compiled; the others are not begun."""
+        self._closing = True
+        if self._thread is not None:
+            self._wanted.put(None)
+            self._thread.join()
+
+    def __enter__(self) -> "CompileAhead":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _work(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            try:
+                if not self._closing:
+                    wanted.lower().compile()
+            except jax.errors.JaxRuntimeError as error:
+                # The run compiles it again if it needs it, and does with less if it must.
+                self._failures.put(f"could not compile ahead for {wanted.key}: {error}")
+            finally:
+                self._wanted.task_done()

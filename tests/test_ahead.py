@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What longer contexts need is compiled in the background, and the run finds it."""
+
+import types
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from test_placement import D4T2, D8, GIVEN, LISTED, LONG, SHORT, STANDING, go_on, live_seat
+
+from earl_jax.ahead import CompileAhead, Wanted, wanted_programs
+from earl_jax.calibrate import Calibration
+from earl_jax.config_file import make_config
+from earl_jax.placement import Placement
+from earl_jax.rollout.pages import Pool, roomier_pages
+from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.world import World
+
+
+def test_more_pages_come_in_steps():
+    """The scale is 1, 2, 3, 5, 8, 12, 18, 27: half as many again, rounded up."""
+    assert [roomier_pages(n) for n in (1, 2, 3, 4, 6, 7, 9, 10)] == [2, 3, 5, 5, 8, 12, 12, 18]
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World(make_config(GIVEN | {"selector": LISTED | {"order": "listed"}}))
+
+
+def placed(world, places, pages):
+    table = ThroughputTable.from_dict(None, {"facts": {}, "measurements": {}, "failures": []})
+    placement = Placement(world, Calibration(world, table, lambda text: None))
+    placement.restore(STANDING | {"places": places, "pages": pages})
+    return placement
+
+
+def history_of(*longest):
+    loads = [
+        Load(
+            context_tokens_max=tokens,
+            context_tokens_mean=tokens,
+            tokens_in_flight_max=8 * tokens,
+            rollout_tokens=8,
+        )
+        for tokens in longest
+    ]
+    return LoadHistory(steps=tuple(loads))
+
+
+def keys(world, places, history, pages=1):
+    return [wanted.key for wanted in wanted_programs(world, placed(world, places, pages), history)]
+
+
+def test_more_pages_and_the_next_configured_room_are_always_wanted(world):
+    """A page holds 16 tokens, and a lane has one slot: the long room is two pages."""
+    assert keys(world, SHORT, LoadHistory()) == [
+        ("play", D8, 8, SHORT, Pool(8, 1)),
+        ("play", D8, 8, LONG, Pool(8, 2)),
+        ("play", D8, 8, LONG, Pool(8, 2)),
+    ]
+
+
+def test_a_room_that_no_config_names_is_wanted_where_contexts_grow_towards_it(world):
+    in_use = ("play", D8, 8, LONG, Pool(8, 2))
+    # From step to step 3 tokens more, and 24 now: 33 in three steps do not fit 32 places.
+    assert keys(world, LONG, history_of(24, 24, 24, 24), 2) == [in_use]
+    assert keys(world, LONG, history_of(14, 17, 20, 23), 2) == [in_use]
+    found = keys(world, LONG, history_of(15, 18, 21, 24), 2)
+    rung = world.first_train_rung
+    assert found[0] == in_use
+    assert {key[:4] for key in found[1:3]} == {("play", D8, 8, 2 * LONG)}
+    assert found[3:] == [
+        *(("train", mesh, 2 * LONG, rung) for mesh in world.train_candidates),
+        *(("measured", mesh, 8, 2 * LONG) for mesh in (D8, D4T2)),
+    ]
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """JAX's persistent cache, empty, and for every program."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+    compilation_cache.reset_cache()
+    for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+        jax.config.update(name, value)
+    yield lambda: {
+        path.name for kind in ("jit_on_shard-*", "jit_step-*") for path in tmp_path.glob(kind)
+    }
+    compilation_cache.reset_cache()
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+@pytest.mark.slow
+def test_the_run_finds_what_was_compiled_ahead(world, programs):
+    """A room that no config names, a round in it, an update on its rows: all programs are there."""
+    placement = placed(world, LONG, 2)
+    seat = live_seat(types.SimpleNamespace(world=world), placement)
+    known = programs()
+    with CompileAhead(print) as ahead:
+        ahead.look(world, placement, history_of(15, 18, 21, 24))
+        ahead.settle()
+    compiled = programs()
+    # Rounds on both meshes, with every slot's own pages, and updates on both.
+    assert len(compiled - known) == 4
+    grown = placement.make_room(seat, LONG + 1, 2, None)
+    assert (grown.places, grown.pool) == (2 * LONG, Pool(8, 4))
+    assert go_on(grown)[1].count.sum() > 0
+    placement.calibration.train_options(2 * LONG)
+    assert programs() == compiled
+
+
+def test_what_cannot_be_compiled_is_said_and_the_run_goes_on(world):
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
+
+    said = []
+    with CompileAhead(said.append) as ahead:
+        ahead.ask([Wanted("large", fail)])
+        ahead.settle()
+        ahead.ask([])
+    assert said == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
