@@ -130,6 +130,8 @@ class Calibration:
         pages: int | None = None,
         num_slots: int | None = None,
         contexts: Sequence[float] = (),
+        *,
+        offload: bool = False,
     ) -> list[Option]:
         """The rollout candidates at this room per episode, beside `resident_bytes` of others.
 
@@ -139,7 +141,7 @@ class Calibration:
         """
         world = self._world
         slots = num_slots or world.own_rollout.num_slots
-        rung = RolloutRung(slots, pages or world.pool_for(places, slots).pages)
+        rung = RolloutRung(slots, pages or world.pool_for(places, slots).pages, offload)
         return [
             self._rollout_option(mesh, places, rung, resident_bytes, contexts)
             for mesh in world.rollout_candidates

@@ -68,14 +68,16 @@ class Chooser:
         while True:
             rung = down[0]
             options = self.calibration.rollout_options(
-                places, 0, rung.pages, rung.num_slots, contexts
+                places, 0, rung.pages, rung.num_slots, contexts, offload=rung.offload
             )
             trains = self.calibration.train_options(length, train_down[0])
             try:
                 decision = choose_step(
                     options,
                     trains,
-                    resident_bytes=[self.ladder.trainer_bytes(option.mesh) for option in trains],
+                    resident_bytes=[
+                        self.ladder.trainer_bytes(option.mesh, rung.offload) for option in trains
+                    ],
                     current=pair,
                     calm_steps=calm,
                     work=work,
@@ -118,13 +120,14 @@ class Chooser:
         trainer: MeshShape,
     ) -> tuple[Decision, RolloutRung]:
         """A mesh beside this trainer's, if `current` must be left. Raises BudgetTooSmall."""
-        resident, contexts = self.ladder.trainer_bytes(trainer), _contexts(load)
+        contexts = _contexts(load)
 
         def on(rung: RolloutRung) -> Decision:
+            resident = self.ladder.trainer_bytes(trainer, rung.offload)
             return choose(
                 "rollout",
                 self.calibration.rollout_options(
-                    places, resident, rung.pages, rung.num_slots, contexts
+                    places, resident, rung.pages, rung.num_slots, contexts, offload=rung.offload
                 ),
                 current=current,
                 places=places,
@@ -143,6 +146,7 @@ class Chooser:
         longest: int,
         load: Load,
         trainer: MeshShape,
+        offload: bool,
         has_played: Callable[[MeshShape], bool],
     ) -> Decision | None:
         """A mesh for the last episodes of a rollout; None where no rounds were measured.
@@ -150,8 +154,8 @@ class Chooser:
         They go on until the longest is as long as episodes are expected to become.
         """
         current, slots = seat.engine.layout.shape, seat.engine.config.num_slots
-        rung = RolloutRung(slots, seat.pool.pages)
-        resident = self.ladder.trainer_bytes(trainer)
+        rung = RolloutRung(slots, seat.pool.pages, offload)
+        resident = self.ladder.trainer_bytes(trainer, offload)
         options = [
             option
             if has_played(option.mesh)

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 
 from earl_jax.dispatch.pack import fit
 from earl_jax.models.parameters import Params
+from earl_jax.rest import from_rest
 from earl_jax.rollout.collect import Rollout, RolloutStats
 from earl_jax.selector.candidates import divisors
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -160,7 +161,7 @@ def to_checkpoint(world: World, state: TrainState) -> TrainState:
 
     A copy, because the next step donates the state while the checkpoint is being written.
     """
-    state = dataclasses.replace(state, base=None)
+    state = dataclasses.replace(from_rest(state), base=None)
     if world.processes.all_train:
         return jax.tree.map(jnp.copy, state)
     where = dataclasses.replace(_cut_over(world, world.processes.devices), base=None)

@@ -58,6 +58,7 @@ class Keeper:
         self.placement.check_budget()
         self.placement.choose_step(expected_tokens(self.world, None), None)
         state = self.world.first_train_state(self.placement.in_training)
+        state = self.placement.move_state(state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(self.world, self.placement, position.history)
         self._evaluate(position, config.eval.games)

@@ -92,7 +92,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     while done is None:
         with timer("select"):
             placement.choose_step(expected_tokens(world, load), load)
-            state = placement.move_state(state)
+            state = placement.move_state(state, to_play=True)
         again = functools.partial(publish_and_play, world, placement, state, step, load, timer)
         done = placement.survive("rollout", again)
     rollout, played, publish_bytes, publish_host_bytes = done
@@ -117,6 +117,8 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         state, updates = learn(world, placement, state, delivery.batch, step)
     with timer("demonstrate"):
         state = imitate(world, placement, state, step, length)
+    with timer("select"):
+        state = placement.move_state(state, to_play=True)
     updates, other_s, *host_bytes = hear_costs(
         world,
         updates,

@@ -20,6 +20,7 @@ import jax
 from earl_jax.calibrate import Calibration
 from earl_jax.chooser import Chooser, StepChoice
 from earl_jax.joint import send_weights
+from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings
@@ -29,7 +30,13 @@ from earl_jax.selector.step_choice import Pair, StepDecision
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
-from earl_jax.survival import Ladder, Spares, carry, check_budget, is_placed
+from earl_jax.survival import (
+    Ladder,
+    Spares,
+    carry,
+    check_budget,
+    is_placed,
+)
 from earl_jax.telemetry.load import Load
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
@@ -71,6 +78,8 @@ class Placement:
         self.places = self.pages = 0
         self.num_slots = world.own_rollout.num_slots
         self.train_rung = world.first_train_rung
+        # Whether the optimizer's moments are in host memory while episodes are played.
+        self.offload = False
         self.calm_steps = 0
         # Tokens a row of the batches that the training mesh was chosen for.
         self._length = 0
@@ -119,7 +128,7 @@ class Placement:
     @property
     def rung(self) -> str:
         """What a run does with less than its config says, because memory is short; "" for no."""
-        return self._ladder.words(self.num_slots, self.train_rung)
+        return self._ladder.words(self.num_slots, self.train_rung, self.offload)
 
     def take_log(self) -> SwitchLog:
         """What was decided since the last call."""
@@ -165,7 +174,7 @@ class Placement:
         self.calm_steps = 0 if switched else self.calm_steps + 1
         self.rollout_mesh, self.train_mesh = decision.pair
         self.places, self._length, self._expected = places, length, choice
-        (self.num_slots, self.pages), self.train_rung = choice.rollout, choice.train
+        (self.num_slots, self.pages, self.offload), self.train_rung = choice.rollout, choice.train
         self._note(decision.rollout)
         self._note(decision.train)
         self.log.comparison = decision.reason
@@ -214,7 +223,7 @@ class Placement:
         """
         places = max(self._world.config.rollout.places_for(tokens), self._outgrown)
         pages = self._ladder.wanted_pages(places, self.pages)
-        rungs = self._ladder.rollout_rungs(places, [pages])
+        rungs = self._ladder.rungs_as(self.offload, places, [pages])
         return self._choose_rollout(places, rungs, load, self.rollout_mesh)
 
     def _choose_rollout(
@@ -230,7 +239,7 @@ class Placement:
         self._note(decision)
         if decision.switched or self.rollout_mesh is None:
             self.rollout_mesh, self.calm_steps = decision.mesh, 0
-        self.places, (self.num_slots, self.pages) = places, rung
+        self.places, (self.num_slots, self.pages, _) = places, rung
         return decision
 
     # The ladder.
@@ -278,7 +287,8 @@ class Placement:
             )
             return
         if stage == "rollout":
-            mesh, rung = self.in_rollout, RolloutRung(self.num_slots, self.pages)
+            mesh = self.in_rollout
+            rung = RolloutRung(self.num_slots, self.pages, self.offload)
             size = rollout_size(self.places, rung)
             self._outgrown = self.places
         else:
@@ -289,14 +299,23 @@ class Placement:
 
     # Moving.
 
-    def move_state(self, state: TrainState) -> TrainState:
+    def move_state(self, state: TrainState, *, to_play: bool = False) -> TrainState:
         """Parameters and optimiser state on the training mesh in use; `state` is given up.
 
-        Where memory is too short to go there, even piece by piece, on another mesh.
+        Where memory is too short to go there, even piece by piece, on another mesh. With `to_play`
+        the moments then go to the host's memory, if the rollout needs the room.
 
         Raises:
             BudgetTooSmall: no mesh is left.
         """
+        resting = to_play and self.offload
+        where = self._world.train_state_shardings(self.in_training)
+        if resting and is_at_rest(state) and is_placed(state.params, where.params):
+            return state
+        state = self._to_mesh(from_rest(state))
+        return to_rest(state) if resting else state
+
+    def _to_mesh(self, state: TrainState) -> TrainState:
         world, whole = self._world, False
         while not whole:
             shardings = world.train_state_shardings(self.in_training)
@@ -363,7 +382,8 @@ class Placement:
         has = seat.pool.pages
         wanted = [max(roomy, pages), pages, has] if pages > has else [has]
         least = self._ladder.least_pages(places)
-        rungs = [RolloutRung(slots, n) for n in dict.fromkeys(max(n, least) for n in wanted)]
+        numbers = dict.fromkeys(max(number, least) for number in wanted)
+        rungs = [RolloutRung(slots, number, self.offload) for number in numbers]
         self._outgrown = places
         grown = None
         while grown is None:
@@ -401,6 +421,7 @@ class Placement:
             longest,
             load,
             self.in_training,
+            self.offload,
             lambda mesh: (mesh, seat.places, seat.pool) in self._played,
         )
         if decision is None or not decision.switched:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.calibrate import Calibration
+from earl_jax.rest import HOST_MEMORY, has_host_memory, to_memory
 from earl_jax.rollout.pages import pages_for
 from earl_jax.selector.choose import BudgetTooSmall, Option
 from earl_jax.selector.ladder import RolloutRung, TrainRung, rollout_rungs, train_rungs
@@ -25,7 +26,6 @@ from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
 Rung = TypeVar("Rung")
-_HOST_MEMORY = "pinned_host"
 # An array that goes by itself, because memory is short, goes in so many pieces.
 PIECES = 8
 
@@ -55,7 +55,22 @@ class Ladder:
     def rollout_rungs(self, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
         """With the pages wanted first, and always those of one whole episode a lane."""
         slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
-        return rollout_rungs(slots, lanes, wanted, self.least_pages(places))
+        return rollout_rungs(slots, lanes, wanted, self.least_pages(places), self._can_offload)
+
+    def rungs_as(self, offload: bool, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
+        """Those with the optimizer's moments where they are now."""
+        slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
+        rungs = rollout_rungs(slots, lanes, wanted, self.least_pages(places))
+        return [rung._replace(offload=offload) for rung in rungs]
+
+    @functools.cached_property
+    def _can_offload(self) -> bool:
+        """Of several processes none does: they would have to agree on what has arrived."""
+        processes, setting = self.world.processes, self.world.config.selector.offload
+        if setting == "off" or processes.count > 1 or processes.disjoint:
+            return False
+        device = processes.train_devices[0]
+        return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
 
     def wanted_pages(self, places: int, before: int) -> int:
         """As many as the rollout before had in the end, or as the first room takes."""
@@ -68,16 +83,19 @@ class Ladder:
         return pages_for(places, self.world.config.rollout.tokens_a_page)
 
     @functools.cache  # noqa: B019 - a World lives as long as the run
-    def trainer_bytes(self, mesh: MeshShape) -> int:
+    def trainer_bytes(self, mesh: MeshShape, offload: bool = False) -> int:
         """What a trainer on this mesh leaves on each device while episodes are played."""
         world = self.world
         if world.processes.disjoint:
             return 0
-        return resident_bytes(world.train_state_shapes(), world.train_state_shardings(mesh))
+        trees = world.train_state_shapes(), world.train_state_shardings(mesh)
+        if offload:
+            trees = [dataclasses.replace(tree, optimizer=None) for tree in trees]
+        return resident_bytes(*trees)
 
-    def words(self, num_slots: int, rung: TrainRung) -> str:
+    def words(self, num_slots: int, rung: TrainRung, offload: bool) -> str:
         """What a run does with less than its config says; "" for nothing."""
-        parts = []
+        parts = ["the moments in host memory during rollouts"] if offload else []
         if num_slots != (most := self.world.own_rollout.num_slots):
             parts.append(f"rollout with {num_slots} of {most} slots")
         if rung != self.world.first_train_rung:
@@ -93,13 +111,18 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
         BudgetTooSmall: one has none; names the smallest budget that would do for all.
     """
     world, needs = ladder.world, []
-    least_state = min(ladder.trainer_bytes(mesh) for mesh in world.train_candidates)
+    least_state = {
+        offload: min(ladder.trainer_bytes(mesh, offload) for mesh in world.train_candidates)
+        for offload in (False, True)
+    }
     for places in world.config.rollout.context_buckets:
         down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
         train_down = _ends(ladder.train_rungs(places))
         training = (calibration.train_options(places, rung) for rung in train_down)
         rollout = (
-            calibration.rollout_options(places, least_state, rung.pages, rung.num_slots)
+            calibration.rollout_options(
+                places, least_state[rung.offload], rung.pages, rung.num_slots, offload=rung.offload
+            )
             for rung in _ends(down)
         )
         for stage, options in (("training", training), ("rollout", rollout)):
@@ -217,12 +240,9 @@ def _free(state: Any, moved: Any) -> None:
 def _to_host(state: TrainState) -> TrainState:
     """A copy in host memory, shard by shard; on a CPU all memory is the host's."""
     device = next(iter(jax.tree.leaves(state)[0].sharding.device_set))
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if device.platform == "cpu" or _HOST_MEMORY not in kinds:
+    if device.platform == "cpu" or not has_host_memory(device):
         return _copy(state)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(_HOST_MEMORY)), state
-    )
+    return to_memory(state, HOST_MEMORY)
 
 
 @jax.jit

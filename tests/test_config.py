@@ -362,6 +362,11 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "config.selector.order is 'listed'",
         ),
         (
+            ["selector.offload=on", "devices.num_rollout=4"],
+            "selector.offload",
+            "config.devices.num_rollout gives the trainer devices of its own",
+        ),
+        (
             ["train.importance_cap=3", "train.correction=auto"],
             "train.importance_cap",
             "there is no correction here",

@@ -13,9 +13,11 @@ import pytest
 from earl_jax import survival
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
+from earl_jax.joint import to_checkpoint
 from earl_jax.learning import update
 from earl_jax.loop import Position, rl_step
 from earl_jax.placement import Placement
+from earl_jax.rest import is_at_rest
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.ladder import (
     Failure,
@@ -148,6 +150,15 @@ def test_the_rungs_of_a_rollout_by_hand():
         RolloutRung(8, 3),
         RolloutRung(8, 2),
     ]
+    # Where the moments may leave, they do before anything else is less.
+    assert rollout_rungs(16, 8, [6, 5], 5, can_offload=True) == [
+        RolloutRung(16, 6),
+        RolloutRung(16, 5),
+        RolloutRung(16, 6, offload=True),
+        RolloutRung(16, 5, offload=True),
+        RolloutRung(8, 6, offload=True),
+        RolloutRung(8, 5, offload=True),
+    ]
     assert rollout_rungs(24, 8, [2], 2) == [RolloutRung(24, 2)]
     assert rollout_rungs(1, 1, [9, 4, 1], 4) == [RolloutRung(1, 9), RolloutRung(1, 4)]
 
@@ -163,18 +174,19 @@ def test_the_rungs_of_training_by_hand():
 
 
 def test_what_failed_is_impossible_and_so_is_what_is_no_smaller():
-    failure = Failure(stage="rollout", mesh=str(D8), size=(48, 6, 16))
+    failure = Failure(stage="rollout", mesh=str(D8), size=(48, 6, 16, 1))
     for size, impossible in (
-        ((48, 6, 16), True),
-        ((64, 7, 16), True),
-        ((32, 6, 16), False),
-        ((48, 5, 16), False),
-        ((64, 9, 8), False),
+        ((48, 6, 16, 1), True),
+        ((64, 7, 16, 1), True),
+        ((32, 6, 16, 1), False),
+        ((48, 5, 16, 1), False),
+        ((64, 9, 8, 1), False),
+        ((48, 6, 16, 0), False),
     ):
         assert bool(failure_of([failure], "rollout", D8, size)) == impossible, size
-    assert not failure_of([failure], "rollout", D4T2, (48, 6, 16))
-    assert not failure_of([failure], "train", D8, (48, 6, 16))
-    assert failure_of([failure], "rollout", D8, (48, 6, 16)) == (
+    assert not failure_of([failure], "rollout", D4T2, (48, 6, 16, 1))
+    assert not failure_of([failure], "train", D8, (48, 6, 16, 1))
+    assert failure_of([failure], "rollout", D8, (48, 6, 16, 1)) == (
         "ran out of memory with 16 slots, 6 pages a lane and room for 48 tokens an episode"
     )
     table = ThroughputTable(path=None, measurements={}, failures=(failure,))
@@ -339,3 +351,42 @@ def test_a_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, r
         assert [t.token_ids for t in played.turns] == [t.token_ids for t in wanted.turns]
         assert (played.reward, played.stop_reason) == (wanted.reward, wanted.stop_reason)
     assert record.updates[0].loss == pytest.approx(expected.updates[0].loss, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_the_moments_wait_on_the_host_where_the_rollout_needs_their_room():
+    """A step that is the same bit for bit, beside less of the trainer than without."""
+    one = {"train_meshes": (str(D8),), "offload": "on"}
+    world = World(make_config(GIVEN | {"selector": GIVEN["selector"] | one}))
+    ladder = survival.Ladder(world)
+    whole, rest = (ladder.trainer_bytes(D8, offload) for offload in (False, True))
+    # Adam's count stays behind with the moments.
+    assert whole - rest == 2 * (rest - 4) + 4
+    steps = {}
+    for budget in (None, whole):
+        world.budget_bytes = budget
+        placement = placed(world)
+        assert placement.offload == (budget is not None)
+        said = "the moments in host memory during rollouts"
+        assert placement.rung == (said if budget else "")
+        assert placement.log.bytes_per_device == 1 + (rest if budget else whole)
+        seen = []
+        state = placement.move_state(world.init_train_state(D8), to_play=True)
+        position = Position(step=0, state=state, history=LoadHistory())
+        with pytest.MonkeyPatch.context() as patch:
+            open_seat = placement.open_seat
+
+            def look(params, version, state=state, seen=seen, open_seat=open_seat):
+                seen.append({leaf.sharding.memory_kind for leaf in jax.tree.leaves(state)})
+                return open_seat(params, version)
+
+            patch.setattr(placement, "open_seat", look)
+            position, _ = rl_step(world, placement, position)
+        kinds = {"device", "pinned_host"} if budget else {"device"}
+        assert seen == [kinds]
+        assert is_at_rest(position.state) == (budget is not None)
+        saved = to_checkpoint(world, position.state)
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(saved)} == {"device"}
+        steps[budget] = jax.tree.map(np.array, saved)
+    for left, right in zip(*map(jax.tree.leaves, steps.values()), strict=True):
+        np.testing.assert_array_equal(left, right)

@@ -27,6 +27,9 @@ class SelectorConfig:
     its list that fits, until that does not fit any more. Such a run does the same on every machine,
     and two of them can be compared bit for bit.
 
+    `offload` "on" lets the optimizer's moments wait in the host's memory while episodes are played,
+    where these need the room; "auto" does so on devices with a memory of their own.
+
     With `compile_ahead` a thread compiles what longer contexts will need next, while steps run.
     """
 
@@ -37,6 +40,7 @@ class SelectorConfig:
     hysteresis: float = 0.15
     horizon_steps: int = 20
     measure_rounds: int = 5
+    offload: Literal["auto", "on", "off"] = "auto"
     compile_ahead: bool = True
 
     def validate(self) -> None:

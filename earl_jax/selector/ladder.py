@@ -15,10 +15,14 @@ from earl_jax.sharding.layout import MeshShape
 
 
 class RolloutRung(NamedTuple):
-    """How many episodes live at once, and the pages of a lane that they share."""
+    """How many episodes live at once, and the pages of a lane that they share.
+
+    With `offload` the optimizer's moments wait in the host's memory meanwhile.
+    """
 
     num_slots: int
     pages: int
+    offload: bool = False
 
 
 class TrainRung(NamedTuple):
@@ -29,13 +33,19 @@ class TrainRung(NamedTuple):
 
 
 def rollout_rungs(
-    num_slots: int, num_lanes: int, wanted: Sequence[int], least: int
+    num_slots: int, num_lanes: int, wanted: Sequence[int], least: int, can_offload: bool = False
 ) -> list[RolloutRung]:
     """From all slots with the pages wanted down to a slot a lane with those of one episode.
 
     Fewer pages first, because episodes that wait for some lose little: half as many each time.
-    `wanted` may name several numbers of pages, in the order of preference.
+    `wanted` may name several numbers of pages, in the order of preference. With `can_offload`
+    everything below these is with the moments out of the way: to bring them back takes less time
+    than a rollout with fewer episodes at once.
     """
+    if can_offload:
+        down = rollout_rungs(num_slots, num_lanes, wanted, least)
+        whole = [RolloutRung(num_slots, max(number, least)) for number in wanted]
+        return list(dict.fromkeys([*whole, *(rung._replace(offload=True) for rung in down)]))
     rungs: list[RolloutRung] = []
     slots = num_slots
     while True:
@@ -60,8 +70,8 @@ def train_rungs(rows: int, micro_batches: int, remat: bool) -> list[TrainRung]:
 class Failure:
     """A candidate of a stage that ran out of memory on the devices, at this size.
 
-    `size` is (places, pages, slots) of a rollout, (places, rows at a time, 1 without remat) of
-    training.
+    `size` is (places, pages, slots, 1 beside the moments) of a rollout, (places, rows at a time, 1
+    without remat) of training.
     """
 
     stage: str
@@ -76,10 +86,10 @@ class Failure:
     def __str__(self) -> str:
         """As the end of a sentence."""
         if self.stage == "rollout":
-            places, pages, slots = self.size
+            places, pages, slots, whole = self.size
             return (
                 f"ran out of memory with {slots} slots, {pages} pages a lane and room for {places} "
-                "tokens an episode"
+                f"tokens an episode{'' if whole else ', the moments in host memory'}"
             )
         places, rows, plain = self.size
         return (
@@ -91,14 +101,14 @@ class Failure:
     def from_dict(values: dict[str, Any]) -> "Failure":
         """From JSON. Raises TypeError for what is no failure."""
         failure = Failure(**{**values, "size": tuple(values["size"])})
-        if failure.stage not in ("rollout", "train") or len(failure.size) != 3:
+        if len(failure.size) != {"rollout": 4, "train": 3}.get(failure.stage):
             raise TypeError(f"not a failure: {values}")
         return failure
 
 
 def rollout_size(places: int, rung: RolloutRung) -> tuple[int, ...]:
     """The size of a rollout, as in `Failure`."""
-    return (places, rung.pages, rung.num_slots)
+    return (places, rung.pages, rung.num_slots, int(not rung.offload))
 
 
 def train_size(places: int, rows: int, rung: TrainRung) -> tuple[int, ...]:
