@@ -27,6 +27,7 @@ from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import save_tokenizer
 from earl_jax.models.lora import fingerprint
+from earl_jax.rollout._jetstream import padded_length
 from earl_jax.rollout.config import Sampling
 from earl_jax.serve import serve_command
 from earl_jax.serve_flags import parse_flags, sampling
@@ -96,7 +97,8 @@ def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path)
     folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
     told = {"do_sample": True, "temperature": 50.0, "top_k": 1, "repetition_penalty": 1.5}
     (folder / "generation_config.json").write_text(json.dumps(told))
-    with serving(cache, f"--model={folder}", "--num_slots=4") as server:
+    flags = ("--num_slots=4", "--max_prompt_tokens=16", "--max_choice_tokens=0")
+    with serving(cache, f"--model={folder}", *flags) as server:
         said = ids_of(server.stub.Decode(request(ids, 20)))
         noise = ids_of(server.stub.Decode(request(ids, 20), metadata=sampled(top_k=0, seed=1)))
         assert "temperature=50.0, top_k=1 taken for requests that say" in "".join(server.errors)
@@ -123,6 +125,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
     asked = [list(rendered.ids), *(prompt(i, 5 + 7 * i) for i in range(7))]
     want = [greedy(world.model, params, ids, 24, stops) for ids in asked]
     flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0")
+    flags += ("--max_prompt_tokens=64", "--max_choice_tokens=0")
     with serving(cache, f"--workdir={folder}", *flags) as server:
         calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
         assert [ids_of(call) for call in calls] == want
@@ -145,7 +148,8 @@ def test_other_families_say_what_transformers_says(name, mesh, cache, tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
     folder = shutil.copytree(REFERENCE / name, tmp_path / name)
     save_tokenizer(tokenizer, folder)
-    flags = (f"--mesh={mesh}", "--num_slots=4", "--temperature=0")
+    flags = (f"--mesh={mesh}", "--num_slots=4", "--temperature=0", "--max_choice_tokens=0")
+    flags += (f"--max_prompt_tokens={padded_length(len(ids))}",)
     with serving(cache, f"--model={folder}", *flags) as server:
         asked = server.stub.Decode(request(ids, len(continuation)))
         beside = [server.stub.Decode(request(ids, count)) for count in range(1, 10)]

@@ -39,7 +39,9 @@ NUM_SLOTS, MAX_WAITING = 4, 4
 def parrot(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "parrot"
     save_parrot(folder)
-    flags = ("--max_prompt_tokens=16", f"--max_waiting={MAX_WAITING}")
+    # Whose steps say several tokens, where it says what it has said before.
+    flags = ("--max_prompt_tokens=16", "--speculation=on", "--speculation_ngram=1")
+    flags += (f"--max_waiting={MAX_WAITING}", "--max_choice_tokens=0")
     with serving(
         cache, f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
     ) as server:
