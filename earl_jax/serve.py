@@ -181,7 +181,8 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
 def _host_bytes() -> int:
     """Memory of this machine that nobody has taken."""
     try:
-        [line] = [x for x in Path("/proc/meminfo").open() if x.startswith("MemAvailable:")]
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        [line] = [line for line in lines if line.startswith("MemAvailable:")]
         return int(line.split()[1]) * 1024
     except (OSError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

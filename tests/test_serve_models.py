@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 import tokenizers
 from served import (
+    MODEL,
+    Code,
     greedy,
     ids_of,
     prompt,
+    refusal,
     request,
     sampled,
+    save_parrot,
+    saying,
     serving,
 )
 from test_families import REFERENCE, reference
@@ -25,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from earl_jax.checkpoint import Checkpoints, open_workdir
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
-from earl_jax.envs.tokenizer import save_tokenizer
+from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.models.lora import fingerprint
 from earl_jax.rollout._jetstream import padded_length
 from earl_jax.rollout.config import Sampling
@@ -132,6 +137,27 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
         assert ids_of(server.stub.Decode(request(rendered.text, 24))) == want[0]
         assert "after step 7" in server.ready_line and "data=2,tensor=2" in server.ready_line
     assert sorted(path for path in folder.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
+    """A prompt of 40,000 tokens: the slot and the cache begin with room for 32,768, and grow."""
+    save_parrot(tmp_path / "parrot", windows=(64,), max_positions=70_000)
+    [x] = load_tokenizer(MODEL).encode("x")
+    flags = ("--num_slots=1", "--temperature=0", "--max_choice_tokens=0")
+    with serving(
+        cache, f"--model={tmp_path / 'parrot'}", *flags, "--max_prompt_tokens=65536"
+    ) as server:
+        assert "prompts of up to 65536 tokens, 70000 with their replies" in server.ready_line
+        assert server.ready_line.endswith("32768 tokens of KV cache\n")
+        assert ids_of(server.stub.Decode(request([x] * 40_000, 20))) == [x] * 20
+        assert ids_of(server.stub.Decode(request("<", 50))) == saying()
+        for prompt_tokens, count, words in (
+            (65_000, 5_001, "there are 70000: lower max_tokens to at most 5000"),
+            (65_537, 1, "has 65537 tokens; this server takes at most 65536"),
+        ):
+            code, told = refusal(server.stub.Decode(request([x] * prompt_tokens, count)))
+            assert code == Code.INVALID_ARGUMENT and words in told
 
 
 @pytest.mark.slow
