@@ -86,7 +86,7 @@ def test_where_the_cache_is_full_requests_wait_and_none_is_cut(cache):
 
     All of them want two in the end, and prompts wait for a first one.
     """
-    flags = ("--num_slots=4", "--temperature=0", "--cache_tokens=1")
+    flags = ("--num_slots=4", "--temperature=0", "--cache_tokens=1", "--max_choice_tokens=0")
     with serving(cache, f"--model={MODEL}", *flags) as server:
         assert "prompts of up to 128 tokens, 128 with their replies" in server.ready_line
         assert "128 tokens of KV cache" in server.ready_line

@@ -8,6 +8,8 @@ import re
 import jax
 import numpy as np
 import pytest
+from test_collect import MODEL
+from test_engine import COLLECTIVE
 from test_jetstream import (
     continuations,
     load_params,
@@ -102,6 +104,19 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
     # Nothing is left of them.
     assert (room.host.held_bytes, room.host.slots, room.asleep) == (0, [], frozenset())
     assert [room.pages.num_free(lane) for lane in (0, 1)] == [PLACES // PAGE_SIZE] * 2
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_step_has_the_collectives_of_one_pass(drafts):
+    """As `test_engine` counts them for rounds: none for sampling, log-probs or guesses."""
+    engine = tight_engine(MeshShape(data=2, tensor=2), 1, draft=3, speculation="auto")
+    state, moving = engine.init_decode_state(), engine.place_rows(np.ones(NUM_SLOTS, np.int32))
+    lowered = engine._generate[drafts].lower(load_params(engine), state, moving, engine._key_data)
+    lines = [x for x in lowered.compile().as_text().splitlines() if COLLECTIVE.search(x)]
+    reduces = sum(" all-reduce" in line for line in lines)
+    gathers = sum(" all-gather" in line for line in lines)
+    assert (reduces, gathers) == (1 + 2 * MODEL.num_layers, 1)
+    assert len(lines) == reduces + gathers
 
 
 class _Scarce(PolicyEngine):
