@@ -216,10 +216,10 @@ def test_a_step_without_a_token_ends_only_a_request_whose_client_has_gone():
 def test_jetstream_reads_as_many_tokens_as_a_step_has_of_a_slot():
     """Of three at most: two, the second of which ends a turn; one; and none where there is no room.
 
-    The first are scored: by -0.5 and -0.25, and by -2 and -1 under the model.
+    The first are scored: by -0.5 and -0.25, and by -2 and -1 under the model. The last has failed.
     """
     bits = np.array([-0.5, -0.25, 0, -2, -1, 0], np.float32).view(np.int32)
-    data = np.zeros((3, 14), np.int32)
+    data = np.zeros((4, 14), np.int32)
     data[0] = [7, 2, 9, 1, 1, 0, 4, 1, *bits]
     data[1, :8] = [8, 9, 9, 1, 0, 0, 4, 0]
     data[2, :8] = [5, 6, 6, 0, 0, 0, 4, 0]
@@ -227,16 +227,17 @@ def test_jetstream_reads_as_many_tokens_as_a_step_has_of_a_slot():
     class Stops:
         stop_tokens = frozenset({2})
 
-    result = step_tokens(data, frozenset()).convert_to_numpy()
+    result = step_tokens(data, frozenset({3}), {3: "no memory"}).convert_to_numpy()
     assert result.num_tokens()[:2].tolist() == [2, 1]
     found = []
-    for slot in range(3):
+    for slot in range(4):
         [sample], complete = token_utils.process_result_tokens(
             Stops(), slot, 9, result, np.zeros(1, bool), is_client_side_tokenization=True
         )
         found.append((sample.token_ids, bool(complete[0])))
-    assert found == [([7], True), ([8], False), ([], True)]
-    [scored] = found[0][0]
+    assert found == [([7], True), ([8], False), ([], True), ([-1], True)]
+    [scored], [failure] = found[0][0], found[3][0]
+    assert isinstance(failure, Failure) and failure.words == "no memory"
     assert (scored.logprob, scored.model_logprob) == (-0.5, -2.0)
 
 

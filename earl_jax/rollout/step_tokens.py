@@ -79,10 +79,10 @@ class StepTokens(ResultTokens):
 
 
 def _end(words: str) -> Any:
-    """The failure, and a token that is not valid: so JetStream ends a request."""
+    """The failure, and once more as a token that is not valid: so JetStream ends a request."""
     failure = Failure(-1)
     failure.words = words
-    tokens = np.array([[failure, 0]], object)
+    tokens = np.array([[failure, failure]], object)
     ones = np.ones((1,), np.int32)
     return SlotData(tokens=tokens, valid=np.array([[1, 0]], np.int32), lengths=ones)
 
