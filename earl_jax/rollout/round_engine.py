@@ -89,7 +89,7 @@ class RoundEngine:
         )
 
     def _decoding(self, function: Any, rules: SlotRules) -> Any:
-        """`slots.play` or `slots.generate_one` on every row shard: of params, state, orders, key.
+        """`slots.play` or `slots.generate` on every row shard: of params, state, orders, key.
 
         Manual over rows; the axes within them stay automatic and follow the weights' placement.
         """
