@@ -5,18 +5,38 @@
 import argparse
 import asyncio
 import dataclasses
+import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from earl_jax.main import exit_status
-from earl_jax.serve_flags import DEFAULT_SLOT_TOKENS, check_flags, parse_flags, sampling
+from earl_jax.serve_flags import (
+    DEFAULT_SLOT_TOKENS,
+    check_against_model,
+    check_flags,
+    check_prompt,
+    parse_flags,
+    sampling,
+    speculation,
+)
 from earl_jax.served_policy import ServedPolicy, model_policy, run_policy
+
+if TYPE_CHECKING:
+    from earl_jax.sharding.layout import MeshShape
 
 # Of a device's memory for weights and KV cache; the rest is for prompts that are read, and for what
 # programs need beside their arguments.
 CACHE_SHARE = 0.8
+# Room of a slot at first. Beyond it programs are compiled anew as requests grow; below, a longer
+# table of pages costs nothing. But guesses are looked for in all of it, at each step.
+FIRST_ROOM, GUESSING_ROOM = 2**15, 2**12
+# A cache that grows stands beside the one before it, and beside the prompt that it grows for.
+WHILE_GROWING = 3
+# Of a context, where neither the model nor memory says less.
+MOST_TOKENS = 2**30
 
 
 def serve_command(arguments: Sequence[str]) -> None:
@@ -26,10 +46,7 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     check_flags(flags)
     mesh = MeshShape.parse(flags.mesh) if flags.mesh else None
-    if flags.workdir:
-        policy = run_policy(flags)
-    else:
-        policy = model_policy(flags, mesh.num_devices if mesh else 1)
+    policy = run_policy(flags) if flags.workdir else model_policy(flags, mesh or MeshShape())
     drawn = sampling(flags, policy.told)
 
     import jax
@@ -38,15 +55,18 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     mesh = mesh or MeshShape(data=len(jax.devices()))
     engine, params = _open_engine(flags, policy, mesh, drawn)
-    name = policy.name
+    name, limit = policy.name, policy.max_context
     del policy  # its fp32 weights
     warm_up(engine, params)
     room, pages = engine.config.serving, engine.serving_pool.total
+    short = limit and not flags.max_context and room.places < limit
 
     def say(address: str) -> None:
         print(
-            f"serving {name} at {address}: prompts of up to {room.max_prefill_length} tokens, "
-            f"{room.places} with their replies, {flags.num_slots} at once on {mesh}, "
+            f"serving {name} at {address}: prompts of up to "
+            f"{min(room.max_prefill_length, room.places)} tokens, {room.places} with their replies"
+            + (f" (the model takes {limit}; memory has room for no more)" if short else "")
+            + f", {flags.num_slots} at once on {mesh}, "
             f"{pages * engine.config.page_size} tokens of KV cache",
             flush=True,
         )
@@ -64,30 +84,21 @@ def serve_command(arguments: Sequence[str]) -> None:
 
 
 def _open_engine(
-    flags: argparse.Namespace, policy: ServedPolicy, mesh: Any, drawn: Any
+    flags: argparse.Namespace, policy: ServedPolicy, mesh: "MeshShape", drawn: Any
 ) -> tuple[Any, Any]:
     """The engine on this mesh, and the policy's weights in it. Raises ValueError."""
-    from earl_jax.models.parameters import check_tensor_axis
+    from earl_jax.rollout._jetstream import padded_length
     from earl_jax.rollout.engine import PolicyEngine
     from earl_jax.rollout.engine_config import EngineConfig, Serving
     from earl_jax.rollout.slots import SlotRules
     from earl_jax.sharding.layout import make_layout
     from earl_jax.weights import publish
 
-    obstacle = check_tensor_axis(
-        policy.model, policy.vocab_size, mesh.tensor, mesh.fsdp, mesh.expert
+    check_against_model(
+        flags, mesh, policy.name, policy.model, policy.vocab_size, policy.max_context
     )
-    if mesh.context > 1:
-        obstacle = "context is an axis of training; use data, expert and tensor"
-    if obstacle:
-        raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
+    guesses = speculation(flags, policy.speculation)
     layout = make_layout(mesh)
-    if flags.num_slots % layout.num_row_shards:
-        raise ValueError(
-            f"--num_slots={flags.num_slots} does not divide over the mesh {mesh}; choose a "
-            f"multiple of {layout.num_row_shards}"
-        )
-    prompt_tokens, places = _room(flags, policy)
     config = EngineConfig(
         model=policy.model,
         vocab_size=policy.vocab_size,
@@ -98,56 +109,83 @@ def _open_engine(
         num_rows=layout.num_row_shards,
         chunk_size=1,
         rules=SlotRules(
-            burst=1, end_of_turn_ids=policy.end_ids, choice_branches=flags.max_choice_tokens
+            burst=1,
+            end_of_turn_ids=policy.end_ids,
+            choice_branches=flags.max_choice_tokens,
+            ngram=0 if guesses.mode == "off" else guesses.ngram,
+            draft=0 if guesses.mode == "off" else guesses.draft,
         ),
         seed=flags.seed,
-        serving=Serving(max_prefill_length=prompt_tokens, places=places, sampling=drawn),
     )
     engine = PolicyEngine(config, layout, policy.tokenizer)
     params = publish(
         policy.load(layout), engine.parameter_shapes, engine.parameter_shardings
     ).params
     # Only now is it known how much memory the weights leave.
-    cache_tokens = flags.cache_tokens or _cache_tokens(engine)
-    room = dataclasses.replace(config.serving, cache_tokens=cache_tokens)
-    return PolicyEngine(dataclasses.replace(config, serving=room), layout, policy.tokenizer), params
+    cache_tokens, holds = _cache_tokens(flags, engine)
+    places = _places(flags, policy.max_context, holds)
+    serving = Serving(
+        max_prefill_length=flags.max_prompt_tokens or padded_length(places),
+        places=places,
+        first_room=GUESSING_ROOM if config.rules.ngram else FIRST_ROOM,
+        cache_tokens=cache_tokens,
+        sampling=drawn,
+        speculation="auto" if guesses.mode == "auto" else "on",
+    )
+    return PolicyEngine(
+        dataclasses.replace(config, serving=serving), layout, policy.tokenizer
+    ), params
 
 
-def _room(flags: argparse.Namespace, policy: ServedPolicy) -> tuple[int, int]:
-    """Tokens of the longest prompt, and of a prompt and its reply. Raises ValueError."""
-    from earl_jax.rollout._jetstream import PREFILL_LENGTHS
+def _places(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:
+    """Tokens of a prompt and its reply: what the model takes, or what memory `holds` of it.
 
-    limit = policy.max_context
-    places = flags.max_context or limit
-    if places > limit:
+    Raises ValueError.
+    """
+    if holds < (flags.max_context or 2):
         raise ValueError(
-            f"--max_context={places}; that of {policy.name} is {limit} tokens: lower it"
+            f"--max_context={flags.max_context or 2}; beside the weights the devices' memory has "
+            f"room for a context of {holds} tokens: lower it, let the KV cache be int8 "
+            "(--kv_dtype=int8), or cut it over more devices (--mesh=tensor=...)"
         )
-    enough = next((n for n in PREFILL_LENGTHS if n >= places), PREFILL_LENGTHS[-1])
-    prompt = flags.max_prompt_tokens or enough
-    if prompt > enough:
-        raise ValueError(
-            f"--max_prompt_tokens={prompt} is more than a context of {places} tokens holds; "
-            f"choose at most {enough}"
-        )
-    return prompt, places
+    places = flags.max_context or min(max_context or holds, holds)
+    check_prompt(flags, places)
+    return places
 
 
-def _cache_tokens(engine: Any) -> int:
-    """Room in the KV cache over all slots: what memory the devices have left, if they say so."""
+def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
+    """Room in the KV cache over all slots at first, and tokens of the longest context in the end.
+
+    The cache begins with what memory the devices have left, if they say so.
+    """
     import jax
 
     from earl_jax.rollout.pages import Pool
 
     stats = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
-        return DEFAULT_SLOT_TOKENS * engine.config.num_slots
-    free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
+    told = "bytes_limit" in stats
+    if told:
+        free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
+    else:
+        free = CACHE_SHARE * _host_bytes() / jax.local_device_count()
     size, lanes = engine.config.page_size, engine.layout.num_row_shards
     pages = engine.state_shapes(size, Pool(lanes, 1)).cache.layers
     token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
     token_bytes /= lanes * size * engine.layout.shape.tensor
-    return max(1, int(lanes * free / token_bytes))
+    lane_tokens = max(1, int(free / token_bytes))
+    first = lanes * lane_tokens if told else DEFAULT_SLOT_TOKENS * engine.config.num_slots
+    first = flags.cache_tokens or first
+    return first, min(MOST_TOKENS, max(first // lanes, lane_tokens // WHILE_GROWING))
+
+
+def _host_bytes() -> int:
+    """Memory of this machine that nobody has taken."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        [line] = [line for line in lines if line.startswith("MemAvailable:")]
+        return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:

@@ -3,9 +3,17 @@
 """The flags of `python -m earl_jax.serve`, and what is wrong with them."""
 
 import argparse
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from earl_jax.rollout.config import SpeculationConfig
+
+if TYPE_CHECKING:
+    from earl_jax.models.config import ModelConfig
+    from earl_jax.sharding.layout import MeshShape
 
 # How a token is drawn where neither a flag nor the model says it.
 DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -31,14 +39,17 @@ answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EX
 
 The KV cache grows with the replies, up to the model's context, from pages that all requests share.
 Where there are no more (--cache_tokens) the shortest requests wait, their pages in host memory, and
-go on where they were; none is cut.
+go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
+cut but one for which there is no memory, which is told so with RESOURCE_EXHAUSTED.
 
 A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
 stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
 (of which it is made). One that says nothing is drawn as the flags say, and where these say nothing
 as the model's generation_config.json does. The trailing metadata `finish-reason` is end_of_turn,
-max_tokens, stop_string or stop_token_id.
+max_tokens, stop_string or stop_token_id. With "logprobs": true each token comes with its log-prob
+under what it was drawn from, with "model_logprobs": true with that under the model itself, in two
+fields more of its sample (earl_jax/rollout/scores.py).
 
 SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
 the devices failed.
@@ -69,19 +80,20 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max_prompt_tokens",
         type=int,
-        help="longest prompt, a power of two from 16 to 32768 (default: the smallest that holds "
-        "the longest context)",
+        help="longest prompt, a power of two from 16 on (default: the smallest that holds the "
+        "longest context)",
     )
     parser.add_argument(
         "--max_context",
         type=int,
-        help="most tokens of a prompt with its reply (default: the model's context)",
+        help="most tokens of a prompt with its reply (default: the model's context, as far as "
+        "memory goes)",
     )
     parser.add_argument(
         "--cache_tokens",
         type=int,
-        help="tokens that the KV cache has room for, over all slots (default: what the devices' "
-        f"memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
+        help="tokens that the KV cache has room for at first, over all slots (default: what the "
+        f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
     parser.add_argument(
         "--max_choice_tokens",
@@ -121,6 +133,20 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         help="type that the KV cache is kept in (default: the run's; for a model compute)",
     )
     parser.add_argument(
+        "--speculation",
+        choices=("off", "on", "auto"),
+        help="whether tokens are guessed from what the request says already: the same tokens in "
+        "fewer steps where text repeats itself; auto goes by the clock (default: the run's; for a "
+        "model off)",
+    )
+    for name, text in (
+        ("ngram", "what follows the last so many ids where they stood before is guessed"),
+        ("draft", "so many tokens are guessed at most"),
+    ):
+        default = getattr(SpeculationConfig, name)
+        words = f"{text} (default: the run's; for a model {default})"
+        parser.add_argument(f"--speculation_{name}", type=int, help=words)
+    parser.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu", "tpu"),
         help="devices for --model (auto); a run's own config says its",
@@ -130,7 +156,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def check_flags(flags: argparse.Namespace) -> None:
     """What needs no model. Raises ValueError."""
-    from earl_jax.rollout._jetstream import PREFILL_LENGTHS
+    from earl_jax.rollout._jetstream import LEAST_PREFILL, padded_length
     from earl_jax.rollout.server import check_address
 
     for name, low, high in (
@@ -145,10 +171,11 @@ def check_flags(flags: argparse.Namespace) -> None:
         value = getattr(flags, name)
         if value is not None and not low <= value <= high:
             raise ValueError(f"--{name}={value}; it must lie between {low} and {high}")
-    if flags.max_prompt_tokens is not None and flags.max_prompt_tokens not in PREFILL_LENGTHS:
+    prompt = flags.max_prompt_tokens
+    if prompt is not None and not LEAST_PREFILL <= prompt == padded_length(prompt) <= 2**30:
         raise ValueError(
-            f"--max_prompt_tokens={flags.max_prompt_tokens}; JetStream pads prompts to powers of "
-            f"two: choose one of {', '.join(map(str, PREFILL_LENGTHS))}"
+            f"--max_prompt_tokens={prompt}; prompts are padded to powers of two: choose one from "
+            f"{LEAST_PREFILL} to {2**30}"
         )
     if flags.workdir and flags.platform:
         raise ValueError(
@@ -161,7 +188,69 @@ def check_flags(flags: argparse.Namespace) -> None:
             "one of the two"
         )
     sampling(flags, {})
+    speculation(flags, SpeculationConfig(mode="auto") if flags.workdir else SpeculationConfig())
     check_address(flags.host, flags.port)
+
+
+def check_against_model(
+    flags: argparse.Namespace,
+    mesh: "MeshShape",
+    name: str,
+    model: "ModelConfig",
+    vocab_size: int,
+    max_context: int | None,
+) -> None:
+    """What of the flags this model cannot do on this mesh, before its weights are read.
+
+    Raises ValueError.
+    """
+    from earl_jax.models.parameters import check_tensor_axis
+    from earl_jax.sharding.layout import ROLLOUT_ROWS
+
+    obstacle = check_tensor_axis(model, vocab_size, mesh.tensor, mesh.fsdp, mesh.expert)
+    if mesh.context > 1:
+        obstacle = "context is an axis of training; use data, expert and tensor"
+    if obstacle:
+        raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
+    shards = math.prod(getattr(mesh, axis) for axis in ROLLOUT_ROWS)
+    if flags.num_slots % shards:
+        raise ValueError(
+            f"--num_slots={flags.num_slots} does not divide over the mesh {mesh}; choose a "
+            f"multiple of {shards}"
+        )
+    places = flags.max_context or max_context
+    if max_context and places and places > max_context:
+        raise ValueError(
+            f"--max_context={places}; that of {name} is {max_context} tokens: lower it"
+        )
+    check_prompt(flags, places)
+
+
+def check_prompt(flags: argparse.Namespace, places: int | None) -> None:
+    """Raises ValueError for a longest prompt beyond a context of `places` tokens, if these end."""
+    from earl_jax.rollout._jetstream import padded_length
+
+    prompt = flags.max_prompt_tokens
+    if places and prompt and prompt > padded_length(places):
+        raise ValueError(
+            f"--max_prompt_tokens={prompt} is more than a context of {places} tokens holds; "
+            f"choose at most {padded_length(places)}"
+        )
+
+
+def speculation(flags: argparse.Namespace, told: SpeculationConfig) -> SpeculationConfig:
+    """Whether tokens are guessed: by the flags, and else as `told`. Raises ValueError."""
+    names = {"speculation": "mode", "speculation_ngram": "ngram", "speculation_draft": "draft"}
+    given = {names[n]: getattr(flags, n) for n in names if getattr(flags, n) is not None}
+    chosen = dataclasses.replace(told, **given)
+    chosen.validate("--speculation_")
+    idle = [f"--speculation_{name}" for name in ("ngram", "draft") if name in given]
+    if chosen.mode == "off" and idle:
+        raise ValueError(
+            f"{' and '.join(idle)}: no tokens are guessed; set --speculation=on or auto, or remove "
+            "what has no effect"
+        )
+    return chosen
 
 
 def sampling(flags: argparse.Namespace, told: Mapping[str, float]) -> Any:

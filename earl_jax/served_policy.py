@@ -6,18 +6,19 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from earl_jax.main import start_jax
-from earl_jax.serve_flags import DRAWN
+from earl_jax.rollout.config import SpeculationConfig
+from earl_jax.serve_flags import DRAWN, check_against_model
 
-# Of the model, where its checkpoint does not say.
-DEFAULT_CONTEXT = 2048
+if TYPE_CHECKING:
+    from earl_jax.sharding.layout import MeshShape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedPolicy:
-    """What is served. `max_context` of the model, in tokens.
+    """What is served. `max_context` of the model, in tokens; None where nothing says it.
 
     `load` gives the parameters, fp32 with layers stacked; they may lie on the layout given, or
     elsewhere. `told` is how the model's own files say that tokens are drawn.
@@ -28,10 +29,11 @@ class ServedPolicy:
     vocab_size: int
     tokenizer: Any
     end_ids: tuple[int, ...]
-    max_context: int
+    max_context: int | None
     weight_dtype: Literal["compute", "int8"]
     kv_dtype: Literal["compute", "int8"]
     load: Callable[[Any], Any]
+    speculation: SpeculationConfig = SpeculationConfig()
     told: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -52,18 +54,16 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
         vocab_size=world.vocab_size,
         tokenizer=world.tokenizer,
         end_ids=world.renderer.end_of_turn_ids,
-        # Nothing limits it without a checkpoint; the longest episodes may be over the buckets.
-        max_context=_max_context(world.checkpoint)
-        if world.checkpoint
-        else 2 * config.rollout.context_buckets[-1],
+        max_context=world.checkpoint and world.checkpoint.max_context,
         weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
         kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
         load=lambda layout: params,
+        speculation=config.rollout.speculation,
     )
 
 
-def model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> ServedPolicy:
-    """A checkpoint of `transformers`."""
+def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
+    """A checkpoint of `transformers`, for this mesh if its devices are CPUs. Raises ValueError."""
     from earl_jax.envs.tokenizer import load_tokenizer
     from earl_jax.models.generation import read_generation_settings
     from earl_jax.models.hf_read import load_parameters, open_checkpoint
@@ -80,7 +80,10 @@ def model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> ServedPolic
         )
     generation = read_generation_settings(folder)
     told = _told(generation)
-    start_jax(flags.platform or "auto", num_cpu_devices)
+    check_against_model(
+        flags, mesh, flags.model, checkpoint.model, checkpoint.vocab_size, checkpoint.max_context
+    )
+    start_jax(flags.platform or "auto", mesh.num_devices)
     dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
     return ServedPolicy(
         name=flags.model,
@@ -88,7 +91,7 @@ def model_policy(flags: argparse.Namespace, num_cpu_devices: int) -> ServedPolic
         vocab_size=checkpoint.vocab_size,
         tokenizer=tokenizer,
         end_ids=generation.end_ids_of(tokenizer),
-        max_context=_max_context(checkpoint),
+        max_context=checkpoint.max_context,
         weight_dtype=flags.weight_dtype or "compute",
         kv_dtype=flags.kv_dtype or "compute",
         load=lambda layout: load_parameters(checkpoint, layout),
@@ -111,8 +114,3 @@ def _told(generation: Any) -> dict[str, float]:
             named = ", ".join(f"{name}={value!r}" for name, value in fields.items())
             print(f"{generation.path}: {named} {word}", file=sys.stderr)
     return told
-
-
-def _max_context(checkpoint: Any) -> int:
-    """The context that a checkpoint is made for, in tokens."""
-    return checkpoint.max_context or DEFAULT_CONTEXT

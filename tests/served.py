@@ -179,14 +179,22 @@ def prompt(number: int, length: int) -> list[int]:
     return np.random.default_rng(number).integers(4, VOCAB, length).tolist()
 
 
-def save_parrot(folder: Path) -> None:
+def save_parrot(
+    folder: Path, *, windows: tuple[int, ...] = (), max_positions: int = PARROT_CONTEXT
+) -> None:
     """A checkpoint whose next token depends on the last alone.
 
     Its layers add nothing. SAYING is said to its end; "x" is followed by "x" without end.
     """
     tokenizer = load_tokenizer(MODEL)
     model = ModelConfig(
-        num_layers=1, width=64, num_heads=2, num_kv_heads=1, head_size=8, ffn_size=8
+        num_layers=1,
+        width=64,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=8,
+        ffn_size=8,
+        windows=windows,
     )
     rng = np.random.default_rng(0)
     params = jax.tree.map(
@@ -210,7 +218,7 @@ def save_parrot(folder: Path) -> None:
         vocab_size=VOCAB,
         tokenizer=tokenizer,
         dtype="float32",
-        max_positions=PARROT_CONTEXT,
+        max_positions=max_positions,
     )
 
 

@@ -213,6 +213,16 @@ def test_the_faster_goes_on_behind_a_trial_of_both(guessing_s, wins):
     assert play_rounds(drafting, 1, seconds) == [not wins]
 
 
+def test_only_rounds_of_a_trial_are_to_be_timed():
+    drafting, seen = Drafting("auto"), []
+    for _ in range(2 + TRIAL_ROUNDS + 5):
+        guesses = drafting.choose("a")
+        seen.append(drafting.is_trying("a"))
+        drafting.note("a", guesses, tokens=10, seconds=1.0)
+    assert seen == [True] * (2 + TRIAL_ROUNDS) + [False] * 5
+    assert not any(Drafting(mode).is_trying("a") for mode in ("off", "on"))
+
+
 def test_a_few_slow_rounds_decide_nothing():
     drafting = Drafting("auto")
     for index in range(2 + TRIAL_ROUNDS):

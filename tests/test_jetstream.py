@@ -20,10 +20,11 @@ from test_collect import MODEL, tokenizer
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
 from earl_jax.rollout import _jetstream
+from earl_jax.rollout import engine as engine_module
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import MAX_SEED, PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig, Serving
-from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
+from earl_jax.rollout.sampling import model_logprobs, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -104,6 +105,13 @@ def continuations(
     prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
 ) -> np.ndarray:
     """What the policy says behind each prompt: a full forward pass for each token, no cache."""
+    return scored_continuations(prompts, seeds, steps, sampling)[0]
+
+
+def scored_continuations(
+    prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`continuations`, their log-probs as they were drawn, and those under the model."""
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
@@ -113,14 +121,18 @@ def continuations(
         last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
         uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
         logits = last @ stacked_params()["head"]
-        return sample(uniforms, logits, sampling_rows(sampling or Sampling(), len(prompts)))[0]
+        rows = sampling_rows(sampling or Sampling(), len(prompts))
+        tokens, logprobs = sample(uniforms, logits, rows)
+        return tokens, logprobs, model_logprobs(logits, tokens)
 
     rows = np.stack([np.pad(ids, (0, ROOM - len(ids))) for ids in prompts])
     start = np.array([len(ids) for ids in prompts])
+    found = []
     for count in range(steps):
         lengths = start + count
-        rows[np.arange(len(rows)), lengths] = step(rows, lengths, np.array(seeds))
-    return np.stack([row[first : first + steps] for row, first in zip(rows, start, strict=True)])
+        found.append([np.asarray(x) for x in step(rows, lengths, np.array(seeds))])
+        rows[np.arange(len(rows)), lengths] = found[-1][0]
+    return tuple(np.stack(column, axis=1) for column in zip(*found, strict=True))
 
 
 # The gate.
@@ -223,6 +235,19 @@ def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
             assert ours[side][:, :, :17].any() and not ours[side][:, :, 17:].any()
     expected = continuations([whole, whole], [int(one.seed[0]), int(prefix.seed[0])], 1)
     assert [one.pending.item(), two.pending.item()] == expected[:, 0].tolist()
+
+
+def test_a_long_prompt_is_read_in_pieces(engine, params, monkeypatch):
+    """Three of sixteen tokens, and nothing of the places behind."""
+    ids = prompt(22, 41)
+    one = engine.prefill(params=params, padded_tokens=padded(ids), true_length=41, seed=1)
+    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", 16)
+    two = engine.prefill(params=params, padded_tokens=padded(ids), true_length=41, seed=1)
+    assert two.cached.tolist() == one.cached.tolist() == [41]
+    assert two.pending.tolist() == one.pending.tolist()
+    for ours, theirs in zip(rows_of(two.cache), rows_of(one.cache), strict=True):
+        for side in ("key", "value"):
+            np.testing.assert_allclose(ours[side], theirs[side], atol=1e-5)
 
 
 def test_one_prefix_may_fill_many_slots(engine, params):

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m earl_jax.serve: what it serves, what it refuses; over gRPC, from real processes."""
 
+import contextlib
+import functools
 import json
 import re
 import socket
@@ -13,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2
 from served import (
     CONTEXT,
@@ -40,7 +43,9 @@ from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import MAX_SEED
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.serve import serve_command
+from earl_jax.rollout.scores import Scores
+from earl_jax.serve import _places, serve_command
+from earl_jax.serve_flags import parse_flags
 
 NUM_SLOTS = 4
 
@@ -81,7 +86,7 @@ def test_where_the_cache_is_full_requests_wait_and_none_is_cut(cache):
 
     All of them want two in the end, and prompts wait for a first one.
     """
-    flags = ("--num_slots=4", "--temperature=0", "--cache_tokens=1")
+    flags = ("--num_slots=4", "--temperature=0", "--cache_tokens=1", "--max_choice_tokens=0")
     with serving(cache, f"--model={MODEL}", *flags) as server:
         assert "prompts of up to 128 tokens, 128 with their replies" in server.ready_line
         assert "128 tokens of KV cache" in server.ready_line
@@ -249,6 +254,62 @@ def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
         assert set(said) <= set(allowed) and finish_reason(call) == ends
 
 
+# What it tells of them.
+
+
+def scores_of(call) -> list[dict[str, float]]:
+    """The log-probs of each token, read as any client of JetStream's messages can."""
+    names = {1001: "logprob", 1002: "model_logprob"}
+    found = []
+    for response in call:
+        [sample] = response.stream_content.samples
+        [token] = sample.token_ids
+        fields = {names[f.field_number]: f.data for f in UnknownFieldSet(sample)}
+        scores = {name: float(np.uint32(bits).view(np.float32)) for name, bits in fields.items()}
+        read = Scores.FromString(sample.SerializeToString())
+        assert scores == {field.name: value for field, value in read.ListFields()}
+        found.append({"token": token, **scores})
+    return found
+
+
+def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server):
+    """By hand from the decoder's logits: tempered and cut, narrowed, greedy; and nobody else is."""
+    ids, both = prompt(62, 12), {"logprobs": True, "model_logprobs": True}
+    asked = [
+        {"temperature": 0.7, "top_k": 5, "seed": 3, **both},
+        {"temperature": 2, "top_k": 0, "seed": 4, "allowed_token_ids": [7, 40, 41], **both},
+        {"temperature": 0, **both},
+        {"temperature": 2, "top_k": 0, "seed": 4, "model_logprobs": True},
+        {"temperature": 2, "top_k": 0, "seed": 4, "logprobs": True},
+        {"temperature": 2, "top_k": 0, "seed": 4},
+    ]
+    calls = [server.stub.Decode(request(ids, 9), metadata=sampled(**wishes)) for wishes in asked]
+    model, params = loaded()
+    forward = logits_step(model, CONTEXT)
+    for wishes, call in zip(asked, calls, strict=True):
+        row = np.zeros(CONTEXT, np.int32)
+        row[: len(ids)] = ids
+        scores = scores_of(call)
+        assert len(scores) > 2
+        for place, told in enumerate(scores, start=len(ids)):
+            token = told.pop("token")
+            logits = np.asarray(forward(params, row, place), np.float64)
+            row[place] = token
+            heated = logits / (wishes["temperature"] or 1)
+            if "allowed_token_ids" in wishes:
+                heated = heated[wishes["allowed_token_ids"]]
+            elif wishes.get("top_k"):
+                heated = np.sort(heated)[-wishes["top_k"] :]
+            drawn_from = logits[token] / (wishes["temperature"] or 1) - np.logaddexp.reduce(heated)
+            expected = {
+                "logprob": drawn_from,
+                "model_logprob": logits[token] - np.logaddexp.reduce(logits),
+            }
+            assert told == pytest.approx(
+                {name: expected[name] for name in expected if wishes.get(f"{name}s")}, abs=1e-4
+            )
+
+
 # What is refused.
 
 
@@ -282,12 +343,13 @@ BAD = {
 }
 
 
-def send(server: Server, message):
+def send(server: Server, message, metadata=None):
     """A call for a message, or for bytes as they are."""
     data = message if isinstance(message, bytes) else message.SerializeToString()
     read = jetstream_pb2.DecodeResponse.FromString
     path = "/jetstream_proto.Orchestrator/Decode"
-    return server.channel.unary_stream(path, response_deserializer=read)(data)
+    method = server.channel.unary_stream(path, response_deserializer=read)
+    return method(data, metadata=metadata)
 
 
 def test_bad_requests_are_told_what_is_wrong_and_disturb_no_other(server):
@@ -316,6 +378,7 @@ BAD_WISHES = {
         "sampling.x is not known; known are temperature, top_k,",
     ),
     "type": ('{"temperature": "hot"}', "sampling.temperature must be a number; got 'hot'"),
+    "not told": ('{"logprobs": 5}', "sampling.logprobs must be true or false; got 5"),
     "truth": ('{"top_k": true}', "sampling.top_k must be a whole number; got True"),
     "range": ('{"top_p": 0}', r"sampling.top_p is 0.0; it must lie in \(0, 1\]"),
     "not finite": ('{"temperature": 1e999}', "sampling.temperature is inf; it must be finite"),
@@ -370,25 +433,55 @@ def test_a_message_larger_than_any_prompt_is_not_even_read(server):
 @pytest.mark.slow
 def test_ten_thousand_malformed_requests_disturb_nobody(server):
     start = time.perf_counter()
-    kinds = [message for name, (message, _) in BAD.items() if name != "huge text"]
+    kinds = [(message, None) for name, (message, _) in BAD.items() if name != "huge text"]
+    kinds += [(request("abc", 4), [("sampling", text)]) for text, _ in BAD_WISHES.values()]
+    good = [(prompt(number, 12), 30) for number in range(5)]
     refused = 0
     for first in range(0, 10_000, 100):
-        calls = [send(server, kinds[i % len(kinds)]) for i in range(first, first + 100)]
-        good = server.stub.Decode(request(prompt(first, 12), 30))
+        calls = [send(server, *kinds[i % len(kinds)]) for i in range(first, first + 100)]
+        asked = good[first // 100 % len(good)]
+        beside = server.stub.Decode(request(*asked))
         refused += sum(refusal(call)[0] == Code.INVALID_ARGUMENT for call in calls)
-        assert ids_of(good) == expected(prompt(first, 12), 30)
+        assert ids_of(beside) == cached_expected(*asked)
     print(f"10,000 malformed requests: {time.perf_counter() - start:.1f} s")
     assert refused == 10_000
     assert server.process.poll() is None and server.errors == []
 
 
+def cached_expected(ids, count: int) -> list[int]:
+    """`expected`, which takes a forward pass for each token, once for each prompt."""
+    return list(_cached_expected(tuple(ids), count))
+
+
+@functools.cache
+def _cached_expected(ids: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return tuple(expected(ids, count))
+
+
+def test_bytes_that_are_no_grpc_and_clients_that_say_nothing_more_disturb_nobody(server):
+    """Noise, another protocol, a connection that stays silent, and one cut within a request."""
+    host, port = server.address.split(":")
+    noise = np.random.default_rng(0).bytes(4096)
+    openings = (b"", b"GET / HTTP/1.1\r\n\r\n", noise, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + noise)
+    with contextlib.ExitStack() as open_sockets:
+        for opening in openings * 8:
+            client = open_sockets.enter_context(socket.create_connection((host, int(port))))
+            client.sendall(opening)
+        ids = prompt(8, 9)
+        assert ids_of(server.stub.Decode(request(ids, 20))) == expected(ids, 20)
+    assert ids_of(server.stub.Decode(request(ids, 20))) == expected(ids, 20)
+    assert server.process.poll() is None
+
+
 @pytest.mark.slow
 def test_short_requests_one_after_the_other_are_all_answered(cache):
     """On one slot, JetStream's own assertion fails now and then: see PolicyDriver."""
-    with serving(cache, f"--model={MODEL}", "--num_slots=1", "--temperature=0") as server:
+    flags = ("--num_slots=1", "--temperature=0", "--max_prompt_tokens=16", "--max_choice_tokens=0")
+    with serving(cache, f"--model={MODEL}", *flags) as server:
         ids = prompt(7, 3)
+        said = expected(ids, 2)
         for _ in range(1000):
-            assert ids_of(server.stub.Decode(request(ids, 2))) == expected(ids, 2)
+            assert ids_of(server.stub.Decode(request(ids, 2))) == said
 
 
 # Mistakes in what is given.
@@ -404,7 +497,13 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--max_waiting=-1"], r"--max_waiting=-1; it must lie between 0"),
         (["--max_context=1"], r"--max_context=1; it must lie between 2"),
         (["--cache_tokens=0"], r"--cache_tokens=0; it must lie between 1"),
-        (["--max_prompt_tokens=100"], r"powers of two: choose one of 16, 32, .*32768"),
+        (["--max_prompt_tokens=100"], r"powers of two: choose one from 16 to 1073741824"),
+        (["--speculation_draft=2"], r"--speculation_draft: no tokens are guessed; set --specul"),
+        (["--speculation=on", "--speculation_ngram=0"], r"--speculation_ngram is 0; it must be at"),
+        (["--max_context=192"], r"--max_context=192; that of .* is 128 tokens: lower it"),
+        (["--max_prompt_tokens=128", "--max_context=64"], r"of 64 tokens holds; choose at most 64"),
+        (["--mesh=data=2", "--num_slots=3"], r"--num_slots=3 does not divide over the mesh data=2"),
+        (["--mesh=tensor=3"], r"--mesh=data=1,tensor=3 cannot hold this model: .*by 3"),
         (["--temperature=-1"], r"--temperature is -1.0; it must be finite and at least 0"),
         (["--top_p=0"], r"--top_p is 0.0; it must lie in \(0, 1\]"),
         (["--temperature=0", "--top_k=3"], r"--top_k, --top_p and --min_p have no effect"),
@@ -440,14 +539,20 @@ def test_a_policy_must_be_named(capsys):
 
 
 @pytest.mark.slow
-def test_mistakes_that_need_the_model_end_with_status_2():
-    def refused(*flags: str) -> str:
-        line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0", *flags]
-        done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
-        return done.stderr
+def test_a_mistake_ends_with_status_2_and_one_message():
+    line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0"]
+    done = subprocess.run(
+        [*line, "--max_context=192"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: --max_context=192; that of")
 
-    assert "--max_context=192; that of" in refused("--max_context=192")
-    assert "choose at most 64" in refused("--max_prompt_tokens=128", "--max_context=64")
-    assert "--num_slots=3 does not divide" in refused("--mesh=data=2", "--num_slots=3")
-    assert "--mesh=data=1,tensor=3 cannot hold" in refused("--mesh=tensor=3")
+
+def test_where_memory_has_room_for_less_than_the_model_takes_it_is_said():
+    flags = parse_flags([f"--model={MODEL}"])
+    assert (_places(flags, 128, 1000), _places(flags, None, 1000)) == (128, 1000)
+    assert _places(flags, 128, 100) == 100
+    asked = parse_flags([f"--model={MODEL}", "--max_context=101"])
+    words = "--max_context=101; beside the weights .* a context of 100 tokens: lower it, .*kv_dtype"
+    with pytest.raises(ValueError, match=words):
+        _places(asked, 128, 100)

@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 import tokenizers
 from served import (
+    MODEL,
+    Code,
     greedy,
     ids_of,
     prompt,
+    refusal,
     request,
     sampled,
+    save_parrot,
+    saying,
     serving,
 )
 from test_families import REFERENCE, reference
@@ -25,11 +30,12 @@ from transformers import PreTrainedTokenizerFast
 from earl_jax.checkpoint import Checkpoints, open_workdir
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
-from earl_jax.envs.tokenizer import save_tokenizer
+from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.models.lora import fingerprint
-from earl_jax.rollout.config import Sampling
+from earl_jax.rollout._jetstream import padded_length
+from earl_jax.rollout.config import Sampling, SpeculationConfig
 from earl_jax.serve import serve_command
-from earl_jax.serve_flags import parse_flags, sampling
+from earl_jax.serve_flags import parse_flags, sampling, speculation
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
 
@@ -87,6 +93,22 @@ def test_flags_come_before_what_the_models_files_say(flags, told, drawn):
     assert sampling(parse_flags(["--model=x", *flags]), told) == drawn
 
 
+def test_tokens_are_guessed_as_the_flags_say_and_else_as_the_run_does():
+    run = SpeculationConfig(mode="auto", ngram=2, draft=6)
+    for flags, told, guesses in (
+        ((), run, run),
+        ((), SpeculationConfig(), SpeculationConfig()),
+        (("--speculation=off",), run, dataclasses.replace(run, mode="off")),
+        (
+            ("--speculation=on", "--speculation_ngram=1"),
+            run,
+            SpeculationConfig(mode="on", ngram=1, draft=6),
+        ),
+        (("--speculation_draft=2",), run, dataclasses.replace(run, draft=2)),
+    ):
+        assert speculation(parse_flags(["--model=x", *flags]), told) == guesses
+
+
 @pytest.mark.slow
 def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path):
     """At a temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
@@ -96,7 +118,8 @@ def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path)
     folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
     told = {"do_sample": True, "temperature": 50.0, "top_k": 1, "repetition_penalty": 1.5}
     (folder / "generation_config.json").write_text(json.dumps(told))
-    with serving(cache, f"--model={folder}", "--num_slots=4") as server:
+    flags = ("--num_slots=4", "--max_prompt_tokens=16", "--max_choice_tokens=0")
+    with serving(cache, f"--model={folder}", *flags) as server:
         said = ids_of(server.stub.Decode(request(ids, 20)))
         noise = ids_of(server.stub.Decode(request(ids, 20), metadata=sampled(top_k=0, seed=1)))
         assert "temperature=50.0, top_k=1 taken for requests that say" in "".join(server.errors)
@@ -123,12 +146,34 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
     asked = [list(rendered.ids), *(prompt(i, 5 + 7 * i) for i in range(7))]
     want = [greedy(world.model, params, ids, 24, stops) for ids in asked]
     flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0")
+    flags += ("--max_prompt_tokens=64", "--max_choice_tokens=0")
     with serving(cache, f"--workdir={folder}", *flags) as server:
         calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
         assert [ids_of(call) for call in calls] == want
         assert ids_of(server.stub.Decode(request(rendered.text, 24))) == want[0]
         assert "after step 7" in server.ready_line and "data=2,tensor=2" in server.ready_line
     assert sorted(path for path in folder.rglob("*")) == before
+
+
+@pytest.mark.slow
+def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
+    """A prompt of 40,000 tokens: the slot and the cache begin with room for 32,768, and grow."""
+    save_parrot(tmp_path / "parrot", windows=(64,), max_positions=70_000)
+    [x] = load_tokenizer(MODEL).encode("x")
+    flags = ("--num_slots=1", "--temperature=0", "--max_choice_tokens=0")
+    with serving(
+        cache, f"--model={tmp_path / 'parrot'}", *flags, "--max_prompt_tokens=65536"
+    ) as server:
+        assert "prompts of up to 65536 tokens, 70000 with their replies" in server.ready_line
+        assert server.ready_line.endswith("32768 tokens of KV cache\n")
+        assert ids_of(server.stub.Decode(request([x] * 40_000, 20))) == [x] * 20
+        assert ids_of(server.stub.Decode(request("<", 50))) == saying()
+        for prompt_tokens, count, words in (
+            (65_000, 5_001, "there are 70000: lower max_tokens to at most 5000"),
+            (65_537, 1, "has 65537 tokens; this server takes at most 65536"),
+        ):
+            code, told = refusal(server.stub.Decode(request([x] * prompt_tokens, count)))
+            assert code == Code.INVALID_ARGUMENT and words in told
 
 
 @pytest.mark.slow
@@ -145,7 +190,8 @@ def test_other_families_say_what_transformers_says(name, mesh, cache, tmp_path):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
     folder = shutil.copytree(REFERENCE / name, tmp_path / name)
     save_tokenizer(tokenizer, folder)
-    flags = (f"--mesh={mesh}", "--num_slots=4", "--temperature=0")
+    flags = (f"--mesh={mesh}", "--num_slots=4", "--temperature=0", "--max_choice_tokens=0")
+    flags += (f"--max_prompt_tokens={padded_length(len(ids))}",)
     with serving(cache, f"--model={folder}", *flags) as server:
         asked = server.stub.Decode(request(ids, len(continuation)))
         beside = [server.stub.Decode(request(ids, count)) for count in range(1, 10)]

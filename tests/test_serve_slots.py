@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import grpc
+import jax
 import pytest
 from jetstream.core.proto import jetstream_pb2
 from served import (
@@ -39,7 +40,9 @@ NUM_SLOTS, MAX_WAITING = 4, 4
 def parrot(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "parrot"
     save_parrot(folder)
-    flags = ("--max_prompt_tokens=16", f"--max_waiting={MAX_WAITING}")
+    # Whose steps say several tokens, where it says what it has said before.
+    flags = ("--max_prompt_tokens=16", "--speculation=on", "--speculation_ngram=1")
+    flags += (f"--max_waiting={MAX_WAITING}", "--max_choice_tokens=0")
     with serving(
         cache, f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
     ) as server:
@@ -203,19 +206,28 @@ def serve_faulty(model: str) -> None:
             self.doomed |= bool(padded_tokens[0] == FATAL)
             return super().prefill(padded_tokens=padded_tokens, **given)
 
-        def generate(self, params, decode_state):
+        def generate(self, params, decode_state, **given):
             if self.doomed:
                 raise RuntimeError("the device is lost\nand more")
-            return super().generate(params, decode_state)
+            return super().generate(params, decode_state, **given)
+
+        def grow_served(self, *given):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: others have the memory")
 
     engine_module.PolicyEngine = FaultyEngine
     sys.argv[1:] = [f"--model={model}", "--port=0", "--temperature=0", "--num_slots=2"]
+    # Slots then begin with room for half of the model's context.
+    sys.argv += ["--speculation=on", "--speculation_ngram=1"]
+    sys.argv += ["--max_choice_tokens=0", "--max_prompt_tokens=16"]
     main()
 
 
 @pytest.mark.slow
 def test_failures_are_answered(cache, tmp_path):
-    """One prompt's is its own; a lost device ends all requests and the server, with a word."""
+    """One prompt's is its own, and so is want of memory for one that becomes too long.
+
+    A lost device ends all requests and the server, with a word.
+    """
     save_parrot(tmp_path / "parrot")
     code = "import sys; sys.path.insert(0, 'tests'); from test_serve_slots import serve_faulty; "
     code += f"serve_faulty({str(tmp_path / 'parrot')!r})"
@@ -229,6 +241,13 @@ def test_failures_are_answered(cache, tmp_path):
         assert ids_of(server.stub.Decode(request("<", 50))) == saying()
         assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
         assert len(ids_of(beside)) == 999
+        long, beside = forever(server, 5000), forever(server, 4000)
+        code, words = refusal(long)
+        assert code == Code.RESOURCE_EXHAUSTED
+        assert re.search(
+            r"^the prompt and its reply have come to 409\d tokens, .*did not gr", words
+        )
+        assert len(ids_of(beside)) == 3999
         open_calls = [forever(server, 1000), server.stub.Decode(request([FATAL], 4))]
         for call in open_calls:
             code, words = refusal(call)

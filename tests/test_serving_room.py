@@ -3,46 +3,79 @@
 """JetStream's calls where the KV cache holds less than all slots could fill."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
 import pytest
-from test_jetstream import continuations, load_params, make_engine, padded, prompt
+from test_collect import MODEL
+from test_engine import COLLECTIVE
+from test_jetstream import (
+    continuations,
+    load_params,
+    make_engine,
+    padded,
+    prompt,
+    scored_continuations,
+)
 
+from earl_jax.rollout._jetstream import token_utils
+from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.serving_room import StepTokens, step_tokens
+from earl_jax.rollout.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
 
 
-def tight_engine(mesh: MeshShape, contexts: int) -> PolicyEngine:
-    """Every row shard has pages for so many whole contexts."""
+def tight_engine(mesh: MeshShape, contexts: int, *, draft: int = 0, **serving) -> PolicyEngine:
+    """Every row shard has pages for so many whole contexts. With a `draft`, tokens are guessed."""
     config = make_engine().config
     layout = make_layout(mesh)
-    tokens = contexts * PLACES * layout.num_row_shards
-    serving = dataclasses.replace(config.serving, places=PLACES, cache_tokens=tokens)
-    return PolicyEngine(dataclasses.replace(config, serving=serving, page_size=PAGE_SIZE), layout)
+    serving = {"cache_tokens": contexts * PLACES * layout.num_row_shards, **serving}
+    config = dataclasses.replace(
+        config,
+        serving=dataclasses.replace(config.serving, places=PLACES, **serving),
+        page_size=PAGE_SIZE,
+        rules=config.rules._replace(ngram=min(draft, 1), draft=draft),
+    )
+    return PolicyEngine(config, layout)
 
 
 def tokens_at(result, slot: int) -> list[int]:
     return result.convert_to_numpy().get_result_at_slot(slot).tokens[0].tolist()
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(data=2), MeshShape(data=2, tensor=2)], ids=str)
-def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh):
-    """Eight requests of 65 to 86 tokens in two lanes of 96: most wait, some in host memory."""
-    engine = tight_engine(mesh, 1)
+# Cold, where a random model repeats itself, so that guesses are right now and then.
+COLD = Sampling(temperature=0.3, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
+)
+def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, draft):
+    """Eight requests of 65 to 86 tokens in two lanes of 96: most wait, some in host memory.
+
+    Every other one is told log-probs. And where steps guess tokens, both ways by the clock.
+    """
+    engine = tight_engine(mesh, 1, draft=draft, speculation="auto")
     params = load_params(engine)
     prompts = [prompt(number, 5 + 7 * number) for number in range(NUM_SLOTS)]
     wanted = [60 - 4 * number for number in range(NUM_SLOTS)]
     state, seeds = engine.init_decode_state(), []
     for slot, ids in enumerate(prompts):
-        prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=len(ids))
+        prefix = engine.prefill(
+            params=params,
+            padded_tokens=padded(ids),
+            true_length=len(ids),
+            sampling=COLD,
+            logprobs=slot % 2 == 1,
+            max_tokens=wanted[slot],
+        )
         seeds.append(int(prefix.seed[0]))
         state = engine.insert(prefix, state, slot)
     said, open_slots, waited = [[] for _ in prompts], set(range(NUM_SLOTS)), set()
-    room, steps = engine._served, 0
+    room, steps, most = engine._served, 0, 0
     while open_slots:
         state, result = engine.generate(params, state)
         steps += 1
@@ -51,20 +84,92 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh):
         assert {slot // 4 for slot in open_slots - room.asleep} == lanes
         for slot in sorted(open_slots):
             new = tokens_at(result, slot)
-            assert len(new) == (slot not in room.asleep)
+            assert bool(new) == (slot not in room.asleep) and len(new) <= 1 + draft
+            most = max(most, len(new))
             waited |= set() if new else {slot}
             said[slot] += new
             if len(said[slot]) == wanted[slot]:
                 engine.free_resource(slot)
                 open_slots.discard(slot)
     assert steps <= sum(wanted) and len(waited) > 2
-    assert room.host.moved_bytes > 0
-    expected = continuations(prompts, seeds, max(wanted))
-    for tokens, row, number in zip(said, expected, wanted, strict=True):
-        assert tokens == row[:number].tolist()
+    assert room.host.moved_bytes > 0 and (most > 1) == (draft > 0)
+    expected, *scores = scored_continuations(prompts, seeds, max(wanted), COLD)
+    for slot, number in enumerate(wanted):
+        assert said[slot] == expected[slot, :number].tolist()
+        asked = [token for token in said[slot] if isinstance(token, ScoredToken)]
+        assert len(asked) == (number if slot % 2 else 0)
+        for name, column in zip(("logprob", "model_logprob"), scores, strict=True):
+            found = [getattr(token, name) for token in asked]
+            np.testing.assert_allclose(found, column[slot, : len(asked)], atol=2e-4)
     # Nothing is left of them.
     assert (room.host.held_bytes, room.host.slots, room.asleep) == (0, [], frozenset())
     assert [room.pages.num_free(lane) for lane in (0, 1)] == [PLACES // PAGE_SIZE] * 2
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_step_has_the_collectives_of_one_pass(drafts):
+    """As `test_engine` counts them for rounds: none for sampling, log-probs or guesses."""
+    engine = tight_engine(MeshShape(data=2, tensor=2), 1, draft=3, speculation="auto")
+    state, moving = engine.init_decode_state(), engine.place_rows(np.ones(NUM_SLOTS, np.int32))
+    lowered = engine._generate[drafts].lower(load_params(engine), state, moving, engine._key_data)
+    lines = [x for x in lowered.compile().as_text().splitlines() if COLLECTIVE.search(x)]
+    reduces = sum(" all-reduce" in line for line in lines)
+    gathers = sum(" all-gather" in line for line in lines)
+    assert (reduces, gathers) == (1 + 2 * MODEL.num_layers, 1)
+    assert len(lines) == reduces + gathers
+
+
+class _Scarce(PolicyEngine):
+    """An engine on devices whose memory others have, now and then."""
+
+    scarce = True
+
+    def grow_served(self, *given):
+        if self.scarce:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
+        return super().grow_served(*given)
+
+
+def test_room_grows_with_the_longest_request_or_it_alone_fails():
+    """From 48 places to 96, where one of two comes to more than 48."""
+    config = tight_engine(MeshShape(data=1), 1, first_room=48, cache_tokens=1).config
+    engine = _Scarce(config, make_layout(MeshShape(data=1), jax.devices()[:1]))
+    params, state = load_params(engine), engine.init_decode_state()
+    room, seeds, short = engine._served, [], prompt(1, 5)
+    assert (room.places, room.pages.pool.pages) == (48, 6)
+
+    def insert(state, slot, ids):
+        prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=len(ids))
+        seeds.append(int(prefix.seed[0]))
+        return engine.insert(prefix, state, slot)
+
+    state = insert(state, 0, prompt(0, 45))
+    state = insert(state, 1, short)
+    said: list[list[int]] = [[], []]
+    for _ in range(3):
+        state, result = engine.generate(params, state)
+        said[0] += tokens_at(result, 0)
+    state, result = engine.generate(params, state)
+    failed = result.convert_to_numpy().get_result_at_slot(0)
+    assert failed.valid.tolist() == [[1, 0]] and isinstance(failed.tokens[0, 0], Failure)
+    assert re.search(
+        r"come to 48 tokens, and .* holds 48 tokens, and did not grow \(RESOURCE_EXHAUSTED: out of "
+        r"memory\)$",
+        failed.tokens[0, 0].words,
+    )
+    engine.free_resource(0)
+    # The other goes on, and in time there is memory.
+    _Scarce.scarce = False
+    state = insert(state, 0, prompt(2, 50))
+    said.append([])
+    for _ in range(8):
+        state, result = engine.generate(params, state)
+        said[1] += tokens_at(result, 1)
+        said[2] += tokens_at(result, 0)
+    assert (room.places, room.pages.pool.pages) == (96, 12)
+    assert [len(tokens) for tokens in said] == [3, 7, 8]
+    wanted = continuations([prompt(0, 45), short, prompt(2, 50)], seeds, 8).tolist()
+    assert said == [row[: len(tokens)] for row, tokens in zip(wanted, said, strict=True)]
 
 
 def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
@@ -97,7 +202,8 @@ def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
 
 def test_a_step_without_a_token_ends_only_a_request_whose_client_has_gone():
     """As JetStream reads it: a request is over with more tokens than it may have."""
-    result = step_tokens(jax.numpy.asarray([[7, 1, 3], [8, 1, 9]]), frozenset({1}))
+    rows = [[7, 1, 3, 0, 0, 0], [8, 1, 9, 0, 0, 0]]
+    result = step_tokens(jax.numpy.asarray(rows), frozenset({1}))
     result.copy_to_host_async()
     result = result.convert_to_numpy()
     assert isinstance(result, StepTokens) and isinstance(result.data, np.ndarray)
@@ -105,6 +211,34 @@ def test_a_step_without_a_token_ends_only_a_request_whose_client_has_gone():
     assert (one.tokens.tolist(), one.valid.tolist(), one.lengths.tolist()) == ([[7]], [[1]], [3])
     assert other.tokens.shape == other.valid.shape == (1, 0)
     assert 0 < other.lengths[0] <= 1
+
+
+def test_jetstream_reads_as_many_tokens_as_a_step_has_of_a_slot():
+    """Of three at most: two, the second of which ends a turn; one; and none where there is no room.
+
+    The first are scored: by -0.5 and -0.25, and by -2 and -1 under the model. The last has failed.
+    """
+    bits = np.array([-0.5, -0.25, 0, -2, -1, 0], np.float32).view(np.int32)
+    data = np.zeros((4, 14), np.int32)
+    data[0] = [7, 2, 9, 1, 1, 0, 4, 1, *bits]
+    data[1, :8] = [8, 9, 9, 1, 0, 0, 4, 0]
+    data[2, :8] = [5, 6, 6, 0, 0, 0, 4, 0]
+
+    class Stops:
+        stop_tokens = frozenset({2})
+
+    result = step_tokens(data, frozenset({3}), {3: "no memory"}).convert_to_numpy()
+    assert result.num_tokens()[:2].tolist() == [2, 1]
+    found = []
+    for slot in range(4):
+        [sample], complete = token_utils.process_result_tokens(
+            Stops(), slot, 9, result, np.zeros(1, bool), is_client_side_tokenization=True
+        )
+        found.append((sample.token_ids, bool(complete[0])))
+    assert found == [([7], True), ([8], False), ([], True), ([-1], True)]
+    [scored], [failure] = found[0][0], found[3][0]
+    assert isinstance(failure, Failure) and failure.words == "no memory"
+    assert (scored.logprob, scored.model_logprob) == (-0.5, -2.0)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,21 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
                 assert gap[0] > 0.5
 
 
+def test_an_episode_that_asks_is_told_log_probs_under_the_model(pool):
+    """By an engine that writes them down for none: for these alone, and nothing else changes."""
+    drawn = [dataclasses.replace(task, sampling=WAYS[2]) for task in tasks(16)]
+    asked = [dataclasses.replace(t, model_logprobs=t.episode % 3 == 0) for t in drawn]
+    found = collect(pool, asked).trajectories
+    all_of_them = collect(pool, drawn, player=engine(model_logprobs=True)).trajectories
+    for one, other in zip(found, all_of_them, strict=True):
+        assert len(one.turns) == len(other.turns)
+        for turn, full in zip(one.turns, other.turns, strict=True):
+            assert turn.token_ids == full.token_ids
+            np.testing.assert_allclose(turn.logprobs, full.logprobs, atol=1e-5)
+            wanted = full.model_logprobs if one.episode % 3 == 0 else ()
+            np.testing.assert_allclose(turn.model_logprobs, wanted, atol=1e-5)
+
+
 def test_what_cannot_be_is_refused_before_anything_is_played(pool):
     for asked, words in (
         ({"sampling": Sampling(top_p=0)}, r"episode 0: Task.sampling.top_p is 0"),

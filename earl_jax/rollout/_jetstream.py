@@ -82,8 +82,13 @@ def _import_jetstream() -> tuple[Any, ...]:
 Engine = engine_api.Engine
 ResultTokens = engine_api.ResultTokens
 SlotData = engine_api.SlotData
-# The lengths to which it pads prompts; `max_prefill_length` must be one of them.
-PREFILL_LENGTHS = tuple(2**power for power in range(4, 16))
+# The shortest length to which it pads prompts: powers of two, in its own Driver up to 32,768.
+LEAST_PREFILL = 16
+
+
+def padded_length(tokens: int) -> int:
+    """The length to which a prompt of so many tokens is padded."""
+    return max(LEAST_PREFILL, 1 << (tokens - 1).bit_length())
 
 
 class ServedTokenizer(tokenizer_api.Tokenizer):

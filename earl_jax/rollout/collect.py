@@ -131,7 +131,7 @@ class Collector:
         self._stopped: set[int] = set()
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._given_up: dict[int, int] = {}
-        self._choice_branches = 0
+        self._choice_branches, self._scores_all = 0, False
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
         self._stats = RolloutStats()
@@ -153,7 +153,8 @@ class Collector:
             ValueError: a task asks for what cannot be.
         """
         config = self._config
-        self._choice_branches = seat.engine.config.rules.choice_branches
+        rules = seat.engine.config.rules
+        self._choice_branches, self._scores_all = rules.choice_branches, rules.model_logprobs
         for task in tasks:
             task.validate()
         scheduler = LaneScheduler(
@@ -195,10 +196,13 @@ class Collector:
 
     def _play(self, seat: Seat, orders: np.ndarray) -> tuple[Seat, Report]:
         """One round, timed."""
-        program = (str(seat.engine.layout), seat.places, seat.pool)
+        scored = any(episode is not None and episode.scored for episode in self._slots)
+        program = (str(seat.engine.layout), seat.places, seat.pool, scored)
         drafts = self._drafting.choose(program)
         start_s = time.perf_counter()
-        state, report = seat.engine.play(seat.policy.params, seat.state, orders, drafts=drafts)
+        state, report = seat.engine.play(
+            seat.policy.params, seat.state, orders, drafts=drafts, model_logprobs=scored
+        )
         seconds = time.perf_counter() - start_s
         self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
         if report.passes is not None and report.drafted is not None:
@@ -244,6 +248,7 @@ class Collector:
                     limits=task.limits or self._config.limits,
                     stops=task.stops or self._config.stops,
                     max_context=self._max_context,
+                    scored=self._scores_all or task.model_logprobs,
                 )
                 if task.episode in self._aborted:
                     self._end(slot, ABORTED, self._aborted[task.episode])

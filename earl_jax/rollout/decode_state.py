@@ -3,6 +3,7 @@
 """What the engine holds on the devices: slots, their pages, and the rows that they write."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,24 @@ from earl_jax.rollout.sampling import SamplingRows, sampling_rows
 from earl_jax.trajectory import Experience
 
 
+class Scores(NamedTuple):
+    """Log-probs of B pending tokens, which a server's clients `asked` [B] for, or not.
+
+    `logprob` f32[B] under the distribution that the token was drawn from, `model_logprob` f32[B]
+    under the model itself.
+    """
+
+    asked: Any
+    logprob: Any
+    model_logprob: Any
+
+
+def no_scores(slots: int) -> Scores:
+    """Nobody asks."""
+    zeros = jnp.zeros((slots,), jnp.float32)
+    return Scores(asked=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
@@ -27,7 +46,8 @@ class DecodeState:
     count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
     `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
     episode's row in `experience`, NO_ROW where nothing is written down. `choices` say what this
-    turn may be, None where every turn may be anything.
+    turn may be, None where every turn may be anything. `scores` are there where JetStream serves:
+    rollouts write log-probs down in `experience`.
     """
 
     cache: PagedCache
@@ -45,6 +65,7 @@ class DecodeState:
     sampling: SamplingRows
     version: jax.Array
     choices: Choices | None
+    scores: Scores | None = None
 
 
 def empty_state(

@@ -141,8 +141,9 @@ def sample_next(
     rules, place = decoder.rules, state.origin + state.cached
     uniform = token_uniforms(decoder.key, state.seed, place)
     may_BV = logits_BV if state.choices is None else allowed_logits(logits_BV, state.choices)
-    token, logprob = sample(uniform, may_BV, state.sampling)
-    model_logprob = model_logprobs(logits_BV, token) if rules.model_logprobs else None
+    asked = None if state.scores is None else jnp.any(state.scores.asked)
+    token, logprob = sample(uniform, may_BV, state.sampling, asked)
+    model_logprob = model_logprobs(logits_BV, token, asked) if rules.model_logprobs else None
     rows = rows_or_drop(state, speaking)
     written = state.experience
     experience = Experience(
@@ -232,10 +233,11 @@ def _guess(
 ) -> tuple[jax.Array, jax.Array]:
     """drafts_BK, and how many count: no more than the turn can take beside the token sampled.
 
-    From all that was written of the episode, samples before this one too.
+    From all that was written of the episode, samples before this one too. A server decodes on for a
+    while behind the end of a reply: nothing is guessed there.
     """
     ids_BP = state.experience.tokens[jnp.maximum(state.row, 0)]
     length = state.origin + state.cached + 1
     drafts_BK, found = look_up(ids_BP, length, ngram=rules.ngram, draft=rules.draft)
-    found = jnp.minimum(found, state.turn_limit - state.turn_tokens - 1)
+    found = jnp.clip(found, 0, jnp.maximum(0, state.turn_limit - state.turn_tokens - 1))
     return drafts_BK, jnp.where(speaking & (state.row >= 0), found, 0)

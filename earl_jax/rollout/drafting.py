@@ -59,6 +59,10 @@ class Drafting:
             return trial.wins
         return TRIAL[trial.rounds // BLOCK_ROUNDS]
 
+    def is_trying(self, program: Hashable) -> bool:
+        """Whether the round that was chosen for last is one of a trial, and to be timed."""
+        return self._mode == "auto" and (self._trials[program].rounds < len(TRIAL) * BLOCK_ROUNDS)
+
     def note(self, program: Hashable, drafts: bool, *, tokens: int, seconds: float) -> None:
         """What the round that was chosen for took. Rounds that only read say nothing."""
         if self._mode != "auto" or not tokens:

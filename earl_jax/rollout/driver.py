@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from earl_jax.rollout._jetstream import orchestrator
+from earl_jax.rollout._jetstream import orchestrator, padded_length
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.requests import RequestError, Wishes
 
@@ -27,6 +27,7 @@ class _PrefillEngine:
     def __init__(self, engine: PolicyEngine) -> None:
         self._engine = engine
         self.wishes: Wishes | None = None
+        self.max_tokens = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -36,7 +37,12 @@ class _PrefillEngine:
         if wishes is None:
             return self._engine.prefill(**prompt)
         return self._engine.prefill(
-            **prompt, sampling=wishes.sampling, seed=wishes.seed, choices=wishes.allowed
+            **prompt,
+            sampling=wishes.sampling,
+            seed=wishes.seed,
+            choices=wishes.allowed,
+            logprobs=wishes.scored,
+            max_tokens=self.max_tokens,
         )
 
 
@@ -153,7 +159,10 @@ class PolicyDriver(orchestrator.Driver):
         self._in_prefill = request.history_path
         with self._opening:
             self._prefill_engine.wishes = self._wishes.pop(self._in_prefill, None)
-        return super()._process_prefill_content(request, tokenizer, is_bos, max_prefill_length)
+            self._prefill_engine.max_tokens = request.max_tokens
+        # JetStream's own padding knows no length above 32,768.
+        ids = request.prefill_content
+        return np.pad(ids, (0, padded_length(len(ids)) - len(ids))), len(ids)
 
     def _prefill_thread(self, idx: int) -> None:
         while self.live:

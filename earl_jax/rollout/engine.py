@@ -9,6 +9,7 @@ has: `play`. Both run on the same DecodeState.
 import dataclasses
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,43 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk
-from earl_jax.models.kv_cache import PagedCache, empty_cache
+from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.parameters import Params
-from earl_jax.rollout import slots
+from earl_jax.rollout import decode_state, prompts, slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
-from earl_jax.rollout.choices import Choices, allowed_logits, no_choices, walk
+from earl_jax.rollout.choices import Choices, no_choices
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.decode_state import DecodeState
+from earl_jax.rollout.decode_state import DecodeState, Scores, no_scores
+from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.orders import NO_ROW
 from earl_jax.rollout.pages import Pool, dense_pool, pages_for
+from earl_jax.rollout.prompts import Prefix
 from earl_jax.rollout.round_engine import RoundEngine
-from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows, token_uniforms
-from earl_jax.rollout.serving_room import ServingRoom, step_tokens
+from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.rollout.serving_room import ServingRoom
+from earl_jax.rollout.step_tokens import step_tokens
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
 
 # A prompt's own seed lies in 1 to MAX_SEED; those that are named begin behind it.
 MAX_SEED = 2**30 - 1
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """A prompt that was read: the cache of one row, its length, and the token sampled behind it.
-
-    That token, and those behind it, are drawn with `seed` by `sampling`, of one row. `choices`, of
-    one row too, are what may be said behind the token; None where the engine has no room for any.
-    """
-
-    cache: PagedCache
-    cached: jax.Array
-    pending: jax.Array
-    seed: jax.Array
-    sampling: SamplingRows
-    choices: Choices | None = None
+# Longer prompts are read in pieces of so many tokens, between which others' tokens are decoded.
+PROMPT_CHUNK = 1024
 
 
 class PolicyEngine(RoundEngine, Engine):
@@ -70,26 +56,50 @@ class PolicyEngine(RoundEngine, Engine):
         self._tokenizer = tokenizer
         self._num_prefills = 0
         self._room: ServingRoom | None = None
+        self._drafting = Drafting(config.serving.speculation if config.rules.ngram else "off")
         # JetStream calls from several threads. Programs that hold collectives must reach all
         # devices in one order.
         self._dispatching = threading.Lock()
 
     def _build_programs(self) -> None:
         super()._build_programs()
-        self._generate = jax.jit(
-            self._decoding(slots.generate_one, self.config.rules),
-            donate_argnums=1,
-            out_shardings=(self.state_shardings, self._rows),
-        )
+        rules = self.config.rules
+        scores = Scores(asked=self._rows, logprob=self._rows, model_logprob=self._rows)
+        served = dataclasses.replace(self.state_shardings, scores=scores)
+        # By whether they guess.
+        self._generate = {
+            drafts: jax.jit(
+                self._decoding(slots.generate, rules if drafts else rules._replace(ngram=0)),
+                donate_argnums=1,
+                out_shardings=(served, self._rows),
+            )
+            for drafts in (False, True)
+        }
         # A prompt is one row: every row shard reads it alike.
         self._prefill = jax.jit(
-            self._over_rows(functools.partial(_prefill, self.config.model, self.layout), P(), P())
+            self._over_rows(
+                functools.partial(prompts.read, self.config.model, self.layout), P(), P()
+            )
         )
         self._insert = jax.jit(
-            _insert,
+            prompts.put,
             donate_argnums=1,
-            out_shardings=dataclasses.replace(self.state_shardings, cache=None),
+            out_shardings=dataclasses.replace(served, cache=None),
         )
+        self._empty_served = jax.jit(
+            self._new_served_state, static_argnums=(0, 1), out_shardings=served
+        )
+        # Not donated, as `RoundEngine.grow` is not: so requests outlive a lack of memory.
+        self._grow_served = jax.jit(
+            decode_state.grow, static_argnums=(1, 2, 3), out_shardings=served
+        )
+
+    def _new_served_state(self, places: int, pool: Pool) -> DecodeState:
+        """Every slot has a row for its ids where tokens are guessed from them, else none has."""
+        config = self.config
+        rows = config.num_slots if config.rules.ngram else self.layout.num_row_shards
+        state = self._new_state(places, pool, rows)
+        return dataclasses.replace(state, scores=no_scores(config.num_slots))
 
     def load_params(self, params: Params) -> Params:
         """Places weights, such as `publish` makes, where this engine wants them, on the devices."""
@@ -105,6 +115,8 @@ class PolicyEngine(RoundEngine, Engine):
         sampling: Sampling | None = None,
         seed: int | None = None,
         choices: Choices | None = None,
+        logprobs: bool = False,
+        max_tokens: int | None = None,
     ) -> Prefix:
         """Reads a prompt, and samples the token behind it.
 
@@ -118,6 +130,9 @@ class PolicyEngine(RoundEngine, Engine):
                 prefix, or else one that no other prompt has.
             choices: what the reply may be, from its first token on, in one row with room for
                 `rules.choice_branches`; None: anything.
+            logprobs: whether its tokens come with their log-probs (`step_tokens.ScoredToken`).
+            max_tokens: behind so many of the reply nothing is guessed, so that no step hands out
+                more; None: it ends where the room does.
 
         Raises:
             ValueError: the prompt is empty, or with its prefix longer than `max_prefill_length`;
@@ -134,34 +149,62 @@ class PolicyEngine(RoundEngine, Engine):
             raise ValueError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
         with self._dispatching:
             room = pages_for(read + places, self.config.page_size)
-            prefix = existing_prefix or self._empty_prefix(room)
-            prefix = dataclasses.replace(prefix, cache=_grown(prefix.cache, room))
-            if seed is not None:
-                prefix = dataclasses.replace(prefix, seed=_named_seed(seed))
-            if sampling is not None:
-                prefix = dataclasses.replace(prefix, sampling=sampling_rows(sampling, 1))
-            if branches := self.config.rules.choice_branches:
+            prefix = prompts.with_room(existing_prefix or self._empty_prefix(room), room)
+        limit = max(1, self.config.serving.places + 1 - read - true_length)
+        prefix = dataclasses.replace(
+            prefix,
+            turn_limit=jnp.full((1,), min(limit, max_tokens or limit), jnp.int32),
+            scores=prefix.scores._replace(asked=jnp.full((1,), logprobs)),
+        )
+        if seed is not None:
+            prefix = dataclasses.replace(prefix, seed=_named_seed(seed))
+        if sampling is not None:
+            prefix = dataclasses.replace(prefix, sampling=sampling_rows(sampling, 1))
+        return self._read(params, prefix, np.asarray(padded_tokens, np.int32), true_length, choices)
+
+    def _read(
+        self,
+        params: Params,
+        prefix: Prefix,
+        tokens: np.ndarray,
+        true_length: int,
+        choices: Choices | None,
+    ) -> Prefix:
+        """The prompt piece by piece. What is sampled behind all but the last is forgotten."""
+        if len(tokens) > PROMPT_CHUNK:
+            tokens = np.pad(tokens, (0, -len(tokens) % PROMPT_CHUNK))
+            # Where each piece leaves it, so that one program reads all of them.
+            prefix = jax.device_put(prefix, self.get_prefix_destination_sharding())
+        branches = self.config.rules.choice_branches
+        for first in range(0, true_length, PROMPT_CHUNK):
+            piece = tokens[first : first + PROMPT_CHUNK]
+            count = min(len(piece), true_length - first)
+            if branches:
                 prefix = dataclasses.replace(prefix, choices=choices or no_choices(1, branches))
-            return self._prefill(
-                params, prefix, jnp.asarray(padded_tokens), true_length, self._key_data
-            )
+            with self._dispatching:
+                prefix = self._prefill(params, prefix, piece, count, self._key_data)
+            if first + len(piece) < true_length:
+                # Else steps that are dispatched meanwhile would wait for all pieces.
+                jax.block_until_ready(prefix.pending)
+        return prefix
 
     def _empty_prefix(self, pages: int) -> Prefix:
         """No prompt yet, so many pages, and a seed that no other one has, nor is given."""
         self._num_prefills = self._num_prefills % MAX_SEED + 1
         zero = jnp.zeros((1,), jnp.int32)
+        config = self.config
+        guesses = config.rules.ngram > 0
         return Prefix(
             cache=empty_cache(
-                self.config.model,
-                1,
-                pages * self.config.page_size,
-                self.config.page_size,
-                self.config.kv_dtype,
+                config.model, 1, pages * config.page_size, config.page_size, config.kv_dtype
             ),
             cached=zero,
             pending=zero,
             seed=zero + self._num_prefills,
-            sampling=sampling_rows(self.config.serving.sampling, 1),
+            sampling=sampling_rows(config.serving.sampling, 1),
+            scores=no_scores(1),
+            turn_limit=zero,
+            tokens=jnp.zeros((1, pages * config.page_size), jnp.int32) if guesses else None,
         )
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
@@ -202,33 +245,65 @@ class PolicyEngine(RoundEngine, Engine):
                 self._room.free(slot)
 
     def generate(
-        self, params: Params, decode_state: DecodeState
+        self, params: Params, decode_state: DecodeState, *, drafts: bool | None = None
     ) -> tuple[DecodeState, ResultTokens]:
-        """The next token of every slot, but of those that wait for pages.
+        """The next token of every slot, or tokens where guesses are right.
 
-        Donates `decode_state`.
+        Slots that wait for pages have none. `drafts`: whether tokens are guessed; None: as
+        `config.serving` says, or the clock. Donates `decode_state`.
         """
         with self._dispatching:
-            state, moving = self._served.prepare(decode_state)
-            state, data = self._generate(params, state, moving, self._key_data)
-            return state, step_tokens(data, self._served.asleep)
+            room = self._served
+            state, moving = room.prepare(decode_state)
+            program = (room.places, room.pages.pool)
+            chosen = self._drafting.choose(program) if drafts is None else drafts
+            is_timed = drafts is None and self._drafting.is_trying(program)
+            if is_timed:
+                jax.block_until_ready(state.pending)
+            start_s = time.perf_counter()
+            state, data = self._generate[chosen](params, state, moving, self._key_data)
+            tokens = step_tokens(data, room.asleep, room.failed)
+            room.note(tokens)
+            if is_timed:
+                # Only then is a step waited for.
+                said, seconds = room.settle(), time.perf_counter() - start_s
+            else:
+                said, seconds = 1, 0.0
+            if drafts is None:
+                self._drafting.note(program, chosen, tokens=said, seconds=seconds)
+            return state, tokens
+
+    @property
+    def step_kinds(self) -> tuple[bool, ...]:
+        """Whether steps guess tokens: what `generate` may choose between."""
+        guesses = self.config.rules.ngram > 0
+        by_the_clock = guesses and self.config.serving.speculation == "auto"
+        return (False, True) if by_the_clock else (guesses,)
 
     def init_decode_state(self) -> DecodeState:
         """Empty slots for serving. One state at a time: the engine knows who has which page."""
-        places, pool = self.config.serving.places, self.serving_pool
+        pool, places = self.serving_pool, self.config.serving.first_places
         with self._dispatching:
             self._room = ServingRoom(self, pool, places)
-            return self.empty_state(places, pool)
+            return self._empty_served(places, pool)
+
+    def grow_served(self, state: DecodeState, places: int, old: Pool, new: Pool) -> DecodeState:
+        """`grow` of a state for serving, when it is done.
+
+        Raises:
+            JaxRuntimeError: there is no memory for it; `state` is as it was.
+        """
+        return jax.block_until_ready(self._grow_served(state, places, old, new))
 
     @property
     def serving_pool(self) -> Pool:
-        """The pages of a state for serving."""
+        """The pages that a state for serving begins with."""
         serving, size = self.config.serving, self.config.page_size
         lanes = self.layout.num_row_shards
         pool = dense_pool(lanes, self.config.num_slots, serving.places, size)
         if not serving.cache_tokens:
             return pool
-        least = pages_for(serving.places, size)
+        least = pages_for(serving.first_places, size)
         pages = max(least, serving.cache_tokens // (lanes * size))
         return pool._replace(pages=min(pool.pages, pages))
 
@@ -270,64 +345,5 @@ class PolicyEngine(RoundEngine, Engine):
         return None
 
 
-def _grown(cache: PagedCache, pages: int) -> PagedCache:
-    """A row's cache with so many pages at least."""
-    more = pages - cache.num_pages
-    if more <= 0:
-        return cache
-    layers = jax.tree.map(
-        lambda pool: jnp.pad(pool, [(0, more), *[(0, 0)] * (pool.ndim - 1)]), cache.layers
-    )
-    return PagedCache(layers=layers, table=jnp.arange(pages, dtype=jnp.int32)[None])
-
-
 def _named_seed(seed: int) -> jax.Array:
     return jnp.full((1,), MAX_SEED + 1 + seed, jnp.int32)
-
-
-def _prefill(
-    config: ModelConfig,
-    layout: Layout,
-    params: Params,
-    prefix: Prefix,
-    tokens_T: jax.Array,
-    true_length: jax.Array,
-    key_data: jax.Array,
-) -> Prefix:
-    count = jnp.asarray(true_length, jnp.int32)[None]
-    logits_BV, cache = forward_chunk(
-        config, params, prefix.cache, tokens_T[None], prefix.cached, count, layout=layout
-    )
-    cached = prefix.cached + count
-    uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
-    choices = prefix.choices
-    may_BV = logits_BV if choices is None else allowed_logits(logits_BV, choices)
-    token, _ = sample(uniform, may_BV, prefix.sampling)
-    choices = choices and walk(choices, token, jnp.ones((1,), bool))
-    return dataclasses.replace(prefix, cache=cache, cached=cached, pending=token, choices=choices)
-
-
-def _insert(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
-    """The fields of a slot, without caches.
-
-    A select over slots instead of a write at `slot`: no shard has to know where the slot is.
-    """
-    chosen_B = jnp.arange(state.cached.shape[0]) == slot
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        chosen = chosen_B.reshape(-1, *(1,) * (old.ndim - 1))
-        return jnp.where(chosen, new.astype(old.dtype), old)
-
-    return dataclasses.replace(
-        state,
-        origin=put(state.origin, jnp.zeros((1,), jnp.int32)),
-        cached=put(state.cached, prefix.cached),
-        pending=put(state.pending, prefix.pending),
-        active=put(state.active, jnp.ones((1,), bool)),
-        turn=put(state.turn, jnp.ones((1,), jnp.int32)),
-        turn_tokens=put(state.turn_tokens, jnp.ones((1,), jnp.int32)),
-        seed=put(state.seed, prefix.seed),
-        row=put(state.row, jnp.full((1,), NO_ROW)),
-        sampling=jax.tree.map(put, state.sampling, prefix.sampling),
-        choices=jax.tree.map(put, state.choices, prefix.choices),
-    )

@@ -14,16 +14,28 @@ from earl_jax.rollout.slots import SlotRules
 class Serving:
     """What JetStream's calls are compiled for.
 
-    Prompts of up to `max_prefill_length` tokens (a power of two, from 16: JetStream pads to these);
-    `places` for a prompt and its reply; how tokens are drawn for who does not say. The KV cache
-    holds `cache_tokens` in all, and one whole context a row shard at least; 0: `places` for every
-    slot. Where that is not enough, requests wait for others.
+    Prompts of up to `max_prefill_length` tokens (a power of two, from 16; JetStream's own Driver
+    takes none above 32,768); `places` for a prompt and its reply; how tokens are drawn for who does
+    not say. Slots have room for `first_room` places at first (0: for all), which doubles as
+    requests come to more. The KV cache begins with `cache_tokens` in all, and `first_room` a row
+    shard at least; 0: `places` for every slot. Where that is not enough requests wait for others,
+    and where it is not enough for one alone the cache grows.
+
+    `speculation` says which steps guess tokens where `SlotRules.ngram` lets them: "on", all; "auto"
+    those of the faster kind, by the clock.
     """
 
     max_prefill_length: int = 64
     places: int = 128
+    first_room: int = 0
     cache_tokens: int = 0
     sampling: Sampling = Sampling()
+    speculation: Literal["on", "auto"] = "on"
+
+    @property
+    def first_places(self) -> int:
+        """Places that slots have room for at first."""
+        return min(self.first_room or self.places, self.places)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

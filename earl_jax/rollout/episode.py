@@ -19,7 +19,9 @@ class Task:
 
     Without a `seed` it is the number of the episode, so that no two of a run draw alike.
     `limits`, `sampling` and `stops` are this episode's own; None: those of the rollout. Who trains
-    on episodes with a sampling of their own sets config.train.ratio to "model".
+    on episodes with a sampling of their own sets config.train.ratio to "model". With
+    `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does not
+    write them down for all.
     """
 
     episode: int
@@ -30,6 +32,7 @@ class Task:
     limits: Limits | None = None
     sampling: Sampling | None = None
     stops: Stops | None = None
+    model_logprobs: bool = False
 
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
@@ -63,7 +66,7 @@ class LiveEpisode:
     too few pages; what was read may be in host memory. `speaking`: in the middle of a turn.
     `length` counts the episode's tokens, the first `origin` of which belong to earlier samples.
     `choices` are the ids of what its next turn may be, () where that may be anything. A sample
-    holds `max_context` tokens at most.
+    holds `max_context` tokens at most. `scored`: log-probs under the model itself are taken down.
     """
 
     task: Task
@@ -72,6 +75,7 @@ class LiveEpisode:
     limits: Limits
     stops: Stops
     max_context: int = NO_LIMIT
+    scored: bool = False
     environment: Environment | None = None
     waits: bool = True
     role: str = ""
@@ -168,7 +172,7 @@ class LiveEpisode:
         count = self._count_until_stop(said)
         self.reply += said[:count]
         self.logprobs += report.logprobs[slot, :count].tolist()
-        if report.model_logprobs is not None:
+        if self.scored and report.model_logprobs is not None:
             self.model_logprobs += report.model_logprobs[slot, :count].tolist()
         self.versions += [version] * count
         self.length += count

@@ -35,7 +35,10 @@ class Wishes:
 
     `seed` None: one that no other request has. The reply ends before the first of
     `stop_token_ids`, and its text before the first of `stop_strings`. It is one of `choices`, or of
-    `allowed_token_ids` alone, where there are any: `allowed` is what the engine is told of it.
+    `allowed_token_ids` alone, where there are any: `allowed` is what the engine is told of it. Its
+    tokens come with their log-probs: with `logprobs` under the distribution that each was drawn
+    from (at temperature 0 that of the model), with `model_logprobs` under the model itself,
+    untempered and with nothing cut off or forbidden.
     """
 
     sampling: Sampling
@@ -45,6 +48,13 @@ class Wishes:
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     allowed: Choices | None = None
+    logprobs: bool = False
+    model_logprobs: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether any log-probs are asked for."""
+        return self.logprobs or self.model_logprobs
 
 
 class RequestError(Exception):
@@ -152,6 +162,8 @@ _SAMPLING_FIELDS = {
     "stop_token_ids": int,
     "choices": str,
     "allowed_token_ids": int,
+    "logprobs": bool,
+    "model_logprobs": bool,
 }
 _LISTS = ("stop_strings", "stop_token_ids", "choices", "allowed_token_ids")
 _EXAMPLE = '{"temperature": 0.7, "seed": 1, "stop_strings": ["\\n"]}'
@@ -287,7 +299,7 @@ def _field(name: str, value: Any) -> Any:
         )
     if type(value) is kind or (kind is float and type(value) is int and abs(value) < 2**31):
         return kind(value)
-    words = {int: "a whole number", float: "a number"}[kind]
+    words = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
     raise _invalid(f"{SAMPLING_KEY}.{name} must be {words}; got {value!r:.80}")
 
 

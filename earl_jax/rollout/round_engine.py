@@ -72,6 +72,12 @@ class RoundEngine:
 
         self._play = play_with(rules)
         self._play_plain = play_with(rules._replace(ngram=0)) if rules.ngram else self._play
+        # Compiled when the first episode asks, where they are not written down for all.
+        scored = rules._replace(model_logprobs=True)
+        self._play_scored = {
+            drafts: play_with(scored if drafts else scored._replace(ngram=0))
+            for drafts in (False, True)
+        }
         self._empty = jax.jit(
             self._new_state,
             static_argnums=(0, 1),
@@ -83,7 +89,7 @@ class RoundEngine:
         )
 
     def _decoding(self, function: Any, rules: SlotRules) -> Any:
-        """`slots.play` or `slots.generate_one` on every row shard: of params, state, orders, key.
+        """`slots.play` or `slots.generate` on every row shard: of params, state, orders, key.
 
         Manual over rows; the axes within them stay automatic and follow the weights' placement.
         """
@@ -111,12 +117,12 @@ class RoundEngine:
         """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
         return jax.eval_shape(lambda: self._new_state(places, pool))
 
-    def _new_state(self, places: int, pool: Pool | None) -> DecodeState:
+    def _new_state(self, places: int, pool: Pool | None, rows: int | None = None) -> DecodeState:
         config = self.config
         return decode_state.empty_state(
             config.model,
             config.num_slots,
-            config.num_rows,
+            rows or config.num_rows,
             places,
             page_size=config.page_size,
             pool=pool,
@@ -157,13 +163,23 @@ class RoundEngine:
         return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
 
     def play(
-        self, params: Params, state: DecodeState, orders: np.ndarray, *, drafts: bool = True
+        self,
+        params: Params,
+        state: DecodeState,
+        orders: np.ndarray,
+        *,
+        drafts: bool = True,
+        model_logprobs: bool = False,
     ) -> tuple[DecodeState, Report]:
         """One round (`slots.play`). The one door: one array goes in, one comes out.
 
         Donates `state`. Without `drafts` nothing is guessed, where the rules say that it may be.
+        With `model_logprobs` these are in the report, whatever the rules say.
         """
-        play, rules = self._play if drafts else self._play_plain, self.config.rules
+        rules = self.config.rules
+        play = self._play if drafts else self._play_plain
+        if model_logprobs and not rules.model_logprobs:
+            play, rules = self._play_scored[drafts], rules._replace(model_logprobs=True)
         sent = jax.device_put(orders, self._rows)
         state, packed = play(params, state, sent, self._key_data)
         # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.

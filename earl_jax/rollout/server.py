@@ -12,18 +12,14 @@ import contextlib
 import itertools
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
 
 from earl_jax.envs.text_stream import StopStrings, TextStream
-from earl_jax.rollout._jetstream import (
-    PREFILL_LENGTHS,
-    jetstream_pb2,
-    orchestrator,
-)
+from earl_jax.rollout._jetstream import LEAST_PREFILL, jetstream_pb2, orchestrator
 from earl_jax.rollout.driver import PolicyDriver
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.requests import (
@@ -36,9 +32,11 @@ from earl_jax.rollout.requests import (
     read_wishes,
     reader,
 )
+from earl_jax.rollout.scores import LOGPROB, MODEL_LOGPROB, add_scores
+from earl_jax.rollout.step_tokens import Failure, ScoredToken
 
-# 32 bytes for each token of the longest prompt that JetStream can pad.
-MAX_REQUEST_BYTES = 2**20
+# Of a request: so many for each token of the longest prompt, but in all at least and at most.
+BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 32, 2**20, 2**28
 # The key of the trailing metadata that says why a reply ended.
 FINISH_KEY = "finish-reason"
 # A client whose machine is gone without a word is noticed after the sum of these.
@@ -55,20 +53,32 @@ class _Reply:
         self, wishes: Wishes, decode: Callable[[Sequence[int]], str], *, is_text: bool
     ) -> None:
         self.stopped_by, self.count = "", 0
-        self._stop_ids, self._is_text = frozenset(wishes.stop_token_ids), is_text
+        self._wishes, self._is_text = wishes, is_text
         self._stops = StopStrings(wishes.stop_strings)
         # Ids alone need no text, but where text ends them.
         self._stream = TextStream(decode) if is_text or wishes.stop_strings else None
 
-    def take(self, sample: Any) -> bool:
-        """Adds its text to a sample. False for one that is not to be sent."""
-        if not self._stop_ids.isdisjoint(sample.token_ids):
+    def take(self, token: int) -> Any:
+        """The message for a token, with its text; None where it is not to be sent.
+
+        Raises RequestError where it stands for a failure.
+        """
+        if isinstance(token, Failure):
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, token.words)
+        if token in self._wishes.stop_token_ids:
             self.stopped_by = "stop_token_id"
-            return False
-        self.count += len(sample.token_ids)
-        if self._stream is not None:
-            sample.text = self._told(self._stream.push(sample.token_ids))
-        return True
+            return None
+        self.count += 1
+        told = "" if self._stream is None else self._told(self._stream.push([token]))
+        return _message(told, [int(token)], self._scores(token))
+
+    def _scores(self, token: int) -> dict[str, float]:
+        """The log-probs that the request asked for."""
+        if not self._wishes.scored:
+            return {}
+        assert isinstance(token, ScoredToken), "the engine was told"
+        asked = {LOGPROB: self._wishes.logprobs, MODEL_LOGPROB: self._wishes.model_logprobs}
+        return {name: getattr(token, name) for name, wanted in asked.items() if wanted}
 
     def flush(self) -> str:
         """The text that was held back, at the end of the reply."""
@@ -126,12 +136,12 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
             self._driver.expect(name, wishes)
             is_text = request.HasField("text_content")
             reply = _Reply(wishes, self._tokenizer.decode, is_text=is_text)
-            async with contextlib.aclosing(super().Decode(checked, context)) as responses:
-                async for response in responses:
-                    [sample] = response.stream_content.samples
-                    # The last message of JetStream is empty: it stands for the end.
-                    if sample.token_ids and reply.take(sample):
-                        yield response
+            async with contextlib.aclosing(super().Decode(checked, context)) as steps:
+                async for tokens in steps:
+                    for token in tokens:
+                        message = None if reply.stopped_by else reply.take(token)
+                        if message is not None:
+                            yield message
                     if reply.stopped_by:
                         break
             rest = reply.flush()
@@ -143,6 +153,11 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
             context.set_trailing_metadata(((FINISH_KEY, reason),))
         except RequestError as error:
             await context.abort(error.code, error.words)
+
+    def process_client_side_tokenization_response(self, response: Any) -> Any:
+        """The tokens of a step as they are, without a message around them: `Decode` makes them."""
+        [sample] = response
+        return sample.token_ids
 
     async def HealthCheck(self, request: Any, context: Any = None) -> Any:  # noqa: N802
         """Whether requests are taken."""
@@ -184,8 +199,10 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
         return ids
 
 
-def _message(text: str) -> Any:
-    sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(text=text)
+def _message(text: str, ids: Sequence[int] = (), scores: Mapping[str, float] | None = None) -> Any:
+    sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(text=text, token_ids=ids)
+    if scores:
+        add_scores(sample, **scores)
     content = jetstream_pb2.DecodeResponse.StreamContent(samples=[sample])
     return jetstream_pb2.DecodeResponse(stream_content=content)
 
@@ -195,15 +212,17 @@ def warm_up(engine: PolicyEngine, params: Any) -> None:
 
     But for prompts of more than WARM_UP_TOKENS, which are compiled for when the first comes.
     """
-    state = engine.init_decode_state()
-    longest = min(engine.max_prefill_length, max(WARM_UP_TOKENS, PREFILL_LENGTHS[0]))
-    for length in (n for n in PREFILL_LENGTHS if n <= longest):
+    state, length = engine.init_decode_state(), LEAST_PREFILL
+    while length <= min(engine.max_prefill_length, WARM_UP_TOKENS):
         tokens = np.zeros(length, np.int32)
-        count = min(length, engine.config.serving.places)
+        # In half of the room, so that nothing grows yet.
+        count = max(1, min(length, engine.config.serving.first_places // 2))
         prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=count)
         state = engine.insert(prefix, state, 0)
-        state, result = engine.generate(params, state)
-        result.convert_to_numpy()
+        for drafts in engine.step_kinds:
+            state, result = engine.generate(params, state, drafts=drafts)
+            result.convert_to_numpy()
+        length *= 2
 
 
 async def serve(
@@ -230,11 +249,12 @@ async def serve(
         RuntimeError: the devices or JetStream failed; open requests were told.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    most_bytes = min(MOST_BYTES, max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_prefill_length))
     server = grpc.aio.server(
         options=[
             # Else a second server on the same port would be given half of the requests.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+            ("grpc.max_receive_message_length", most_bytes),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ]

@@ -40,6 +40,9 @@ from earl_jax.rollout.orders import (
 )
 from earl_jax.trajectory import Experience
 
+# Of each token that `generate` hands out, beside what it says of the slot.
+STEP_COLUMNS = 4
+
 
 def play(
     decoder: Decoder, state: DecodeState, packed_orders: jax.Array, shard: jax.Array | int
@@ -267,24 +270,49 @@ def _append(decoder: Decoder, state: DecodeState, orders: Orders) -> tuple[jax.A
     return logits_BV, dataclasses.replace(state.cache, layers=layers)
 
 
-def generate_one(
+def generate(
     decoder: Decoder, state: DecodeState, moving: jax.Array, shard: jax.Array | int
 ) -> tuple[DecodeState, jax.Array]:
     """JetStream's step: hands out `moving` slots' pending tokens, and samples those after them.
 
-    `moving` [B] is above 0 where a slot moves.
+    Where tokens are guessed, those that were right are handed out too, but for the last, which is
+    pending now. `moving` [B] is above 0 where a slot moves; `state.scores` are there.
 
     Returns:
-        The new state, and i32[B,3]: the token, 1 if it is valid, and how many tokens the slot has
-        handed out. Tokens are not valid once the slot has no room to remember them.
+        The new state, and i32[B, STEP_COLUMNS * K + 2], K tokens at most of each slot: these; 1
+        where one is valid, those before all others; how many tokens the slot has handed out, with
+        the first of these; 1 where log-probs were asked for; the bits of these, and of those under
+        the model. Tokens are not valid once the slot has no room to remember them.
     """
+    scores = state.scores
+    assert scores is not None, "a state for serving has them"
     first_row, first_page = shard * state.experience.tokens.shape[0], shard * state.cache.num_pages
     state = _shift(state, -first_row, -first_page)
-    places = state.experience.tokens.shape[1]
-    handed_out = jnp.stack([state.pending, state.cached <= places, state.turn_tokens], axis=1)
-    nowhere = nothing_said(len(state.cached), 0, model_logprobs=decoder.rules.model_logprobs)
-    state, _ = decode_plain(decoder, state, nowhere, moving > 0)
-    return _shift(state, first_row, first_page), handed_out
+    number, places = 1 + decoder.rules.draft, state.experience.tokens.shape[1]
+    decoder = decoder._replace(rules=decoder.rules._replace(model_logprobs=True))
+    nothing = nothing_said(len(state.cached), number, model_logprobs=True)
+    decode = decode_drafted if decoder.rules.ngram else decode_plain
+    new, said = decode(decoder, state, nothing, moving > 0)
+    offsets_1K = jnp.arange(number)[None, :]
+    valid_BK = offsets_1K < said.count[:, None]
+    valid_BK &= state.cached[:, None] + offsets_1K <= places
+    last_B1 = jnp.maximum(said.count - 1, 0)[:, None]
+
+    def hand_out(pending_B: jax.Array, said_BK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is handed out; what is pending then."""
+        newest_B = jnp.take_along_axis(said_BK, last_B1, axis=1)[:, 0]
+        handed_BK = jnp.concatenate([pending_B[:, None], said_BK[:, :-1]], axis=1)
+        return handed_BK, jnp.where(said.count > 0, newest_B, pending_B)
+
+    assert said.model_logprobs is not None
+    tokens_BK, _ = hand_out(state.pending, said.tokens)
+    drawn_BK, drawn = hand_out(scores.logprob, said.logprobs)
+    model_BK, model = hand_out(scores.model_logprob, said.model_logprobs)
+    bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in (drawn_BK, model_BK)]
+    facts = jnp.stack([state.turn_tokens, scores.asked.astype(jnp.int32)], axis=1)
+    scores = scores._replace(logprob=drawn, model_logprob=model)
+    new = _shift(dataclasses.replace(new, scores=scores), first_row, first_page)
+    return new, jnp.concatenate([tokens_BK, valid_BK.astype(jnp.int32), facts, *bits], axis=1)
 
 
 def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
