@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from earl_jax.models.hf_read import (
     weights_of,
 )
 from earl_jax.models.hf_settings import write_settings
+from earl_jax.models.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import Params, is_spec, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -44,13 +45,6 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 MAX_SHARD_BYTES = 4 * 2**30
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-class Tokenizer(Protocol):
-    """What can write its own files, as every tokenizer of `transformers`."""
-
-    def save_pretrained(self, folder: str, /) -> Any:
-        """Writes them."""
 
 
 def save_checkpoint(
@@ -76,7 +70,7 @@ def save_checkpoint(
         params: the trainer's tree, layers stacked; adapters are merged, one tensor at a time.
         model: what `params` are; must be of a known family.
         vocab_size: rows of the embedding.
-        tokenizer: its files and chat template are written beside the weights.
+        tokenizer: its files and chat template are written beside the weights (hf_tokenizer.py).
         dtype: one of DTYPES; "float32" keeps every bit.
         max_positions: the longest context, where there is no source.
         source: see above.
@@ -87,10 +81,10 @@ def save_checkpoint(
     """
     with whole_folder(folder) as partial:
         _write_weights(partial, params, model, vocab_size, dtype, max_shard_bytes)
-        tokenizer.save_pretrained(str(partial))
         config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        write_tokenizer(partial, tokenizer)
 
 
 @contextlib.contextmanager
