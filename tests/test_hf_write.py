@@ -111,9 +111,7 @@ def test_a_qwen2_from_scratch_keeps_the_tokenizer_of_its_run(tmp_path, monkeypat
     given = {"params": params, "model": QWEN2_FROM_SCRATCH, "source": None}
     save(tmp_path / "first", "qwen2_tied", **given)
     # And once more, from what was read of the folder.
-    save(
-        tmp_path / "out", "qwen2_tied", **given, tokenizer=load_tokenizer(tmp_path / "first")
-    )
+    save(tmp_path / "out", "qwen2_tied", **given, tokenizer=load_tokenizer(tmp_path / "first"))
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"
     ours, text = load_tokenizer(REFERENCE / "qwen2_tied"), "<|user|>move 12 of 3\n x|o<|end|>"
     ids = ours(text)["input_ids"]

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 CODE = "tokenizer_of_file.py"
 _CLASS = "TokenizerOfFile"
-_TEXT = f'''"""The tokenizer that tokenizer.json describes, for AutoTokenizer with trust_remote_code.
+_TEXT = f'''"""The tokenizer of tokenizer.json, for AutoTokenizer with trust_remote_code.
 
-Without trust_remote_code AutoTokenizer gives the same, because tokenizer_config.json names this
-class; it would else put that of the model_type in its place.
+Without trust_remote_code it gives the same, because tokenizer_config.json names this class; else it
+would take the tokenizer of the model_type.
 """
 
 from transformers import PreTrainedTokenizerFast
