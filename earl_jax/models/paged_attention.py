@@ -47,17 +47,6 @@ def tile_for(platform: str | None, rows: int, page_size: int) -> Tile:
     return Tile(rows=rows, pages=max(1, PLACES_AT_A_TIME // page_size))
 
 
-def reading_in_words(platform: str, page_size: int) -> str:
-    """What `attend_pages` does on this platform, and why it is that, for the start of a run."""
-    tile = tile_for(platform, ON_CPU.rows, page_size)
-    pages = "a page" if tile.pages == 1 else f"{tile.pages} pages"
-    rows = f"up to {tile.rows} rows" if platform == "cpu" else "all rows"
-    return (
-        "our attention over pages, because no other kernel reads pages laid out as the engine's; "
-        f"on {platform} devices {pages} of {rows} at a time"
-    )
-
-
 class Reading(NamedTuple):
     """Who reads what, rows sorted by the number of blocks to read, the most first.
 
