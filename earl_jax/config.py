@@ -189,12 +189,6 @@ class Config:
                 "config.rollout.group_size to 2 or more, or config.train.advantage to 'reinforce'"
             )
         self._check_ratio()
-        if self.checkpoint.export is True and not self.model.path and self.model.attention_bias:
-            raise ValueError(
-                "config.checkpoint.export is True with config.model.attention_bias and no "
-                "config.model.path; such layers are those of qwen2, for which transformers would "
-                "read this run's tokenizer wrongly: remove one of the two"
-            )
         if self.checkpoint.export is True and not self.model.path:
             try:
                 family_of(self.model)

@@ -141,19 +141,23 @@ def join_rows(world: World, rows: Experience | None, mesh: MeshShape, length: in
     return same_shards(rows, shardings, shapes)
 
 
-def on_first(world: World, state: TrainState) -> TrainState:
-    """The state with its weights on the devices of the first process, which can read them then.
-
-    Every process calls it, and the others have no part of the result. In a run of one process it is
-    the state as it is.
-    """
+def shardings_on_first(world: World) -> TrainState:
+    """Where a TrainState is on the devices of the first process alone, cut over them."""
     processes = world.processes
-    if processes.count == 1:
-        return state
-    where = _cut_over(world, [d for d in processes.devices if d.process_index == 0])
-    params, base = reshard((state.params, state.base), (where.params, where.base))
-    processes.wait((params, base), "the weights to export")
-    return dataclasses.replace(state, params=params, base=base)
+    return _cut_over(world, [device for device in processes.devices if device.process_index == 0])
+
+
+def to_first(world: World, part: Any, where: Any) -> Any:
+    """Arrays on devices of the first process (of `shardings_on_first`), which can read them then.
+
+    Every process calls it, and the others have no part of the result. In a run of one process they
+    stay where they are.
+    """
+    if world.processes.count == 1:
+        return part
+    part = reshard(part, where)
+    world.processes.wait(part, "the weights to export")
+    return part
 
 
 def to_checkpoint(world: World, state: TrainState) -> TrainState:

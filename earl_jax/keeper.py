@@ -18,7 +18,7 @@ from earl_jax.config import Config
 from earl_jax.envs.repertoire import demonstrated
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
-from earl_jax.joint import on_first, to_checkpoint
+from earl_jax.joint import to_checkpoint
 from earl_jax.loop import Position, StepRecord, expected_tokens
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
@@ -155,12 +155,10 @@ class Keeper:
             wanted = at_end and config.model.path != ""
         if not wanted:
             return
-        state = on_first(self.world, position.state)
-        if not self.world.processes.is_first:
-            return
-        for folder in export_policy(self.world, state, position.step, self.workdir):
+        for folder in export_policy(self.world, position.state, position.step, self.workdir):
             self.progress.note(f"exported {folder}")
-        keep_exports(self.workdir, newest=checkpoint.keep)
+        if self.world.processes.is_first:
+            keep_exports(self.workdir, newest=checkpoint.keep)
 
     def _report(self) -> None:
         if not self.world.processes.is_first:

@@ -22,7 +22,7 @@ from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
-from earl_jax.models.kernels import Choice, choose_kernel, context_obstacle
+from earl_jax.models.kernels import Choice, choose_kernel, context_obstacle, pages_in_words
 from earl_jax.models.parameters import Params, check_tensor_axis
 from earl_jax.origin import max_context, open_origin
 from earl_jax.processes import find_processes
@@ -104,6 +104,7 @@ class World:
         )
         self.attention_choices = self._attention_choices()
         self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
+        self.notes.append(f"attention in the rollout: {self._rollout_attention()}")
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
         self.notes += _drafting_notes(config, self.processes.count)
@@ -121,6 +122,11 @@ class World:
             for length in lengths
         ]
         return list(dict.fromkeys(choices))
+
+    def _rollout_attention(self) -> str:
+        """That of prefill and decoding, in words: there is one, whose steps go by the platform."""
+        platform = self.joint_layout(self.rollout_candidates[0]).platform
+        return pages_in_words(str(platform), self.config.rollout.tokens_a_page)
 
     def train_candidates_for(self, length: int) -> list[MeshShape]:
         """The meshes to train on rows of so many tokens: long ones may be cut over `context`."""

@@ -19,11 +19,13 @@ import orbax.checkpoint as ocp
 import pytest
 from processes import Processes as RealProcesses
 from processes import free_port
+from safetensors.numpy import load_file
 from test_runs import ROOT, TINY
 
 from earl_jax.agreement import check_same
 from earl_jax.config_file import make_config
 from earl_jax.distributed import DistributedConfig, _find_place
+from earl_jax.export import export_policy
 from earl_jax.joint import total_stats
 from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
@@ -31,6 +33,7 @@ from earl_jax.rollout.collect import RolloutStats
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.world import World
 
 # One room and one mesh for each stage, so that few programs are compiled.
 SMALL = TINY | {
@@ -383,3 +386,33 @@ def test_devices_that_cannot_send_to_those_of_other_processes_are_no_run():
     for words in RealProcesses(2, 1, "test_distributed:without_a_path").results(250):
         assert "cpu devices of this process cannot send to those of others" in words
         assert "training needs that" in words
+
+
+SOURCE = ROOT / "tests/reference/qwen2_tied"
+
+
+def in_and_out(folder: str) -> list[int]:
+    """Reads a checkpoint over all processes' devices, and exports it: the embedding's rows here."""
+    sections = {"model": {"path": str(SOURCE)}, "train": {"lora": {"rank": 2}}}
+    world = World(make_config(sections))
+    state = world.first_train_state(MeshShape(data=1, fsdp=4))
+    rows = [shard.data.shape[1] for shard in state.base["embed"].addressable_shards]
+    export_policy(world, state, 1, Path(folder))
+    world.processes.gather(None, "the end")
+    return rows
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_in_and_out_over_two_processes(tmp_path):
+    """Each reads its devices' slices, and the first writes every bit: new adapters change none."""
+    told = RealProcesses(2, 2, "test_distributed:in_and_out", str(tmp_path)).results(250)
+    assert told == [[8, 8], [8, 8]]
+    out = tmp_path / "export/step_000001"
+    there, back = (load_file(folder / "model.safetensors") for folder in (SOURCE, out))
+    assert there.keys() == back.keys()
+    for name, values in there.items():
+        np.testing.assert_array_equal(back[name], values)
+    adapter = load_file(tmp_path / "export/step_000001_adapter/adapter_model.safetensors")
+    assert len(adapter) == 2 * 2 * 7
+    for name, values in adapter.items():
+        assert np.any(values) == ("lora_A" in name)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from references import KINDS, NAMES, REFERENCE, checkpoint, reference
 from safetensors.numpy import load_file
+from transformers import AutoTokenizer
 
 from earl_jax.config_file import make_config
 from earl_jax.export import export_policy, keep_exports
@@ -182,10 +183,16 @@ def a_state(world: World) -> TrainState:
 
 
 def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
-    world = World(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
+    sections = {"model": {"num_layers": 1, "attention_bias": True}, "checkpoint": {"export": True}}
+    world = World(make_config({**sections, "train": {"lora": {"rank": 2}}}))
     state = a_state(world)
     written = export_policy(world, state, 4, tmp_path)
     assert [path.name for path in written] == ["step_000004", "base", "step_000004_adapter"]
+    for path in written[:2]:
+        # Layers of qwen2, and the run's own vocabulary.
+        assert json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
+        ids = AutoTokenizer.from_pretrained(path)("play x on 4 now")["input_ids"]
+        assert ids == world.tokenizer("play x on 4 now")["input_ids"]
     written = export_policy(world, state, 6, tmp_path)
     assert [path.name for path in written] == ["step_000006", "step_000006_adapter"]
     assert export_policy(world, state, 6, tmp_path) == []

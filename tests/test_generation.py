@@ -97,12 +97,12 @@ def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
     folder = tmp_path / "copied"
     shutil.copytree(CHECKPOINT, folder)
     plain = World(make_config({"model": {"path": str(folder)}}))
-    assert plain.renderer.end_of_turn_ids == (3,) and len(plain.notes) == 1
+    assert plain.renderer.end_of_turn_ids == (3,) and len(plain.notes) == 2
     write(folder, json.dumps({"eos_token_id": [0, 3], "top_p": 0.9}))
     world = World(
         make_config({"model": {"path": str(folder)}}, ["chat.history=fork"]), tmp_path / "none"
     )
-    assert world.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 2
+    assert world.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 3
     engine = world.engine(world.rollout_candidates[0])
     assert engine.config.rules.end_of_turn_ids == (3, 0)
     conversation = world.new_conversation()

@@ -68,7 +68,10 @@ def test_layers_of_no_known_family_cannot_be_written():
         (["model.windows=(4,-1)"], r"config.model.windows is \(4, -1\)"),
         (["model.final_softcap=-1.0"], "final_softcap is -1.0.* or 0 for no cap"),
         (["model.activation='relu'"], "activation is 'relu'; choose one of 'silu', 'gelu_tanh'"),
-        (["model.attention_bias=True", "checkpoint.export=True"], "config.checkpoint.export is"),
+        (
+            ["model.attention_bias=True", "model.query_key_norm=True", "checkpoint.export=True"],
+            "config.checkpoint.export is True with no config.model.path, and no known family",
+        ),
     ],
 )
 def test_settings_of_a_model_from_scratch_have_rules(overrides, words):

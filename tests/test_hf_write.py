@@ -19,11 +19,12 @@ from references import (
     reference,
 )
 from safetensors.numpy import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, dynamic_module_utils
 
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.hf_tokenizer import CODE
 from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -99,6 +100,34 @@ def test_a_model_from_scratch_goes_out_as_llama_and_comes_back(tmp_path):
         save(tmp_path / "out", "qwen2_tied")
 
 
+QWEN2_FROM_SCRATCH = ModelConfig(
+    num_layers=1, width=32, num_heads=4, num_kv_heads=2, head_size=16, attention_bias=True
+)
+
+
+def test_a_qwen2_from_scratch_keeps_the_tokenizer_of_its_run(tmp_path, monkeypatch):
+    """`AutoTokenizer` has one of its own for every qwen2, if nothing tells it not to."""
+    params = init_parameters(parameter_specs(QWEN2_FROM_SCRATCH, 320), jax.random.key(0))
+    given = {"params": params, "model": QWEN2_FROM_SCRATCH, "source": None}
+    save(tmp_path / "first", "qwen2_tied", **given)
+    # And once more, from what was read of the folder.
+    save(tmp_path / "out", "qwen2_tied", **given, tokenizer=load_tokenizer(tmp_path / "first"))
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"
+    ours, text = load_tokenizer(REFERENCE / "qwen2_tied"), "<|user|>move 12 of 3\n x|o<|end|>"
+    ids = ours(text)["input_ids"]
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    for folder in (tmp_path / "first", tmp_path / "out"):
+        for trusts in (None, False, True):
+            automatic = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts)
+            assert automatic(text)["input_ids"] == ids and automatic.decode(ids) == text
+            assert automatic.chat_template == ours.chat_template
+            assert automatic.eos_token_id == ours.eos_token_id
+    # Which it does not do by itself.
+    path = tmp_path / "out/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {}}))
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] != ids
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "name"),
     [
@@ -110,6 +139,7 @@ def test_the_tokenizer_of_a_family_is_the_same_one_for_transformers(tokenizer, n
     """The same ids and text, also as `AutoTokenizer` goes: by the family of config.json."""
     source = TOKENIZERS / tokenizer
     save(tmp_path / "out", name, tokenizer=load_tokenizer(source))
+    assert not (tmp_path / "out" / CODE).exists()
     texts = (
         *("Move 1234 of 3\n x|o", "h\u00e9llo e\u0301 \u65e5\u672c \U0001f642", " a  b ", "\u2581"),
         *(

@@ -217,6 +217,9 @@ def test_a_run_says_once_what_it_may_choose(on_tpus, given, kernels):
     assert [choice.kernel for choice in world.attention_choices] == kernels
     said = [note for note in world.notes if note.startswith("attention in training: ")]
     assert said == [f"attention in training: {choice}" for choice in world.attention_choices]
+    said = [note for note in world.notes if note.startswith("attention in the rollout: ")]
+    words = "our attention over pages, because .*; on tpu devices .* pages of all rows"
+    assert len(said) == 1 and re.search(words, said[0])
 
 
 @need_compiler("h100:1x8")

@@ -130,3 +130,35 @@ def test_a_split_vocabulary_and_split_rows_give_the_same_scores():
     split = jitted(7, 0.7, shape)(*placed)
     np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-5)
     np.testing.assert_allclose(split.entropy, alone.entropy, atol=1e-5)
+
+
+def gradient_bytes(score, length: int) -> int:
+    """XLA's figure: temporaries of the gradient to hidden states and head, over 32,768 entries."""
+    hidden = jax.ShapeDtypeStruct((1, length, 64), jnp.bfloat16)
+    head = jax.ShapeDtypeStruct((64, 32_768), jnp.bfloat16)
+    targets = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    grad = jax.jit(jax.grad(lambda *inputs: jnp.sum(score(*inputs)), argnums=(0, 1)))
+    return grad.lower(hidden, head, targets).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_is_that_of_a_chunk_however_long_the_row():
+    """Nothing is run. benchmarks/logprobs.md has the same for chips, and a real vocabulary."""
+
+    def chunks_of(size: int):
+        def score(*inputs):
+            scores = jitted(size, 1.0)(*inputs)
+            return scores.logprobs + 0.01 * scores.entropy
+
+        return score
+
+    def naive(hidden, head, targets):
+        logits = jnp.einsum("btd,dv->btv", hidden, head, preferred_element_type=jnp.float32)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)
+
+    of_256 = gradient_bytes(chunks_of(256), 8192)
+    # A chunk's logits are 32 MiB in fp32; some copies of these, the head's gradient, the states.
+    assert of_256 < 6 * 2**25
+    assert of_256 < gradient_bytes(chunks_of(256), 2048) + 2**25
+    assert 1.5 * of_256 < gradient_bytes(chunks_of(512), 8192) < 2.2 * of_256
+    # All logits are 1 GiB, and the naive form has them twice.
+    assert gradient_bytes(naive, 8192) > 8 * of_256

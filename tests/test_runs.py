@@ -657,6 +657,7 @@ def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("top_p=0.9 not used") == 1
     assert done.stdout.count("attention in training: our blockwise attention, because") == 1
+    assert done.stdout.count("attention in the rollout: our attention over pages, because") == 1
     steps = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
     assert len(steps) == 8 and all(row["logprob_mismatch_max"] <= 1e-4 for row in steps)
     episodes = read_trajectories(workdir / "trajectories" / "step_000008.jsonl")

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blockwise attention: the reference for every kernel, and what trains where none of them runs.
 
-Arithmetic only, placement is the caller's. The decoder does not come here: whole rows go through
-kernels.py, which chooses, and the engine's queries, over pages, through paged_attention.py.
+Arithmetic only, placement is the caller's. The decoder does not come here: it goes through
+kernels.py, which chooses.
 """
 
 import functools

@@ -19,10 +19,9 @@ from earl_jax.models.attention import Window, cap
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.folding import fold
-from earl_jax.models.kernels import Kernel, attend_rows
+from earl_jax.models.kernels import Kernel, attend_rows, attention_over_pages
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
-from earl_jax.models.paged_attention import attend_pages, plan_reading, tile_for
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.models.routing import Routing, routing_of_rows
@@ -311,12 +310,9 @@ def _chunk_states(
     x_BTD = _embed(config, params["embed"], tokens_BT)
     mix_experts = functools.partial(experts_of_shard, config, layout)
     windows = [window or None for window in config.layer_windows]
-    tile = tile_for(layout and layout.platform, len(cached_B), cache.page_size)
-    whole_pages = writes_whole_pages(layout and layout.platform)
-    readings = {
-        window: plan_reading(cache, cached_B, counts_B, length, window, tile)
-        for window in dict.fromkeys(windows)
-    }
+    platform = layout and layout.platform
+    whole_pages = writes_whole_pages(platform)
+    look = attention_over_pages(platform, config, cache, cached_B, counts_B, length)
     new_layers = []
     for index, (layer, pages) in enumerate(zip(params["layers"], cache.layers, strict=True)):
         kind = layer_kind(config, index)
@@ -332,14 +328,7 @@ def _chunk_states(
                 whole_pages=whole_pages,
             )
             new_layers.append(pages)
-            return attend_pages(
-                query_BTKGH,
-                pages,
-                readings[window],
-                scale=config.attention_scale,
-                softcap=config.attention_softcap,
-                window=window,
-            )
+            return look(query_BTKGH, pages, window)
 
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
     return x_BTD, PagedCache(layers=new_layers, table=cache.table)

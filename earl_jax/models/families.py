@@ -12,7 +12,11 @@ To add a family whose layers the decoder has already, write in this file:
 
 If its layers need more, ModelConfig gets a setting (and _PLAIN its value where layers are without),
 hf_settings.py its key of config.json, parameters.py the parameters, decoder.py the computation;
-layers never ask for a family. Then let tests/reference/make_reference.py write a small model of it.
+layers never ask for a family.
+
+Then let tests/reference/make_reference.py write a small model of it, and name one in presets.py:
+tests/test_families.py and tests/test_presets.py ask for both. tests/test_adding_a_family.py reads,
+computes and writes one that is made up, of nothing but two entries.
 """
 
 import dataclasses

@@ -12,9 +12,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from earl_jax.models.hf_read import (
     weights_of,
 )
 from earl_jax.models.hf_settings import write_settings
+from earl_jax.models.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import Params, is_spec, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -43,14 +44,8 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 # By the names of DTYPES.
 _STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 MAX_SHARD_BYTES = 4 * 2**30
+Leaf = jax.Array | Adapted
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-class Tokenizer(Protocol):
-    """What can write its own files, as every tokenizer of `transformers`."""
-
-    def save_pretrained(self, folder: str, /) -> Any:
-        """Writes them."""
 
 
 def save_checkpoint(
@@ -64,6 +59,7 @@ def save_checkpoint(
     max_positions: int,
     source: Checkpoint | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    bring: Callable[[str, Leaf], Leaf] = lambda _, leaf: leaf,
 ) -> None:
     """Writes a folder that `transformers` loads: weights, config, tokenizer, generation settings.
 
@@ -76,21 +72,24 @@ def save_checkpoint(
         params: the trainer's tree, layers stacked; adapters are merged, one tensor at a time.
         model: what `params` are; must be of a known family.
         vocab_size: rows of the embedding.
-        tokenizer: its files and chat template are written beside the weights.
+        tokenizer: its files and chat template are written beside the weights (hf_tokenizer.py).
         dtype: one of DTYPES; "float32" keeps every bit.
         max_positions: the longest context, where there is no source.
         source: see above.
         max_shard_bytes: weights beyond it go into several files, with an index.
+        bring: what puts a parameter, by its key, on devices of this process. Called for one after
+            the other of `parameters_of(params)`, each when the one before has been let go.
 
     Raises:
         ValueError: no known family has such layers, or the folder exists or cannot be written.
     """
     with whole_folder(folder) as partial:
-        _write_weights(partial, params, model, vocab_size, dtype, max_shard_bytes)
-        tokenizer.save_pretrained(str(partial))
+        leaf_of = _one_at_a_time(parameters_of(params), bring)
+        _write_weights(partial, leaf_of, model, vocab_size, dtype, max_shard_bytes)
         config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        write_tokenizer(partial, tokenizer)
 
 
 @contextlib.contextmanager
@@ -135,18 +134,40 @@ def _texts(
     return config, {key: value for key, value in tokens.items() if value is not None}
 
 
+def parameters_of(params: Any) -> dict[str, Any]:
+    """The leaves of a tree of parameters by their keys, in the order that they are written in."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted)
+    return {key_of(path): leaf for path, leaf in leaves}
+
+
+def _one_at_a_time(
+    leaves: dict[str, Leaf], bring: Callable[[str, Leaf], Leaf]
+) -> Callable[[str], Leaf]:
+    """`leaves` as `bring` brings them, of which the last that was asked for is held."""
+    held: dict[str, Leaf] = {}
+
+    def leaf_of(key: str) -> Leaf:
+        if key not in held:
+            held.clear()
+            held[key] = bring(key, leaves[key])
+        return held[key]
+
+    return leaf_of
+
+
 def _write_weights(
-    folder: Path, params: Params, model: ModelConfig, vocab_size: int, dtype: str, max_bytes: int
+    folder: Path,
+    leaf_of: Callable[[str], Leaf],
+    model: ModelConfig,
+    vocab_size: int,
+    dtype: str,
+    max_bytes: int,
 ) -> None:
     plan = _shards(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize, max_bytes)
-    leaves = {
-        key_of(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted)
-    }
     files: dict[str, str] = {}
     for number, shard in enumerate(plan, start=1):
         file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
-        _write_file(folder / file, shard, leaves, dtype)
+        _write_file(folder / file, shard, leaf_of, dtype)
         files |= {tensor.name: file for tensor in shard}
     if len(plan) > 1:
         total = sum(tensor.num_bytes for shard in plan for tensor in shard)
@@ -199,7 +220,7 @@ def _shards(
 
 
 def _write_file(
-    path: Path, shard: list[_Planned], leaves: Mapping[str, jax.Array | Adapted], dtype: str
+    path: Path, shard: list[_Planned], leaf_of: Callable[[str], Leaf], dtype: str
 ) -> None:
     """A file of safetensors, tensor by tensor: its library would hold all of them, twice."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -217,17 +238,17 @@ def _write_file(
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in shard:
             # Under a name it would live on beside the next.
-            file.write(_tensor(leaves[tensor.key], tensor, np.dtype(DTYPES[dtype])).data)
+            file.write(_tensor(leaf_of(tensor.key), tensor, np.dtype(DTYPES[dtype])).data)
 
 
-def _tensor(leaf: jax.Array | Adapted, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
+def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
     """The bytes of the tensor as its file has it."""
     axes, weight, index = tensor.axes, tensor.weight, tensor.index
     if isinstance(leaf, Adapted):
         array, index = _merged_layer(leaf, index[0]), (0, *index[1:])
     else:
         array = leaf
-    assert array.is_fully_addressable, "one process must see the whole model"
+    assert array.is_fully_addressable, "one process must see the whole parameter"
     if not isinstance(array.sharding, NamedSharding):
         device = make_layout(MeshShape(), list(array.devices()))
         array = jax.device_put(array, device.parameters(axes))

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The door to attention over whole rows: the kernel is chosen by platform, model and length.
+"""The door to attention: over whole rows, and over the pages of a KV cache.
 
-A setting overrides. Only rows of training have a choice: the engine's queries stand at places of
-their own behind pages, which none of these kernels takes. Their door is
-`paged_attention.attend_pages`.
+For rows of training the kernel is chosen by platform, model and length, and a setting overrides.
+For pages there is our own alone, since no other kernel reads pages laid out as the engine's; how
+much it reads at a time goes by the platform.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from earl_jax.models.attention import BLOCK_SIZE, Places, Window, attention
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.models.paged_attention import ON_CPU, attend_pages, plan_reading, tile_for
 from earl_jax.models.ring import ring_attention
 from earl_jax.models.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.sharding.layout import Layout, MeshShape
@@ -154,3 +156,53 @@ def _splash(*inputs: Any, **settings: Any) -> jax.Array:
     from earl_jax.models.splash import splash_rows
 
     return splash_rows(*inputs, **settings)
+
+
+AttendCache = Callable[[jax.Array, LayerCache, int | None], jax.Array]
+
+
+def attention_over_pages(
+    platform: str | None,
+    model: ModelConfig,
+    cache: PagedCache,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    length: int,
+) -> AttendCache:
+    """Attention of `length` queries behind the first `cached_B` places of each row.
+
+    What is read is planned once for all layers of a window. The first `counts_B` queries of a row
+    count; rows with a count of 0 get zeros.
+
+    Returns:
+        attend(query_BTKGH, layer, window) -> out_BTKGH; the layer's pages hold the queries' own
+        tokens already, and a window of None looks at all.
+    """
+    tile = tile_for(platform, len(cached_B), cache.page_size)
+    windows = dict.fromkeys(window or None for window in model.layer_windows)
+    readings = {
+        window: plan_reading(cache, cached_B, counts_B, length, window, tile) for window in windows
+    }
+
+    def attend(query_BTKGH: jax.Array, layer: LayerCache, window: int | None) -> jax.Array:
+        return attend_pages(
+            query_BTKGH,
+            layer,
+            readings[window],
+            scale=model.attention_scale,
+            softcap=model.attention_softcap,
+            window=window,
+        )
+
+    return attend
+
+
+def pages_in_words(platform: str, page_size: int) -> str:
+    """What `attention_over_pages` does on this platform, and why it is that."""
+    tile = tile_for(platform, ON_CPU.rows, page_size)
+    pages = "a page" if tile.pages == 1 else f"{tile.pages} pages"
+    rows = f"up to {tile.rows} rows" if platform == "cpu" else "all rows"
+    return (
+        "our attention over pages, because no other kernel reads pages laid out as the engine's; "
+        f"on {platform} devices {pages} of {rows} at a time"
+    )

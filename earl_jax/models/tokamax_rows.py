@@ -69,7 +69,8 @@ def tokamax_rows(
 
     On each device for its rows and heads, without a collective. Queries of segment 0 look at each
     other, which is finite and never read. On CPUs it is tokamax's own reference, which makes all
-    scores: for tests.
+    scores: for tests. JAX 0.12.0 cannot interpret its kernels there (barriers of 288 threads in
+    Hopper's, transformed references in Blackwell's).
 
     Returns:
         out_BTKGH in the type of the query.
