@@ -21,7 +21,8 @@ from test_control import Script, swap_to
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.seat import vacate
+from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.seat import open_seat, vacate
 from earl_jax.sharding.layout import MeshShape
 
 SYSTEM = "0123456780123456780123456"
@@ -125,12 +126,15 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     own = 3
     assert third.stats.prefill_tokens == own + size - 1
     assert third.trajectories == ask("8").trajectories
-    # More room, and other weights.
-    fourth = ask("8", vacate(third.seat), places=64)
-    assert (fourth.stats.prefill_tokens, fourth.seat.places) == (size, 64)
-    assert fourth.trajectories == third.trajectories
-    newer = ask("8", vacate(fourth.seat), places=64, version=1, params=weights(1))
+    # Other weights have read nothing of it.
+    newer = ask("8", vacate(third.seat), version=1, params=weights(1))
     assert newer.stats.prefill_tokens == length + size - 1
+    # More room is made for what is kept; where there is less, nothing is.
+    left, policy = vacate(newer.seat), newer.seat.policy
+    larger = open_seat(left.engine, policy, 64, Pool(1, 4 * 8), left)
+    assert larger.kept is left.kept and larger.state.experience.tokens.shape[1] == 64
+    assert larger.kept.pages.pool.total == larger.state.cache.num_pages == 4 * 8
+    assert open_seat(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 
 def test_on_several_devices_it_is_once_for_each(pool):

@@ -68,11 +68,13 @@ class LaneScheduler:
         """Rows 0, 1, .. wait; `groups` says of each which others begin as it does."""
         self._groups, self._rows = groups, rows
         self._slots_per_lane = num_slots // rows.lanes
-        self._waiting: list[list[int]] = [[] for _ in range(rows.lanes)]
-        for row in range(len(groups)):
-            self._waiting[rows.lane(row)].append(row)
+        # Dicts for sets that keep their order.
+        self._waiting: list[dict[int, None]] = [{} for _ in range(rows.lanes)]
+        self._of_group: dict[int, dict[int, None]] = {group: {} for group in groups}
+        for row, group in enumerate(groups):
+            self._waiting[rows.lane(row)][row] = self._of_group[group][row] = None
         # Groups of which some episode has begun in the lane: their prompt is read there.
-        self._begun: list[set[int]] = [set() for _ in range(rows.lanes)]
+        self._begun: list[dict[int, None]] = [{} for _ in range(rows.lanes)]
 
     @property
     def num_waiting(self) -> int:
@@ -92,26 +94,33 @@ class LaneScheduler:
         for slot in free:
             lane = slot // self._slots_per_lane
             if self._waiting[lane]:
-                taken[slot] = self._take(lane, self._waiting[lane][0])
+                taken[slot] = self._take(lane, next(iter(self._waiting[lane])))
             elif self._rows.guests and lane not in crowded:
                 left[lane].append(slot)
-        while self.num_waiting and any(left):
+        while any(left) and any(self._waiting):
             lane, row = self._next_guest(left)
             taken[left[lane].pop(0)] = self._take(lane, row)
         return taken
 
     def _next_guest(self, left: Sequence[Sequence[int]]) -> tuple[int, int]:
         """The lane, of those with slots `left`, that takes a guest; and which row that is."""
-        rows = [row for waiting in self._waiting for row in waiting]
-        for lane in (lane for lane, slots in enumerate(left) if slots):
-            for row in rows:
-                if self._groups[row] in self._begun[lane]:
-                    return lane, row
+        for lane, slots in enumerate(left):
+            if slots and (row := self._known_row(lane)) is not None:
+                return lane, row
         lane = max(range(len(left)), key=lambda lane: (len(left[lane]), -lane))
-        return lane, max(self._waiting, key=len)[-1]
+        return lane, next(reversed(max(self._waiting, key=len)))
+
+    def _known_row(self, lane: int) -> int | None:
+        """A row that waits, of a group that has begun in the lane."""
+        for group in list(self._begun[lane]):
+            if rows := self._of_group[group]:
+                return next(iter(rows))
+            del self._begun[lane][group]
+        return None
 
     def _take(self, lane: int, row: int) -> int:
         """The row begins in this lane."""
-        self._waiting[self._rows.lane(row)].remove(row)
-        self._begun[lane].add(self._groups[row])
+        group = self._groups[row]
+        del self._waiting[self._rows.lane(row)][row], self._of_group[group][row]
+        self._begun[lane][group] = None
         return row
