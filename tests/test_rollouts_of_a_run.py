@@ -120,7 +120,8 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version(monkeyp
     evaluate(world(), placement, position, games=16)
     assert open_seat(placement, position, position.step).kept is not None
     # Nothing is kept where there is too little memory for another seat.
-    settings = dataclasses.replace(placement._chooser.settings, budget_bytes=1)
-    monkeypatch.setattr(placement._chooser, "settings", settings)
+    chooser = placement._chooser
+    settings = dataclasses.replace(chooser.settings, budget_bytes=1)
+    monkeypatch.setattr(placement, "_chooser", dataclasses.replace(chooser, settings=settings))
     placement.keep(seat)
     assert placement._kept is None
