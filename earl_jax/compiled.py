@@ -19,6 +19,7 @@ from earl_jax.main import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.pages import Pool, pages_for
+from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.scene import find_model
 from earl_jax.selector.memory import program_bytes
@@ -118,6 +119,11 @@ def _lower_round(
     config: Config, model: ModelConfig, vocab_size: int, devices: list[Any], prospect: Prospect
 ) -> Any:
     rollout, layout = config.rollout, make_layout(prospect.mesh, devices)
+    rows = make_rows(
+        num_rows=rollout.episodes_per_step,
+        num_slots=rollout.num_slots,
+        num_lanes=len(devices),
+    )
     engine = PolicyEngine(
         EngineConfig(
             model=dataclasses.replace(
@@ -127,7 +133,7 @@ def _lower_round(
             weight_dtype=rollout.weight_dtype,
             kv_dtype=rollout.kv_dtype,
             num_slots=rollout.num_slots,
-            num_rows=rollout.episodes_per_step,
+            num_rows=rows.total,
             chunk_size=rollout.chunk_size,
             # Which ids end a turn, and which replies are allowed, take no memory to speak of.
             rules=SlotRules(

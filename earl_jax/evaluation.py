@@ -32,7 +32,11 @@ def evaluate(
         def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
             seat, _ = placement.open_seat(world.policy(position.state), version=position.step)
             sampling = world.config.eval.sampling
-            return play_all(world, placement, seat, batch, load, sampling)[1].outcomes
+            rollout, played = play_all(world, placement, seat, batch, load, sampling)
+            if rollout:
+                # The next batch, and the next step's episodes, are played with the same weights.
+                placement.keep(rollout.seat)
+            return played.outcomes
 
         placement.choose_rollout(expected_tokens(world, load), load)
         while (found := placement.survive("rollout", attempt)) is None:

@@ -21,7 +21,8 @@ from jax.sharding import NamedSharding
 from earl_jax.dispatch.pack import fit
 from earl_jax.models.parameters import Params
 from earl_jax.rest import from_rest
-from earl_jax.rollout.collect import Rollout, RolloutStats
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.candidates import divisors
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree, same_shards

@@ -131,6 +131,8 @@ class Keeper:
         return step == config.num_steps or step % config.checkpoint.every_steps == 0
 
     def _save(self, position: Position) -> None:
+        # A run that is resumed has it not either, and the copy of the weights needs room.
+        self.placement.forget()
         processes, base = self.world.processes, position.state.base
         prints: list[int | None] = []
         if base is not None:
@@ -204,12 +206,15 @@ class Keeper:
             "shared_tokens": record.stats.shared_tokens,
             "recomputed_tokens": record.stats.recomputed_tokens or None,
             "parked_episodes": record.stats.parked_episodes or None,
+            "guest_episodes": record.stats.guest_episodes or None,
             "parked_host_bytes": record.stats.parked_host_bytes or None,
             "parking": record.stats.parking or None,
             "given_up_tokens": record.stats.given_up_tokens or None,
             "drafted_tokens": record.stats.drafted_tokens or None,
             "draft_acceptance": record.stats.draft_acceptance,
             "drafting_rounds": record.stats.drafting_rounds or None,
+            "decode_rows": record.stats.decode_rows,
+            "idle_rows": record.stats.idle_rows,
             "env_wait_s": record.stats.env_wait_s,
             "train_tokens": train_tokens,
             "train_tokens_per_s": train_tokens / stage_s["train"],

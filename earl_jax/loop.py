@@ -19,11 +19,12 @@ from earl_jax.dispatch.pack import dispatch
 from earl_jax.joint import Played, hear_all, join_rows
 from earl_jax.learning import imitate, learn
 from earl_jax.placement import Placement
-from earl_jax.rollout.collect import Collector, Rollout, RolloutStats
+from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
+from earl_jax.rollout.stats import RolloutStats
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import absent_array
 from earl_jax.telemetry.host_bytes import HostByteCounter

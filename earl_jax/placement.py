@@ -22,10 +22,10 @@ from earl_jax.chooser import Chooser, StepChoice
 from earl_jax.joint import send_weights
 from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.rollout.pages import Pool, roomier_pages
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.seat import Policy, Seat, open_seat, vacate
 from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings
 from earl_jax.selector.ladder import Failure, RolloutRung, TrainRung, rollout_size, train_size
-from earl_jax.selector.memory import is_out_of_memory
+from earl_jax.selector.memory import is_out_of_memory, resident_bytes
 from earl_jax.selector.step_choice import Pair, StepDecision
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
@@ -89,6 +89,8 @@ class Placement:
         self._played: set[tuple[MeshShape, int, Pool]] = set()
         # What was expected of the step, for the tokens that it would have.
         self._expected: StepChoice | None = None
+        # What the rollout before has read, for another under the same weights.
+        self._kept: Seat | None = None
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -362,10 +364,26 @@ class Placement:
             return None, published.moved_bytes
         policy = Policy(params=published.params, version=version)
         pool = self._pool
-        state = engine.empty_state(self.places, pool)
         self._played.add((self.in_rollout, self.places, pool))
-        seat = Seat(engine=engine, policy=policy, state=state, places=self.places, pool=pool)
+        kept, self._kept = self._kept, None
+        seat = open_seat(engine, policy, self.places, pool, kept)
         return seat, published.moved_bytes
+
+    def keep(self, seat: Seat) -> None:
+        """What this seat's caches hold is there for the next seat, if that has the same weights.
+
+        Unless there is too little memory for another seat beside them.
+        """
+        budget, engine = self._chooser.settings.budget_bytes, seat.engine
+        taken = resident_bytes(seat.state, engine.state_shardings)
+        taken += resident_bytes(seat.policy.params, engine.parameter_shardings)
+        need = self._ladder.trainer_bytes(self.in_training) + 2 * taken
+        if not self.offload and (budget is None or need <= budget):
+            self._kept = vacate(seat)
+
+    def forget(self) -> None:
+        """Nothing is kept any more."""
+        self._kept = None
 
     def make_room(self, seat: Seat, tokens: int, pages: int, load: Load | None) -> Seat:
         """A seat with room for `tokens` tokens an episode: the live episodes move along.

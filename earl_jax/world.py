@@ -32,6 +32,7 @@ from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool, dense_pool
+from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import (
     context_candidates,
@@ -182,6 +183,11 @@ class World:
     @functools.cache  # noqa: B019
     def _engine(self, shape: MeshShape, num_slots: int) -> PolicyEngine:
         rollout = self.own_rollout
+        rows = make_rows(
+            num_rows=rollout.episodes_per_step,
+            num_slots=num_slots,
+            num_lanes=len(self.processes.lanes),
+        )
         return PolicyEngine(
             EngineConfig(
                 model=dataclasses.replace(
@@ -191,7 +197,7 @@ class World:
                 weight_dtype=rollout.weight_dtype,
                 kv_dtype=rollout.kv_dtype,
                 num_slots=num_slots,
-                num_rows=rollout.episodes_per_step,
+                num_rows=rows.total,
                 chunk_size=rollout.chunk_size,
                 rules=SlotRules(
                     burst=rollout.burst,

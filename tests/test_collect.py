@@ -31,7 +31,8 @@ from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, pages_for
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.scheduler import make_rows
+from earl_jax.rollout.seat import Policy, Seat, open_seat
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -65,6 +66,13 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(tokenizer())
 
 
+def num_rows(num_slots: int, episodes: int) -> int:
+    """Rows of experience, with those for guests where there are slots for all lanes."""
+    lanes = NUM_LANES if num_slots % NUM_LANES == 0 else 1
+    rows = make_rows(num_rows=episodes, num_slots=num_slots, num_lanes=lanes)
+    return rows.total
+
+
 @functools.cache
 def engine(
     num_slots: int = CONFIG.num_slots,
@@ -74,6 +82,8 @@ def engine(
     model_logprobs: bool = False,
     ngram: int = 0,
     draft: int = 0,
+    model: ModelConfig = MODEL,
+    episodes: int = CONFIG.episodes_per_step,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
@@ -85,10 +95,10 @@ def engine(
     )
     return PolicyEngine(
         EngineConfig(
-            model=MODEL,
+            model=model,
             vocab_size=320,
             num_slots=num_slots,
-            num_rows=CONFIG.episodes_per_step,
+            num_rows=num_rows(num_slots, episodes),
             chunk_size=CONFIG.chunk_size,
             rules=rules,
             seed=3,
@@ -99,7 +109,7 @@ def engine(
 
 
 @functools.cache
-def weights(seed: int = 0, *, ends_turns: bool = True):
+def weights(seed: int = 0, *, ends_turns: bool = True, model: ModelConfig = MODEL):
     """A policy that says one random digit and ends its turn, or never ends it.
 
     Random weights, but for two features of the embedding that drown the rest: the first is 10
@@ -111,7 +121,7 @@ def weights(seed: int = 0, *, ends_turns: bool = True):
         noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
         return np.broadcast_to(noise, spec.shape).astype(np.float32)
 
-    specs = unstacked_specs(parameter_specs(MODEL, 320), MODEL.num_layers)
+    specs = unstacked_specs(parameter_specs(model, 320), model.num_layers)
     values = jax.tree.map(draw, specs, is_leaf=is_spec)
     digits = [tokenizer().convert_tokens_to_ids(str(digit)) for digit in range(9)]
     speaks, ends = tokenizer().convert_tokens_to_ids(ASSISTANT), renderer().end_of_turn_id
@@ -122,7 +132,8 @@ def weights(seed: int = 0, *, ends_turns: bool = True):
     head[0, digits] = 0
     if ends_turns:
         head[0, ends], head[1, ends], head[1, digits] = 0, 6, -6
-    return engine().load_params(jax.tree.map(jnp.asarray, {**values, "embed": embed, "head": head}))
+    values = {**values, "embed": embed, "head": head}
+    return engine(model=model).load_params(jax.tree.map(jnp.asarray, values))
 
 
 def tasks(number: int, first: int = 0) -> list[Task]:
@@ -187,6 +198,7 @@ def collect(
     max_context=NO_LIMIT,
     drafting=None,
     thin_out=None,
+    vacant=None,
     **changes,
 ):
     """Plays the tasks; the Collector that does is added to `collectors`."""
@@ -206,13 +218,8 @@ def collect(
         collectors.append(collector)
     size = player.config.page_size
     pages = pages or pages_for(places, size) * num_slots // num_lanes
-    seat = Seat(
-        engine=player,
-        policy=Policy(params=player.load_params(params or weights()), version=version),
-        state=player.empty_state(places, Pool(num_lanes, pages)),
-        places=places,
-        pool=Pool(num_lanes, pages),
-    )
+    policy = Policy(params=player.load_params(params or weights()), version=version)
+    seat = open_seat(player, policy, places, Pool(num_lanes, pages), vacant)
     return collector.collect(seat, todo, sampling=sampling, control=control)
 
 
@@ -304,8 +311,22 @@ def test_every_token_is_prefilled_or_sampled_once(games):
         tokens[turn.author] += len(turn.token_ids)
     assert games.stats.prefill_tokens == tokens["environment"]
     assert games.stats.rollout_tokens == tokens["policy"]
+    # The first token of a turn comes behind its chunk, the others from a decode step each.
+    spoken = sum(turn.author == "policy" for turn in turns)
+    assert games.stats.decode_rows - games.stats.idle_rows == tokens["policy"] - spoken
     assert games.stats.context_tokens_max == max(t.num_tokens for t in games.trajectories)
     assert 0 < games.stats.tokens_in_flight_max <= 16 * games.stats.context_tokens_max
+
+
+def test_a_slot_without_work_is_a_row_of_its_devices_steps(pool):
+    """One episode on sixteen slots, two a device: beside each row that speaks one is idle.
+
+    Devices where nobody speaks take no step.
+    """
+    rollout = collect(pool, tasks(1))
+    steps = rollout.stats.rollout_tokens - rollout.trajectories[0].num_turns
+    assert (rollout.stats.decode_rows, rollout.stats.idle_rows) == (2 * steps, steps)
+    assert steps > 0
 
 
 def rounds_of(trajectory) -> int:
@@ -317,22 +338,50 @@ def rounds_of(trajectory) -> int:
     )
 
 
-def test_a_free_slot_is_filled_in_the_next_round(games):
-    """Rounds are exactly those of list scheduling, lane by lane, and fewer than in waves."""
-    slots_per_lane, rows_per_lane = 16 // NUM_LANES, 48 // NUM_LANES
+def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
+    """Of forty episodes; whatever lane has the slot, and in fewer rounds than lane by lane."""
+    player, collectors, seen = engine(), [], []
+    play = player.play
+
+    def counting(*given, **settings):
+        (collector,) = collectors
+        live = sum(episode is not None for episode in collector._slots)
+        seen.append((live, len(collector._finished)))
+        return play(*given, **settings)
+
+    monkeypatch.setattr(player, "play", counting)
+    rollout = collect(pool, tasks(40), player=player, collectors=collectors)
+    assert len(seen) == rollout.stats.rounds == games.stats.rounds
+    assert {live - min(16, 40 - over) for live, over in seen} == {0}
+    assert 0 < rollout.stats.guest_episodes < 20
+    # List scheduling in each lane of two slots and six rows by itself.
     needed = [rounds_of(t) for t in games.trajectories]
-    lanes = [needed[first : first + rows_per_lane] for first in range(0, 48, rows_per_lane)]
     ends = []
-    for lane in lanes:
-        free_at = [0] * slots_per_lane
-        for rounds in lane:
+    for first in range(0, 40, 6):
+        free_at = [0, 0]
+        for rounds in needed[first : first + 6]:
             heapq.heappush(free_at, heapq.heappop(free_at) + rounds)
         ends.append(max(free_at))
-    waves = sum(
-        max(max(lane[first : first + slots_per_lane], default=0) for lane in lanes)
-        for first in range(0, rows_per_lane, slots_per_lane)
+    assert rollout.stats.rounds < max(ends)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "num_slots"), [(MeshShape(data=8), 8), (MeshShape(data=2, tensor=2), 16)], ids=str
+)
+def test_episodes_of_one_lane_play_in_all_and_their_rows_are_at_home(pool, games, mesh, num_slots):
+    """Eighteen episodes, at home in three of eight lanes: the slots of the others have guests.
+
+    With a slot a lane it has one guest after the other, longer before shorter ones among them.
+    """
+    player = engine(num_slots, mesh)
+    rollout = collect(pool, tasks(18), num_slots=num_slots, player=player)
+    check_rows(rollout, 18)
+    assert_same_episodes(games.trajectories[:18], rollout.trajectories)
+    assert rollout.stats.guest_episodes >= 10
+    at_home = max(
+        sum(rounds_of(t) for t in games.trajectories[first : first + 6]) for first in (0, 6, 12)
     )
-    assert games.stats.rounds == max(ends) < waves
+    assert rollout.stats.rounds < at_home
 
 
 def test_an_episode_is_the_same_on_another_number_of_slots(pool, games):

@@ -134,5 +134,5 @@ def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(wor
             )
             state, report = traced.out_info
             assert report.shape == (rollout.num_slots, 2 * rollout.burst + 2)
-            assert state.experience.tokens.shape == (rollout.episodes_per_step, places)
+            assert state.experience.tokens.shape == (engine.config.num_rows, places)
             assert mesh_words(shape) in lowered(traced, world)

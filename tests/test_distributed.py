@@ -29,8 +29,8 @@ from earl_jax.export import export_policy
 from earl_jax.joint import total_stats
 from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
-from earl_jax.rollout.collect import RolloutStats
 from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.stats import RolloutStats
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World

@@ -115,7 +115,7 @@ def test_other_weights_take_over_in_the_middle_of_turns(pool, cache):
     swaps = {number: swap_to(number, cache) for number in (2, 4, 7)}
     guessed = collect(
         pool,
-        tasks(16),
+        tasks(24),
         lambda task: Talker(task.env_seed),
         control=Script(swaps),
         player=engine(burst=1, **GUESSES),
@@ -123,7 +123,7 @@ def test_other_weights_take_over_in_the_middle_of_turns(pool, cache):
         places=2 * ROOM,
         speculation=ON,
     )
-    check_rows(guessed, 16)
+    check_rows(guessed, 24)
     assert {t.stop_reason for t in guessed.trajectories} == {"win"}
     versions = [set(turn.versions) for t in guessed.trajectories for turn in t.turns[1::2]]
     assert set().union(*versions) >= {0, 7}

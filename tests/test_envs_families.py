@@ -209,6 +209,7 @@ def begin(conversation: Conversation, script: Script) -> LiveEpisode:
     episode = LiveEpisode(
         task=Task(episode=0, group=0, env_seed=0, player=0),
         row=0,
+        place=0,
         conversation=conversation,
         limits=Limits(max_turn_tokens=1000),
         stops=Stops(),

@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 
+import numpy as np
 import pytest
 from test_collect import (
     CONFIG,
@@ -14,11 +15,14 @@ from test_collect import (
     engine,
     renderer,
     tasks,
+    weights,
 )
 from test_control import Script, swap_to
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.seat import open_seat, vacate
 from earl_jax.sharding.layout import MeshShape
 
 SYSTEM = "0123456780123456780123456"
@@ -54,8 +58,8 @@ def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
     """On one device, which is one lane."""
     player = engine(num_slots, MeshShape())
     rollout = collect(
-        pool, todo, make, num_slots=num_slots, player=player, num_lanes=1, places=48,
-        **{"share_prefixes": True, **changes},
+        pool, todo, make, num_slots=num_slots, player=player, num_lanes=1,
+        **{"share_prefixes": True, "places": 48, **changes},
     )  # fmt: skip
     check_rows(rollout, len(todo))
     assert {t.stop_reason for t in rollout.trajectories} == {"win"}
@@ -102,9 +106,51 @@ def test_what_different_prompts_have_in_common_is_read_once_a_policy_version(poo
     assert_same_episodes(once.trajectories[:2], twice.trajectories[:2])
 
 
+def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
+    """Not even by the first episode of it; what is new of other prompts is read once."""
+    length, size = len(prompt("7")), 4
+    todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(size)]
+
+    def ask(words, vacant=None, **changes):
+        return play(pool, todo, lambda task: Question(words), vacant=vacant, **changes)
+
+    first = ask("7")
+    assert first.stats.prefill_tokens == length + size - 1
+    kept = first.experience
+    second = ask("7", vacate(first.seat))
+    assert second.stats.prefill_tokens == size
+    assert second.stats.shared_tokens == size * (length - 1)
+    assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
+    np.testing.assert_array_equal(kept.tokens, second.experience.tokens)
+    third = ask("8", vacate(second.seat))
+    own = 3
+    assert third.stats.prefill_tokens == own + size - 1
+    assert third.trajectories == ask("8").trajectories
+    # Other weights have read nothing of it.
+    newer = ask("8", vacate(third.seat), version=1, params=weights(1))
+    assert newer.stats.prefill_tokens == length + size - 1
+    # More room is made for what is kept; where there is less, nothing is.
+    left, policy = vacate(newer.seat), newer.seat.policy
+    larger = open_seat(left.engine, policy, 64, Pool(1, 4 * 8), left)
+    assert larger.kept is left.kept and larger.state.experience.tokens.shape[1] == 64
+    assert larger.kept.pages.pool.total == larger.state.cache.num_pages == 4 * 8
+    assert open_seat(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
+
+
 def test_on_several_devices_it_is_once_for_each(pool):
-    """Eight lanes of two slots; six episodes have rows in the first, two in the second."""
+    """Eight lanes of two slots; six episodes are at home in the first, two in the second.
+
+    So four are guests: two in the third lane and two in the fourth.
+    """
     todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(8)]
     rollout = collect(pool, todo, lambda task: Question("7"), places=48, share_prefixes=True)
     assert CONFIG.episodes_per_step // 8 == 6
-    assert rollout.stats.prefill_tokens == 2 * len(prompt("7")) + 6
+    assert rollout.stats.guest_episodes == 4
+    assert rollout.stats.prefill_tokens == 4 * len(prompt("7")) + 4
+    again = collect(
+        pool, todo, lambda task: Question("7"), places=48, share_prefixes=True,
+        vacant=vacate(rollout.seat),
+    )  # fmt: skip
+    check_rows(again, 8)
+    assert_same_episodes(rollout.trajectories, again.trajectories)
+    assert (again.stats.guest_episodes, again.stats.prefill_tokens) == (4, 8)

@@ -418,7 +418,7 @@ def test_a_larger_room_on_the_same_mesh_moves_nothing(tiny, place):
     params, cached = seat.policy.params, np.array(seat.state.cached)
     grown = placement.make_room(seat, SHORT + 1, 2, None)
     assert grown.engine is seat.engine and grown.policy.params is params
-    assert grown.state.experience.tokens.shape == (16, LONG)
+    assert grown.state.experience.tokens.shape == (grown.engine.config.num_rows, LONG)
     np.testing.assert_array_equal(np.array(grown.state.cached), cached)
     assert placement.take_log().switch_s == 0.0
 

@@ -3,6 +3,8 @@
 """Thousands of episodes of random shape: each ends once, as it should, and nothing leaks."""
 
 import collections
+import dataclasses
+import functools
 import gc
 import random
 import threading
@@ -11,40 +13,91 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_collect import CONFIG, Rooms, check_rows, collect, engine, tasks, weights
+from test_collect import CONFIG, Rooms, check_rows, collect, engine, renderer, tasks, weights
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.collect import Collector
+from earl_jax.rollout.config import Limits, SpeculationConfig
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.pages import pages_for
 from earl_jax.rollout.seat import Policy
+from earl_jax.sharding.layout import MeshShape
 
-NUM_ROLLOUTS = 64
+NUM_ROLLOUTS, EPISODES = 8, 320
+NUM_SLOTS = 32
 PLACES = 128
 LONGEST = 120
-ENDS = ("done", "raises", "garbage", "unencodable", "at start", "aborted")
+# One small layer on two devices: what is tested is who sits where.
+MODEL = ModelConfig(num_layers=1, width=16, num_heads=2, num_kv_heads=1, head_size=8, ffn_size=16)
+# How many tokens a turn takes: a digit and its end.
+TURN = 2
+ENDS = {
+    "done": 16,
+    "raises": 2,
+    "garbage": 2,
+    "unencodable": 2,
+    "at start": 2,
+    "aborted": 2,
+    "hangs": 0.3,
+    "hangs at start": 0.3,
+}
+REASONS = {
+    "done": "win",
+    "aborted": "aborted",
+    "unencodable": "unencodable",
+    "hangs": "environment_timeout",
+}
 
 
 class Shape:
     """An environment drawn at random: how long it talks, how it ends, how fast it is.
 
-    Some change the policy's weights while they are at it.
+    Some change the policy's weights while they are at it, and some never answer.
     """
 
-    def __init__(self, episode: int, control: RolloutControl):
+    def __init__(
+        self, episode: int, control: RolloutControl, released: threading.Event, *, endless: bool
+    ):
         rng = random.Random(episode)
-        self.control, self.episode = control, episode
-        self.end = rng.choices(ENDS, (8, 1, 1, 1, 1, 1))[0]
+        self.control, self.released, self.episode = control, released, episode
+        self.endless = endless
+        (self.end,) = rng.choices(list(ENDS), list(ENDS.values()))
         self.lengths = [rng.choice([1, 2, 9, 20]) for _ in range(rng.randrange(1, 5))]
+        self.limits = self._draw_limits(rng)
+        self.stop_reason = self._foresee()
         self.delay_s = rng.choice([0, 0, 0, 0.001])
-        self.swaps = rng.choice([None] * 20 + ["keep", "recompute"])
+        self.swaps = None if endless else rng.choice([None] * 80 + ["keep", "recompute"])
         self.started = 0
 
-    @property
-    def stop_reason(self) -> str:
-        faults = {"done": "win", "aborted": "aborted", "unencodable": "unencodable"}
-        return faults.get(self.end, "environment_error")
+    def _draw_limits(self, rng: random.Random) -> Limits | None:
+        """Of a turn or of the episode; None where the config's do not cut it.
+
+        Who is aborted has none: it could be cut before that is obeyed.
+        """
+        if self.end == "aborted" or rng.random() < 0.8:
+            return None
+        turn = rng.choice([1, 2, 4, 9])
+        return Limits(max_turn_tokens=turn, max_episode_tokens=rng.choice([0, 12, 25, 40]))
+
+    def _foresee(self) -> str:
+        """Why it ends, counted by hand: turns are of two tokens or endless, if not cut."""
+        if self.end in ("at start", "hangs at start"):
+            return "environment_error" if self.end == "at start" else "environment_timeout"
+        limits = self.limits or CONFIG.limits
+        most = limits.max_episode_tokens or 10**6
+        length = 0
+        for index, words in enumerate(reversed(self.lengths)):
+            length += said_tokens(words, first=not index)
+            if length >= most:
+                return "episode_too_long"
+            turn = min(limits.max_turn_tokens, most - length)
+            if self.endless or turn < TURN:
+                cut = turn == limits.max_turn_tokens
+                return "turn_too_long" if cut else "episode_too_long"
+            length += TURN
+        return REASONS.get(self.end, "environment_error")
 
     def say(self) -> str:
         return "8" * self.lengths.pop()
@@ -53,6 +106,8 @@ class Shape:
         self.started += 1
         if self.end == "at start":
             raise OSError("no board")
+        if self.end == "hangs at start":
+            self.released.wait()
         return Start(text=self.say(), role="x")
 
     def step(self, reply: str) -> StepResult:
@@ -60,15 +115,15 @@ class Shape:
         if self.swaps:
             version = self.episode % 1000
             self.control.swap(
-                lambda player: Policy(
-                    params=player.load_params(weights(version % 2)), version=version
-                ),
+                lambda player: Policy(params=placed(version % 2, True), version=version),
                 cache=self.swaps,
             )
         if self.lengths:
             return StepResult(text=self.say(), reward=0.5, done=False)
         if self.end == "raises":
             raise OSError("the board fell over")
+        if self.end == "hangs":
+            self.released.wait()
         if self.end == "garbage":
             return {"text": reply}  # pyright: ignore[reportReturnType]
         if self.end == "unencodable":
@@ -78,6 +133,27 @@ class Shape:
             # It would go on for ever, were it not aborted.
             return StepResult(text="8", reward=0.5, done=False)
         return StepResult(reward=0.5, done=True, stop_reason="win")
+
+
+@functools.cache
+def said_tokens(words: int, *, first: bool) -> int:
+    """Tokens of what the environment says with so many words."""
+    render = renderer().first if first else renderer().answer
+    return len(render("8" * words))
+
+
+@functools.cache
+def player():
+    """It guesses tokens: the policy that never ends a turn says some digits again."""
+    return engine(
+        NUM_SLOTS, MeshShape(data=2), append_rows=1, ngram=1, draft=2, model=MODEL,
+        episodes=EPISODES,
+    )  # fmt: skip
+
+
+@functools.cache
+def placed(seed: int, ends_turns: bool):
+    return player().load_params(weights(seed, ends_turns=ends_turns, model=MODEL))
 
 
 def check_nothing_is_held(collector: Collector) -> None:
@@ -95,56 +171,88 @@ def check_nothing_is_held(collector: Collector) -> None:
     assert free == [pages.pool.pages] * pages.pool.lanes
     host = room._host
     assert (host.held_bytes, host.slots, host._leaving, room._leaving) == (0, [], [], {})
+    assert not collector._guests._leaving
+
+
+def play(number: int, pool: EnvironmentPool):
+    """One rollout of random shape; its environments by episode, and who collected it."""
+    control, made, collectors, released = RolloutControl(), {}, [], threading.Event()
+    rng, endless = random.Random(number), number == NUM_ROLLOUTS - 1
+    todo = tasks(rng.randrange(EPISODES - 40, EPISODES + 1), first=1000 * number)
+    shapes = {
+        task.episode: Shape(task.episode, control, released, endless=endless) for task in todo
+    }
+
+    def make(task):
+        assert task.episode not in made, "it began twice"
+        made[task.episode] = shapes[task.episode]
+        return made[task.episode]
+
+    rollout = collect(
+        pool,
+        [dataclasses.replace(task, limits=shapes[task.episode].limits) for task in todo],
+        make,
+        params=placed(0, not endless),
+        places=PLACES,
+        # Some have pages for one whole episode a lane, and park the others.
+        pages=rng.choice([0, pages_for(LONGEST, CONFIG.page_size)]),
+        make_room=Rooms(most_pages=0),
+        num_slots=NUM_SLOTS,
+        player=player(),
+        control=control,
+        collectors=collectors,
+        episodes_per_step=EPISODES,
+        speculation=SpeculationConfig(mode="on", ngram=1, draft=2),
+        share_prefixes=number % 2 == 0,
+        parking=("auto", "host", "recompute")[number % 3],
+        # Of three in host memory, or of thousands.
+        parking_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
+        patience_s=rng.choice([0.0, 0.001, 0.01]),
+    )
+    released.set()
+    return rollout, made, collectors.pop()
 
 
 @pytest.mark.slow
 def test_every_episode_ends_once_and_nothing_leaks():
-    pool = EnvironmentPool(3, timeout_s=60.0)
+    # Long enough for a sound environment on a busy machine.
+    pool = EnvironmentPool(16, timeout_s=2.0)
     threads = threading.active_count()
-    reasons, parked, moved, live = collections.Counter(), 0, 0, []
+    # What is made once is no leak.
+    _ = placed(0, True), placed(1, True), placed(0, False)
+    reasons, counts, live = collections.Counter(), collections.Counter(), []
     for number in range(NUM_ROLLOUTS):
-        control, made, collectors = RolloutControl(), {}, []
-
-        def make(task, control=control, made=made):
-            made[task.episode] = Shape(task.episode, control)
-            return made[task.episode]
-
-        rng = random.Random(number)
-        todo = tasks(rng.randrange(20, CONFIG.episodes_per_step + 1), first=1000 * number)
-        rollout = collect(
-            pool,
-            todo,
-            make,
-            places=PLACES,
-            # Some have pages for one whole episode a lane, and park the others.
-            pages=rng.choice([0, pages_for(LONGEST, CONFIG.page_size)]),
-            make_room=Rooms(most_pages=0),
-            num_slots=32,
-            player=engine(32, append_rows=1),
-            control=control,
-            collectors=collectors,
-            share_prefixes=number % 2 == 0,
-            parking=("auto", "host", "recompute")[number % 3],
-            # Of three in host memory, or of thousands.
-            parking_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
-            patience_s=rng.choice([0.0, 0.001, 60.0]),
-        )
-        assert [t.episode for t in rollout.trajectories] == [task.episode for task in todo]
+        rollout, made, collector = play(number, pool)
+        episodes = [trajectory.episode for trajectory in rollout.trajectories]
+        assert episodes == list(range(1000 * number, 1000 * number + len(episodes)))
+        assert sorted(made) == episodes
         for trajectory in rollout.trajectories:
             shape = made[trajectory.episode]
             assert shape.started == 1
-            assert trajectory.stop_reason == shape.stop_reason, shape.end
+            assert trajectory.stop_reason == shape.stop_reason, (shape.end, shape.limits)
             reasons[trajectory.stop_reason] += 1
-        check_rows(rollout, len(todo))
-        check_nothing_is_held(collectors.pop())
-        parked += rollout.stats.parked_episodes
-        moved += rollout.stats.parked_host_bytes
-        del rollout
+        check_rows(rollout, len(episodes))
+        check_nothing_is_held(collector)
+        counts.update(
+            {
+                name: getattr(rollout.stats, name)
+                for name in ("parked_episodes", "parked_host_bytes", "guest_episodes")
+                + ("drafted_tokens", "accepted_tokens", "recomputed_tokens", "shared_tokens")
+            }
+        )
+        del rollout, collector
         gc.collect()
         live.append(len(jax.live_arrays()))
-    assert parked > 0 and moved > 0
+    assert all(counts.values()), counts
     assert live[-1] == live[NUM_ROLLOUTS // 2], "arrays are left on the devices"
     assert sum(reasons.values()) > 2000
-    assert set(reasons) == {"win", "aborted", "unencodable", "environment_error"}
+    assert set(reasons) == {
+        "win", "aborted", "unencodable", "environment_error", "environment_timeout",
+        "turn_too_long", "episode_too_long",
+    }  # fmt: skip
+    # Those that hung have been let go.
+    deadline = time.monotonic() + 60
+    while threading.active_count() != threads and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert threading.active_count() == threads
     pool.close()

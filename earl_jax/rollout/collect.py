@@ -32,11 +32,13 @@ from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.guests import Guests
 from earl_jax.rollout.orders import NO_ID, NO_LIMIT, NO_PAGE, NO_ROW, Report, pack_orders
 from earl_jax.rollout.room import CacheRoom, MakeRoom
 from earl_jax.rollout.sampling import sampling_rows, set_row
-from earl_jax.rollout.scheduler import LaneScheduler
+from earl_jax.rollout.scheduler import LaneScheduler, Rows, make_rows
 from earl_jax.rollout.seat import Seat
+from earl_jax.rollout.stats import RolloutStats
 from earl_jax.trajectory import Experience, Trajectory
 
 # thin_out(seat, live, longest): where the last `live` episodes go on, the longest of which has so
@@ -46,42 +48,6 @@ ThinOut = Callable[[Seat, int, int], Seat]
 Answer = tuple[Environment, Start] | StepResult
 
 
-@dataclasses.dataclass(kw_only=True)
-class RolloutStats:
-    """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
-
-    `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
-    `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
-    each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
-    and back; `parking` is the last choice between the two in words, "" where there was none.
-    `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
-    `rollout_tokens`. `drafted_tokens` were guessed, `accepted_tokens` of them were what was
-    sampled, in `drafting_rounds` of the `rounds`. `env_wait_s`: seconds in which no round ran
-    because environments were waited for.
-    """
-
-    rounds: int = 0
-    rollout_tokens: int = 0
-    prefill_tokens: int = 0
-    shared_tokens: int = 0
-    recomputed_tokens: int = 0
-    parked_episodes: int = 0
-    parked_host_bytes: int = 0
-    parking: str = ""
-    given_up_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    drafting_rounds: int = 0
-    tokens_in_flight_max: int = 0
-    context_tokens_max: int = 0
-    env_wait_s: float = 0.0
-
-    @property
-    def draft_acceptance(self) -> float | None:
-        """The fraction of guesses that were right; None where there were none."""
-        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
     """What a rollout leaves: host facts in the order of the tasks, and the seat with the rows."""
@@ -89,11 +55,13 @@ class Rollout:
     trajectories: list[Trajectory]
     seat: Seat
     stats: RolloutStats
+    rows: Rows
 
     @property
     def experience(self) -> Experience:
-        """The device rows; row i is the episode of task i."""
-        return self.seat.state.experience
+        """The device rows; row i is the episode of task i. Where there are guests, a copy."""
+        seat = self.seat
+        return seat.engine.row_copies.at_home(seat.state.experience, self.rows)
 
 
 class Collector:
@@ -157,12 +125,15 @@ class Collector:
         self._choice_branches, self._scores_all = rules.choice_branches, rules.model_logprobs
         for task in tasks:
             task.validate()
-        scheduler = LaneScheduler(
-            range(len(tasks)),
+        rows = make_rows(
             num_rows=config.episodes_per_step,
             num_slots=config.num_slots,
             num_lanes=self._num_lanes,
+            guests=seat.engine.config.num_rows > config.episodes_per_step,
         )
+        groups = [task.group for task in tasks]
+        scheduler = LaneScheduler(groups, rows=rows, num_slots=config.num_slots)
+        self._guests = Guests(rows, config.num_slots)
         self._room = CacheRoom(config, seat, self._slots, self._make_room)
         while True:
             if control is not None:
@@ -174,16 +145,19 @@ class Collector:
                 break
             seat = self._room.fit(self._move_the_last(scheduler, seat))
             orders = self._orders(sampling, seat.policy.version)
-            seat = self._room.give(seat)
+            seat = self._room.give(self._guests.settle(seat))
             seat, report = self._play(seat, orders)
             self._answer(self._listen(report, seat.policy.version))
             self._stats.rounds += 1
+        seat = self._guests.settle(seat, at_last=True)
+        self._stats.guest_episodes = self._guests.count
         self._stats.parked_episodes = self._room.num_parked
         self._stats.recomputed_tokens += self._room.recomputed_tokens
         self._stats.parked_host_bytes = self._room.host_bytes
         self._stats.parking = self._room.parking
+        seat = dataclasses.replace(seat, kept=self._room.keep(seat.policy.version))
         trajectories = [self._finished[row] for row in range(len(tasks))]
-        return Rollout(trajectories=trajectories, seat=seat, stats=self._stats)
+        return Rollout(trajectories=trajectories, seat=seat, stats=self._stats, rows=rows)
 
     def _move_the_last(self, scheduler: LaneScheduler, seat: Seat) -> Seat:
         """Asks whether the last episodes go on elsewhere, if there are so few now."""
@@ -205,6 +179,7 @@ class Collector:
         )
         seconds = time.perf_counter() - start_s
         self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
+        self._stats.count_steps(report, self._begun, seat.engine.layout.num_row_shards)
         if report.passes is not None and report.drafted is not None:
             self._stats.drafting_rounds += drafts
             self._stats.drafted_tokens += int(report.drafted.sum())
@@ -215,7 +190,9 @@ class Collector:
         """The episode in this slot is over; the slot is free."""
         episode = self._slots[slot]
         assert episode is not None
-        self._finished[episode.row] = episode.finish(stop_reason, detail)
+        trajectory = episode.finish(stop_reason, detail)
+        self._finished[episode.row] = trajectory
+        self._guests.end(slot, episode.row, episode.place, trajectory.num_tokens)
         self._slots[slot] = None
         self._room.end(slot)
 
@@ -236,14 +213,15 @@ class Collector:
         return dataclasses.replace(seat, policy=requests.swap.publish(seat.engine))
 
     def _refill(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> bool:
-        """Gives every free slot a waiting episode, whose environment begins. False if none came."""
+        """Gives free slots waiting episodes, whose environments begin. False if none came."""
         opened = {}
-        for slot in range(len(self._slots)):
-            while self._slots[slot] is None and (row := scheduler.next_row(slot)) is not None:
+        while taken := scheduler.assign(self._free_slots(), self._room.crowded):
+            for slot, row in taken.items():
                 task = tasks[row]
                 self._slots[slot] = LiveEpisode(
                     task=task,
                     row=row,
+                    place=self._guests.begin(slot, row),
                     conversation=self._new_conversation(),
                     limits=task.limits or self._config.limits,
                     stops=task.stops or self._config.stops,
@@ -256,6 +234,9 @@ class Collector:
                     opened[row] = lambda task=task: self._open(task)
         self._calls.submit(opened)
         return bool(opened)
+
+    def _free_slots(self) -> list[int]:
+        return [slot for slot, episode in enumerate(self._slots) if episode is None]
 
     def _open(self, task: Task) -> tuple[Environment, Start]:
         environment = self._make_environment(task)
@@ -346,7 +327,7 @@ class Collector:
                 columns["shared"][slot], columns["copied"][slot] = begins.shared, begins.copied
                 _, news = episode.take(begins.shared)
                 self._stats.shared_tokens += news
-            columns["seed"][slot], columns["row"][slot] = episode.task.token_seed, episode.row
+            columns["seed"][slot], columns["row"][slot] = episode.task.token_seed, episode.place
             columns["stop_ids"][slot, : len(episode.stops.token_ids)] = episode.stops.token_ids
             if episode.task.sampling is not None:
                 set_row(drawn, slot, episode.task.sampling)
@@ -364,6 +345,8 @@ class Collector:
                 if episode.choices:
                     set_choices(columns["choices"], slot, episode.choices)
         self._room.end_orders(columns["count"])
+        # Slots whose first token of the round comes from their chunk.
+        self._begun = (columns["count"] > 0) & (columns["speak"] + columns["resume"] > 0)
         return pack_orders(chunk=chunk, sampling=drawn, version=version, **columns)
 
     def _columns(self) -> dict[str, Any]:
@@ -383,6 +366,7 @@ class Collector:
         self._room.stopped.clear()
         for slot, number in self._given_up.items():
             columns["halt"][slot], columns["given_up"][slot] = 1, number
+            self._room.use_row(slot)
         self._given_up.clear()
         return columns
 

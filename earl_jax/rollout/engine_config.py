@@ -42,10 +42,11 @@ class Serving:
 class EngineConfig:
     """What one engine's programs are compiled for.
 
-    `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience.
-    `chunk_size` tokens of a prompt or an answer are appended per slot and round. The KV cache comes
-    in pages of `page_size` tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
-    (models/quantization.py). `serving` is for JetStream's calls alone.
+    `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience,
+    those for guests among them (scheduler.Rows). `chunk_size` tokens of a prompt or an answer
+    are appended per slot and round. The KV cache comes in pages of `page_size` tokens.
+    `weight_dtype` is "compute", the model's compute type, or "int8" (models/quantization.py).
+    `serving` is for JetStream's calls alone.
     """
 
     model: ModelConfig

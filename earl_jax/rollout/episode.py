@@ -58,6 +58,7 @@ class Task:
 class LiveEpisode:
     """An episode in a slot.
 
+    It is row `row` of the rollout, and is written down at `place` in the whole buffer of rows.
     `waits`: its environment is at work, and the policy has nothing to say until that answers.
     `queue` holds ids that are still to be appended; the first `again` of them are no news: the
     token sampled last, which goes into the cache now, or what other weights have read before.
@@ -71,6 +72,7 @@ class LiveEpisode:
 
     task: Task
     row: int
+    place: int
     conversation: Conversation
     limits: Limits
     stops: Stops

@@ -34,7 +34,7 @@ class Shared:
 class PrefixIndex:
     """The prompt in every slot's cache: what was read of it, and what is still to be appended.
 
-    All of one policy version: it lives as long as a rollout's weights.
+    All of one policy version: it lives as long as weights do, over several rollouts.
     """
 
     def __init__(self, *, num_slots: int, num_lanes: int, chunk_size: int) -> None:
@@ -42,6 +42,8 @@ class PrefixIndex:
         self._chunk_size = chunk_size
         self._cached: list[list[int]] = [[] for _ in range(num_slots)]
         self._coming: list[list[int]] = [[] for _ in range(num_slots)]
+        # Slots whose ids are in no row: they were read in a rollout before this one.
+        self._unwritten: set[int] = set()
 
     def find(self, slot: int, prompt: Sequence[int]) -> Shared | None:
         """What this slot can take over for the prompt now; None: it had better wait.
@@ -64,7 +66,8 @@ class PrefixIndex:
         return Shared(source=source, length=have[source])
 
     def begin(self, slot: int, prompt: Sequence[int], shared: Shared) -> None:
-        """The slot begins with a prompt, of which it takes over a part."""
+        """The slot begins with a prompt, of which it takes over a part; its ids are in its row."""
+        self._unwritten.discard(slot)
         self._cached[slot] = list(prompt[: shared.length])
         self._coming[slot] = list(prompt[shared.length :])
 
@@ -85,6 +88,16 @@ class PrefixIndex:
     def forget(self, slot: int) -> None:
         """There is nothing in the slot's cache any more."""
         self._cached[slot], self._coming[slot] = [], []
+        self._unwritten.discard(slot)
+
+    def lose_rows(self) -> None:
+        """The rollout is over: another one has rows of its own."""
+        self._coming = [[] for _ in self._coming]
+        self._unwritten = {slot for slot, cached in enumerate(self._cached) if cached}
+
+    def has_row(self, slot: int) -> bool:
+        """Whether the ids in the slot's cache are in a row on the devices, too."""
+        return slot not in self._unwritten
 
     def _common(self, cached: Sequence[int], prompt: Sequence[int]) -> int:
         """Tokens of the prompt that can be taken over from a cache of these."""

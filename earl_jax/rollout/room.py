@@ -29,7 +29,8 @@ from earl_jax.rollout.orders import NO_PAGE
 from earl_jax.rollout.pages import PageTable, pages_for
 from earl_jax.rollout.parking import choose_parking, rates_of, work_of
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
-from earl_jax.rollout.seat import Seat
+from earl_jax.rollout.row_copies import RowIds
+from earl_jax.rollout.seat import Kept, Seat
 
 # make_room(seat, tokens, pages): a seat whose rows hold so many tokens, with so many pages a lane
 # if the budget allows, and never fewer than it had.
@@ -57,7 +58,13 @@ class CacheRoom:
         """`slots` is the caller's list, which says who plays where."""
         self._config, self._slots, self._make_room = config, slots, make_room
         self._page_size = seat.engine.config.page_size
-        self._pages = PageTable(seat.pool, num_slots=len(slots), page_size=self._page_size)
+        # What other weights have read is worth nothing.
+        kept = seat.kept if seat.kept and seat.kept.version == seat.policy.version else None
+        self._pages = (
+            kept.pages
+            if kept
+            else PageTable(seat.pool, num_slots=len(slots), page_size=self._page_size)
+        )
         self._given: np.ndarray | None = None
         # Pages of each lane that nobody wants in this round.
         self._spare = [0] * seat.pool.lanes
@@ -67,12 +74,28 @@ class CacheRoom:
         # What is copied to the host before the next round: the pages of slots that were parked.
         self._leaving: dict[int, list[int]] = {}
         self.num_parked, self.recomputed_tokens, self.parking = 0, 0, ""
-        self._forget_prompts()
+        if kept:
+            self._prefixes = kept.prefixes
+        else:
+            self._forget_prompts()
+        # Ids that the host writes down for slots that begin in this round; and slots whose rows are
+        # in use in this round for what was there before.
+        self._ids: dict[int, list[int]] = {}
+        self._rows_in_use: set[int] = set()
 
     @property
     def host_bytes(self) -> int:
         """Bytes of parked pages that were copied to host memory, and back."""
         return self._host.moved_bytes
+
+    @property
+    def crowded(self) -> set[int]:
+        """Lanes whose episodes wait for pages."""
+        return {
+            self._pages.lane(slot)
+            for slot, episode in enumerate(self._slots)
+            if episode is not None and episode.parked
+        }
 
     def new_weights(self, *, recompute: bool) -> None:
         """What old weights have read is not for episodes that begin under new ones.
@@ -258,9 +281,18 @@ class CacheRoom:
                 return None
             if self._can_share(slot, shared):
                 source, length = shared.source, shared.length
+            if length and not self._prefixes.has_row(source):
+                if slot in self._rows_in_use:
+                    return None
+                self._ids[slot] = prompt[:length]
+            self.use_row(source)
             self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
         copy = self._pages.begin(slot, source, length)
         return Beginning(source, length, NO_PAGE if copy is None else copy.source)
+
+    def use_row(self, slot: int) -> None:
+        """In this round the row is still read, or written, for what the slot played before."""
+        self._rows_in_use.add(slot)
 
     def _can_share(self, slot: int, shared: Shared) -> bool:
         """Whether there are pages for it: copying a part of one may need more than reading anew."""
@@ -293,9 +325,18 @@ class CacheRoom:
         for slot, number in enumerate(counts):
             self._prefixes.append(slot, number)
         self._pages.end_round()
+        self._rows_in_use.clear()
 
     def give(self, seat: Seat) -> Seat:
-        """The seat in which slots have their pages."""
+        """The seat in which slots have their pages, and rows the ids that the host writes."""
+        if self._ids:
+            writes = [
+                RowIds(self._episode(slot).place, self._episode(slot).origin, ids)
+                for slot, ids in sorted(self._ids.items())
+            ]
+            self._ids = {}
+            state = seat.engine.row_copies.write_ids(seat.state, writes)
+            seat = dataclasses.replace(seat, state=state)
         table = self._pages.as_array(pages_for(seat.places, self._page_size))
         if self._given is not None and np.array_equal(table, self._given):
             return seat
@@ -309,3 +350,8 @@ class CacheRoom:
         self._host.drop(slot)
         self._prefixes.stop(slot)
         self._pages.keep(slot, self._prefixes.num_kept(slot))
+
+    def keep(self, version: int) -> Kept:
+        """The rollout is over: what its caches hold for the next under the same weights."""
+        self._prefixes.lose_rows()
+        return Kept(pages=self._pages, prefixes=self._prefixes, version=version)

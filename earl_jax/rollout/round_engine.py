@@ -24,6 +24,7 @@ from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.orders import Report, order_width, unpack_report
 from earl_jax.rollout.page_copies import PageCopies
 from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.row_copies import RowCopies
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout
 
@@ -83,6 +84,11 @@ class RoundEngine:
             static_argnums=(0, 1),
             out_shardings=self.state_shardings,
         )
+        self._empty_slots = jax.jit(
+            lambda places: dataclasses.replace(self._new_state(places, None), cache=None),
+            static_argnums=0,
+            out_shardings=dataclasses.replace(self.state_shardings, cache=None),
+        )
         # Not donated: no buffer that grows can be used again, and JAX warns of each.
         self._grow = jax.jit(
             decode_state.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
@@ -138,6 +144,14 @@ class RoundEngine:
         """
         return self._empty(places, pool)
 
+    def renew(self, state: DecodeState) -> DecodeState:
+        """Empty slots and rows over the caches of `state`, which is good for nothing else then.
+
+        Its experience stays as it is.
+        """
+        slots = self._empty_slots(state.experience.tokens.shape[1])
+        return dataclasses.replace(slots, cache=state.cache)
+
     def grow(
         self,
         state: DecodeState,
@@ -161,6 +175,11 @@ class RoundEngine:
     def page_copies(self) -> PageCopies:
         """The programs that copy pages out of the pools, and back."""
         return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
+
+    @functools.cached_property
+    def row_copies(self) -> RowCopies:
+        """The programs that bring rows of experience home."""
+        return RowCopies(self.layout, self.state_shardings.experience, self.config.num_slots)
 
     def play(
         self,

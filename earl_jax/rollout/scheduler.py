@@ -1,44 +1,126 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which waiting episode gets which slot: lanes, plain arithmetic on the host.
+"""Which waiting episode gets which slot, and where it is written down: arithmetic on the host.
 
-Rows of experience and slots are cut into `num_lanes` equal lanes, as many as there are devices. An
-episode only ever uses a slot of its row's lane, so on every mesh whose data axis divides the number
-of lanes a slot and its row are on the same data shard, and who sits where does not depend on the
-mesh.
+Rows of experience and slots are cut into equal lanes, as many as there are devices, so that on
+every mesh whose data axis divides their number a lane is on one data shard, and who sits where does
+not depend on the mesh. An episode is at home in the lane of its row, and plays there if a slot is
+free. Where none is, it is a guest in any lane that has one: it writes a row that its slot has for
+guests, which is copied home when it is over (row_copies.py). So no slot is empty while an episode
+waits, and row i is the episode of task i whoever played it where and when.
 """
 
-import collections
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+
+class Rows(NamedTuple):
+    """Rows of experience: of each of `lanes` first `homes`, then `guests`, one for each slot.
+
+    Without guests (0) episodes play at home only.
+
+    Example: Rows(2, 3, 2) are ten rows, of which 0 1 2 and 5 6 7 are the homes of rows 0 to 5; the
+    slots 0 1 and 2 3 have 3 4 and 8 9 for guests.
+    """
+
+    lanes: int
+    homes: int
+    guests: int
+
+    @property
+    def total(self) -> int:
+        """How many there are on the devices."""
+        return self.lanes * (self.homes + self.guests)
+
+    def lane(self, row: int) -> int:
+        """Where a row is at home."""
+        return row // self.homes
+
+    def home(self, row: int) -> int:
+        """The place of a row at home, in the whole buffer."""
+        return row + self.lane(row) * self.guests
+
+    def guest(self, slot: int) -> int:
+        """The place of the row that a slot has for guests, in the whole buffer."""
+        return slot + (slot // self.guests + 1) * self.homes
+
+
+def make_rows(*, num_rows: int, num_slots: int, num_lanes: int, guests: bool = True) -> Rows:
+    """The rows for so many episodes; with those for `guests` where there are several lanes.
+
+    Raises:
+        ValueError: slots or rows do not divide into lanes.
+    """
+    for field, number in (("num_slots", num_slots), ("episodes_per_step", num_rows)):
+        if number % num_lanes:
+            raise ValueError(
+                f"config.rollout.{field} is {number}, which does not divide over {num_lanes} "
+                f"devices; choose a multiple of {num_lanes}"
+            )
+    away = num_slots // num_lanes if guests and num_lanes > 1 else 0
+    return Rows(num_lanes, num_rows // num_lanes, away)
 
 
 class LaneScheduler:
-    """Hands free slots to waiting rows, lane by lane, in the order of the rows."""
+    """Hands free slots to waiting rows: first to those at home, then to guests."""
 
-    def __init__(self, rows: Sequence[int], *, num_rows: int, num_slots: int, num_lanes: int):
-        """`rows` wait; they are numbers below `num_rows`.
-
-        Raises:
-            ValueError: slots or rows do not divide into lanes.
-        """
-        for field, number in (("num_slots", num_slots), ("episodes_per_step", num_rows)):
-            if number % num_lanes:
-                raise ValueError(
-                    f"config.rollout.{field} is {number}, which does not divide over {num_lanes} "
-                    f"devices; choose a multiple of {num_lanes}"
-                )
-        self._slots_per_lane = num_slots // num_lanes
-        rows_per_lane = num_rows // num_lanes
-        self._waiting = [collections.deque[int]() for _ in range(num_lanes)]
-        for row in rows:
-            self._waiting[row // rows_per_lane].append(row)
+    def __init__(self, groups: Sequence[int], *, rows: Rows, num_slots: int) -> None:
+        """Rows 0, 1, .. wait; `groups` says of each which others begin as it does."""
+        self._groups, self._rows = groups, rows
+        self._slots_per_lane = num_slots // rows.lanes
+        # Dicts for sets that keep their order.
+        self._waiting: list[dict[int, None]] = [{} for _ in range(rows.lanes)]
+        self._of_group: dict[int, dict[int, None]] = {group: {} for group in groups}
+        for row, group in enumerate(groups):
+            self._waiting[rows.lane(row)][row] = self._of_group[group][row] = None
+        # Groups of which some episode has begun in the lane: their prompt is read there.
+        self._begun: list[dict[int, None]] = [{} for _ in range(rows.lanes)]
 
     @property
     def num_waiting(self) -> int:
         """How many rows have no slot yet."""
         return sum(map(len, self._waiting))
 
-    def next_row(self, slot: int) -> int | None:
-        """The row that this free slot takes now, or None where its lane has none waiting."""
-        waiting = self._waiting[slot // self._slots_per_lane]
-        return waiting.popleft() if waiting else None
+    def assign(self, free: Sequence[int], crowded: Collection[int] = ()) -> dict[int, int]:
+        """The rows that these free slots take now, by slot.
+
+        A lane gives its slots to its own rows in their order. What is left goes to rows that wait
+        elsewhere: first of groups that have begun in a lane with a free slot, which has read their
+        prompt; then the last of the longest queue, whose group begins the latest, goes to the lane
+        with the most free slots. A `crowded` lane takes no guests: its own wait for pages.
+        """
+        taken: dict[int, int] = {}
+        left: list[list[int]] = [[] for _ in self._waiting]
+        for slot in free:
+            lane = slot // self._slots_per_lane
+            if self._waiting[lane]:
+                taken[slot] = self._take(lane, next(iter(self._waiting[lane])))
+            elif self._rows.guests and lane not in crowded:
+                left[lane].append(slot)
+        while any(left) and any(self._waiting):
+            lane, row = self._next_guest(left)
+            taken[left[lane].pop(0)] = self._take(lane, row)
+        return taken
+
+    def _next_guest(self, left: Sequence[Sequence[int]]) -> tuple[int, int]:
+        """The lane, of those with slots `left`, that takes a guest; and which row that is."""
+        for lane, slots in enumerate(left):
+            if slots and (row := self._known_row(lane)) is not None:
+                return lane, row
+        lane = max(range(len(left)), key=lambda lane: (len(left[lane]), -lane))
+        return lane, next(reversed(max(self._waiting, key=len)))
+
+    def _known_row(self, lane: int) -> int | None:
+        """A row that waits, of a group that has begun in the lane."""
+        for group in list(self._begun[lane]):
+            if rows := self._of_group[group]:
+                return next(iter(rows))
+            del self._begun[lane][group]
+        return None
+
+    def _take(self, lane: int, row: int) -> int:
+        """The row begins in this lane."""
+        group = self._groups[row]
+        del self._waiting[self._rows.lane(row)][row], self._of_group[group][row]
+        self._begun[lane][group] = None
+        return row

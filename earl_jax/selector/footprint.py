@@ -156,7 +156,9 @@ def rollout_footprint(
 ) -> Footprint:
     """Of a rollout beside `trainer` bytes, with pages for so many full rows of a row shard."""
     rows = work.num_slots // mesh.data
-    buffers = work.num_rows // mesh.data * places * EXPERIENCE_BYTES
+    # Where there are several lanes each slot has a row for guests (rollout/scheduler.py).
+    guests = work.num_slots if mesh.num_devices > 1 else 0
+    buffers = (work.num_rows + guests) // mesh.data * places * EXPERIENCE_BYTES
     at_a_time = min(PLACES_AT_A_TIME, places)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4

@@ -1,0 +1,66 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a rollout came to, in numbers."""
+
+import dataclasses
+
+import numpy as np
+
+from earl_jax.rollout.orders import Report
+
+
+@dataclasses.dataclass(kw_only=True)
+class RolloutStats:
+    """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
+
+    `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
+    `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
+    each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
+    and back; `parking` is the last choice between the two in words, "" where there was none.
+    `guest_episodes` played in another lane than that of their row, where a slot was free.
+    `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
+    `rollout_tokens`. `drafted_tokens` were guessed, `accepted_tokens` of them were what was
+    sampled, in `drafting_rounds` of the `rounds`. Decode steps computed `decode_rows` rows, one for
+    each slot of a device's part, `idle_rows` of them for slots that said nothing in it: free ones,
+    and episodes that wait for their environment or had ended their turn. `env_wait_s`: seconds in
+    which no round ran because environments were waited for.
+    """
+
+    rounds: int = 0
+    rollout_tokens: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    recomputed_tokens: int = 0
+    parked_episodes: int = 0
+    guest_episodes: int = 0
+    parked_host_bytes: int = 0
+    parking: str = ""
+    given_up_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafting_rounds: int = 0
+    decode_rows: int = 0
+    idle_rows: int = 0
+    tokens_in_flight_max: int = 0
+    context_tokens_max: int = 0
+    env_wait_s: float = 0.0
+
+    @property
+    def draft_acceptance(self) -> float | None:
+        """The fraction of guesses that were right; None where there were none."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    def count_steps(self, report: Report, begun_B: np.ndarray, num_shards: int) -> None:
+        """Adds the rows of a round's decode steps.
+
+        A shard, which has its equal part of the slots, decodes until none of these says more. Slots
+        that have `begun` said their first token behind a chunk, which is no decode step.
+
+        Example: of two shards of two slots, reports of 3 0 and 1 1 passes, of which the last two
+        slots have begun: 3 steps of two rows, 3 of them idle, and none.
+        """
+        passes_B = report.count if report.passes is None else report.passes
+        steps_SB = (passes_B - begun_B.astype(np.int32)).reshape(num_shards, -1)
+        rows = int(steps_SB.max(axis=1).sum()) * steps_SB.shape[1]
+        self.decode_rows += rows
+        self.idle_rows += rows - int(steps_SB.sum())

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts within a run: rooms that nobody configured, and prompts kept from one to the next."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from earl_jax.calibrate import Calibration
+from earl_jax.config_file import make_config
+from earl_jax.evaluation import evaluate
+from earl_jax.loop import Position, play, rl_step
+from earl_jax.placement import Placement
+from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.world import World
+
+ROOM = 32
+GIVEN = {
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 1, "ffn_size": 32},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        # A policy of random weights hardly ever ends a turn.
+        "max_turn_tokens": 28,
+        "burst": 8,
+        "chunk_size": 4,
+        "context_buckets": (ROOM,),
+        "page_size": 16,
+        "patience_s": 10.0,
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
+}
+
+
+@functools.cache
+def world() -> World:
+    return World(make_config(GIVEN))
+
+
+def begin() -> tuple[Placement, Position]:
+    """The start of a run, without a workdir."""
+    calibration = Calibration(world(), ThroughputTable(path=None, measurements={}), lambda _: None)
+    placement = Placement(world(), calibration)
+    placement.choose_training(None)
+    state = world().first_train_state(placement.in_training)
+    return placement, Position(step=0, state=state, history=LoadHistory())
+
+
+@pytest.mark.slow
+def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_whole(monkeypatch):
+    """Prompts of eight tokens or more, and turns of 28: 32 are too few, and no limit cuts.
+
+    Room is made in the first step; the second begins with it.
+    """
+    placement, position = begin()
+    make_room, made = placement.make_room, []
+
+    def noting(seat, tokens, *others):
+        made.append((seat.places, tokens))
+        return make_room(seat, tokens, *others)
+
+    monkeypatch.setattr(placement, "make_room", noting)
+    for step in range(2):
+        position, record = rl_step(world(), placement, position)
+        grown = [places for places, tokens in made if tokens > places]
+        assert grown == [ROOM], f"step {step}"
+        assert record.rollout_places == 2 * ROOM
+        assert ROOM < max(o.num_tokens for o in record.outcomes) <= 2 * ROOM
+        for trajectory in record.trajectories:
+            assert trajectory.stop_reason != "episode_too_long"
+            if trajectory.stop_reason == "turn_too_long":
+                assert len(trajectory.turns[-1].token_ids) == 28
+        # The trainer scores each token as it was sampled: also those behind the configured room.
+        assert record.updates[0].mismatch_max < 1e-4
+
+
+def open_seat(placement: Placement, position: Position, version: int):
+    return placement.open_seat(world().policy(position.state), version=version)[0]
+
+
+@pytest.mark.slow
+def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version(monkeypatch):
+    """Eight games that begin with an empty board: four at home, four as guests, one in each lane.
+
+    Then each again in the lane that has read its prompt: all but its last token is taken over.
+    """
+    placement, position = begin()
+    placement.choose_rollout(2 * ROOM, None)
+    tasks = world().evaluation_tasks(16)[::2]
+
+    def played(seat):
+        return play(world(), placement, seat, tasks, None)
+
+    first = played(open_seat(placement, position, 0))
+    (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
+    assert first.stats.guest_episodes == 4
+    assert first.stats.shared_tokens == 0 and len(prompt) > world().config.rollout.chunk_size
+    placement.keep(first.seat)
+    second = played(open_seat(placement, position, 0))
+    taken = 8 * (len(prompt) - 1)
+    assert second.stats.shared_tokens == taken
+    assert first.stats.prefill_tokens - second.stats.prefill_tokens == taken
+    assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
+
+    # It is good for one rollout of the same weights, on a mesh and in a room that it fits.
+    assert open_seat(placement, position, 0).kept is None
+    for spoil in (
+        lambda: open_seat(placement, position, 1),
+        placement.forget,
+        lambda: placement.choose_rollout(ROOM, None),
+    ):
+        placement.choose_rollout(2 * ROOM, None)
+        seat = open_seat(placement, position, 0)
+        placement.keep(dataclasses.replace(seat, kept=second.seat.kept))
+        spoil()
+        assert open_seat(placement, position, 0).kept is None
+    # Evaluation leaves what it has read to the step behind it.
+    evaluate(world(), placement, position, games=16)
+    assert open_seat(placement, position, position.step).kept is not None
+    # Nothing is kept where there is too little memory for another seat.
+    chooser = placement._chooser
+    settings = dataclasses.replace(chooser.settings, budget_bytes=1)
+    monkeypatch.setattr(placement, "_chooser", dataclasses.replace(chooser, settings=settings))
+    placement.keep(seat)
+    assert placement._kept is None
