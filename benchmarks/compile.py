@@ -28,6 +28,7 @@ GIB = 2**30
 # Entries of the published embeddings, by family.
 VOCAB_SIZES = {"qwen2.5": 152_064, "qwen3": 151_936, "llama3.1": 128_256, "mistral": 32_768}
 VOCAB_SIZES |= {"gemma3": 262_144}
+CHUNK, BURST, PAGE = 128, 16, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class Case:
     """What is compiled: `rows` of `length` tokens a device group that holds whole rows.
 
     In training `rows` are those of one update and row shard, in as many micro-batches; in a rollout
-    they are slots with room for `length` tokens. `weight_dtype` is the engine's.
+    they are slots with room for `length` tokens, and `chunk` tokens of a prompt are read at a time,
+    of eight slots. `weight_dtype` is the engine's.
     """
 
     model: str
@@ -45,6 +47,7 @@ class Case:
     rows: int
     length: int
     weight_dtype: Literal["compute", "int8"] = "compute"
+    chunk: int = CHUNK
 
     @property
     def config(self) -> ModelConfig:
@@ -59,6 +62,7 @@ class Case:
     def __str__(self) -> str:
         what = "update" if self.stage == "train" else "round"
         what += ", int8 weights" if self.weight_dtype == "int8" else ""
+        what += f", chunks of {self.chunk:,}" if self.chunk != CHUNK else ""
         return (
             f"{self.model} | {self.topology} | {what} | {self.mesh} | {self.rows} x {self.length:,}"
         )
@@ -94,8 +98,6 @@ CASES += tuple(
     for case in CASES
     if case.stage == "rollout" and case.model in ("qwen2.5-7b", "qwen3-30b-a3b")
 )
-
-CHUNK, BURST, PAGE = 128, 16, 128
 
 
 def lower(case: Case, layout: Any) -> tuple[Any, str]:
@@ -144,7 +146,7 @@ def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
         weight_dtype=case.weight_dtype,
         num_slots=slots,
         num_rows=slots,
-        chunk_size=CHUNK,
+        chunk_size=case.chunk,
         page_size=PAGE,
         rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,

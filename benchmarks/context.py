@@ -1,13 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates on rows of 32K and 131K tokens, cut over the `context` axis: bytes and time a device.
+"""Updates and rounds at 32K and 131K tokens, cut over the `context` axis: bytes and time a device.
 
     uv run --python=3.12 --all-extras python -m benchmarks.context [--only=TEXT]
     uv run python -m benchmarks.context --time
 
-First: real models compiled for chips that are not here, as benchmarks/compile.py does it, one row
-at a time for each row shard. With --time: updates of a tiny model on eight virtual CPU devices, on
-every way to give them the same number of tokens. Each prints a Markdown table.
+First: real models compiled for chips that are not here, as benchmarks/compile.py does it: updates
+of one row at a time for each row shard, and rounds of the engine (chunks of 2,048 tokens of eight
+prompts read, then a burst decoded) with room for eight whole contexts a row shard. With --time:
+updates of a tiny model on eight virtual CPU devices, on every way to give them the same number of
+tokens. Each prints a Markdown table.
 """
 
 import sys
@@ -36,7 +38,25 @@ OTHERS = [
         ("qwen2.5-72b", "h100:16x8", "context=16,tensor=8", 131_072),
     )
 ]
-CASES = (*H100, *OTHERS)
+ROUNDS = [
+    Case(
+        model=model,
+        topology=topology,
+        mesh=mesh,
+        stage="rollout",
+        rows=8,
+        length=131_072,
+        chunk=2048,
+    )
+    for model, topology, meshes in (
+        ("llama3.1-8b", "h100:1x8", ("tensor=8", "context=2,tensor=4", "context=8")),
+        # Four key/value heads: `tensor` alone leaves half of the cache on each device.
+        ("qwen2.5-7b", "h100:1x8", ("data=2,tensor=4", "context=2,tensor=4")),
+        ("llama3.1-8b", "v5p:2x2x2", ("context=8",)),
+    )
+    for mesh in meshes
+]
+CASES = (*H100, *OTHERS, *ROUNDS)
 
 # Of the updates that are timed: rows x length tokens in all, on each of the meshes.
 TIMED = ("fsdp=8", "fsdp=4,context=2", "fsdp=2,context=4", "context=8")

@@ -13,6 +13,7 @@ model's sizes and the H100's data sheet. Prints Markdown. Takes a second, and no
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -83,13 +84,14 @@ def predicted_gib(point: Point) -> float:
     shards = point.mesh.data * point.mesh.fsdp
     if point.program == "update":
         shards *= point.mesh.expert
+    chunk = re.search(r"chunks of ([\d,]+)", point.program)
     work = Workload(
         num_slots=point.rows * shards,
         num_rows=point.rows * shards,
         micro_batches=point.rows,
         remat=True,
         logprob_chunk=512,
-        chunk_size=CHUNK,
+        chunk_size=int(chunk[1].replace(",", "")) if chunk else CHUNK,
         append_rows=8,
         burst=BURST,
         page_size=PAGE,

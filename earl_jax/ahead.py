@@ -72,7 +72,7 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
                 ("train", shape, room, rung),
                 lambda shape=shape: lower_train(world, shape, room, rung),
             )
-    for shape in world.rollout_candidates:
+    for shape in world.rollout_candidates_for(room):
         candidate = world.engine(shape, slots)
         yield Wanted(
             ("measured", shape, slots, room),

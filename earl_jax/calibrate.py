@@ -144,7 +144,7 @@ class Calibration:
         rung = RolloutRung(slots, pages or world.pool_for(places, slots).pages, offload)
         return [
             self._rollout_option(mesh, places, rung, resident_bytes, contexts)
-            for mesh in world.rollout_candidates
+            for mesh in world.rollout_candidates_for(places)
         ]
 
     def train_options(self, places: int, rung: TrainRung | None = None) -> list[Option]:

@@ -25,6 +25,7 @@ from earl_jax.origin import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.candidates import (
     context_candidates,
     rollout_candidates,
+    rollout_context_candidates,
     train_candidates,
 )
 from earl_jax.selector.choose import Settings
@@ -162,6 +163,10 @@ def make_scene(
             model, vocab_size, shape.tensor, shape.fsdp, shape.expert, shape.context
         )
 
+    def rollout_obstacle(shape: MeshShape) -> str | None:
+        whole = dataclasses.replace(shape, context=1)
+        return obstacle(whole) or config.rollout.context_obstacle(shape.context)
+
     def train_obstacle(shape: MeshShape) -> str | None:
         rows, parts = work.num_rows // work.micro_batches, shape.data * shape.fsdp * shape.expert
         if rows % parts:
@@ -190,9 +195,10 @@ def make_scene(
             horizon_steps=selector.horizon_steps,
         ),
         obstacle=obstacle,
+        rollout_obstacle=rollout_obstacle,
         by_speed=selector.order == "measured",
         rollout_meshes=tuple(
-            rollout_candidates(num_devices, selector.rollout_meshes, obstacle, experts)
+            rollout_candidates(num_devices, selector.rollout_meshes, rollout_obstacle, experts)
         ),
         train_meshes=tuple(
             train_candidates(num_devices, selector.train_meshes, train_obstacle, experts)
@@ -200,4 +206,7 @@ def make_scene(
         context_meshes=()
         if selector.train_meshes
         else tuple(context_candidates(num_devices, cut_obstacle, experts)),
+        rollout_context_meshes=()
+        if selector.rollout_meshes
+        else tuple(rollout_context_candidates(num_devices, rollout_obstacle, experts)),
     )

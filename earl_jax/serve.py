@@ -171,7 +171,8 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
     size, lanes = engine.config.page_size, engine.layout.num_row_shards
     pages = engine.state_shapes(size, Pool(lanes, 1)).cache.layers
     token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
-    token_bytes /= lanes * size * engine.layout.shape.tensor
+    shape = engine.layout.shape
+    token_bytes /= lanes * size * shape.tensor * shape.context
     lane_tokens = max(1, int(free / token_bytes))
     first = lanes * lane_tokens if told else DEFAULT_SLOT_TOKENS * engine.config.num_slots
     first = flags.cache_tokens or first

@@ -205,11 +205,12 @@ def check_against_model(
     Raises ValueError.
     """
     from earl_jax.models.parameters import check_tensor_axis
+    from earl_jax.rollout.engine_config import EngineConfig
     from earl_jax.sharding.layout import ROLLOUT_ROWS
 
     obstacle = check_tensor_axis(model, vocab_size, mesh.tensor, mesh.fsdp, mesh.expert)
-    if mesh.context > 1:
-        obstacle = "context is an axis of training; use data, expert and tensor"
+    if EngineConfig.page_size % mesh.context:
+        obstacle = f"a page of {EngineConfig.page_size} tokens does not divide by {mesh.context}"
     if obstacle:
         raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
     shards = math.prod(getattr(mesh, axis) for axis in ROLLOUT_ROWS)

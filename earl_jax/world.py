@@ -38,6 +38,7 @@ from earl_jax.selector.candidates import (
     context_candidates,
     for_rows,
     rollout_candidates,
+    rollout_context_candidates,
     train_candidates,
 )
 from earl_jax.selector.ladder import TrainRung
@@ -93,6 +94,11 @@ class World:
         self.rollout_candidates = rollout_candidates(
             num_lanes, config.selector.rollout_meshes, self._rollout_obstacle, experts
         )
+        self._rollout_context_candidates = (
+            []
+            if config.selector.rollout_meshes
+            else rollout_context_candidates(num_lanes, self._rollout_obstacle, experts)
+        )
         num_trainers, named = len(self.processes.train_devices), config.selector.train_meshes
 
         def obstacle(shape: MeshShape) -> str | None:
@@ -129,6 +135,10 @@ class World:
         platform = self.joint_layout(self.rollout_candidates[0]).platform
         return pages_in_words(str(platform), self.config.rollout.tokens_a_page)
 
+    def rollout_candidates_for(self, places: int) -> list[MeshShape]:
+        """The meshes to play on with such room: long contexts may be cut over `context`."""
+        return [*self.rollout_candidates, *for_rows(self._rollout_context_candidates, places)]
+
     def train_candidates_for(self, length: int) -> list[MeshShape]:
         """The meshes to train on rows of so many tokens: long ones may be cut over `context`."""
         return [*self.train_candidates, *for_rows(self._context_candidates, length)]
@@ -137,7 +147,9 @@ class World:
         players = len(self.processes.players)
         if shape.data % players:
             return f"data={shape.data} does not divide over the {players} processes that play"
-        return self.weights_obstacle(shape)
+        # An engine's weights are not cut over `context`.
+        whole = dataclasses.replace(shape, context=1)
+        return self.weights_obstacle(whole) or self.config.rollout.context_obstacle(shape.context)
 
     def weights_obstacle(self, shape: MeshShape) -> str | None:
         """Why the model cannot be cut so, in words; None where it can."""

@@ -266,7 +266,6 @@ RULES = [
     ("selector.rollout_meshes=('data=4,model=2',)", "config.selector.rollout_meshes.*'model=2'"),
     ("selector.train_meshes=('data=four',)", "config.selector.train_meshes.*'data=four'"),
     ("selector.rollout_meshes=('fsdp=8',)", "config.selector.rollout_meshes has 'fsdp=8'"),
-    ("selector.rollout_meshes=('data=4,context=2',)", "whole contexts on a device"),
     ("selector.budget_bytes_per_device=-1", "config.selector.budget_bytes_per_device is -1"),
     ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),

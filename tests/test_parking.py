@@ -185,7 +185,8 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
 
 def test_pages_come_back_on_another_mesh():
     ours = seat_with_noise(MeshShape(data=8), "int8")
-    for mesh in (MeshShape(data=4, tensor=2), MeshShape(data=2, tensor=2), MeshShape(data=1)):
+    cut = MeshShape(data=2, context=2, tensor=2)
+    for mesh in (MeshShape(data=4, tensor=2), MeshShape(data=2, tensor=2), MeshShape(), cut):
         theirs = seat_with_noise(mesh, "int8")
         before = pools(theirs)
         for first, second in ((ours, theirs), (theirs, ours)):

@@ -39,6 +39,7 @@ from earl_jax.selector.roofline import (
     cache_read,
     calibration,
     decode_s,
+    keys_s,
     ring_s,
     rollout_tokens_per_s,
     round_s,
@@ -54,7 +55,7 @@ from earl_jax.selector.schedule import (
     smallest_hardware,
 )
 from earl_jax.selector.throughput import Measurement
-from earl_jax.sharding.layout import MeshShape, make_abstract_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout
 from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import state_shapes, state_shardings
@@ -165,8 +166,9 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
     sizes = model_sizes(model, 32, engine_dtype="float32", weight_dtype=weight_dtype, train=train)
     meshes = [MeshShape(data=8), D4T2, F4T2, MeshShape(data=2, fsdp=2, tensor=2)]
     meshes += [MeshShape(data=2, fsdp=2, expert=2)] if family == "mixture" else []
+    meshes += [MeshShape(data=2, context=2, tensor=2)]
     for mesh in meshes:
-        layout = make_abstract_layout(mesh)
+        layout = make_abstract_layout(mesh, row_axes=TRAINING_ROWS)
         found = resident_bytes(
             state_shapes(model, train, 32), state_shardings(model, train, 32, layout)
         )
@@ -174,7 +176,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         assert sum(trainer_bytes(sizes, mesh)) == found - 2 * 4
         if mesh.fsdp > 1:
             continue
-        engine = PolicyEngine(_engine_config(model, weight_dtype), layout)
+        engine = PolicyEngine(_engine_config(model, weight_dtype), make_abstract_layout(mesh))
         parameters = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
         cache = engine.state_shapes(12).cache.layers
         pages = resident_bytes(cache, engine.state_shardings.cache.layers)
@@ -266,6 +268,22 @@ def test_tensor_parallelism_halves_what_is_read_and_adds_collectives():
     assert two.memory_s == pytest.approx(one.memory_s / 2, rel=0.03)
     # Two a layer, one of the embedding, and half a one of the logits: so far all are latency.
     assert two.collectives_s == pytest.approx(5.5 * all_reduce_s(H100, 0, 2), rel=0.01)
+
+
+def test_over_context_a_row_is_read_by_all_and_a_chunk_cut():
+    """By hand: of a word the head and the layers are everybody's, of a chunk the head only."""
+    mesh, free = MeshShape(context=2), dataclasses.replace(H100, start_s=0.0, hop_s=0.0)
+    word, whole = (decode_s(free, SIZES, WORK, m, rows=1, context=9) for m in (mesh, D1))
+    cache = (9 + 6) * 2 * 2 * 4 * 4
+    assert whole.memory_s - word.memory_s == pytest.approx(cache / 2 / (MEMORY_REACHED * 3350e9))
+    chunk, uncut = (decode_s(free, SIZES, WORK, m, 1, 9, tokens=6) for m in (mesh, D1))
+    head = 2 * 8 * 32 / (MATMUL_REACHED * 989e12)
+    assert chunk.compute_s - head == pytest.approx((uncut.compute_s - head) / 2)
+    # Four heads and two key/value heads of size 4, in fp32; a gather is half of an all-reduce.
+    scores, sums, sides = 6 * 4 * 4, 6 * 4 * 5 * 4, 6 * (4 + 2 * 2) * 4 * 4
+    layer = all_reduce_s(H100, scores, 2)
+    layer += (all_reduce_s(H100, sums, 2) + all_reduce_s(H100, sides, 2)) / 2
+    assert keys_s(H100, SIZES, mesh, 6, True) == pytest.approx(2 * layer)
 
 
 def test_of_a_mixture_the_experts_are_read_that_some_token_goes_to():
@@ -393,6 +411,32 @@ def test_rows_that_are_too_long_for_a_device_are_cut():
     named = dataclasses.replace(scene, train_meshes=(MeshShape(context=8),), context_meshes=())
     stops = make_schedule(named, [4096, 131_072])
     assert [str(stop.train.chosen.mesh) for stop in stops] == ["data=1,context=8"] * 2
+
+
+def test_long_contexts_may_be_cut_where_key_value_heads_end():
+    """Qwen2.5 7B has four: of eight devices `context` cuts the rest, and a prompt is read faster.
+
+    For one word it does not pay: two all-reduces a layer take as long as half of its cache.
+    """
+    overrides = ["model.preset=qwen2.5-7b", "model.compute_dtype=bfloat16", "train.remat=True"]
+    overrides += ["train.micro_batches=8", "rollout.context_buckets=(1024,)"]
+    scene = scene_of("h100:1x8", *overrides, vocab_size=152_064)
+    assert {mesh.context for mesh in scene.rollout_meshes_for(8191)} == {1}
+    cut, heads = MeshShape(context=2, tensor=4), MeshShape(data=2, tensor=4)
+    (stop,) = make_schedule(scene, [131_072])
+    by_mesh = {prospect.mesh: prospect for prospect in stop.rollout.prospects}
+    assert {cut, heads} <= by_mesh.keys()
+
+    def ratio(rows: int, tokens: int) -> float:
+        hardware, sizes, work = scene.hardware, scene.sizes, scene.work
+        times = [decode_s(hardware, sizes, work, m, rows, 131_072, tokens) for m in (cut, heads)]
+        return times[0].total / times[1].total
+
+    assert ratio(1, 2048) < 0.6 and ratio(8, 1) < 0.8
+    assert ratio(1, 1) == pytest.approx(1.0, abs=0.1)
+    # Where chunks do not divide there is no such mesh.
+    odd = scene_of("h100:1x8", *overrides, "rollout.chunk_size=3", vocab_size=152_064)
+    assert {mesh.context for mesh in odd.rollout_meshes_for(131_072)} == {1}
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would_do():

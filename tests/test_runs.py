@@ -182,9 +182,13 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
-    """The trainer leaves data=8 for a mesh that cuts rows over context: nothing else changes."""
+    """The trainer leaves data=8 for a mesh that cuts rows over context: nothing else changes.
+
+    And nothing because episodes are played where pages are cut over it.
+    """
     workdir, meshes = tmp_path / "cut", "('data=8', 'data=2,context=4')"
     changed = {"selector.budget_bytes_per_device": BUDGET, "selector.train_meshes": meshes}
+    changed["selector.rollout_meshes"] = "('data=4,context=2',)"
     done = run(cache, *tiny(workdir, **changed))
     assert done.returncode == 0, done.stderr
     ours, theirs = (
@@ -193,6 +197,7 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
     )
     assert ours[0]["train_mesh"] == "data=8"
     assert ours[-1]["train_mesh"] == "data=2,context=4"
+    assert {row["rollout_mesh"] for row in ours} == {"data=4,context=2"}
     assert [row["train_mesh"] == "data=8" for row in ours] == [
         row["train_mesh"] == "data=8" for row in theirs
     ]

@@ -1,10 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How an attention kernel is cut over devices: XLA cannot cut a kernel itself."""
+"""How attention is cut over devices where XLA cannot do it, or does it badly."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from earl_jax.sharding.layout import Layout
 
@@ -21,5 +23,24 @@ def on_each_shard(layout: Layout, attend: Callable[..., jax.Array]) -> Callable[
         mesh=layout.mesh,
         in_specs=(queries, sides, sides, layout.activation_spec("BT")),
         out_specs=queries,
+        check_vma=False,
+    )
+
+
+def on_own_heads(layout: Layout | None, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """`attend(new, pages, numbers)` on each device's heads, inside the engine's `shard_map`.
+
+    `new` are BTK..., `pages` ZK..., `numbers` the same for all heads; it returns what is BTKGH and
+    the pages. Between heads there is no collective; but where there are some over `context`, XLA
+    would gather all heads before each of them, unless `tensor` is written by hand as well.
+    """
+    if layout is None or layout.shape.context == 1 or layout.shape.tensor == 1:
+        return attend
+    tokens, pages = P(None, None, "tensor"), P(None, "tensor")
+    return jax.shard_map(
+        attend,
+        in_specs=(tokens, pages, P()),
+        out_specs=(tokens, pages),
+        axis_names={"tensor"},
         check_vma=False,
     )

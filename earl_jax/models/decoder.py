@@ -7,6 +7,7 @@ engine's: the next few tokens of many rows against their caches, layers unrolled
 `_block`, so what the engine samples from is what the trainer scores.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +17,14 @@ import jax.numpy as jnp
 
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention import Window, cap
+from earl_jax.models.attention_shards import on_own_heads
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.experts import experts_of_rows, experts_of_shard
 from earl_jax.models.folding import fold
 from earl_jax.models.kernels import Kernel, attend_rows, attention_over_pages
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
+from earl_jax.models.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.models.routing import Routing, routing_of_rows
@@ -264,14 +267,16 @@ def forward_chunk(
 
     Rows with a count of 0 are left as they are; what is returned for them means nothing. `params`
     are the engine's: a list of layers, in the compute type. `layout` is the engine's too, inside
-    its `shard_map` over rows; None: weights are whole on one device.
+    its `shard_map` over rows; None: weights are whole on one device. Where pages are cut over
+    `context`, the chunk is too, if its T divides (page_shares.py).
 
     Returns:
         logits_BV f32 after each row's last new token, and the cache with the new tokens in it.
     """
-    x_BTD, cache = _chunk_states(config, params, cache, tokens_BT, cached_B, counts_B, layout)
-    last_B = jnp.maximum(counts_B - 1, 0)
-    x_BD = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)[:, 0]
+    x_BTD, tokens, cache = _chunk_states(
+        config, params, cache, tokens_BT, cached_B, counts_B, layout
+    )
+    x_BD = tokens.pick(x_BTD, jnp.maximum(counts_B - 1, 0))
     return _logits(config, params, x_BD), cache
 
 
@@ -291,8 +296,10 @@ def forward_drafts(
         logits_BTV f32 after each new token, which mean nothing behind the last of a row, and the
         cache with the new tokens in it.
     """
-    x_BTD, cache = _chunk_states(config, params, cache, tokens_BT, cached_B, counts_B, layout)
-    return _logits(config, params, x_BTD), cache
+    x_BTD, tokens, cache = _chunk_states(
+        config, params, cache, tokens_BT, cached_B, counts_B, layout
+    )
+    return _logits(config, params, tokens.gather(x_BTD)), cache
 
 
 def _chunk_states(
@@ -303,35 +310,49 @@ def _chunk_states(
     cached_B: jax.Array,
     counts_B: jax.Array,
     layout: Layout | None,
-) -> tuple[jax.Array, PagedCache]:
-    """Hidden states x_BTD of a chunk's tokens behind the last layer, and the cache with them."""
+) -> tuple[jax.Array, TokenShare, PagedCache]:
+    """Hidden states x_BTD of a chunk's tokens behind the last layer, and the cache with them.
+
+    Of the tokens this device's share.
+    """
     length = tokens_BT.shape[1]
-    positions_BT = cached_B[:, None] + jnp.arange(length)[None, :]
-    x_BTD = _embed(config, params["embed"], tokens_BT)
+    tokens = share_tokens(own_share(cache.parts), length)
+    positions_BT = tokens.take(cached_B[:, None] + jnp.arange(length)[None, :])
+    x_BTD = _embed(config, params["embed"], tokens.take(tokens_BT))
     mix_experts = functools.partial(experts_of_shard, config, layout)
     windows = [window or None for window in config.layer_windows]
     platform = layout and layout.platform
     whole_pages = writes_whole_pages(platform)
-    look = attention_over_pages(platform, config, cache, cached_B, counts_B, length)
+    readings, look = attention_over_pages(platform, config, cache, cached_B, counts_B, length)
     new_layers = []
     for index, (layer, pages) in enumerate(zip(params["layers"], cache.layers, strict=True)):
         kind = layer_kind(config, index)
 
-        def attend(query_BTKGH, key_BTKH, value_BTKH, pages=pages, window=windows[index]):
+        def on_heads(new, pages, numbers, window=windows[index]):
+            query_BTKGH, key_BTKH, value_BTKH = map(tokens.gather, new)
+            table_BY, starts_B, counts_B, reading = numbers
+            share = own_share(cache.parts)
             pages = write(
                 pages,
-                cache.table,
+                table_BY,
                 key_BTKH,
                 value_BTKH,
-                cached_B,
+                starts_B,
                 counts_B,
                 whole_pages=whole_pages,
+                share=share,
             )
+            mixed_BTKGH = look(query_BTKGH, pages, reading, window, share, tokens.is_cut)
+            return mixed_BTKGH, pages
+
+        def attend(*new, pages=pages, on_heads=on_heads, reading=readings[windows[index]]):
+            numbers = cache.table, cached_B, counts_B, reading
+            mixed_BTKGH, pages = on_own_heads(layout, on_heads)(new, pages, numbers)
             new_layers.append(pages)
-            return look(query_BTKGH, pages, window)
+            return mixed_BTKGH
 
         x_BTD = _block(config, kind, layer, x_BTD, positions_BT, attend, mix_experts)
-    return x_BTD, PagedCache(layers=new_layers, table=cache.table)
+    return x_BTD, tokens, dataclasses.replace(cache, layers=new_layers)
 
 
 def _logits(config: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from earl_jax.models.attention import BLOCK_SIZE, Places, Window, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
-from earl_jax.models.paged_attention import ON_CPU, attend_pages, plan_reading, tile_for
+from earl_jax.models.page_shares import PageShare
+from earl_jax.models.paged_attention import ON_CPU, Reading, attend_pages, plan_reading, tile_for
 from earl_jax.models.ring import ring_attention
 from earl_jax.models.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.sharding.layout import Layout, MeshShape
@@ -158,7 +159,8 @@ def _splash(*inputs: Any, **settings: Any) -> jax.Array:
     return splash_rows(*inputs, **settings)
 
 
-AttendCache = Callable[[jax.Array, LayerCache, int | None], jax.Array]
+# attend(query_BTKGH, layer, reading, window, share, scatter) -> out_BTKGH
+AttendCache = Callable[[jax.Array, LayerCache, Reading, int | None, PageShare, bool], jax.Array]
 
 
 def attention_over_pages(
@@ -168,33 +170,42 @@ def attention_over_pages(
     cached_B: jax.Array,
     counts_B: jax.Array,
     length: int,
-) -> AttendCache:
+) -> tuple[dict[int | None, Reading], AttendCache]:
     """Attention of `length` queries behind the first `cached_B` places of each row.
 
-    What is read is planned once for all layers of a window. The first `counts_B` queries of a row
-    count; rows with a count of 0 get zeros.
+    The first `counts_B` queries of a row count; rows with a count of 0 get zeros.
 
     Returns:
-        attend(query_BTKGH, layer, window) -> out_BTKGH; the layer's pages hold the queries' own
-        tokens already, and a window of None looks at all.
+        What is read, by window (None looks at all), planned once for all layers that have it; and
+        `attend` with the reading of a layer's window. The layer's pages hold the queries' own
+        tokens already; of `share` and `scatter` see `attend_pages`.
     """
-    tile = tile_for(platform, len(cached_B), cache.page_size)
+    tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
     windows = dict.fromkeys(window or None for window in model.layer_windows)
     readings = {
         window: plan_reading(cache, cached_B, counts_B, length, window, tile) for window in windows
     }
 
-    def attend(query_BTKGH: jax.Array, layer: LayerCache, window: int | None) -> jax.Array:
+    def attend(
+        query_BTKGH: jax.Array,
+        layer: LayerCache,
+        reading: Reading,
+        window: int | None,
+        share: PageShare,
+        scatter: bool,
+    ) -> jax.Array:
         return attend_pages(
             query_BTKGH,
             layer,
-            readings[window],
+            reading,
             scale=model.attention_scale,
             softcap=model.attention_softcap,
             window=window,
+            share=share,
+            scatter=scatter,
         )
 
-    return attend
+    return readings, attend
 
 
 def pages_in_words(platform: str, page_size: int) -> str:

@@ -12,12 +12,14 @@ places, fp32: 20.3 ms a layer against 1.1 ms for the keys, 2026-11).
 """
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.page_shares import WHOLE, PageShare
 
 
 @jax.tree_util.register_dataclass
@@ -40,16 +42,18 @@ class LayerCache:
 class PagedCache:
     """Pools of Z pages, one a layer, and `table` i32[B,Y]: the pages of each of B rows.
 
-    Every layer has the same table. Entries behind a row's length are not read, nor written.
+    Every layer has the same table. Entries behind a row's length are not read, nor written. Inside
+    a `shard_map` that cuts pages over `context` a device has one of `parts` of each page, else all.
     """
 
     layers: list[LayerCache]
     table: jax.Array
+    parts: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def page_size(self) -> int:
-        """Places of a page."""
-        return self.layers[0].value.shape[2]
+        """Places of a page, of all its parts."""
+        return self.layers[0].value.shape[2] * self.parts
 
     @property
     def num_pages(self) -> int:
@@ -91,6 +95,14 @@ def empty_pages(
     ]
 
 
+def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
+    """What `place` says of each array that there is; places of a page are cut as tokens (T) are."""
+    letters = {"key": "ZKHT", "value": "ZKTH", "key_scale": "ZKT", "value_scale": "ZKT"}
+    return LayerCache(
+        **{name: place(axes) for name, axes in letters.items() if getattr(layer, name) is not None}
+    )
+
+
 def cache_bytes(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> int:
     """Bytes of the pages of `empty_cache` before they are split over devices."""
     numbers = rows * -(-places // page_size) * page_size
@@ -107,11 +119,13 @@ def write(
     counts_B: jax.Array,
     *,
     whole_pages: bool = False,
+    share: PageShare = WHOLE,
 ) -> LayerCache:
     """Row b's first `counts_B[b]` new keys and values at its places `starts_B[b]`, ...
 
-    What would lie behind the table's last page is dropped. With `whole_pages` those that change are
-    read, changed and written as a whole; no two rows may then write to one page.
+    What would lie behind the table's last page is dropped, and what lies in another device's
+    `share` of a page. With `whole_pages` those that change are read, changed and written as a
+    whole; no two rows may then write to one page.
     """
     new = _NewTokens(
         table_BY,
@@ -119,7 +133,8 @@ def write(
         counts_B,
         length=key_BTKH.shape[1],
         num_pages=layer.value.shape[0],
-        page_size=layer.value.shape[2],
+        own_size=layer.value.shape[2],
+        share=share,
     )
     put = new.put_pages if whole_pages else new.put_places
     if layer.key_scale is None or layer.value_scale is None:
@@ -152,7 +167,13 @@ class _NewTokens(NamedTuple):
     counts_B: jax.Array
     length: int
     num_pages: int
-    page_size: int
+    own_size: int
+    share: PageShare
+
+    @property
+    def page_size(self) -> int:
+        """Places of a page, of all its parts."""
+        return self.own_size * self.share.parts
 
     def put_places(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
         """The pool with them in it; `axis` of the pool are the places of a page."""
@@ -161,8 +182,12 @@ class _NewTokens(NamedTuple):
         index_BT = places_BT // self.page_size
         pages_BT = jnp.take_along_axis(self.table_BY, index_BT, axis=1, mode="clip")
         written_BT = (offsets_BT < self.counts_B[:, None]) & (index_BT < self.table_BY.shape[1])
+        inside_BT = places_BT % self.page_size
+        if self.share.parts > 1:
+            written_BT &= inside_BT // self.own_size == self.share.index
+            inside_BT %= self.own_size
         pages_BT = jnp.where(written_BT, pages_BT, self.num_pages)
-        index = (pages_BT, *(slice(None),) * (axis - 1), places_BT % self.page_size)
+        index = (pages_BT, *(slice(None),) * (axis - 1), inside_BT)
         return pool.at[index].set(new_BTK.astype(pool.dtype), mode="drop")
 
     def put_pages(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
@@ -171,8 +196,7 @@ class _NewTokens(NamedTuple):
         number = (self.length + self.page_size - 2) // self.page_size + 1
         index_BN = (self.starts_B // self.page_size)[:, None] + jnp.arange(number)[None, :]
         pages_BN = jnp.take_along_axis(self.table_BY, index_BN, axis=1, mode="clip")
-        inside_11S = jnp.arange(self.page_size)[None, None, :]
-        places_BNS = index_BN[:, :, None] * self.page_size + inside_11S
+        places_BNS = self.share.places(index_BN, self.own_size)
         token_BNS = places_BNS - self.starts_B[:, None, None]
         is_new_BNS = (token_BNS >= 0) & (token_BNS < self.counts_B[:, None, None])
         is_new_BNS &= (index_BN < self.table_BY.shape[1])[:, :, None]

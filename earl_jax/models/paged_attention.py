@@ -18,8 +18,10 @@ import jax.numpy as jnp
 
 from earl_jax.models.attention import cap
 from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.models.page_shares import WHOLE, PageShare, add_up
 
 
+@jax.tree_util.register_static
 class Tile(NamedTuple):
     """How much is read at a time: a block of `pages` pages for each of `rows` rows."""
 
@@ -40,11 +42,14 @@ PLACES_AT_A_TIME = 1024
 FLOOR = -1e30
 
 
-def tile_for(platform: str | None, rows: int, page_size: int) -> Tile:
-    """What this platform reads at a time; None is the CPU."""
+def tile_for(platform: str | None, rows: int, own_size: int) -> Tile:
+    """What this platform reads at a time, where a device has `own_size` places of a page.
+
+    `platform` None is the CPU.
+    """
     if platform in (None, "cpu"):
         return ON_CPU._replace(rows=min(rows, ON_CPU.rows))
-    return Tile(rows=rows, pages=max(1, PLACES_AT_A_TIME // page_size))
+    return Tile(rows=rows, pages=max(1, PLACES_AT_A_TIME // own_size))
 
 
 class Reading(NamedTuple):
@@ -114,16 +119,20 @@ def attend_pages(
     scale: float,
     softcap: float = 0.0,
     window: int | None = None,
+    share: PageShare = WHOLE,
+    scatter: bool = False,
 ) -> jax.Array:
     """Causal grouped-query attention of T queries a row over the row's pages, softmax in fp32.
 
     Args:
-        query_BTKGH: queries.
+        query_BTKGH: queries, of the whole chunk.
         layer: the pages of this layer, with the keys and values of the queries' own tokens.
         reading: by `plan_reading`, with the same window.
         scale: scores are multiplied by it.
         softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
         window: a query at place i looks at places > i - window only; None: at all before it.
+        share: the part of each page that this device has; what others see is added to it.
+        scatter: each of these devices gets what its own part of T attended to.
 
     Returns:
         out_BTKGH in the type of the query; zeros for rows that read nothing.
@@ -139,7 +148,7 @@ def attend_pages(
     def read(index: jax.Array, start: jax.Array, sums: _Sums) -> _Sums:
         these = _Sums(*[_rows_from(start, some, field) for field in sums])
         query = _rows_from(start, some, query_BKMH)
-        scores, value = _look_at(query, layer, reading, index, start, scale, softcap, window)
+        scores, value = _look_at(query, layer, reading, share, index, start, scale, softcap, window)
         return _Sums(
             *[
                 jax.lax.dynamic_update_slice_in_dim(field, new, start, 0)
@@ -158,11 +167,12 @@ def attend_pages(
         jnp.zeros(query_BKMH.shape, jnp.float32),
     )
     sums = jax.lax.fori_loop(0, reading.blocks[0], read_all, sums)
-    out_BKMH = sums.value_BKMH / jnp.maximum(sums.weight_BKM, 1e-30)[..., None]
+    weight_BKM, value_BKMH = add_up(share, *sums, scatter=scatter)
+    out_BKMH = value_BKMH / jnp.maximum(weight_BKM, 1e-30)[..., None]
     # Rows that read nothing may have been in a tile with others.
     out_BKMH = jnp.where((reading.blocks > 0)[:, None, None, None], out_BKMH, 0)
     out_BKMH = out_BKMH.astype(query_BTKGH.dtype)[:rows][jnp.argsort(reading.order)]
-    return out_BKMH.reshape(rows, heads, length, group, size).transpose(0, 2, 1, 3, 4)
+    return out_BKMH.reshape(rows, heads, -1, group, size).transpose(0, 2, 1, 3, 4)
 
 
 def _rows_from(start: jax.Array, some: int, array: jax.Array) -> jax.Array:
@@ -173,6 +183,7 @@ def _look_at(
     query_BKMH: jax.Array,
     layer: LayerCache,
     reading: Reading,
+    share: PageShare,
     index: jax.Array,
     start: jax.Array,
     scale: float,
@@ -187,13 +198,12 @@ def _look_at(
     """
     some, together = reading.tile
     of_these = functools.partial(_rows_from, start, some)
-    page_size = layer.value.shape[2]
+    own_size = layer.value.shape[2]
     number_BY = (of_these(reading.first) + index * together)[:, None]
     number_BY = number_BY + jnp.arange(together)[None, :]
     pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
     # Behind a row's last page come places behind its queries, which see none of them.
-    places_BYS = number_BY[:, :, None] * page_size + jnp.arange(page_size)[None, None, :]
-    places_BS = places_BYS.reshape(some, -1)
+    places_BS = share.places(number_BY, own_size).reshape(some, -1)
     behind_BTS = of_these(reading.positions)[:, :, None] - places_BS[:, None, :]
     seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
     if window is not None:
@@ -203,7 +213,7 @@ def _look_at(
         """The pages side by side, joined along the axis that has their places."""
         pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, places)
         shape = pages.shape
-        return pages.reshape(*shape[:places], together * page_size, *shape[places + 2 :])
+        return pages.reshape(*shape[:places], together * own_size, *shape[places + 2 :])
 
     scores_BKMS = jnp.einsum(
         "BKMH,BKHS->BKMS",

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.kv_cache import empty_cache
+from earl_jax.models.kv_cache import PagedCache, empty_cache, place_pages
 from earl_jax.models.parameters import Params
 from earl_jax.rollout import decode_state, prompts, slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
@@ -76,9 +76,12 @@ class PolicyEngine(RoundEngine, Engine):
             for drafts in (False, True)
         }
         # A prompt is one row: every row shard reads it alike.
+        prefix = self._prefix_specs
         self._prefill = jax.jit(
             self._over_rows(
-                functools.partial(prompts.read, self.config.model, self.layout), P(), P()
+                functools.partial(prompts.read, self.config.model, self.layout),
+                (P(), prefix, P(), P(), P()),
+                prefix,
             )
         )
         self._insert = jax.jit(
@@ -100,6 +103,26 @@ class PolicyEngine(RoundEngine, Engine):
         rows = config.num_slots if config.rules.ngram else self.layout.num_row_shards
         state = self._new_state(places, pool, rows)
         return dataclasses.replace(state, scores=no_scores(config.num_slots))
+
+    @property
+    def _prefix_specs(self) -> Any:
+        """Of a Prefix: its pages are cut over `context` as those of the slots are."""
+        pages = [
+            place_pages(layer, lambda letters: self._manual_spec(letters.replace("Z", ".")))
+            for layer in self._state_specs.cache.layers
+        ]
+        whole: Any = P()
+        return Prefix(
+            cache=PagedCache(layers=pages, table=whole),
+            cached=whole,
+            pending=whole,
+            seed=whole,
+            sampling=whole,
+            scores=whole,
+            turn_limit=whole,
+            choices=whole,
+            tokens=whole,
+        )
 
     def load_params(self, params: Params) -> Params:
         """Places weights, such as `publish` makes, where this engine wants them, on the devices."""

@@ -4,7 +4,7 @@
 
 Copies leave a device while its next round runs, and are waited for a round later. A slot's pages
 may go back to other pages, and to another mesh: they are kept in pieces as they lay on the devices,
-each with the first of its heads.
+each with its corner: the first of its heads, and of its places.
 """
 
 import collections
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     from earl_jax.rollout.engine import PolicyEngine
 
 _HOST_MEMORY = "pinned_host"
-# The axes of a piece [L,P,K,...].
+# The axes of a piece [L,P,K,...]: those from K on may be cut.
 _PAGES, _HEADS = 1, 2
+_Corner = tuple[int, ...]
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Part:
-    """At most a block's share of a slot: `count` pages, and per array its pieces by first head."""
+    """At most a block's share of a slot: `count` pages, and per array its pieces by corner."""
 
     count: int
-    pieces: list[dict[int, Any]]
+    pieces: list[dict[_Corner, Any]]
 
 
 class HostPages:
@@ -84,7 +85,8 @@ class HostPages:
         """Lets go of the devices' copies of what has left them."""
         for part in self._leaving:
             part.pieces = [
-                {head: _to_numpy(piece) for head, piece in pieces.items()} for pieces in part.pieces
+                {corner: _to_numpy(piece) for corner, piece in pieces.items()}
+                for pieces in part.pieces
             ]
         self._leaving = []
 
@@ -188,23 +190,28 @@ def local_pages(seat: Seat, slot: int, pages: Sequence[int]) -> np.ndarray:
     return np.asarray(pages, np.int32) + lane % lanes_a_shard * seat.pool.pages
 
 
-def _pieces(block: LayerCache, shard: int, size: int, pinned: bool) -> list[dict[int, Any]]:
+def _pieces(block: LayerCache, shard: int, size: int, pinned: bool) -> list[dict[_Corner, Any]]:
     """What row shard `shard` has of a block, on its way to the host."""
     found = []
     for leaf in jax.tree.leaves(block):
         pieces = {}
         for piece in leaf.addressable_shards:
-            head = piece.index[_HEADS].start or 0
-            if (piece.index[_PAGES].start or 0) // size != shard or head in pieces:
+            corner = _corner(piece)
+            if (piece.index[_PAGES].start or 0) // size != shard or corner in pieces:
                 continue
             if pinned:
                 host = SingleDeviceSharding(piece.device, memory_kind=_HOST_MEMORY)
-                pieces[head] = jax.device_put(piece.data, host)
+                pieces[corner] = jax.device_put(piece.data, host)
             else:
                 piece.data.copy_to_host_async()
-                pieces[head] = piece.data
+                pieces[corner] = piece.data
         found.append(pieces)
     return found
+
+
+def _corner(piece: Any) -> _Corner:
+    """Where a device's piece of an array begins, along the axes from K on."""
+    return tuple(along.start or 0 for along in piece.index[_HEADS:])
 
 
 def _to_numpy(piece: Any) -> np.ndarray:
@@ -224,23 +231,34 @@ def _fill(blank: LayerCache, shardings: LayerCache, parts: Mapping[int, _Part]) 
             if part is None:
                 arrays.append(piece.data)
                 continue
-            head = piece.index[_HEADS].start or 0
-            found = _heads(part.pieces[number], head, piece.data.shape[_HEADS], piece.device)
+            shape = piece.data.shape[_HEADS:]
+            found = _window(part.pieces[number], _corner(piece), shape, piece.device)
             arrays.append(jax.device_put(found, SingleDeviceSharding(piece.device)))
         filled.append(jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays))
     return jax.tree.unflatten(structure, filled)
 
 
-def _heads(pieces: Mapping[int, Any], first: int, number: int, device: Any) -> Any:
-    """Heads `first` and on of an array that is kept in pieces, for this device."""
-    whole = pieces.get(first)
-    if whole is not None and whole.shape[_HEADS] == number:
+def _window(
+    pieces: Mapping[_Corner, Any], corner: _Corner, shape: tuple[int, ...], device: Any
+) -> Any:
+    """From a corner on, what is so large along the axes from K on, for this device."""
+    whole = pieces.get(corner)
+    if whole is not None and whole.shape[_HEADS:] == shape:
         is_near = isinstance(whole, np.ndarray) or whole.devices() == {device}
         return whole if is_near else np.asarray(whole)
     # Another mesh cuts them otherwise.
-    heads = [np.asarray(pieces[head]) for head in sorted(pieces)]
-    joined = np.concatenate(heads, axis=_HEADS)
-    return joined[:, :, first : first + number]
+    arrays = {first: np.asarray(piece) for first, piece in pieces.items()}
+    ends = np.max([np.add(first, a.shape[_HEADS:]) for first, a in arrays.items()], axis=0)
+    like = next(iter(arrays.values()))
+    joined = np.empty((*like.shape[:_HEADS], *ends), like.dtype)
+    for first, array in arrays.items():
+        joined[_along(first, array.shape[_HEADS:])] = array
+    return joined[_along(corner, shape)]
+
+
+def _along(corner: _Corner, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    cut = [slice(first, first + n) for first, n in zip(corner, shape, strict=True)]
+    return (*[slice(None)] * _HEADS, *cut)
 
 
 def _mark(seat: Seat, marks: Mapping[int, int]) -> Seat:

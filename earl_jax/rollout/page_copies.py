@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.models.kv_cache import LayerCache
+from earl_jax.models.kv_cache import LayerCache, place_pages
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.sharding.layout import Layout
 
@@ -64,7 +64,9 @@ class PageCopies:
         self.layout = layout
         self.num_shards = layout.num_row_shards
         self.pages_a_call = max(1, PLACES_A_CALL // page_size)
-        self.block_shardings = jax.tree.map(lambda _: layout.activations(".ZK"), pool_shardings[0])
+        self.block_shardings = place_pages(
+            pool_shardings[0], lambda letters: layout.activations("." + letters)
+        )
         rows = P(layout.row_axes)
 
         def over_rows(function: Any, in_specs: Any, out_specs: Any) -> Any:

@@ -117,14 +117,18 @@ def work_of(engine: PolicyEngine, block_bytes: int, block_tokens: int) -> Work:
     share = model.experts_per_token / model.num_experts if model.num_experts else 1.0
 
     def numbers(spec: ParameterSpec) -> float:
-        return math.prod(spec.shape) / shape.tensor / (shape.expert if "E" in spec.axes else 1)
+        cut = shape.tensor * (shape.expert if "E" in spec.axes else 1)
+        return math.prod(spec.shape) / cut
 
     itemsize = 1 if config.weight_dtype == "int8" else jax.numpy.dtype(model.compute_dtype).itemsize
+    used = sum(numbers(spec) * (share if "E" in spec.axes else 1.0) for spec in specs)
+    cut = shape.tensor * shape.context
     return Work(
-        weights=sum(numbers(spec) * (share if "E" in spec.axes else 1.0) for spec in specs),
+        # A chunk's tokens, and each page, are cut over `context`.
+        weights=used / shape.context,
         weight_bytes=itemsize * sum(map(numbers, specs)),
-        pair_flops=4.0 * model.num_layers * model.num_heads * model.head_size / shape.tensor,
+        pair_flops=4.0 * model.num_layers * model.num_heads * model.head_size / cut,
         chunk_tokens=config.chunk_size,
-        block_bytes=block_bytes / shape.tensor,
+        block_bytes=block_bytes / cut,
         block_tokens=block_tokens,
     )

@@ -69,8 +69,9 @@ def read(
 ) -> Prefix:
     """The prefix with the first `true_length` ids behind it, and the token sampled behind these."""
     count = jnp.asarray(true_length, jnp.int32)[None]
+    cache = dataclasses.replace(prefix.cache, parts=layout.shape.context)
     logits_BV, cache = forward_chunk(
-        config, params, prefix.cache, tokens_T[None], prefix.cached, count, layout=layout
+        config, params, cache, tokens_T[None], prefix.cached, count, layout=layout
     )
     cached, tokens = prefix.cached + count, prefix.tokens
     if tokens is not None:
@@ -82,7 +83,7 @@ def read(
     token, logprob = sample(uniform, may_BV, prefix.sampling, asked)
     return dataclasses.replace(
         prefix,
-        cache=cache,
+        cache=dataclasses.replace(cache, parts=1),
         cached=cached,
         pending=token,
         scores=prefix.scores._replace(

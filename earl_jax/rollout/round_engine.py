@@ -8,6 +8,7 @@ log-probs and versions written down beside the KV cache.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from earl_jax.models.kv_cache import PagedCache, place_pages
 from earl_jax.models.parameters import Params, parameter_shardings
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.rollout import decode_state, slots
@@ -33,15 +35,17 @@ class RoundEngine:
     """Plays rounds of one model on one rollout layout.
 
     Slots and experience are split over `data`; heads and vocabulary over `tensor`, experts over
-    `expert`. Each data shard decodes on its own (`shard_map` over `data`): no collective crosses
-    it, and a shard whose slots have all ended their turn stops early whatever the others do.
+    `expert`, pages of the KV cache and chunks over `context` (models/page_shares.py). Each data
+    shard decodes on its own (`shard_map` over `data`): no collective crosses it, and a shard whose
+    slots have all ended their turn stops early whatever the others do.
     """
 
     def __init__(self, config: EngineConfig, layout: Layout) -> None:
         """Builds the jitted programs; nothing is compiled before its first call.
 
         Raises:
-            ValueError: the slots or rows do not divide over the layout's data axis.
+            ValueError: the slots or rows do not divide over the layout's data axis, or a page over
+                its context axis.
         """
         for name, number in (
             ("num_slots", config.num_slots),
@@ -52,18 +56,44 @@ class RoundEngine:
                     f"config.rollout.{name} is {number}, which does not divide over {layout}; "
                     f"choose a multiple of {layout.num_row_shards}"
                 )
+        context = layout.shape.context
+        if config.page_size % context:
+            raise ValueError(
+                f"config.rollout.page_size is {config.page_size}, which does not divide over "
+                f"{layout}; choose a multiple of {context}"
+            )
         self.config, self.layout = config, layout
+        # What is written by hand: an axis of size 1 would leave collectives of nothing.
+        self._manual = {*layout.row_axes, *(("context",) if context > 1 else ())}
         self._key_data = jax.random.key_data(jax.random.key(config.seed))
         specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
         self.parameter_shardings = parameter_shardings(specs, layout)
         self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
         self._rows = layout.activations("B")
-        by_rows = jax.tree.map(lambda leaf: self._rows, self.state_shapes(1))
-        pages = jax.tree.map(lambda leaf: layout.activations("ZK"), by_rows.cache.layers)
-        self.state_shardings = dataclasses.replace(
-            by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages)
-        )
+        self.state_shardings = self._place_state(layout.activations)
+        # Whatever a state has beside its cache is cut by rows.
+        rows: Any = P(layout.row_axes)
+        pages = self._place_state(self._manual_spec).cache.layers
+        fields = dict.fromkeys((field.name for field in dataclasses.fields(DecodeState)), rows)
+        cache = PagedCache(layers=pages, table=rows)
+        self._state_specs = DecodeState(**{**fields, "cache": cache})
         self._build_programs()
+
+    def _place_state(self, place: Callable[[str], Any]) -> DecodeState:
+        """What `place` says of each array of a state."""
+        shapes = self.state_shapes(1)
+        pages = [place_pages(layer, place) for layer in shapes.cache.layers]
+        by_rows = jax.tree.map(lambda leaf: place("B"), shapes)
+        return dataclasses.replace(by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages))
+
+    def _manual_spec(self, letters: str) -> P:
+        """Their placement, as far as it is written by hand."""
+
+        def by_hand(axes: Any) -> Any:
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            return axes if self._manual.issuperset(names) else None
+
+        return P(*map(by_hand, self.layout.activation_spec(letters)))
 
     def _build_programs(self) -> None:
         rules, out = self.config.rules, (self.state_shardings, self._rows)
@@ -97,17 +127,20 @@ class RoundEngine:
     def _decoding(self, function: Any, rules: SlotRules) -> Any:
         """`slots.play` or `slots.generate` on every row shard: of params, state, orders, key.
 
-        Manual over rows; the axes within them stay automatic and follow the weights' placement.
+        Manual over rows, and pages; the axes within them stay automatic and follow the weights'
+        placement.
         """
         model, layout = self.config.model, self.layout
 
         def on_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
             key = jax.random.wrap_key_data(key_data)
             decoder = Decoder(model, rules, params, key, _replicate, layout)
-            return function(decoder, state, orders, jax.lax.axis_index(layout.row_axes))
+            state = _in_parts(state, layout.shape.context)
+            state, packed = function(decoder, state, orders, jax.lax.axis_index(layout.row_axes))
+            return _in_parts(state, 1), packed
 
-        rows = P(layout.row_axes)
-        return self._over_rows(on_shard, (P(), rows, rows, P()), rows)
+        rows, state = P(layout.row_axes), self._state_specs
+        return self._over_rows(on_shard, (P(), state, rows, P()), (state, rows))
 
     def _over_rows(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
         return jax.shard_map(
@@ -115,7 +148,7 @@ class RoundEngine:
             mesh=self.layout.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(self.layout.row_axes),
+            axis_names=self._manual,
             check_vma=False,
         )
 
@@ -224,6 +257,11 @@ class RoundEngine:
             jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
             jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
         )
+
+
+def _in_parts(state: DecodeState, parts: int) -> DecodeState:
+    """The same arrays, as so many parts of pages: on one device, or as the whole that they are."""
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, parts=parts))
 
 
 def _replicate(logits_BV: jax.Array) -> jax.Array:

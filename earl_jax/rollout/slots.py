@@ -258,7 +258,7 @@ def _append(decoder: Decoder, state: DecodeState, orders: Orders) -> tuple[jax.A
         exists = chosen < slots
         row = jnp.minimum(chosen, slots - 1)
         logits, cache = decoder.append(
-            PagedCache(layers=layers, table=state.cache.table[row]),
+            dataclasses.replace(state.cache, layers=layers, table=state.cache.table[row]),
             orders.chunk[row],
             state.cached[row],
             jnp.where(exists, orders.count[row], 0),

@@ -24,15 +24,12 @@ def rollout_candidates(
 ) -> list[MeshShape]:
     """All data x expert x tensor shapes over all devices, widest data axis first.
 
-    A row shard of 4 devices may be tensor=4, expert=2 x tensor=2, or expert=4.
+    A row shard of 4 devices may be tensor=4, expert=2 x tensor=2, or expert=4. A user may name
+    shapes that cut contexts over `context` as well.
 
     Raises as `_checked`.
     """
-    shapes = [
-        MeshShape(data=num_devices // cut, expert=expert, tensor=cut // expert)
-        for cut in divisors(num_devices)
-        for expert in _expert_sizes(cut, num_experts)
-    ]
+    shapes = _rollout_shapes(num_devices, num_experts)
     return _checked("rollout_meshes", shapes, named, num_devices, check)
 
 
@@ -54,17 +51,45 @@ def context_candidates(num_devices: int, check: Check, num_experts: int = 0) -> 
 
     For long rows beside `train_candidates`; see `for_rows`. There may be none.
     """
-    shapes = [
-        dataclasses.replace(shape, context=context)
-        for context in divisors(num_devices)[1:]
-        for shape in _train_shapes(num_devices // context, num_experts)
-    ]
-    return [shape for shape in shapes if check(shape) is None]
+    return _with_context(_train_shapes, num_devices, check, num_experts)
+
+
+def rollout_context_candidates(
+    num_devices: int, check: Check, num_experts: int = 0
+) -> list[MeshShape]:
+    """All shapes over all devices that cut contexts over `context` too, least cut first.
+
+    For long contexts beside `rollout_candidates`; see `for_rows`. There may be none.
+    """
+    return _with_context(_rollout_shapes, num_devices, check, num_experts)
 
 
 def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
     """Of `context_candidates` those with LEAST_SHARD_TOKENS or more of a row of so many tokens."""
     return [shape for shape in shapes if shape.context * LEAST_SHARD_TOKENS <= length]
+
+
+def _with_context(
+    shapes_of: Callable[[int, int], list[MeshShape]],
+    num_devices: int,
+    check: Check,
+    num_experts: int,
+) -> list[MeshShape]:
+    """Those of each part of the devices, `context` parts of which are all."""
+    shapes = [
+        dataclasses.replace(shape, context=context)
+        for context in divisors(num_devices)[1:]
+        for shape in shapes_of(num_devices // context, num_experts)
+    ]
+    return [shape for shape in shapes if check(shape) is None]
+
+
+def _rollout_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
+    return [
+        MeshShape(data=num_devices // cut, expert=expert, tensor=cut // expert)
+        for cut in divisors(num_devices)
+        for expert in _expert_sizes(cut, num_experts)
+    ]
 
 
 def _train_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:

@@ -16,7 +16,7 @@ class SelectorConfig:
     `budget_bytes_per_device` is what a stage may take of each device; 0 takes the device's own
     limit where it reports one, and no limit where it does not (CPU). `rollout_meshes` and
     `train_meshes` name the candidates, as "data=4,tensor=2"; empty means every shape that the
-    devices and the model allow, and for the training of long rows those too that cut them over
+    devices and the model allow, and for long rows and contexts those too that cut them over
     `context` (`candidates.for_rows`). Meshes that fit are left only for a pair whose step is
     shorter by more than the fraction `hysteresis`, with the switch spread over the steps that it
     will last (at most `horizon_steps`), and only when they have been in use for 8 steps. By the
@@ -56,11 +56,11 @@ class SelectorConfig:
                 if shape in shapes:
                     raise ValueError(f"config.selector.{field} names {shape} twice")
                 shapes.append(shape)
-                if field == "rollout_meshes" and shape.fsdp * shape.context > 1:
+                if field == "rollout_meshes" and shape.fsdp > 1:
                     raise ValueError(
                         f"config.selector.rollout_meshes has {text!r}; the engine keeps whole "
-                        "layers and whole contexts on a device or cuts them over expert or tensor: "
-                        "use data and those"
+                        "layers on a device or cuts them over expert or tensor: use data, context "
+                        "and those"
                     )
         for field, least in (
             ("budget_bytes_per_device", 0),

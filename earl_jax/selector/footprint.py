@@ -9,10 +9,12 @@ is exact. What a program needs beside it is a model of what XLA makes of `train/
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from earl_jax.sharding.layout import PARAMETER_RULES, MeshShape
+from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, MeshShape
+
+Rules = Mapping[str, tuple[str, ...]]
 
 # Tokens, turns, log-probs and versions: an i32 or f32 for each place of a row.
 EXPERIENCE_BYTES = 16
@@ -108,26 +110,31 @@ class Footprint:
         return {kind: size for kind, size in dataclasses.asdict(self).items() if size}
 
 
-def parts_of(axes: str, mesh: MeshShape) -> int:
+def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Into how many parts a parameter with these axes is cut."""
-    return math.prod(
-        getattr(mesh, axis) for letter in axes for axis in PARAMETER_RULES.get(letter, ())
-    )
+    return math.prod(getattr(mesh, axis) for letter in axes for axis in rules.get(letter, ()))
 
 
-def device_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
-    """Bytes per device of parameters placed on this mesh."""
+def device_bytes(
+    parameters: Iterable[Parameter], mesh: MeshShape, rules: Rules = PARAMETER_RULES
+) -> int:
+    """Bytes per device of parameters placed on this mesh, by a trainer's rules or others."""
     return sum(
         parameter.count
         * parameter.itemsize
         * math.prod(parameter.shape)
-        // parts_of(parameter.axes, mesh)
+        // parts_of(parameter.axes, mesh, rules)
         for parameter in parameters
     )
 
 
+def engine_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
+    """`device_bytes` in a rollout."""
+    return device_bytes(parameters, mesh, ROLLOUT_PARAMETER_RULES)
+
+
 def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
-    """Bytes per device that a token of context takes, over all layers."""
+    """Bytes that a token of context takes on a device that has its place, over all layers."""
     of_a_head = sizes.head_size * work.kv_itemsize + (4 if work.kv_itemsize == 1 else 0)
     heads = sizes.num_kv_heads // mesh.tensor
     return 2 * sizes.num_layers * heads * of_a_head
@@ -142,7 +149,7 @@ def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
 def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, places: int) -> int:
     """Bytes per device of the pages of a full row."""
     pages = -(-places // work.page_size)
-    return pages * work.page_size * cache_token_bytes(sizes, work, mesh)
+    return pages * work.page_size // mesh.context * cache_token_bytes(sizes, work, mesh)
 
 
 def rollout_footprint(
@@ -159,7 +166,7 @@ def rollout_footprint(
     # Where there are several lanes each slot has a row for guests (rollout/scheduler.py).
     guests = work.num_slots if mesh.num_devices > 1 else 0
     buffers = (work.num_rows + guests) // mesh.data * places * EXPERIENCE_BYTES
-    at_a_time = min(PLACES_AT_A_TIME, places)
+    at_a_time = min(PLACES_AT_A_TIME, places // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
     decoding = rows * blocks * sizes.engine_bytes + logits
@@ -167,14 +174,19 @@ def rollout_footprint(
     tokens = together * work.chunk_size
     # Scores in fp32, and what they are once they weigh values.
     scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
-    appending = scores + tokens * _block_width(sizes, mesh, mesh.expert) * sizes.engine_bytes
+    own = tokens // mesh.context
+    appending = scores + own * _block_width(sizes, mesh, mesh.expert) * sizes.engine_bytes
+    if mesh.context > 1:
+        # Queries of all tokens, and twice what they saw, in fp32.
+        width = sizes.num_heads * sizes.head_size // mesh.tensor
+        appending += tokens * width * (sizes.engine_bytes + 2 * 4)
     beside = 0
     if platform == "tpu":
         # Attention's matrices, in the order of axes that the decode loop wants.
         names = ("query", "key", "value", "out")
-        beside = device_bytes([p for p in sizes.engine if p.name in names], mesh)
+        beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
-        weights=device_bytes(sizes.engine, mesh),
+        weights=engine_bytes(sizes.engine, mesh),
         cache=rows_at_once * row_bytes(sizes, work, mesh, places),
         activations=buffers + beside + max(decoding, appending),
         trainer=trainer,

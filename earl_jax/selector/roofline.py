@@ -14,7 +14,13 @@ import math
 import statistics
 from collections.abc import Iterable
 
-from earl_jax.selector.footprint import ModelSizes, Workload, cache_token_bytes, device_bytes
+from earl_jax.selector.footprint import (
+    ModelSizes,
+    Workload,
+    cache_token_bytes,
+    device_bytes,
+    engine_bytes,
+)
 from earl_jax.selector.hardware import Hardware
 from earl_jax.sharding.layout import MeshShape
 
@@ -73,21 +79,22 @@ def decode_s(
 
     Each row has `context` tokens behind it, which are all read; so are all weights, of a mixture's
     experts those that some token goes to. Two all-reduces a layer add up what heads and
-    feed-forward networks are cut into.
+    feed-forward networks are cut into. Over `context` the cache is cut, and the tokens of a chunk.
     """
     number = rows * tokens
-    flops = number * (
-        sum(_layer_flops(sizes, mesh, experts_cut=mesh.expert))
-        + _attention_flops(sizes, context) / mesh.tensor
-    )
+    is_cut = tokens > 1 and tokens % mesh.context == 0
+    own = number // mesh.context if is_cut else number
+    flops = own * sum(_layer_flops(sizes, mesh, experts_cut=mesh.expert))
+    flops += number * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
     # Sampled from behind the last token only.
     flops += rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
-    read = weights_read(sizes, mesh, number)
+    read = weights_read(sizes, mesh, own)
     read += rows * cache_read(sizes, work, mesh, context)
     return Seconds(
         compute_s=flops / (hardware.flops_per_s * MATMUL_REACHED),
         memory_s=read / (hardware.memory_bytes_per_s * MEMORY_REACHED),
-        collectives_s=_forward_collectives_s(hardware, sizes, mesh, number, rows),
+        collectives_s=_forward_collectives_s(hardware, sizes, mesh, own, rows)
+        + keys_s(hardware, sizes, mesh, number, is_cut),
     )
 
 
@@ -115,7 +122,7 @@ def rollout_tokens_per_s(
     Where the cache holds fewer rows of a row shard than it has slots, the others wait: the slots
     take turns in waves, of which the last may be small.
     """
-    rows = work.num_slots * mesh.tensor * mesh.expert // hardware.num_devices
+    rows = work.num_slots // mesh.data
     seconds = sum(
         round_s(hardware, sizes, work, mesh, wave, context) for wave in waves(rows, rows_that_fit)
     )
@@ -178,14 +185,14 @@ def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int) -> float:
     for parameter in sizes.engine:
         if parameter.name == "embed" and not sizes.is_tied:
             continue
-        read += device_bytes([parameter], mesh) * (touched if "E" in parameter.axes else 1.0)
+        read += engine_bytes([parameter], mesh) * (touched if "E" in parameter.axes else 1.0)
     return read
 
 
 def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int) -> float:
     """Bytes of the cache that a device reads for a token behind so many."""
     seen = sum(min(context, window or context) for window in sizes.windows) / sizes.num_layers
-    return cache_token_bytes(sizes, work, mesh) * seen
+    return cache_token_bytes(sizes, work, mesh) * seen / mesh.context
 
 
 def calibration(pairs: Iterable[tuple[float, float]]) -> float:
@@ -232,6 +239,28 @@ def _layers_collectives_s(
     return sizes.num_layers * (
         all_reduce_s(hardware, num_bytes, mesh.tensor) + all_reduce_s(hardware, num_bytes, network)
     )
+
+
+def keys_s(
+    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, is_cut: bool
+) -> float:
+    """Of a forward pass of the engine over `context`, where `tokens` look at all parts of pages.
+
+    In each layer their largest scores, and then sums in fp32, are added up; where a chunk is cut,
+    queries, keys and values are gathered before, and the sums scattered.
+    """
+    size, stride = mesh.context, _stride(mesh, "context")
+    heads, kv_heads = sizes.num_heads // mesh.tensor, sizes.num_kv_heads // mesh.tensor
+
+    def whole_s(numbers: int, itemsize: int) -> float:
+        return all_reduce_s(hardware, tokens * numbers * itemsize, size, stride)
+
+    sums = heads * (sizes.head_size + 1)
+    layer_s = whole_s(heads, 4) + (0.5 if is_cut else 1.0) * whole_s(sums, 4)
+    if is_cut:
+        gathered = (heads + 2 * kv_heads) * sizes.head_size
+        layer_s += 0.5 * whole_s(gathered, sizes.engine_bytes)
+    return sizes.num_layers * layer_s
 
 
 def ring_s(

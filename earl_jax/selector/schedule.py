@@ -13,6 +13,7 @@ from earl_jax.selector.candidates import (
     context_candidates,
     for_rows,
     rollout_candidates,
+    rollout_context_candidates,
     train_candidates,
 )
 from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
@@ -41,10 +42,11 @@ MOST_DEVICES = 8192
 class Scene:
     """What is planned for: a model and its work on some hardware, and the meshes to choose from.
 
-    `obstacle` says why a mesh cuts the model unevenly. `context_meshes` are candidates for the
-    training of long rows only, beside `train_meshes` (see `for_rows`). Without `by_speed` meshes
-    are taken in the order that they are listed in (config.selector.order). `factors` are measured
-    speeds by computed ones, of a stage; 1 where there is none.
+    `obstacle` says why a mesh cuts the model unevenly, `rollout_obstacle` why it does so in a
+    rollout. `context_meshes` are candidates for the training of long rows only, beside
+    `train_meshes` (see `for_rows`), `rollout_context_meshes` for rollouts of such. Without
+    `by_speed` meshes are taken in the order that they are listed in (config.selector.order).
+    `factors` are measured speeds by computed ones, of a stage; 1 where there is none.
     """
 
     hardware: Hardware
@@ -52,15 +54,21 @@ class Scene:
     work: Workload
     settings: Settings
     obstacle: Check
+    rollout_obstacle: Check
     by_speed: bool
     rollout_meshes: tuple[MeshShape, ...]
     train_meshes: tuple[MeshShape, ...]
     context_meshes: tuple[MeshShape, ...] = ()
+    rollout_context_meshes: tuple[MeshShape, ...] = ()
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def train_meshes_for(self, places: int) -> list[MeshShape]:
         """The candidates for the training of rows of so many tokens."""
         return [*self.train_meshes, *for_rows(self.context_meshes, places)]
+
+    def rollout_meshes_for(self, places: int) -> list[MeshShape]:
+        """The candidates for rollouts with so many tokens of room."""
+        return [*self.rollout_meshes, *for_rows(self.rollout_context_meshes, places)]
 
     @property
     def budget_bytes(self) -> int:
@@ -153,7 +161,8 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
         train_mesh = train.chosen.mesh
         resident = sum(trainer_bytes(scene.sizes, train_mesh))
         prospects = [
-            _rollout_prospect(scene, mesh, places, resident) for mesh in scene.rollout_meshes
+            _rollout_prospect(scene, mesh, places, resident)
+            for mesh in scene.rollout_meshes_for(places)
         ]
         rollout = _choose(scene, prospects, rollout_mesh, exactly)
         rollout_mesh = rollout.chosen.mesh if rollout.chosen else rollout_mesh
@@ -209,7 +218,8 @@ def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
         stage, mesh, places, *rung = entry.split(" ")
         shape, speed = MeshShape.parse(mesh), measurement.tokens_per_s
         trainers = (*scene.train_meshes, *scene.context_meshes)
-        meshes = trainers if stage == "train" else scene.rollout_meshes
+        players = (*scene.rollout_meshes, *scene.rollout_context_meshes)
+        meshes = trainers if stage == "train" else players
         if speed is None or rung or shape not in meshes:
             continue
         if stage == "train":
@@ -348,7 +358,9 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
     try:
         trainers = train_candidates(number, (), scene.obstacle, experts)
         trainers += for_rows(context_candidates(number, scene.obstacle, experts), places)
-        players = rollout_candidates(number, (), scene.obstacle, experts)
+        players = rollout_candidates(number, (), scene.rollout_obstacle, experts)
+        cut = rollout_context_candidates(number, scene.rollout_obstacle, experts)
+        players += for_rows(cut, places)
     except ValueError:
         # So many devices cut the model unevenly in every way.
         return False

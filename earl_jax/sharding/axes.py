@@ -17,7 +17,8 @@
 
 A mesh has five axes, always in this order, those that talk most innermost: `data` splits rows,
 `fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `context`
-splits the tokens of a row (and stores parameters as `fsdp` does), `expert` splits experts, `tensor`
+splits the tokens of a row (and stores parameters as `fsdp` does; in a rollout it splits chunks, and
+the places of every page), `expert` splits experts, `tensor`
 splits heads, feed-forward and vocabulary.
 """
 

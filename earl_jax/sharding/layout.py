@@ -19,8 +19,8 @@ from earl_jax.sharding.axes import LETTERS, MESH_AXES
 # there, because its row shards decode unequally long, and experts talk at every token.
 ROLLOUT_ROWS = ("data", "fsdp")
 TRAINING_ROWS = ("data", "fsdp", "expert")
-# Tokens of a row, and of a chunk of it, are split over context; heads, feed-forward and vocabulary
-# over tensor. Whole rows of numbers of the host, and keys that all queries look at, are "S".
+# Tokens of a row, of a chunk of it, and of a page are split over context; heads, feed-forward and
+# vocabulary over tensor. Whole rows of the host's numbers, and keys that all queries look at: "S".
 ACTIVATION_RULES: Mapping[str, tuple[str, ...]] = {
     "T": ("context",),
     "C": ("context",),
@@ -38,6 +38,8 @@ PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {
     "F": ("tensor",),
     "V": ("tensor",),
 }
+# In a rollout every device of the `context` axis has them: it would need them for each token.
+ROLLOUT_PARAMETER_RULES: Mapping[str, tuple[str, ...]] = {**PARAMETER_RULES, "D": ("fsdp",)}
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -159,10 +161,16 @@ def make_layout(
         )
     grid = np.asarray(devices[: shape.num_devices], dtype=object).reshape(shape.sizes)
     mesh = Mesh(grid, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    return Layout(mesh, row_axes=row_axes)
+    return Layout(mesh, row_axes, _parameter_rules(row_axes))
 
 
 def make_abstract_layout(shape: MeshShape, *, row_axes: tuple[str, ...] = ROLLOUT_ROWS) -> Layout:
     """A layout of this shape over devices that need not exist: for tracing and planning."""
     mesh = AbstractMesh(shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    return Layout(mesh, row_axes=row_axes)
+    return Layout(mesh, row_axes, _parameter_rules(row_axes))
+
+
+def _parameter_rules(row_axes: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Those of the stage that cuts rows so."""
+    rules = PARAMETER_RULES if row_axes == TRAINING_ROWS else ROLLOUT_PARAMETER_RULES
+    return tuple(rules.items())
