@@ -83,7 +83,7 @@ def make_shardings(name: str, axis_type: AxisType = AxisType.Auto) -> dict[str, 
 
 
 def make_values() -> dict[str, np.ndarray]:
-    """Random bits: any float32; of bfloat16 -inf, -0.0, subnormals and only the usual NaN."""
+    """Random bits: any float32, any bfloat16, NaNs of all kinds among them."""
     rng = np.random.default_rng(0)
     values = {}
     for leaf, (shape, dtype) in SHAPES.items():
@@ -93,8 +93,8 @@ def make_values() -> dict[str, np.ndarray]:
             num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             values[leaf] = np.frombuffer(rng.bytes(num_bytes), dtype).reshape(shape)
     bits = values["cache"].view(np.uint16).copy()
-    bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
-    bits[0, :4] = 0x7FC0, 0xFF80, 0x8000, 0x0001
+    # -inf, -0.0, the least subnormal; the usual NaN, one with other bits, one that signals.
+    bits[0, :6] = 0xFF80, 0x8000, 0x0001, 0x7FC0, 0x7FE9, 0xFF81
     return {**values, "cache": bits.view(jnp.bfloat16)}
 
 

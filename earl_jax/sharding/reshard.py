@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from earl_jax.sharding.chunks import carry_in_chunks
 from earl_jax.sharding.exchange import exchange
-from earl_jax.sharding.moves import Move
+from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
 from earl_jax.sharding.schedule import make_schedule
@@ -50,9 +50,6 @@ def reshard(
     mesh axes regrouped, XLA may gather the whole array on every device (f32[4096, 4096], 2x2x2 to
     8x1x1: 96 MiB of temporaries per device and 700 ms where pieces took 35 ms; 8 CPU devices on 2
     cores, jax 0.10.2 and 0.12.0, 2026-11-21).
-
-    One bit pattern may change on CPU: XLA's CPU compiler moves bfloat16 by way of float32, which
-    keeps that a value is NaN but not the NaN's other bits (0x7fe9 became 0x7fc0, jax 0.10.2).
 
     The result may share buffers with `tree` where a shard stays whole on its device: donate
     neither while the other is in use.
@@ -131,9 +128,8 @@ def _carry(
     # A caller's `jax.set_mesh` would forbid programs on any other devices than its own.
     with jax.set_mesh(_NO_MESH):
         for group in schedule.compiled:
-            dtypes = tuple(moves[k].arrives_as for k in group)
-            identity = _identity(tuple(targets[k] for k in group), dtypes)
-            moved.update(zip(group, identity(tuple(moved[k] for k in group)), strict=True))
+            arrived = _carry_compiled([leaves[k] for k in group], [moves[k] for k in group])
+            moved.update(zip(group, arrived, strict=True))
         moved.update(carry_pieces(leaves, targets, schedule.parcels))
         for k, plan in schedule.chunked:
             assert chunk_bytes is not None
@@ -186,6 +182,27 @@ def _leaves_like(structure: Any, tree: Any, what: str) -> list[Any]:
 def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
+
+
+def _carry_compiled(leaves: Sequence[jax.Array], moves: Sequence[Move]) -> Sequence[jax.Array]:
+    """In one program; narrow floats on CPUs between two others, which see them as integers."""
+    targets = tuple(move.target for move in moves)
+    dtypes = tuple(move.arrives_as for move in moves)
+    if not moves[0].goes_as_bits:
+        return _identity(targets, dtypes)(tuple(leaves))
+    bits = tuple(carrier(dtype) for dtype in dtypes)
+    seen = _view(tuple(leaf.sharding for leaf in leaves), bits)(tuple(leaves))
+    return _view(targets, dtypes)(_identity(targets, bits)(seen))
+
+
+@functools.lru_cache(maxsize=256)
+def _view(
+    shardings: tuple[Sharding, ...], dtypes: tuple[Any, ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    def view(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(map(viewed, arrays, dtypes))
+
+    return jax.jit(view, out_shardings=shardings)
 
 
 @functools.lru_cache(maxsize=256)
