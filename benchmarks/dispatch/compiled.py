@@ -7,7 +7,6 @@ engine's bf16, layer by layer, over the same devices. Its collectives are read f
 text, beside the fewest bytes that can do, which are the plan's.
 """
 
-import dataclasses
 import math
 import sys
 import time
@@ -93,10 +92,9 @@ def compiled_publish(
     specs = parameter_specs(model, vocab_size)
     wanted = engine_specs(model, vocab_size, "compute")
     shapes, places = engine_shapes(wanted, "bfloat16"), parameter_shardings(wanted, target)
+    params = _placed(parameter_shapes(specs), parameter_shardings(specs, source))
     start_s = time.perf_counter()
-    program = program_of(None, shapes, places).lower(
-        _placed(parameter_shapes(specs), parameter_shardings(specs, source))
-    )
+    program = program_of(params, shapes, places).lower(params)
     compiled = program.compile()
     compile_s = time.perf_counter() - start_s
     num = source.shape.num_devices

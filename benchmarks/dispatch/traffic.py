@@ -18,6 +18,9 @@ _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{(\{.*?\})\}")
 _COUNTED = re.compile(r"replica_groups=\[([\d,]+)\]<=")
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+# By the axes of a mesh: {'a'}, or a part of an axis, {'a':(2)4}, which are 4 of its places.
+_MESH = re.compile(r"replica_groups=mesh\[(.*?)\][^{]* \{(.*?)\}")
+_AXIS = re.compile(r"'(\w+)'(?:=(\d+)|:\(\d+\)(\d+))?")
 
 
 class Collective(NamedTuple):
@@ -65,6 +68,10 @@ def _group_size(rest: str, num_devices: int) -> int:
     """How many devices take part in one of the collective's groups, which are of one size."""
     if counted := _COUNTED.search(rest):
         return int(counted[1].split(",")[-1])
+    if named := _MESH.search(rest):
+        sizes = {name: int(size) for name, size, _ in _AXIS.findall(named[1])}
+        axes = _AXIS.findall(named[2])
+        return math.prod(int(part) if part else sizes[name] for name, _, part in axes)
     if listed := _LISTED.search(rest):
         return listed[1].partition("}")[0].count(",") + 1
     return num_devices

@@ -22,6 +22,7 @@ from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
 from earl_jax.sharding.schedule import make_schedule
+from earl_jax.sharding.stopover import travel
 
 Tree = TypeVar("Tree")
 
@@ -128,7 +129,7 @@ def _carry(
     # A caller's `jax.set_mesh` would forbid programs on any other devices than its own.
     with jax.set_mesh(_NO_MESH):
         for group in schedule.compiled:
-            arrived = _carry_compiled([leaves[k] for k in group], [moves[k] for k in group])
+            arrived = _carry_compiled([leaves[k] for k in group], tuple(moves[k] for k in group))
             moved.update(zip(group, arrived, strict=True))
         moved.update(carry_pieces(leaves, targets, schedule.parcels))
         for k, plan in schedule.chunked:
@@ -184,15 +185,15 @@ def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
 
 
-def _carry_compiled(leaves: Sequence[jax.Array], moves: Sequence[Move]) -> Sequence[jax.Array]:
+def _carry_compiled(leaves: Sequence[jax.Array], moves: tuple[Move, ...]) -> Sequence[jax.Array]:
     """In one program; narrow floats on CPUs between two others, which see them as integers."""
     targets = tuple(move.target for move in moves)
     dtypes = tuple(move.arrives_as for move in moves)
     if not moves[0].goes_as_bits:
-        return _identity(targets, dtypes)(tuple(leaves))
+        return _identity(moves, dtypes)(tuple(leaves))
     bits = tuple(carrier(dtype) for dtype in dtypes)
     seen = _view(tuple(leaf.sharding for leaf in leaves), bits)(tuple(leaves))
-    return _view(targets, dtypes)(_identity(targets, bits)(seen))
+    return _view(targets, dtypes)(_identity(moves, bits)(seen))
 
 
 @functools.lru_cache(maxsize=256)
@@ -207,15 +208,20 @@ def _view(
 
 @functools.lru_cache(maxsize=256)
 def _identity(
-    targets: tuple[NamedSharding, ...], dtypes: tuple[Any, ...]
+    moves: tuple[Move, ...], dtypes: tuple[Any, ...]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    def cast(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(
-            array if array.dtype == dtype else array.astype(dtype)
-            for array, dtype in zip(arrays, dtypes, strict=True)
-        )
+    """The program for these moves, of arrays that arrive in these types."""
 
-    return jax.jit(cast, out_shardings=targets)
+    def carry(array: jax.Array, move: Move, dtype: Any) -> jax.Array:
+        if move.carried_as == move.arrives_as and array.dtype != dtype:
+            array = array.astype(dtype)
+        array = travel(array, move.source, move.target)
+        return array if array.dtype == dtype else array.astype(dtype)
+
+    return jax.jit(
+        lambda arrays: tuple(map(carry, arrays, moves, dtypes)),
+        out_shardings=tuple(move.target for move in moves),
+    )
 
 
 def _check(name: str, leaf: Any, target: Any) -> None:
