@@ -15,7 +15,7 @@ from earl_jax.models.quantization import is_quantized, quantize
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.stopover import travel
+from earl_jax.sharding.stops import travel
 from earl_jax.sharding.transfer_plan import plan_transfers
 
 

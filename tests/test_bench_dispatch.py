@@ -101,12 +101,13 @@ LINES = {
     # Begun and done apart: operand and result; two groups of four.
     "%b = (bf16[2,8]{1,0}, bf16[8,8]{1,0:T(8,128)(2,1)}) all-gather-start(%p), "
     "replica_groups=[2,4]<=[8], dimensions={0}": 8 * 96,
-    "%m = bf16[8,8]{1,0} all-gather(%p), replica_groups=mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'a'}": 8
-    * 96,
+    "%m = bf16[8,8]{1,0} all-gather(%p), "
+    "replica_groups=mesh['a'=4,'b'=2], device_ids=([4,2]T(1,0)) {'a'}": 8 * 96,
     "%n = bf16[8,8]{1,0} all-gather(%p), replica_groups=mesh['a'=8] {'a':(1)4}": 8 * 96,
     # Several arrays in one.
     "%c = (s8[8]{0}, f32[4]{0}) all-gather(%p, %q), replica_groups=[4,2]<=[2,4]T(1,0)": 8 * 12,
     "%d = f32[8,4]{1,0} all-to-all(%p), replica_groups={{0,1,2,3},{4,5,6,7}}": 8 * 96,
+    "%o = ((f32[8,4]{1,0}), f32[8,4]{1,0}) all-to-all-start(%p), replica_groups=[2,4]<=[8]": 8 * 96,
     "%e = f32[4]{0} reduce-scatter(%p), replica_groups=[1,8]<=[8], to_apply=%add": 8 * 112,
     "%f = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add": 8 * 28,
     # A device that sends itself something sends nothing.
@@ -122,7 +123,7 @@ def test_the_bytes_of_a_programs_text_by_hand():
     for line, num_bytes in LINES.items():
         found = [each.received_bytes for each in collectives(line, 8)]
         assert found == ([] if num_bytes is None else [num_bytes]), line
-    assert len(collectives("\n".join(LINES), 8)) == 10
+    assert len(collectives("\n".join(LINES), 8)) == 11
 
 
 def test_the_bytes_of_a_compiled_program():

@@ -14,9 +14,13 @@ import pytest
 from jax._src import array as jax_array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.dispatch.traffic import collectives
+from earl_jax.sharding import reshard as reshard_module
+from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.transfer_plan import choose_route
+from earl_jax.sharding.stops import stops_between
+from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")
@@ -374,3 +378,47 @@ def test_chunks_bound_the_memory_beside_source_and_result():
     )
     assert 256 <= chunked < 256 + 64
     assert whole > 256 + 128
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "ratio"),
+    [
+        # What all want is gathered, and single shards change their axis: nothing goes twice.
+        ("8x1x1", "replicated", 1),
+        ("8x1x1", "4x1x2", 1),
+        ("8x1x1", "1x8x1", 1),
+        ("2x2x2", "partly replicated", 1),
+        # Three cuts of two: two steps of half a shard each, where a device lacks three quarters.
+        ("8x1x1", "2x2x2", 4 / 3),
+        ("2x2x2", "8x1x1", 4 / 3),
+        # Three such steps, where it lacks seven eighths.
+        ("2x2x2", "1x8x1", 12 / 7),
+        # Left to itself XLA sends twice as much as is lacking.
+        ("8x1x1", "partly replicated", 8 / 7),
+        # Parts of the same sizes on other devices: one permute.
+        ("4x1x2", "joint", 1),
+    ],
+)
+def test_a_compiled_move_sends_hardly_more_than_the_plan(source, target, ratio):
+    (shape, dtype), sides = SHAPES["logprobs"], [source, target]
+    before, after = (make_shardings(name)["logprobs"] for name in sides)
+    plan = plan_transfer(shape, 4, *(shard_ranges(side, shape) for side in (before, after)))
+    assert plan.route == "compiled"
+    move = Move(shape, np.dtype(dtype), before, after, np.dtype(dtype))
+    given = jax.ShapeDtypeStruct(shape, dtype, sharding=before)
+    text = reshard_module._identity((move,), (dtype,)).lower((given,)).compile().as_text()
+    sent = sum(each.received_bytes for each in collectives(text, 8))
+    assert sent == pytest.approx(ratio * plan.moved_bytes)
+
+
+def test_stops_by_hand():
+    """f32[16, 8] over fsdp=8 to columns over tensor=2, which are 4 x 2 devices."""
+    devices = np.array(jax.devices())
+    source = NamedSharding(Mesh(devices, ("fsdp",)), P("fsdp"))
+    target = NamedSharding(Mesh(devices.reshape(4, 2), ("data", "tensor")), P(None, "tensor"))
+    stops = stops_between(source, target, (16, 8))
+    assert [stop.mesh.devices.shape for stop in stops] == [(4, 2)] * 2
+    assert [stop.shard_shape((16, 8)) for stop in stops] == [(2, 8), (4, 4)]
+    assert not stops_between(source, target, (16, 7)), "7 columns have no half"
+    backwards = NamedSharding(Mesh(devices[::-1], ("fsdp",)), P("fsdp"))
+    assert not stops_between(backwards, target, (16, 8)), "other devices: a plan of pieces"

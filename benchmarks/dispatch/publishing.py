@@ -62,12 +62,13 @@ def measure(
                 goal = engine_shapes(wanted, "bfloat16")
                 places = parameter_shardings(wanted, target)
                 moved = publish(params, goal, places).moved_bytes
-                ours_s = seconds(
-                    lambda p=params, g=goal, w=places: publish(p, g, w).params, repeats
-                )
                 read = num_devices * resident_bytes(shapes, shardings)
                 written = num_devices * resident_bytes(goal, places)
-                copy_s = seconds(_copy_of((read + written) // 2), repeats)
+                ours_s, copy_s = seconds(
+                    lambda p=params, g=goal, w=places: publish(p, g, w).params,
+                    _copy_of((read + written) // 2),
+                    repeats=repeats,
+                )
                 cells = (
                     preset,
                     model.num_layers,

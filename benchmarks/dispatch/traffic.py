@@ -47,9 +47,9 @@ def _collectives(text: str, num_devices: int) -> Iterator[Collective]:
             continue
         members = _group_size(rest, num_devices)
         size = sum(arrays)
-        if start and kind == "all-gather":
-            # Operands, of which a result has one from each member, and results.
-            size = size * members // (members + 1)
+        if start and kind != "all-reduce":
+            # Operands and results: of one size, or one side has a part of each member.
+            size = size // 2 if kind == "all-to-all" else _of_result(size, kind, members)
         others = {
             "all-gather": size * (members - 1) // members,
             "all-to-all": size * (members - 1) // members,
@@ -57,6 +57,11 @@ def _collectives(text: str, num_devices: int) -> Iterator[Collective]:
             "all-reduce": 2 * size * (members - 1) // members,
         }
         yield Collective(kind, num_devices * others[kind])
+
+
+def _of_result(size: int, kind: str, members: int) -> int:
+    """The part of the results, where those of all members are one operand, or one result."""
+    return size * (members if kind == "all-gather" else 1) // (members + 1)
 
 
 def _num_bytes(letters: str, bits: str, sizes: str) -> int:
