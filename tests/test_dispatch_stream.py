@@ -133,10 +133,11 @@ def pool():
 def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):
     """One device plays 12 games on 4 slots; two others have the rows of those that are over."""
     rows, player, target = 12, engine(4, MeshShape()), layout_of("data=2 on 4 5")
-    collectors, stream, sent, held_bytes = [], None, {}, []
+    collectors, stream, sent, held_bytes, before = [], None, {}, [], 0
 
     def send_finished(experience):
-        nonlocal stream
+        nonlocal stream, before
+        before = before or bytes_on(4)
         stream = stream or RowStream(experience, target, length=ROOM)
         finished = collectors[0]._finished
         new = [(row, row) for row in finished if row not in sent]
@@ -146,7 +147,7 @@ def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):
         assert (counter.num_bytes, reads) == (0, [])
         live = sum(slot is not None for slot in collectors[0]._slots)
         sent.update({row: live for row, _ in new})
-        held_bytes.append(bytes_on(4))
+        held_bytes.append(bytes_on(4) - before)
         for row, _ in new:
             ids = [token for turn in finished[row].turns for token in turn.token_ids]
             here = np.array(stream.shards[4].tokens)[row]

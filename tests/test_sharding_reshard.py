@@ -422,3 +422,17 @@ def test_stops_by_hand():
     assert not stops_between(source, target, (16, 7)), "7 columns have no half"
     backwards = NamedSharding(Mesh(devices[::-1], ("fsdp",)), P("fsdp"))
     assert not stops_between(backwards, target, (16, 8)), "other devices: a plan of pieces"
+
+
+def test_a_move_does_not_wait_for_what_others_compute():
+    """The last device counts on, and so does the first, which sends; rows arrive meanwhile."""
+    sides = [make_shardings(name)["tokens"] for name in ("first half", "last six")]
+    array = jax.device_put(np.arange(24, dtype=np.int32), sides[0])
+    jax.block_until_ready(reshard(array, sides[1]))
+
+    count = jax.jit(lambda x: jax.lax.fori_loop(0, 2 * 10**8, lambda _, x: x * 3 + 1, x))
+    busy = [count(jax.device_put(np.int32(1), jax.devices()[n])) for n in (0, 7)]
+    moved = jax.block_until_ready(reshard(array, sides[1]))
+    assert not any(each.is_ready() for each in busy)
+    np.testing.assert_array_equal(moved, np.arange(24))
+    jax.block_until_ready(busy)
