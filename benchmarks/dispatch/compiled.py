@@ -9,7 +9,6 @@ text, beside the fewest bytes that can do, which are the plan's.
 
 import math
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,20 +35,6 @@ MODELS = (
     "qwen3-30b-a3b",
 )
 TOPOLOGIES = ("v5p:2x2x4", "h100:2x8")
-COLUMNS = (
-    "model",
-    "layers",
-    "topology",
-    "trainer",
-    "rollout",
-    "collectives",
-    "received GB",
-    "the plan's GB",
-    "times the plan's",
-    "a device's GB",
-    "temporaries a device GB",
-    "compiled in s",
-)
 
 
 def measure(
@@ -67,8 +52,14 @@ def measure(
             for trainer, rollout in meshes(model, len(devices)):
                 source = make_layout(trainer, devices, row_axes=TRAINING_ROWS)
                 found = compiled_publish(model, vocab_size, source, make_layout(rollout, devices))
-                cells = (preset, model.num_layers, name, str(trainer), str(rollout), *found)
-                yield dict(zip(COLUMNS, cells, strict=True))
+                yield {
+                    "model": preset,
+                    "layers": model.num_layers,
+                    "topology": name,
+                    "trainer": str(trainer),
+                    "rollout": str(rollout),
+                    **found,
+                }
 
 
 def meshes(model: ModelConfig, num: int) -> list[tuple[MeshShape, MeshShape]]:
@@ -87,30 +78,26 @@ def meshes(model: ModelConfig, num: int) -> list[tuple[MeshShape, MeshShape]]:
 
 def compiled_publish(
     model: ModelConfig, vocab_size: int, source: Layout, target: Layout
-) -> tuple[Any, ...]:
-    """The last columns of a row."""
+) -> dict[str, Any]:
+    """What the program sends, and what it must."""
     specs = parameter_specs(model, vocab_size)
     wanted = engine_specs(model, vocab_size, "compute")
     shapes, places = engine_shapes(wanted, "bfloat16"), parameter_shardings(wanted, target)
     params = _placed(parameter_shapes(specs), parameter_shardings(specs, source))
-    start_s = time.perf_counter()
-    program = program_of(params, shapes, places).lower(params)
-    compiled = program.compile()
-    compile_s = time.perf_counter() - start_s
+    compiled = program_of(params, shapes, places).lower(params).compile()
     num = source.shape.num_devices
     found = collectives(compiled.as_text(), num)
     received = sum(each.received_bytes for each in found)
     plan = plan_dispatch(_placed(shapes, parameter_shardings(wanted, source)), places)
     kinds = Counter(each.kind for each in found)
-    return (
-        ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items())) or "none",
-        received / 1e9,
-        plan.moved_bytes / 1e9,
-        received / plan.moved_bytes if plan.moved_bytes else 0.0,
-        received / num / 1e9,
-        compiled.memory_analysis().temp_size_in_bytes / 1e9,
-        compile_s,
-    )
+    return {
+        "collectives": ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "none",
+        "received GB": received / 1e9,
+        "the plan's GB": plan.moved_bytes / 1e9,
+        "times the plan's": received / plan.moved_bytes if plan.moved_bytes else None,
+        "a device's GB": received / num / 1e9,
+        "temporaries a device GB": compiled.memory_analysis().temp_size_in_bytes / 1e9,
+    }
 
 
 def _placed(shapes: Any, shardings: Any) -> Any:

@@ -22,6 +22,8 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from earl_jax.sharding.moves import carrier, viewed
+
 # Per axis of an array the mesh axes that cut it, the slowest first.
 Cuts = list[tuple[str, ...]]
 
@@ -32,9 +34,15 @@ def travel(array: jax.Array, source: Sharding, target: NamedSharding) -> jax.Arr
     What was done to it before is done on `source`, so that a narrower type is what is sent.
     """
     stops = stops_between(source, target, array.shape)
-    for stop in (*stops, target) if stops else ():
-        array = lax.with_sharding_constraint(array, stop)
-    return array
+    if not stops:
+        return array
+    # On CPUs XLA goes by way of float32 in gathers of bfloat16: 23M weights for 8 devices took 0.81 s
+    # of CPU, as integers 0.40 (jax 0.10.2, 2026-11).
+    on_cpu = all(device.platform == "cpu" for device in target.device_set)
+    sent = viewed(array, carrier(array.dtype)) if on_cpu else array
+    for stop in (*stops, target):
+        sent = lax.with_sharding_constraint(sent, stop)
+    return viewed(sent, array.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
