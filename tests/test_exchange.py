@@ -322,7 +322,7 @@ def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
         2, 4, "test_exchange:by_device_put", "first half", "second half, columns"
     ).results()
     assert all("ddressable" in refusal for refusal in refusals)
-    reads = Processes(2, 4, "test_exchange:through_the_host", "8x1x1", "1x8x1").results()
+    reads = Processes(2, 4, "test_exchange:through_the_host", "8x1x1", "1x8x1").results(250)
     assert reads == [[24 * 8 * 8 * 4 // 2, 0]] * 2
 
 
