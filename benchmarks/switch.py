@@ -110,8 +110,8 @@ def _row(switch: Switch, repeats: int) -> dict[str, Any]:
     # What the cache folder holds by now is read again.
     jax.clear_caches()
     cached_s = _once(switch.run)
-    stalled_s = seconds(switch.run, repeats)
-    copy_s = seconds(copy_of(switch.moved), repeats) if switch.moved else 0.0
+    stalled_s, copy_s = seconds(switch.run, copy_of(switch.moved), repeats=repeats)
+    copy_s = copy_s if switch.moved else 0.0
     return {
         "what": switch.what,
         "from": str(switch.source),

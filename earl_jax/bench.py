@@ -23,6 +23,9 @@ repository, where benchmarks/ is.
       every rollout mesh to every training mesh, beside a plain copy
   python -m earl_jax.bench dispatch --only=weights --platform=gpu --models=llama3.2-1b,qwen2.5-7b
       publishing weights, beside a plain copy
+  python -m earl_jax.bench dispatch --only=compiled --topologies=v5p:2x2x4,h100:2x8
+      what publishing sends on chips that are not here, by their compilers (extras tpu-topology and
+      gpu-topology), beside the fewest bytes that do
   python -m earl_jax.bench dispatch --only=paper
       1,024 devices by the planner
   python -m earl_jax.bench switch --config=configs/tictactoe_tiny_cpu.py
@@ -30,7 +33,7 @@ repository, where benchmarks/ is.
       the trainer with its optimiser, weights with live KV caches; --config.section.key=value too
 """
 PARTS = {
-    "dispatch": ("processes", "within", "weights", "paper"),
+    "dispatch": ("processes", "within", "weights", "compiled", "paper"),
     "switch": ("switch",),
 }
 STAGES = tuple(PARTS)
@@ -57,12 +60,13 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     between.add_argument("--tensor", type=int, default=4, help="members of a trainer's group (4)")
     between.add_argument("--mbit", type=float, default=100, help="rate of a link, Mbit/s (100)")
     between.add_argument("--loopback", action="store_true", help="no namespaces")
-    inside = parser.add_argument_group("within, weights")
+    inside = parser.add_argument_group("within, weights, compiled")
     inside.add_argument("--platform", default="auto", help="auto, cpu, gpu or tpu")
     inside.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8)")
     inside.add_argument("--mib", default="0.25,4,64", help="sizes of the array within a process")
-    inside.add_argument("--models", default="qwen2.5-0.5b", help="presets whose weights go")
-    inside.add_argument("--cut", type=int, default=1, help="divides the layers of the models (1)")
+    inside.add_argument("--models", default="", help="presets whose weights go")
+    inside.add_argument("--cut", type=int, default=1, help="divides layers and vocabulary (1)")
+    inside.add_argument("--topologies", default="", help="of compiled: what to compile for")
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
     flags.overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     flags.only = flags.only or ",".join(PARTS[flags.stage])
@@ -89,6 +93,14 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return tables()
     if part == "switch":
         return _switch_rows(flags)
+    models = tuple(filter(None, flags.models.split(",")))
+    if part == "compiled":
+        # First of all: else the compilers of other platforms look for their chips.
+        start_jax("cpu", flags.devices)
+        from benchmarks.dispatch import compiled
+
+        topologies = tuple(filter(None, flags.topologies.split(","))) or compiled.TOPOLOGIES
+        return compiled.measure(models or compiled.MODELS, topologies, flags.cut)
     start_jax(flags.platform, flags.devices)
     if part == "within":
         from benchmarks.dispatch.within import measure as measure_within
@@ -96,10 +108,10 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return measure_within(tuple(map(float, flags.mib.split(","))), flags.repeats)
     import jax
 
-    from benchmarks.dispatch.publishing import measure as measure_weights
+    from benchmarks.dispatch import publishing
 
     num = len(jax.devices())
-    return measure_weights(flags.models.split(","), num, flags.cut, flags.repeats)
+    return publishing.measure(models or publishing.MODELS, num, flags.cut, flags.repeats)
 
 
 def _switch_rows(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.joint import Played, hear_all, join_rows
 from earl_jax.learning import imitate, learn
@@ -104,7 +105,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         placement.choose_training(history.recent())
         state = placement.move_state(state)
     layout = world.train_layout(placement.in_training)
-    with timer("dispatch"), only_on_devices(world) as dispatch_reads:
+    with timer("dispatch"), only_on_devices(world.config.dispatch) as dispatch_reads:
         own = to_learn_from(world, rollout.experience) if rollout else None
         experience = join_rows(world, own, placement.in_rollout, length)
         facts = row_facts(world, played.outcomes, length, layout)
@@ -164,7 +165,7 @@ def publish_and_play(
 
     And what its new weights moved over the devices, and over the host.
     """
-    with timer("publish"), only_on_devices(world) as reads:
+    with timer("publish"), only_on_devices(world.config.dispatch) as reads:
         seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
     with timer("rollout"):
         tasks = learnable(world, world.training_tasks(step))
@@ -201,13 +202,12 @@ def expected_tokens(world: World, load: Load | None) -> int:
 
 
 @contextlib.contextmanager
-def only_on_devices(world: World) -> Iterator[HostByteCounter]:
+def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
     """Counts the bytes that come to the host inside; forbids them if the config says so."""
-    forbid = world.config.dispatch.forbid_host_bytes
-    guard = "disallow_explicit" if forbid else "allow"
+    guard = "disallow_explicit" if config.forbid_host_bytes else "allow"
     with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
         yield counter
-    if forbid and counter.num_bytes:
+    if config.forbid_host_bytes and counter.num_bytes:
         raise ValueError(
             f"{counter.num_bytes} bytes of experience or weights came through the host, and "
             "config.dispatch.forbid_host_bytes is True; set it to False to have them counted only"

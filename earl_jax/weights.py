@@ -15,6 +15,7 @@ from earl_jax.models.quantization import is_quantized, quantize
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
+from earl_jax.sharding.stops import travel
 from earl_jax.sharding.transfer_plan import plan_transfers
 
 
@@ -77,16 +78,23 @@ def _shares_buffers(params: Any, made: Any) -> bool:
 
 
 def program_of(params: Any, shapes: Any, shardings: Any) -> Any:
-    """The jitted `make(params)` of the engine's tree, over the devices of `params`."""
+    """The jitted `make(params)` of the engine's tree, over the devices of `params`.
+
+    These may be shapes, if they say where they lie.
+    """
+    made = _where_made(params, shapes)
     return _unstack_to(
         jax.tree.structure(shapes),
         tuple(leaf.dtype for leaf in jax.tree.leaves(shapes)),
+        tuple(leaf.sharding for leaf in jax.tree.leaves(made)),
         tuple(jax.tree.leaves(shardings)),
     )
 
 
 @functools.lru_cache(maxsize=64)
-def _unstack_to(tree: Any, dtypes: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
+def _unstack_to(
+    tree: Any, dtypes: tuple[Any, ...], sources: tuple[Any, ...], targets: tuple[Any, ...]
+) -> Any:
     wanted = jax.tree.unflatten(tree, dtypes)
 
     def make(want: Any, leaf: Any) -> Any:
@@ -97,7 +105,9 @@ def _unstack_to(tree: Any, dtypes: tuple[Any, ...], targets: tuple[Any, ...]) ->
         return weight.astype(want)
 
     def unstack(params: Any) -> Any:
-        return jax.tree.map(make, wanted, _unstacked(params, wanted), is_leaf=is_quantized)
+        made = jax.tree.map(make, wanted, _unstacked(params, wanted), is_leaf=is_quantized)
+        sent = map(travel, jax.tree.leaves(made), sources, targets)
+        return jax.tree.unflatten(tree, list(sent))
 
     return jax.jit(unstack, out_shardings=jax.tree.unflatten(tree, targets))
 

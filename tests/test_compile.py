@@ -17,6 +17,7 @@ import pytest
 from test_engine import COLLECTIVE
 from test_topology import need_compiler
 
+from benchmarks.dispatch.compiled import compiled_publish
 from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.kv_cache import cache_bytes
 from earl_jax.models.presets import PRESETS
@@ -146,6 +147,22 @@ def test_an_update_on_rows_that_are_cut_compiles(family, name):
     devices = make_topology(name).devices()
     layout = make_layout(cut(family, context=2), devices, row_axes=TRAINING_ROWS)
     assert_an_update_compiles(family, layout, "blockwise")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "most"), [("qwen2.5-7b", 1.02), ("qwen3-30b-a3b", 1.15)])
+@pytest.mark.parametrize("name", BOTH)
+def test_publishing_sends_what_engines_lack_in_their_type_and_hardly_more(family, most, name):
+    """From fsdp alone: parts change their axis and are gathered; none goes whole, none as fp32.
+
+    An expert changes its axis twice, where once would do with other collectives than there are.
+    """
+    devices = make_topology(name).devices()
+    source = make_layout(MeshShape(fsdp=8), devices, row_axes=TRAINING_ROWS)
+    found = compiled_publish(
+        FAMILIES[family], VOCAB, source, make_layout(cut(family, data=2), devices)
+    )
+    assert 0.999 < found["times the plan's"] < most
 
 
 def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:

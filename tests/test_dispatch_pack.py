@@ -206,6 +206,25 @@ def test_rows_that_do_not_fit_are_refused():
         dispatch(rows, layout_of("data=8"), length=16, **facts)
 
 
+@pytest.mark.parametrize(("source", "target"), [PAIRS[0][:2], PAIRS[1][:2], PAIRS[10][:2]])
+def test_a_batch_of_no_rows_is_one(source, target):
+    experience, lengths, advantages = make_experience()
+    none, target = jax.tree.map(lambda field: field[:0], experience), layout_of(target)
+    with both_counters() as (counter, reads):
+        delivery = dispatch(
+            place(none, layout_of(source)),
+            target,
+            length=24,
+            lengths=lengths[:0],
+            advantages=advantages[:0],
+        )
+        jax.block_until_ready(delivery.batch)
+    assert (counter.num_bytes, reads, delivery.plan.moved_bytes) == (0, [], 0)
+    for field in jax.tree.leaves(delivery.batch):
+        assert field.sharding.is_equivalent_to(target.activations("NS"), 2)
+        assert {shard.data.shape for shard in field.addressable_shards} == {(0, 24)}
+
+
 def test_a_second_delivery_compiles_nothing():
     """What a loop needs: programs and plans are kept for the same layouts and lengths."""
     events = []

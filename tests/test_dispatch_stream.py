@@ -3,14 +3,17 @@
 """Rows that go one by one make the batch that they make together."""
 
 import dataclasses
+import gc
 
 import jax
 import numpy as np
 import pytest
+from test_collect import CONFIG, ROOM, collect, engine, tasks
 from test_dispatch_pack import ROWS, both_counters, layout_of, make_experience, place
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.stream import RowStream
+from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 
@@ -104,3 +107,77 @@ def test_the_counter_would_see_a_row_by_way_of_the_host():
     with HostByteCounter() as counter:
         jax.device_put(jax.device_get(rows.logprobs[3]), jax.devices()[1])
     assert counter.num_bytes == 20 * 4
+
+
+class Sending:
+    """An engine that is looked at before each of its rounds."""
+
+    def __init__(self, player, look):
+        self.player, self.look = player, look
+
+    def __getattr__(self, name):
+        return getattr(self.player, name)
+
+    def play(self, params, state, *arguments, **settings):
+        self.look(state.experience)
+        return self.player.play(params, state, *arguments, **settings)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):
+    """One device plays 12 games on 4 slots; two others have the rows of those that are over."""
+    rows, player, target = 12, engine(4, MeshShape()), layout_of("data=2 on 4 5")
+    collectors, stream, sent, held_bytes, before = [], None, {}, [], 0
+
+    def send_finished(experience):
+        nonlocal stream, before
+        before = before or bytes_on(4)
+        stream = stream or RowStream(experience, target, length=ROOM)
+        finished = collectors[0]._finished
+        new = [(row, row) for row in finished if row not in sent]
+        with both_counters() as (counter, reads):
+            stream.send(experience, new)
+            jax.block_until_ready(stream.shards)
+        assert (counter.num_bytes, reads) == (0, [])
+        live = sum(slot is not None for slot in collectors[0]._slots)
+        sent.update({row: live for row, _ in new})
+        held_bytes.append(bytes_on(4) - before)
+        for row, _ in new:
+            ids = [token for turn in finished[row].turns for token in turn.token_ids]
+            here = np.array(stream.shards[4].tokens)[row]
+            np.testing.assert_array_equal(here[: len(ids)], ids)
+
+    rollout = collect(
+        pool, tasks(rows), num_slots=4, num_lanes=1, player=Sending(player, send_finished),
+        collectors=collectors,
+    )  # fmt: skip
+    early = [live for live in sent.values() if live]
+    assert len(early) >= rows - 4, "of the others some were still at play"
+    # Of each row only what lies in the batch is kept: 48 places of 32 tokens in four fields.
+    assert CONFIG.episodes_per_step == 48
+    assert set(held_bytes) == {48 // 2 * ROOM * 4 * 4}
+    stream.send(rollout.experience, [(row, row) for row in range(48) if row not in sent])
+    taken = stream.take()
+    for t in rollout.trajectories:
+        for field in ("tokens", "turn_ids", "logprobs", "versions"):
+            ours, theirs = (np.asarray(getattr(e, field)) for e in (taken, rollout.experience))
+            np.testing.assert_array_equal(
+                ours[t.row, : t.num_tokens], theirs[t.row, : t.num_tokens], err_msg=field
+            )
+
+
+def bytes_on(device: int) -> int:
+    """What arrays hold there, of which no part is elsewhere."""
+    gc.collect()
+    held = {
+        array.unsafe_buffer_pointer(): array.nbytes
+        for array in jax.live_arrays()
+        if [one.id for one in array.devices()] == [device] and not array.is_deleted()
+    }
+    return sum(held.values())

@@ -14,9 +14,13 @@ import pytest
 from jax._src import array as jax_array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.dispatch.traffic import collectives
+from earl_jax.sharding import reshard as reshard_module
+from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.transfer_plan import choose_route
+from earl_jax.sharding.stops import stops_between
+from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")
@@ -83,7 +87,7 @@ def make_shardings(name: str, axis_type: AxisType = AxisType.Auto) -> dict[str, 
 
 
 def make_values() -> dict[str, np.ndarray]:
-    """Random bits: any float32; of bfloat16 -inf, -0.0, subnormals and only the usual NaN."""
+    """Random bits: any float32, any bfloat16, NaNs of all kinds among them."""
     rng = np.random.default_rng(0)
     values = {}
     for leaf, (shape, dtype) in SHAPES.items():
@@ -93,8 +97,8 @@ def make_values() -> dict[str, np.ndarray]:
             num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             values[leaf] = np.frombuffer(rng.bytes(num_bytes), dtype).reshape(shape)
     bits = values["cache"].view(np.uint16).copy()
-    bits[bits & 0x7FFF > 0x7F80] = 0x7FC0
-    bits[0, :4] = 0x7FC0, 0xFF80, 0x8000, 0x0001
+    # -inf, -0.0, the least subnormal; the usual NaN, one with other bits, one that signals.
+    bits[0, :6] = 0xFF80, 0x8000, 0x0001, 0x7FC0, 0x7FE9, 0xFF81
     return {**values, "cache": bits.view(jnp.bfloat16)}
 
 
@@ -374,3 +378,65 @@ def test_chunks_bound_the_memory_beside_source_and_result():
     )
     assert 256 <= chunked < 256 + 64
     assert whole > 256 + 128
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "ratio"),
+    [
+        # What all want is gathered, and single shards change their axis: nothing goes twice.
+        ("8x1x1", "replicated", 1),
+        ("8x1x1", "4x1x2", 1),
+        ("8x1x1", "1x8x1", 1),
+        ("2x2x2", "partly replicated", 1),
+        # Three cuts of two: two steps of half a shard each, where a device lacks three quarters.
+        ("8x1x1", "2x2x2", 4 / 3),
+        ("2x2x2", "8x1x1", 4 / 3),
+        # Three such steps, where it lacks seven eighths.
+        ("2x2x2", "1x8x1", 12 / 7),
+        # Left to itself XLA sends twice as much as is lacking.
+        ("8x1x1", "partly replicated", 8 / 7),
+        # Parts of the same sizes on other devices: one permute.
+        ("4x1x2", "joint", 1),
+    ],
+)
+def test_a_compiled_move_sends_hardly_more_than_the_plan(source, target, ratio):
+    (shape, dtype), sides = SHAPES["logprobs"], [source, target]
+    before, after = (make_shardings(name)["logprobs"] for name in sides)
+    plan = plan_transfer(shape, 4, *(shard_ranges(side, shape) for side in (before, after)))
+    assert plan.route == "compiled"
+    move = Move(shape, np.dtype(dtype), before, after, np.dtype(dtype))
+    given = jax.ShapeDtypeStruct(shape, dtype, sharding=before)
+    text = reshard_module._identity((move,), (dtype,)).lower((given,)).compile().as_text()
+    sent = sum(each.received_bytes for each in collectives(text, 8))
+    assert sent == pytest.approx(ratio * plan.moved_bytes)
+
+
+def test_stops_by_hand():
+    """f32[16, 8] over fsdp=8 to columns over tensor=2, which are 4 x 2 devices."""
+    devices = np.array(jax.devices())
+    source = NamedSharding(Mesh(devices, ("fsdp",)), P("fsdp"))
+    target = NamedSharding(Mesh(devices.reshape(4, 2), ("data", "tensor")), P(None, "tensor"))
+    stops = stops_between(source, target, (16, 8))
+    assert [stop.mesh.devices.shape for stop in stops] == [(4, 2)] * 2
+    assert [stop.shard_shape((16, 8)) for stop in stops] == [(2, 8), (4, 4)]
+    assert not stops_between(source, target, (16, 7)), "7 columns have no half"
+    backwards = NamedSharding(Mesh(devices[::-1], ("fsdp",)), P("fsdp"))
+    assert not stops_between(backwards, target, (16, 8)), "other devices: a plan of pieces"
+
+
+def test_a_move_does_not_wait_for_what_others_compute():
+    """Two devices compute while two others send rows to a third pair."""
+    pairs = [Mesh(np.array(jax.devices()[n : n + 2]), ("x",)) for n in (0, 2)]
+    sides = [NamedSharding(mesh, P("x")) for mesh in pairs]
+    array = jax.device_put(np.arange(24, dtype=np.int32), sides[0])
+    jax.block_until_ready(reshard(array, sides[1]))
+
+    # Of what looks cheap XLA makes no thread of its own on CPUs.
+    multiply = jax.jit(lambda x: jax.lax.fori_loop(0, 200, lambda _, y: y @ x, x))
+    busy = [
+        multiply(jax.device_put(np.eye(400, dtype=np.float32), jax.devices()[n])) for n in (6, 7)
+    ]
+    moved = jax.block_until_ready(reshard(array, sides[1]))
+    assert not any(each.is_ready() for each in busy)
+    np.testing.assert_array_equal(moved, np.arange(24))
+    jax.block_until_ready(busy)

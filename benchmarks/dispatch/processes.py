@@ -149,6 +149,7 @@ def _rows(
             total = through = first["worker_bytes"] * (taken + given)
             busiest, needs_s = through, through / rate
             link = first["worker_bytes"] * (1 + tensor)
+        busy = [sum(r["cpu_s"] for r in run) / span for run, span in zip(runs, spans, strict=True)]
         counted = [run[0]["link_bytes"] for run in runs if run[0]["link_bytes"]]
         median_s = statistics.median(spans)
         yield {
@@ -164,6 +165,7 @@ def _rows(
             "busiest host MiB": busiest / 2**20,
             "busiest pair MiB": link / 2**20,
             "total MiB": total / 2**20,
+            "cores busy": statistics.median(busy),
             "peak of rank 0 MiB": max(run[0]["peak_bytes"] for run in runs) / 2**20,
             "spans_s": spans,
         }

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.dispatch.within import seconds
+from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import parameter_shapes, parameter_shardings, parameter_specs
 from earl_jax.models.presets import preset_named
 from earl_jax.models.quantization import engine_shapes, engine_specs
@@ -36,29 +37,20 @@ COLUMNS = (
     "copy ms",
     "of a copy's speed",
 )
+MODELS = ("qwen2.5-0.5b",)
 VOCAB = 152_064
 
 
 def measure(
     presets: Sequence[str], num_devices: int, cut: int, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """A row for each model, rollout mesh and type of the engine's weights.
-
-    The trainer is cut over fsdp; rollouts have all weights on each device, or a part of the heads.
-    """
+    """A row for each model, rollout mesh and type of the engine's weights."""
     for preset in presets:
-        model = preset_named(preset)
-        windows = model.windows[:1]
-        model = dataclasses.replace(
-            model, num_layers=max(1, model.num_layers // cut), windows=windows
-        )
-        specs = parameter_specs(model, VOCAB)
-        heads = math.gcd(num_devices, model.num_kv_heads)
-        trainer = f"data=1,fsdp={num_devices}"
-        for tensor in dict.fromkeys((1, heads)):
-            rollout = f"data={num_devices // tensor},tensor={tensor}"
-            source = make_layout(MeshShape.parse(trainer), row_axes=TRAINING_ROWS)
-            target = make_layout(MeshShape.parse(rollout))
+        model, vocab_size = cut_model(preset, cut)
+        specs = parameter_specs(model, vocab_size)
+        for trainer, rollout in meshes(model, num_devices):
+            source = make_layout(trainer, row_axes=TRAINING_ROWS)
+            target = make_layout(rollout)
             shardings = parameter_shardings(specs, source)
             shapes = parameter_shapes(specs)
             params = jax.jit(
@@ -66,21 +58,22 @@ def measure(
                 out_shardings=shardings,
             )()
             for dtype in ("compute", "int8"):
-                wanted = engine_specs(model, VOCAB, dtype)
+                wanted = engine_specs(model, vocab_size, dtype)
                 goal = engine_shapes(wanted, "bfloat16")
                 places = parameter_shardings(wanted, target)
                 moved = publish(params, goal, places).moved_bytes
-                ours_s = seconds(
-                    lambda p=params, g=goal, w=places: publish(p, g, w).params, repeats
-                )
                 read = num_devices * resident_bytes(shapes, shardings)
                 written = num_devices * resident_bytes(goal, places)
-                copy_s = seconds(_copy_of((read + written) // 2), repeats)
+                ours_s, copy_s = seconds(
+                    lambda p=params, g=goal, w=places: publish(p, g, w).params,
+                    _copy_of((read + written) // 2),
+                    repeats=repeats,
+                )
                 cells = (
                     preset,
                     model.num_layers,
-                    trainer,
-                    rollout,
+                    str(trainer),
+                    str(rollout),
                     "bf16" if dtype == "compute" else dtype,
                     read / 1e9,
                     written / 1e9,
@@ -90,6 +83,29 @@ def measure(
                     copy_s / ours_s,
                 )
                 yield dict(zip(COLUMNS, cells, strict=True))
+
+
+def cut_model(preset: str, cut: int) -> tuple[ModelConfig, int]:
+    """The preset with its layers and its vocabulary divided by `cut`, and that vocabulary."""
+    model = preset_named(preset)
+    num_layers = max(1, model.num_layers // cut)
+    model = dataclasses.replace(model, num_layers=num_layers, windows=model.windows[:1])
+    return model, VOCAB // cut // 64 * 64
+
+
+def meshes(model: ModelConfig, num_devices: int) -> list[tuple[MeshShape, MeshShape]]:
+    """Trainers and rollouts: from fsdp to copies and to parts of the heads, or of the experts."""
+    if model.num_experts:
+        four = math.gcd(num_devices, 4)
+        trainer = MeshShape(fsdp=num_devices // four, expert=four)
+        rollouts = [
+            MeshShape(data=num_devices // expert, expert=expert) for expert in (four, num_devices)
+        ]
+    else:
+        heads = math.gcd(num_devices, model.num_kv_heads)
+        trainer = MeshShape(fsdp=num_devices)
+        rollouts = [MeshShape(data=num_devices // tensor, tensor=tensor) for tensor in (1, heads)]
+    return [(trainer, rollout) for rollout in dict.fromkeys(rollouts)]
 
 
 def _copy_of(num_bytes: int) -> Any:

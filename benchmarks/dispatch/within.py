@@ -52,9 +52,12 @@ def measure(mebibytes: tuple[float, ...], repeats: int) -> Iterator[dict[str, An
                 plan = plan_transfer(array.shape, 4, *sides)
                 if not plan.moved_bytes:
                     continue
-                ours_s = seconds(functools.partial(reshard, array, target), repeats)
-                copy_s = seconds(copy_of(plan.moved_bytes), repeats)
-                put_s = seconds(functools.partial(_put_fresh, array, target), repeats)
+                ours_s, copy_s, put_s = seconds(
+                    functools.partial(reshard, array, target),
+                    copy_of(plan.moved_bytes),
+                    functools.partial(_put_fresh, array, target),
+                    repeats=repeats,
+                )
                 cells = (
                     str(before),
                     str(after),
@@ -86,12 +89,17 @@ def copy_of(num_bytes: int) -> Callable[[], Any]:
     return lambda: jax.device_put(parts, there)
 
 
-def seconds(run: Callable[[], Any], repeats: int) -> float:
-    """The median of so many runs, behind one that compiles."""
-    jax.block_until_ready(run())
-    spans = []
-    for _ in range(repeats):
-        start_s = time.perf_counter()
+def seconds(*runs: Callable[[], Any], repeats: int) -> list[float]:
+    """The median of so many times of each, behind one that compiles.
+
+    They take turns, so that what else the machine does falls on all of them.
+    """
+    for run in runs:
         jax.block_until_ready(run())
-        spans.append(time.perf_counter() - start_s)
-    return statistics.median(spans)
+    spans: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats):
+        for run, own in zip(runs, spans, strict=True):
+            start_s = time.perf_counter()
+            jax.block_until_ready(run())
+            own.append(time.perf_counter() - start_s)
+    return list(map(statistics.median, spans))

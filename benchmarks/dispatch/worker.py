@@ -122,13 +122,14 @@ def _timed(way: Callable[[], Any], name: str, settings: dict[str, Any]) -> dict[
     _forget_peak()
     memory = _status_bytes("VmRSS")
     link = interface_bytes() if settings["limited"] else None
-    start_s = time.monotonic()
+    start_s, cpu_s = time.monotonic(), time.process_time()
     way()
-    end_s = time.monotonic()
+    end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
     multihost_utils.sync_global_devices(name + " end")
     return {
         "start_s": start_s,
         "end_s": end_s,
+        "cpu_s": cpu_s,
         "peak_bytes": max(0, _status_bytes("VmHWM") - memory),
         "link_bytes": None if link is None else sum(interface_bytes()) - sum(link),
     }

@@ -68,7 +68,13 @@ class RowStream:
     def _begin(self) -> None:
         self._filled: set[int] = set()
         self.moved_bytes = 0
-        self._shards = {
+        # Made when the first row comes: a batch that was taken is in use until then.
+        self._shards: dict[int, Experience] = {}
+
+    @property
+    def shards(self) -> dict[int, Experience]:
+        """What each device has by now of its places, by its id; zeros where no row came yet."""
+        self._shards = self._shards or {
             device: jax.tree.map(
                 lambda dtype, device=device, ranges=ranges: zeros_on(
                     self._devices[device], (ranges[0][1] - ranges[0][0], self._length), dtype
@@ -77,6 +83,7 @@ class RowStream:
             )
             for device, ranges in self._ranges.items()
         }
+        return self._shards
 
     @property
     def num_missing(self) -> int:
@@ -93,7 +100,7 @@ class RowStream:
             ValueError: a row that is not there, a place that is not there or has its row already.
         """
         held = shard_ranges(experience.tokens.sharding, experience.tokens.shape)
-        shards = _shards_by_device(experience)
+        shards, target = _shards_by_device(experience), self.shards
         rows, places = experience.tokens.shape[0], self._shape[0]
         for row, place in moves:
             if not 0 <= row < rows or not 0 <= place < places or place in self._filled:
@@ -117,7 +124,7 @@ class RowStream:
                     size = sum(field.nbytes for field in jax.tree.leaves(arrived))
                     self._sent_bytes[sender] += size
                     self.moved_bytes += size
-                self._shards[device] = _write_row(self._shards[device], arrived, place - first)
+                target[device] = _write_row(target[device], arrived, place - first)
 
     def _sender(self, device: int, holders: Sequence[int]) -> int:
         if device in holders:
@@ -136,7 +143,7 @@ class RowStream:
                 f"{len(missing)} of {self._shape[0]} places have no row yet, the first of them "
                 f"{missing[0]}; send their rows before the batch is taken"
             )
-        shards = list(self._shards.values())
+        shards = list(self.shards.values())
         batch = jax.tree.map(
             lambda *parts: jax.make_array_from_single_device_arrays(
                 self._shape, self._sharding, list(parts)

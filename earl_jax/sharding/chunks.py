@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from earl_jax.sharding.moves import carrier, viewed
 from earl_jax.sharding.ranges import Ranges, shard_ranges
 from earl_jax.sharding.rounds import rounds_of
 from earl_jax.sharding.transfer_plan import TransferPlan
@@ -68,11 +69,14 @@ def _offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _cut(shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return lax.dynamic_slice(shard, start, shape).astype(dtype)
+    bits = lax.dynamic_slice(viewed(shard, carrier(shard.dtype)), start, shape)
+    return viewed(bits, shard.dtype).astype(dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write(out: jax.Array, chunk: jax.Array, start: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
     """The shard with the chunk in it, and something small that is ready when it is written."""
-    out = lax.dynamic_update_slice(out, chunk.astype(out.dtype), start)
+    dtype, kept = out.dtype, carrier(out.dtype)
+    bits = viewed(chunk.astype(dtype), kept)
+    out = viewed(lax.dynamic_update_slice(viewed(out, kept), bits, start), dtype)
     return out, lax.dynamic_slice(out.reshape(-1), (0,), (1,))

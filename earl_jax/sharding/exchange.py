@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from earl_jax.sharding.chunks import zeros_on
-from earl_jax.sharding.moves import Move
+from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.rounds import Round, rounds_of
 from earl_jax.sharding.transfer_plan import TransferPlan
@@ -200,26 +200,20 @@ def _program(
 
 def _cut(shard: jax.Array, leg: _Leg, row: jax.Array, shipment: Shipment) -> jax.Array:
     start = jnp.asarray(leg.cut)[row]
-    piece = lax.dynamic_slice(shard, [start[axis] for axis in range(shard.ndim)], leg.shape)
-    return _bits(piece.astype(shipment.move.carried_as), shipment.wire_type)
+    at = [start[axis] for axis in range(shard.ndim)]
+    bits = lax.dynamic_slice(viewed(shard, carrier(shard.dtype)), at, leg.shape)
+    piece = viewed(bits, shard.dtype).astype(shipment.move.carried_as)
+    return viewed(piece, shipment.wire_type)
 
 
 def _paste(
     out: jax.Array, bits: jax.Array, leg: _Leg, row: jax.Array, shipment: Shipment
 ) -> jax.Array:
-    piece = _bits(bits, shipment.move.carried_as).astype(shipment.move.arrives_as)
+    piece = viewed(bits, shipment.move.carried_as).astype(shipment.move.arrives_as)
     start = jnp.asarray(leg.paste)[row]
     at = [start[axis] for axis in range(out.ndim)]
+    piece, whole = (viewed(part, carrier(out.dtype)) for part in (piece, out))
     if not leg.receives.all():
-        kept = lax.dynamic_slice(out, at, leg.shape)
+        kept = lax.dynamic_slice(whole, at, leg.shape)
         piece = jnp.where(jnp.asarray(leg.receives)[row], piece, kept)
-    return lax.dynamic_update_slice(out, piece, at)
-
-
-def _bits(piece: jax.Array, dtype: Any) -> jax.Array:
-    """The same bits under another type of the same width."""
-    if piece.dtype == dtype:
-        return piece
-    if jnp.bool_ in (piece.dtype, dtype):
-        return piece.astype(dtype)
-    return lax.bitcast_convert_type(piece, dtype)
+    return viewed(lax.dynamic_update_slice(whole, piece, at), out.dtype)

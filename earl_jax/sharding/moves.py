@@ -5,7 +5,10 @@
 import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, Sharding
 
 
@@ -33,7 +36,33 @@ class Move(NamedTuple):
         return self.dtype != self.arrives_as
 
     @property
+    def goes_as_bits(self) -> bool:
+        """Whether a compiled move must not see what type it is (see `carrier`)."""
+        on_cpu = all(device.platform == "cpu" for device in self.target.device_set)
+        return on_cpu and not self.is_cast and carrier(self.dtype) != self.dtype
+
+    @property
     def bytes_per_device(self) -> int:
         """Of the larger of the two shards, as it travels."""
         sides = (side.shard_shape(self.shape) for side in (self.source, self.target))
         return max(map(math.prod, sides)) * self.carried_as.itemsize
+
+
+def carrier(dtype: Any) -> Any:
+    """The type in which bits of this type are cut, sent and joined.
+
+    XLA's CPU compiler works on bfloat16 by way of float32, which keeps that a value is NaN but not
+    the NaN's other bits (0x7fe9 became 0x7fc0, jax 0.10.2). So narrow floats go as integers.
+    """
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4:
+        return jnp.dtype(f"uint{8 * dtype.itemsize}")
+    return dtype
+
+
+def viewed(array: jax.Array, dtype: Any) -> jax.Array:
+    """The same bits under another type of the same width, inside a program."""
+    if array.dtype == dtype:
+        return array
+    if jnp.bool_ in (array.dtype, dtype):
+        return array.astype(dtype)
+    return lax.bitcast_convert_type(array, dtype)

@@ -14,6 +14,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
+from earl_jax.sharding.moves import carrier, viewed
 from earl_jax.sharding.ranges import Ranges
 from earl_jax.sharding.schedule import Cut, Join, Parcels
 
@@ -70,9 +71,11 @@ def _slice_all(
 ) -> list[jax.Array]:
     pieces = []
     for shard, (box, dtype) in zip(shards, cuts, strict=True):
+        piece = viewed(shard, carrier(shard.dtype))
         if box is not None:
-            shard = lax.slice(shard, [start for start, _ in box], [stop for _, stop in box])
-        pieces.append(shard if dtype is None else shard.astype(dtype))
+            piece = lax.slice(piece, [start for start, _ in box], [stop for _, stop in box])
+        piece = viewed(piece, shard.dtype)
+        pieces.append(piece if dtype is None else piece.astype(dtype))
     return pieces
 
 
@@ -82,7 +85,9 @@ def _concatenate_all(
 ) -> list[jax.Array]:
     shards = []
     for pieces, (boxes, dtype) in zip(arrived, joins, strict=True):
-        shard = _concatenate_grid(dict(zip(boxes, pieces, strict=True)))
+        bits = [viewed(piece, carrier(piece.dtype)) for piece in pieces]
+        joined = _concatenate_grid(dict(zip(boxes, bits, strict=True)))
+        shard = viewed(joined, pieces[0].dtype)
         shards.append(shard if dtype is None else shard.astype(dtype))
     return shards
 

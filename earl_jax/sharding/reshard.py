@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from earl_jax.sharding.chunks import carry_in_chunks
 from earl_jax.sharding.exchange import exchange
-from earl_jax.sharding.moves import Move
+from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
 from earl_jax.sharding.schedule import make_schedule
+from earl_jax.sharding.stops import travel
 
 Tree = TypeVar("Tree")
 
@@ -46,13 +47,10 @@ def reshard(
     calls `reshard` alike, those too that have no device in it. Programs and plans are kept, so that
     a repeated switch between two layouts traces nothing.
 
-    The compiled identity can cost far more than its plan: from a partly replicated source, or with
-    mesh axes regrouped, XLA may gather the whole array on every device (f32[4096, 4096], 2x2x2 to
-    8x1x1: 96 MiB of temporaries per device and 700 ms where pieces took 35 ms; 8 CPU devices on 2
-    cores, jax 0.10.2 and 0.12.0, 2026-11-21).
-
-    One bit pattern may change on CPU: XLA's CPU compiler moves bfloat16 by way of float32, which
-    keeps that a value is NaN but not the NaN's other bits (0x7fe9 became 0x7fc0, jax 0.10.2).
+    The compiled identity goes by way of `stops.py`, because XLA by itself may gather a whole array
+    on every device: from 2x2x2 to 8x1x1 it sent 9.3 times the plan's bytes, and sends 1.3 times now
+    (f32[24, 8, 8] on 8 CPU devices, jax 0.10.2, 2026-11). What can be gathered at once, and moves
+    of one axis of the mesh, send the plan's bytes.
 
     The result may share buffers with `tree` where a shard stays whole on its device: donate
     neither while the other is in use.
@@ -131,9 +129,8 @@ def _carry(
     # A caller's `jax.set_mesh` would forbid programs on any other devices than its own.
     with jax.set_mesh(_NO_MESH):
         for group in schedule.compiled:
-            dtypes = tuple(moves[k].arrives_as for k in group)
-            identity = _identity(tuple(targets[k] for k in group), dtypes)
-            moved.update(zip(group, identity(tuple(moved[k] for k in group)), strict=True))
+            arrived = _carry_compiled([leaves[k] for k in group], tuple(moves[k] for k in group))
+            moved.update(zip(group, arrived, strict=True))
         moved.update(carry_pieces(leaves, targets, schedule.parcels))
         for k, plan in schedule.chunked:
             assert chunk_bytes is not None
@@ -188,17 +185,43 @@ def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, shards, dtype=array.dtype)
 
 
+def _carry_compiled(leaves: Sequence[jax.Array], moves: tuple[Move, ...]) -> Sequence[jax.Array]:
+    """In one program; narrow floats on CPUs between two others, which see them as integers."""
+    targets = tuple(move.target for move in moves)
+    dtypes = tuple(move.arrives_as for move in moves)
+    if not moves[0].goes_as_bits:
+        return _identity(moves, dtypes)(tuple(leaves))
+    bits = tuple(carrier(dtype) for dtype in dtypes)
+    seen = _view(tuple(leaf.sharding for leaf in leaves), bits)(tuple(leaves))
+    return _view(targets, dtypes)(_identity(moves, bits)(seen))
+
+
+@functools.lru_cache(maxsize=256)
+def _view(
+    shardings: tuple[Sharding, ...], dtypes: tuple[Any, ...]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    def view(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return tuple(map(viewed, arrays, dtypes))
+
+    return jax.jit(view, out_shardings=shardings)
+
+
 @functools.lru_cache(maxsize=256)
 def _identity(
-    targets: tuple[NamedSharding, ...], dtypes: tuple[Any, ...]
+    moves: tuple[Move, ...], dtypes: tuple[Any, ...]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    def cast(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        return tuple(
-            array if array.dtype == dtype else array.astype(dtype)
-            for array, dtype in zip(arrays, dtypes, strict=True)
-        )
+    """The program for these moves, of arrays that arrive in these types."""
 
-    return jax.jit(cast, out_shardings=targets)
+    def carry(array: jax.Array, move: Move, dtype: Any) -> jax.Array:
+        if move.carried_as == move.arrives_as and array.dtype != dtype:
+            array = array.astype(dtype)
+        array = travel(array, move.source, move.target)
+        return array if array.dtype == dtype else array.astype(dtype)
+
+    return jax.jit(
+        lambda arrays: tuple(map(carry, arrays, moves, dtypes)),
+        out_shardings=tuple(move.target for move in moves),
+    )
 
 
 def _check(name: str, leaf: Any, target: Any) -> None:

@@ -58,8 +58,8 @@ class Parcels:
 class Schedule:
     """What to do for a tuple of moves, by the numbers of their leaves.
 
-    `compiled` groups the leaves that share their devices; what is `exchanged`, by `shipments`, are
-    those between processes.
+    `compiled` groups the leaves that share their devices, those apart that go as bits; what is
+    `exchanged`, by `shipments`, are those between processes.
     """
 
     relabelled: tuple[int, ...]
@@ -84,14 +84,14 @@ def make_schedule(moves: tuple[Move, ...], chunk_bytes: int | None) -> Schedule:
         process_of=process_of(*(side for move in moves for side in (move.source, move.target))),
     )
     numbered = list(zip(range(len(moves)), moves, plans, strict=True))
-    compiled: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    compiled: dict[Any, list[int]] = defaultdict(list)
     scattered, chunked = [], []
     for k, move, plan in numbered:
         large = chunk_bytes is not None and move.bytes_per_device > chunk_bytes // 2
         if large and plan.route in ("compiled", "pieces"):
             chunked.append((k, plan))
         elif plan.route == "compiled" or plan.route == "in place" and move.is_cast:
-            compiled[tuple(targets[k])].append(k)
+            compiled[tuple(targets[k]), move.goes_as_bits].append(k)
         elif plan.route == "pieces":
             scattered.append((k, plan))
     return Schedule(
