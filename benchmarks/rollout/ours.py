@@ -142,7 +142,7 @@ class TimedEngine(PolicyEngine):
         self.trace: str | None = None
 
     def play(
-        self, params: Any, state: DecodeState, orders: np.ndarray, *, drafts: bool = True
+        self, params: Any, state: DecodeState, orders: np.ndarray, **options: bool
     ) -> tuple[DecodeState, Report]:
         """One round."""
         appended = int(orders[:, 0].sum())
@@ -153,7 +153,7 @@ class TimedEngine(PolicyEngine):
             traced = contextlib.nullcontext()
         with traced:
             start_s = time.perf_counter()
-            state, report = super().play(params, state, orders, drafts=drafts)
+            state, report = super().play(params, state, orders, **options)
             seconds = time.perf_counter() - start_s
         self.rounds.append((seconds, appended, int(report.count.sum())))
         return state, report
