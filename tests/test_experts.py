@@ -188,7 +188,7 @@ def test_gradients_are_those_of_every_expert_on_every_token():
 def test_the_description_of_a_mixture():
     layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 3 * 8 * 32 * 16
     assert num_parameters(parameter_specs(MODEL, VOCAB)) == 2 * layer + 2 * 32 * VOCAB + 32
-    layout = make_layout(MeshShape(fsdp=2, expert=2, tensor=2))
+    layout = make_layout(MeshShape(fsdp=2, expert=2, tensor=2), row_axes=TRAINING_ROWS)
     shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
     placed = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
     width = ("fsdp", "context")
