@@ -34,7 +34,7 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.selector.candidates import train_candidates
-from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import init_state
 
@@ -472,7 +472,8 @@ def test_the_description_counts_and_shapes():
 
 
 def test_the_description_places_what_its_letters_say():
-    layout = make_abstract_layout(MeshShape(data=2, fsdp=2, tensor=2))
+    shape = MeshShape(data=2, fsdp=2, tensor=2)
+    layout = make_abstract_layout(shape, row_axes=TRAINING_ROWS)
     shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
     specs = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
     width = ("fsdp", "context")
@@ -484,6 +485,9 @@ def test_the_description_places_what_its_letters_say():
     assert tuple(shardings["head"].spec) == (width, "tensor")
     engine = parameter_shardings(unstacked_specs(parameter_specs(MODEL, VOCAB), 2), layout)
     assert tuple(engine["layers"][1]["query"].spec) == (width, "tensor", None, None)
+    # In a rollout `context` cuts pages and chunks, and every device of it has the weights.
+    rollout = parameter_shardings(parameter_specs(MODEL, VOCAB), make_abstract_layout(shape))
+    assert tuple(rollout["head"].spec) == ("fsdp", "tensor")
 
 
 def test_initial_deviations_are_as_told():
