@@ -80,6 +80,11 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
         )
 
 
+def _has_own_devices(world: World) -> bool:
+    """Whether steps go on at full speed while the host compiles: not where it is the device."""
+    return world.processes.devices[0].platform != "cpu"
+
+
 def _is_near(history: LoadHistory, places: int) -> bool:
     """Whether contexts that grow as they do will not fit so many places any more soon."""
     recent, forecast = history.recent(), history.forecast()
@@ -105,7 +110,9 @@ class CompileAhead:
 
         Of several processes none compiles ahead: XLA lets them tune programs together.
         """
-        if world.config.selector.compile_ahead and world.processes.count == 1:
+        setting = world.config.selector.compile_ahead
+        wanted = setting == "on" or setting == "auto" and _has_own_devices(world)
+        if wanted and world.processes.count == 1:
             self.ask(wanted_programs(world, placement, history))
 
     def ask(self, programs: Iterable[Wanted]) -> None:

@@ -26,7 +26,8 @@ def test_more_pages_come_in_steps():
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(GIVEN | {"selector": LISTED | {"order": "listed"}}))
+    selector = LISTED | {"order": "listed", "compile_ahead": "on"}
+    return World(make_config(GIVEN | {"selector": selector}))
 
 
 def placed(world, places, pages):

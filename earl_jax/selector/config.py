@@ -30,7 +30,8 @@ class SelectorConfig:
     `offload` "on" lets the optimizer's moments wait in the host's memory while episodes are played,
     where these need the room; "auto" does so on devices with a memory of their own.
 
-    With `compile_ahead` a thread compiles what longer contexts will need next, while steps run.
+    With `compile_ahead` "on" a thread compiles what longer contexts will need next while steps run;
+    "auto" does so where the devices are not the processor that compiles.
     """
 
     budget_bytes_per_device: int = 0
@@ -41,7 +42,7 @@ class SelectorConfig:
     horizon_steps: int = 20
     measure_rounds: int = 5
     offload: Literal["auto", "on", "off"] = "auto"
-    compile_ahead: bool = True
+    compile_ahead: Literal["auto", "on", "off"] = "auto"
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
