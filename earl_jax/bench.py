@@ -59,6 +59,9 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     )
     between.add_argument("--tensor", type=int, default=4, help="members of a trainer's group (4)")
     between.add_argument("--mbit", type=float, default=100, help="rate of a link, Mbit/s (100)")
+    between.add_argument(
+        "--window", type=int, default=64, help="KiB of a TCP connection under way; 0: the kernel's"
+    )
     between.add_argument("--loopback", action="store_true", help="no namespaces")
     inside = parser.add_argument_group("within, weights, compiled")
     inside.add_argument("--platform", default="auto", help="auto, cpu, gpu or tpu")
@@ -83,6 +86,7 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
             scale=flags.scale,
             tensor=flags.tensor,
             mbit_per_s=flags.mbit,
+            window_kib=flags.window,
             repeats=flags.repeats,
             loopback=flags.loopback,
         )

@@ -28,8 +28,13 @@ class Host:
 
 
 @contextlib.contextmanager
-def namespaces(num: int, mbit_per_s: float) -> Iterator[list[Host]]:
+def namespaces(num: int, mbit_per_s: float, window_kib: int) -> Iterator[list[Host]]:
     """`num` hosts behind links of this rate, in each direction, on a switch without a limit.
+
+    A connection has `window_kib` KiB under way at most; 0 leaves that to the kernel. Left to
+    itself TCP fills the queues, a second of the link's time. Acknowledgements and words of a few
+    bytes then wait behind data that goes the same way, and a link that is busy in both directions
+    carries three quarters of its rate (dispatch.md).
 
     Raises:
         RuntimeError: namespaces or limits cannot be made here; says what failed.
@@ -51,6 +56,9 @@ def namespaces(num: int, mbit_per_s: float) -> Iterator[list[Host]]:
             _run(f"ip -n {host} addr add {_SUBNET}.{n + 1}/24 dev eth0")
             _run(f"ip -n {host} link set eth0 up")
             _run(f"ip -n {host} link set lo up")
+            for memory in ("tcp_rmem", "tcp_wmem") if window_kib else ():
+                limits = f"net.ipv4.{memory}=4096 16384 {window_kib * 2**10}"
+                _run(f"ip netns exec {host} sysctl -qw", limits)
             limit = f"tbf rate {mbit_per_s}mbit burst {_BURST_BYTES} limit {_QUEUE_BYTES}"
             _run(f"tc -n {host} qdisc add dev eth0 root {limit}")
             _run(f"tc -n {switch} qdisc add dev {port} root {limit}")
@@ -81,9 +89,9 @@ def interface_bytes() -> tuple[int, ...]:
     return tuple(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 
 
-def _run(command: str) -> None:
+def _run(command: str, *words: str) -> None:
     try:
-        done = subprocess.run(command.split(), capture_output=True, text=True)
+        done = subprocess.run([*command.split(), *words], capture_output=True, text=True)
     except FileNotFoundError as error:
         raise RuntimeError(f"{command}: {error}") from error
     if done.returncode:

@@ -30,12 +30,16 @@ EARL_MIB = {8192: 46, 16384: 93, 32768: 187}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured: `scale` divides EARL's sizes, `mbit_per_s` is the rate of each link."""
+    """What is measured: `scale` divides EARL's sizes, `mbit_per_s` is the rate of each link.
+
+    `window_kib` is what a TCP connection has under way at most (`network.namespaces`).
+    """
 
     workers: tuple[int, ...] = (4, 8, 16)
     scale: float = 16
     tensor: int = 4
     mbit_per_s: float = 100.0
+    window_kib: int = 64
     repeats: int = 3
     timeout_s: float = 3600.0
     loopback: bool = False
@@ -54,7 +58,8 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
 def _hosts(stack: contextlib.ExitStack, num: int, settings: Settings) -> tuple[list[Host], bool]:
     if not settings.loopback:
         try:
-            return stack.enter_context(namespaces(num, settings.mbit_per_s)), True
+            hosts = namespaces(num, settings.mbit_per_s, settings.window_kib)
+            return stack.enter_context(hosts), True
         except RuntimeError as error:
             print(
                 f"no network namespaces here ({error}); on plain loopback, where only the counts "
