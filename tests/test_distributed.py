@@ -373,19 +373,34 @@ def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, w
         assert words in errors and "Traceback" not in errors
 
 
-def without_a_path() -> str:
-    """What a process says whose devices cannot send to those of others."""
+def without_a_path() -> list[str]:
+    """What a process says whose devices cannot send to those of others; "" where it goes on."""
     jax.config.update("jax_cpu_collectives_implementation", None)
-    with pytest.raises(ValueError) as refusal:
-        check_same(find_processes(0, 10.0), make_config({}))
-    return str(refusal.value)
+    told = []
+    for overrides in (
+        [],
+        ["devices.num_rollout=1"],
+        ["devices.num_rollout=1", "dispatch.forbid_host_bytes=True"],
+    ):
+        try:
+            check_same(find_processes(0, 10.0), make_config({}, overrides))
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 @pytest.mark.slow
-def test_devices_that_cannot_send_to_those_of_other_processes_are_no_run():
-    for words in RealProcesses(2, 1, "test_distributed:without_a_path").results(250):
-        assert "cpu devices of this process cannot send to those of others" in words
-        assert "training needs that" in words
+def test_devices_that_cannot_send_to_those_of_other_processes_play_for_one_that_trains():
+    """Or are no run, if the config says so."""
+    processes = RealProcesses(2, 1, "test_distributed:without_a_path")
+    for trains_on_both, goes_on, forbidden in processes.results(250):
+        for words in (trains_on_both, forbidden):
+            assert "the cpu devices of one process cannot send to those of others" in words
+        assert "training over 2 processes needs that" in trains_on_both
+        assert "all processes but the last (1)" in trains_on_both
+        assert goes_on == ""
+        assert "config.dispatch.forbid_host_bytes is True; set it to 'auto'" in forbidden
 
 
 SOURCE = ROOT / "tests/reference/qwen2_tied"
