@@ -31,6 +31,7 @@ from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World
@@ -299,7 +300,7 @@ def final_parameters(workdir: Path) -> list[np.ndarray]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The same tokens, and weights that differ by rounding; nothing came through the host."""
+    """The same tokens, and weights that differ by rounding."""
     for step in (1, 2):
         for left, right in zip(episodes_of(one, step), episodes_of(other, step), strict=True):
             assert {k: v for k, v in left.items() if k != "logprobs"} == {
@@ -308,12 +309,19 @@ def assert_same_run(one: Path, other: Path) -> None:
     for left, right in zip(final_parameters(one), final_parameters(other), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
     for workdir in (one, other):
-        lines = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+        lines = steps_of(workdir)
         assert [line["step"] for line in lines] == [1, 2]
         assert all(line["episodes"] == 32 for line in lines)
         assert all(line["logprob_mismatch_max"] < 1e-4 for line in lines)
-        assert {line["dispatch_host_bytes"] for line in lines} == {0}
-        assert {line["publish_host_bytes"] for line in lines} == {0}
+
+
+def steps_of(workdir: Path) -> list[dict]:
+    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+
+
+def assert_past_the_hosts(*workdirs: Path) -> None:
+    for line in (line for workdir in workdirs for line in steps_of(workdir)):
+        assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
 @pytest.mark.slow
@@ -321,15 +329,39 @@ def test_two_processes_train_as_one_does(cache, tmp_path):
     one = Command(cache, tmp_path / "one", 1, **ALL).done()
     two = Command(cache, tmp_path / "two", 2, **ALL).done()
     assert_same_run(one, two)
+    assert_past_the_hosts(one, two)
+
+
+def train_apart(workdir: str) -> bool:
+    """As `Command` with APART, but that devices cannot send to those of the other process."""
+    jax.config.update("jax_cpu_collectives_implementation", None)
+    overrides = [f"{key}={value}" for key, value in (SMALL | APART).items()]
+    run(make_config({}, overrides), Path(workdir))
+    return True
 
 
 @pytest.mark.slow
-def test_disjoint_groups_train_alike_in_one_process_and_in_two(cache, tmp_path):
+def test_disjoint_groups_train_alike_in_one_process_in_two_and_by_the_hosts(
+    cache, compiled_programs, monkeypatch, tmp_path
+):
     one = Command(cache, tmp_path / "one", 1, **APART).done()
     two = Command(cache, tmp_path / "two", 2, **APART).done()
     assert_same_run(one, two)
-    lines = [row for row in read_metrics(two / "metrics.jsonl") if "eval" not in row]
-    assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
+    assert_past_the_hosts(one, two)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
+    processes = RealProcesses(2, 4, "test_distributed:train_apart", str(tmp_path / "hosts"))
+    assert processes.results(250) == [True, True]
+    assert_same_run(two, tmp_path / "hosts")
+    for line, over_devices in zip(steps_of(tmp_path / "hosts"), steps_of(two), strict=True):
+        assert line["dispatch_bytes"] == over_devices["dispatch_bytes"] > 0
+        assert line["publish_bytes"] == over_devices["publish_bytes"] > 0
+        # Beside the rows, of each its length and where its one sample begins.
+        assert line["dispatch_host_bytes"] == line["dispatch_bytes"] + 32 * 2 * 4
+        # All four devices that play get all weights, and their process gets them once.
+        assert 4 * line["publish_host_bytes"] == line["publish_bytes"]
+    warned = [errors.count("cannot send to those of others") for errors in processes.errors]
+    assert warned == [1, 0]
 
 
 @pytest.mark.slow
