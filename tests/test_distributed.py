@@ -23,10 +23,11 @@ from safetensors.numpy import load_file
 from test_runs import ROOT, TINY
 
 from earl_jax.agreement import check_same
-from earl_jax.config_file import make_config
+from earl_jax.config_file import load_config_file, make_config
 from earl_jax.distributed import DistributedConfig, _find_place
 from earl_jax.export import export_policy
 from earl_jax.joint import total_stats
+from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
 from earl_jax.rollout.config import RolloutConfig
@@ -332,30 +333,41 @@ def test_two_processes_train_as_one_does(cache, tmp_path):
     assert_past_the_hosts(one, two)
 
 
+@pytest.fixture(scope="module")
+def apart(cache, tmp_path_factory) -> Path:
+    """A run of which one process plays and the other trains."""
+    return Command(cache, tmp_path_factory.mktemp("apart"), 2, **APART).done()
+
+
+@pytest.mark.slow
+def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp_path):
+    one = Command(cache, tmp_path / "one", 1, **APART).done()
+    assert_same_run(one, apart)
+    assert_past_the_hosts(one, apart)
+    lines = steps_of(apart)
+    assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
+
+
 def train_apart(workdir: str) -> bool:
     """As `Command` with APART, but that devices cannot send to those of the other process."""
     jax.config.update("jax_cpu_collectives_implementation", None)
     overrides = [f"{key}={value}" for key, value in (SMALL | APART).items()]
-    run(make_config({}, overrides), Path(workdir))
+    run(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
     return True
 
 
 @pytest.mark.slow
-def test_disjoint_groups_train_alike_in_one_process_in_two_and_by_the_hosts(
-    cache, compiled_programs, monkeypatch, tmp_path
+def test_disjoint_groups_train_alike_over_devices_and_by_the_hosts(
+    apart, cache, compiled_programs, monkeypatch, tmp_path
 ):
-    one = Command(cache, tmp_path / "one", 1, **APART).done()
-    two = Command(cache, tmp_path / "two", 2, **APART).done()
-    assert_same_run(one, two)
-    assert_past_the_hosts(one, two)
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
-    processes = RealProcesses(2, 4, "test_distributed:train_apart", str(tmp_path / "hosts"))
+    processes = RealProcesses(2, 4, "test_distributed:train_apart", str(tmp_path))
     assert processes.results(250) == [True, True]
-    assert_same_run(two, tmp_path / "hosts")
-    for line, over_devices in zip(steps_of(tmp_path / "hosts"), steps_of(two), strict=True):
-        assert line["dispatch_bytes"] == over_devices["dispatch_bytes"] > 0
-        assert line["publish_bytes"] == over_devices["publish_bytes"] > 0
+    assert_same_run(apart, tmp_path)
+    for line, over_devices in zip(steps_of(tmp_path), steps_of(apart), strict=True):
+        for moved in ("dispatch_bytes", "publish_bytes"):
+            assert line[moved] == over_devices[moved]
         # Beside the rows, of each its length and where its one sample begins.
         assert line["dispatch_host_bytes"] == line["dispatch_bytes"] + 32 * 2 * 4
         # All four devices that play get all weights, and their process gets them once.
