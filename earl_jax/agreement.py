@@ -5,28 +5,22 @@
 import importlib.metadata
 from pathlib import Path
 
-import jax
-
 from earl_jax.checkpoint import differences, open_workdir
 from earl_jax.config import Config
-from earl_jax.processes import Processes
+from earl_jax.processes import Processes, find_processes
+from earl_jax.sharding.device_path import lack_of, missing_device_path, warn_once
 
 _SHOWN = 8
 
 
 def check_same(processes: Processes, config: Config) -> None:
-    """Raises ValueError, in every process, naming what differs from process to process."""
+    """Raises ValueError, in every process, naming what differs from process to process.
+
+    Or what this run cannot do where devices of different processes cannot send to each other.
+    """
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "earl_jax")}
     own = {"config": config.as_dict(), "versions": versions}
-    try:
-        first, *others = processes.gather(own, "the configs")
-    except jax.errors.JaxRuntimeError as error:
-        platform = jax.devices()[0].platform
-        raise ValueError(
-            f"the {platform} devices of this process cannot send to those of others "
-            f"({str(error).splitlines()[0]}), and training needs that: there is no way around it "
-            "by the hosts. Run on one host, or on devices with collectives between processes"
-        ) from error
+    first, *others = processes.gather(own, "the configs")
     different = [
         line
         for number, other in enumerate(others, start=1)
@@ -41,6 +35,32 @@ def check_same(processes: Processes, config: Config) -> None:
             f"the processes of this run were started differently: {shown}. Give every process the "
             "same command, but for config.distributed"
         )
+    _check_path(config)
+
+
+def _check_path(config: Config) -> None:
+    """Says so once where arrays go by the hosts, and raises where they must not, or cannot."""
+    why = missing_device_path()
+    if not why:
+        return
+    if config.dispatch.forbid_host_bytes is True:
+        raise ValueError(
+            f"{lack_of(why)}, and config.dispatch.forbid_host_bytes is True; set it to 'auto' to "
+            "go by the hosts, or run on devices with collectives between processes"
+        )
+    groups = find_processes(config.devices.num_rollout, config.distributed.timeout_s)
+    if len(groups.trainers) > 1:
+        raise ValueError(
+            f"{lack_of(why)}, and training over {len(groups.trainers)} processes needs that: by "
+            "the hosts weights and episodes go between processes that play and one that trains. "
+            "Set config.devices.num_rollout to the devices of all processes but the last "
+            f"({_all_but_last(groups)}), or run on devices with collectives between processes"
+        )
+    warn_once(why)
+
+
+def _all_but_last(groups: Processes) -> int:
+    return sum(device.process_index < groups.count - 1 for device in groups.devices)
 
 
 def open_shared_workdir(processes: Processes, workdir: Path, config: Config) -> None:

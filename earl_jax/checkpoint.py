@@ -28,10 +28,19 @@ class DamagedCheckpoint(ValueError):
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, config: CheckpointConfig, *, by_hosts: bool = False) -> None:
+        """`by_hosts`: processes wait for each other without a program over their devices."""
         self._folder = folder.absolute()
+        everybody = None
+        if by_hosts:
+            # For processes by name orbax asks the coordination service, and makes no folder.
+            everybody = set(range(jax.process_count()))
+            self._folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, create=True, enable_async_checkpointing=True
+            max_to_keep=config.keep,
+            create=not by_hosts,
+            enable_async_checkpointing=True,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everybody),
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 

@@ -52,16 +52,19 @@ class DevicesConfig:
 class DispatchConfig:
     """How arrays move from layout to layout.
 
-    `forbid_host_bytes`: experience or weights on the host end the run (else counted). Where
-    `chunk_bytes` is above 0, a device that weights, optimiser state or KV caches go to or leave
-    holds no more than about so much of what is under way; 0: all of it at once, which is faster.
+    `forbid_host_bytes`: experience or weights on the host end the run ("auto"), but for what goes
+    to another process where there is no other way: that is said at the start, and counted. True:
+    without another way there is no run. False: all is counted only. Where `chunk_bytes` is above 0,
+    a device that weights, optimiser state or KV caches go to or leave holds no more than about so
+    much of what is under way; 0: all of it at once, which is faster.
     """
 
-    forbid_host_bytes: bool = True
+    forbid_host_bytes: Literal["auto", True, False] = "auto"
     chunk_bytes: int = 0
 
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, "config.dispatch")
         if self.chunk_bytes < 0:
             raise ValueError(
                 f"config.dispatch.chunk_bytes is {self.chunk_bytes}; give bytes, or 0 for no bound"

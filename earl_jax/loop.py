@@ -26,6 +26,7 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.sharding.host_channel import open_channel
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import absent_array
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -105,7 +106,8 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         placement.choose_training(history.recent())
         state = placement.move_state(state)
     layout = world.train_layout(placement.in_training)
-    with timer("dispatch"), only_on_devices(world.config.dispatch) as dispatch_reads:
+    by_hosts = world.processes.by_hosts
+    with timer("dispatch"), only_on_devices(world.config.dispatch, by_hosts) as dispatch_reads:
         own = to_learn_from(world, rollout.experience) if rollout else None
         experience = join_rows(world, own, placement.in_rollout, length)
         facts = row_facts(world, played.outcomes, length, layout)
@@ -165,7 +167,8 @@ def publish_and_play(
 
     And what its new weights moved over the devices, and over the host.
     """
-    with timer("publish"), only_on_devices(world.config.dispatch) as reads:
+    by_hosts = world.processes.by_hosts
+    with timer("publish"), only_on_devices(world.config.dispatch, by_hosts) as reads:
         seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
     with timer("rollout"):
         tasks = learnable(world, world.training_tasks(step))
@@ -202,15 +205,21 @@ def expected_tokens(world: World, load: Load | None) -> int:
 
 
 @contextlib.contextmanager
-def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
-    """Counts the bytes that come to the host inside; forbids them if the config says so."""
-    guard = "disallow_explicit" if config.forbid_host_bytes else "allow"
+def only_on_devices(config: DispatchConfig, by_hosts: bool = False) -> Iterator[HostByteCounter]:
+    """Counts the bytes that come to the host inside; forbids them if the config says so.
+
+    But for those that go to other processes `by_hosts`, where that is the only way.
+    """
+    before = open_channel().sent_bytes if by_hosts else 0
+    guard = "allow" if by_hosts or config.forbid_host_bytes is False else "disallow_explicit"
     with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
         yield counter
-    if config.forbid_host_bytes and counter.num_bytes:
+    sent = open_channel().sent_bytes - before if by_hosts else 0
+    if config.forbid_host_bytes is not False and (counter.num_bytes or 0) > sent:
         raise ValueError(
             f"{counter.num_bytes} bytes of experience or weights came through the host, and "
-            "config.dispatch.forbid_host_bytes is True; set it to False to have them counted only"
+            f"config.dispatch.forbid_host_bytes is {config.forbid_host_bytes!r}; set it to False "
+            "to have them counted only"
         )
 
 

@@ -15,14 +15,20 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.rollout.config import RolloutConfig
+from earl_jax.sharding.device_path import (
+    all_devices,
+    missing_device_path,
+    one_device_each,
+    one_row_each,
+    to_all,
+)
+from earl_jax.sharding.host_channel import open_channel
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.waiting import wait_for
 
 Item = TypeVar("Item")
-_PROCESS = "process"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +95,14 @@ class Processes:
         """Whether no device both plays and trains."""
         return self.rollout_devices != self.train_devices
 
+    @property
+    def by_hosts(self) -> bool:
+        """Whether what goes from process to process goes by their hosts, for lack of another way.
+
+        The first time every process asks alike.
+        """
+        return bool(missing_device_path())
+
     # Who plays what.
 
     @functools.cached_property
@@ -141,6 +155,9 @@ class Processes:
         """
         if self.count == 1:
             return [value]
+        if self.by_hosts:
+            told = open_channel().gather(pickle.dumps(value), what)
+            return [pickle.loads(each) for each in told]
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = self._gather(np.array([len(data)], np.int32), what)[:, 0]
         # Room for a power of two, so that few programs are compiled for it.
@@ -163,29 +180,9 @@ class Processes:
         return made
 
     def _gather(self, row: np.ndarray, what: str) -> np.ndarray:
-        mesh = _one_device_each(self.count)
-        sharding = NamedSharding(mesh, PartitionSpec(_PROCESS))
-        own = jax.device_put(row[None], mesh.local_devices[0])
-        rows = jax.make_array_from_single_device_arrays((self.count, len(row)), sharding, [own])
-        every = _to_all(mesh)(rows)
+        every = to_all(one_device_each())(one_row_each(row))
         wait_for(every, what=what, timeout_s=self.timeout_s)
         return np.asarray(every.addressable_data(0))
-
-
-@functools.lru_cache(maxsize=2)
-def _one_device_each(count: int) -> Mesh:
-    first = {device.process_index: device for device in reversed(_all_devices())}
-    return Mesh(np.array([first[n] for n in range(count)], dtype=object), (_PROCESS,))
-
-
-@functools.lru_cache(maxsize=2)
-def _to_all(mesh: Mesh) -> Any:
-    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
-def _all_devices() -> list[Any]:
-    """Process by process, and in each of them in the order of `jax.devices()`."""
-    return sorted(jax.devices(), key=lambda device: device.process_index)
 
 
 def find_processes(num_rollout: int, timeout_s: float) -> Processes:
@@ -194,7 +191,9 @@ def find_processes(num_rollout: int, timeout_s: float) -> Processes:
     Raises:
         ValueError: the devices do not divide so.
     """
-    devices = _all_devices()
+    devices = all_devices()
+    if jax.process_count() > 1:
+        open_channel().timeout_s = timeout_s
     if num_rollout >= len(devices):
         raise ValueError(
             f"config.devices.num_rollout is {num_rollout}, and this run has {len(devices)} devices "

@@ -63,7 +63,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             progress.note(str(world.processes))
         for note in world.notes:
             progress.note(note)
-        checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint)
+        checkpoints = Checkpoints(
+            workdir / "checkpoints", config.checkpoint, by_hosts=everybody.by_hosts
+        )
         resumed = _resume(world, checkpoints, progress, workdir)
         position, placement = resumed or (None, _new_placement(world, progress))
         with contextlib.ExitStack() as stack:

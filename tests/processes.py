@@ -34,6 +34,7 @@ class Processes:
     def __init__(self, num: int, devices: int, function: str, *arguments: Any) -> None:
         address = f"127.0.0.1:{free_port()}"
         self.started_s = time.monotonic()
+        self.errors: list[str] = []
         self.all = [
             subprocess.Popen(
                 [sys.executable, __file__, address, str(num), str(n), str(devices), function]
@@ -48,8 +49,12 @@ class Processes:
         ]
 
     def results(self, timeout_s: float = 120.0) -> list[Any]:
-        """What each returned. Raises AssertionError with its output where one failed."""
+        """What each returned; what it wrote to stderr is in `errors` then.
+
+        Raises AssertionError with its output where one failed.
+        """
         ends = self.ends(timeout_s)
+        self.errors = [errors for _, _, errors in ends]
         for n, (status, output, errors) in enumerate(ends):
             assert status == 0, f"process {n} ended with {status}:\n{output}\n{errors[-4000:]}"
         return [

@@ -19,7 +19,7 @@ from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.reshard import absent_array
 from earl_jax.sharding.waiting import wait_for
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.trajectory import Experience
+from earl_jax.trajectory import Experience, TrajectoryBatch
 
 ROWS, PLACES, TURNS = 16, 20, 8
 
@@ -258,16 +258,7 @@ def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
     """The fields of the batch that this process has, compared place by place."""
     experience, lengths, advantages = make_experience()
     source, target = layout_of(source), layout_of(target)
-    sharding = source.activations("NS")
-
-    def part(field: np.ndarray) -> jax.Array:
-        if not sharding.addressable_devices:
-            return absent_array(field.shape, field.dtype, sharding)
-        return jax.make_array_from_callback(field.shape, sharding, lambda index: field[index])
-
-    mine = sharding.addressable_devices_indices_map((ROWS, PLACES)).values()
-    held = sorted({row for index in mine for row in range(ROWS)[index[0]]})
-    rows = jax.tree.map(part, experience)
+    rows, held = own_rows(experience, source), rows_held(source)
     with both_counters() as (counter, reads):
         delivery = dispatch(
             rows, target, length=length, lengths=lengths[held], advantages=advantages[held]
@@ -275,12 +266,34 @@ def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
         wait_for(delivery.batch, what="dispatch", timeout_s=60)
     assert (counter.num_bytes, reads) == (0, [])
     assert delivery.plan.moved_bytes == moved_bytes_by_hand(source, target, length)
-    expected = batch_by_hand(experience, lengths, advantages, length)
-    spoken = expected["turn_ids"] > 0
-    seen = []
+    return matching_fields(delivery.batch, batch_by_hand(experience, lengths, advantages, length))
+
+
+def own_rows(experience: Experience, layout: Layout) -> Experience:
+    """The rows of all processes, of which each puts its own."""
+    sharding = layout.activations("NS")
+
+    def part(field: np.ndarray) -> jax.Array:
+        if not sharding.addressable_devices:
+            return absent_array(field.shape, field.dtype, sharding)
+        return jax.make_array_from_callback(field.shape, sharding, lambda index: field[index])
+
+    return jax.tree.map(part, experience)
+
+
+def rows_held(layout: Layout) -> list[int]:
+    """Those of this process."""
+    sharding = layout.activations("NS")
+    mine = sharding.addressable_devices_indices_map((ROWS, PLACES)).values()
+    return sorted({row for index in mine for row in range(ROWS)[index[0]]})
+
+
+def matching_fields(batch: TrajectoryBatch, expected: dict[str, np.ndarray]) -> list[str]:
+    """The fields of a batch of which this process has a part, each compared place by place."""
+    spoken, seen = expected["turn_ids"] > 0, []
     for name, values in expected.items():
-        field = getattr(delivery.batch, name)
-        assert field.shape == (ROWS, length)
+        field = getattr(batch, name)
+        assert field.shape == values.shape
         for shard in field.addressable_shards:
             got, wanted, says = (
                 a[i]

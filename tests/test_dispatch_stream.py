@@ -8,13 +8,26 @@ import gc
 import jax
 import numpy as np
 import pytest
+from processes import Processes
 from test_collect import CONFIG, ROOM, collect, engine, tasks
-from test_dispatch_pack import ROWS, both_counters, layout_of, make_experience, place
+from test_dispatch_pack import (
+    ROWS,
+    batch_by_hand,
+    both_counters,
+    layout_of,
+    make_experience,
+    matching_fields,
+    moved_bytes_by_hand,
+    own_rows,
+    place,
+    rows_held,
+)
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.stream import RowStream
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.waiting import wait_for
 from earl_jax.telemetry.host_bytes import HostByteCounter
 
 PAIRS = [
@@ -181,3 +194,40 @@ def bytes_on(device: int) -> int:
         if [one.id for one in array.devices()] == [device] and not array.is_deleted()
     }
     return sum(held.values())
+
+
+# Over processes. Each of them runs this.
+
+
+def stream_over_processes(source: str, target: str, length: int, by_hosts: bool) -> list:
+    """Bytes read here, and the fields of the batch that this process has, compared."""
+    if by_hosts:
+        jax.config.update("jax_cpu_collectives_implementation", None)
+    experience, lengths, advantages = make_experience()
+    source, target = layout_of(source), layout_of(target)
+    rows = own_rows(experience, source)
+    stream = RowStream(rows, target, length=length)
+    with HostByteCounter() as counter:
+        for some in np.array_split(np.random.default_rng(1).permutation(ROWS), 5):
+            stream.send(rows, [(int(row), int(row)) for row in some])
+        wait_for(stream.shards, what="rows", timeout_s=60)
+    moved_bytes, held = stream.moved_bytes, rows_held(target)
+    assert moved_bytes == moved_bytes_by_hand(source, target, length)
+    facts = {"lengths": lengths[held], "advantages": advantages[held]}
+    delivery = dispatch(stream.take(), target, length=length, **facts)
+    assert delivery.plan.moved_bytes == 0, "it is there already"
+    expected = batch_by_hand(experience, lengths, advantages, length)
+    return [counter.num_bytes, matching_fields(delivery.batch, expected)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_hosts", [False, True])
+def test_rows_go_from_the_processes_that_play_to_one_that_trains(by_hosts):
+    """Two devices of the first process play; both of the other want every row."""
+    length, row_bytes = 24, 4 * 4 * 24
+    told = Processes(
+        2, 2, "test_dispatch_stream:stream_over_processes",
+        "data=2 on 0 1", "data=1,tensor=2 on 2 3", length, by_hosts,
+    ).results()  # fmt: skip
+    fields = ["advantages", "logprobs", "segment_ids", "tokens", "turn_ids", "versions"]
+    assert told == [[ROWS * row_bytes if by_hosts else 0, []], [0, fields]]

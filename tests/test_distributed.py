@@ -23,14 +23,16 @@ from safetensors.numpy import load_file
 from test_runs import ROOT, TINY
 
 from earl_jax.agreement import check_same
-from earl_jax.config_file import make_config
+from earl_jax.config_file import load_config_file, make_config
 from earl_jax.distributed import DistributedConfig, _find_place
 from earl_jax.export import export_policy
 from earl_jax.joint import total_stats
+from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.processes import Processes, find_processes
 from earl_jax.rendezvous import meet
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World
@@ -299,7 +301,7 @@ def final_parameters(workdir: Path) -> list[np.ndarray]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-    """The same tokens, and weights that differ by rounding; nothing came through the host."""
+    """The same tokens, and weights that differ by rounding."""
     for step in (1, 2):
         for left, right in zip(episodes_of(one, step), episodes_of(other, step), strict=True):
             assert {k: v for k, v in left.items() if k != "logprobs"} == {
@@ -308,12 +310,19 @@ def assert_same_run(one: Path, other: Path) -> None:
     for left, right in zip(final_parameters(one), final_parameters(other), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
     for workdir in (one, other):
-        lines = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+        lines = steps_of(workdir)
         assert [line["step"] for line in lines] == [1, 2]
         assert all(line["episodes"] == 32 for line in lines)
         assert all(line["logprob_mismatch_max"] < 1e-4 for line in lines)
-        assert {line["dispatch_host_bytes"] for line in lines} == {0}
-        assert {line["publish_host_bytes"] for line in lines} == {0}
+
+
+def steps_of(workdir: Path) -> list[dict]:
+    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+
+
+def assert_past_the_hosts(*workdirs: Path) -> None:
+    for line in (line for workdir in workdirs for line in steps_of(workdir)):
+        assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
 @pytest.mark.slow
@@ -321,15 +330,50 @@ def test_two_processes_train_as_one_does(cache, tmp_path):
     one = Command(cache, tmp_path / "one", 1, **ALL).done()
     two = Command(cache, tmp_path / "two", 2, **ALL).done()
     assert_same_run(one, two)
+    assert_past_the_hosts(one, two)
+
+
+@pytest.fixture(scope="module")
+def apart(cache, tmp_path_factory) -> Path:
+    """A run of which one process plays and the other trains."""
+    return Command(cache, tmp_path_factory.mktemp("apart"), 2, **APART).done()
 
 
 @pytest.mark.slow
-def test_disjoint_groups_train_alike_in_one_process_and_in_two(cache, tmp_path):
+def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp_path):
     one = Command(cache, tmp_path / "one", 1, **APART).done()
-    two = Command(cache, tmp_path / "two", 2, **APART).done()
-    assert_same_run(one, two)
-    lines = [row for row in read_metrics(two / "metrics.jsonl") if "eval" not in row]
+    assert_same_run(one, apart)
+    assert_past_the_hosts(one, apart)
+    lines = steps_of(apart)
     assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
+
+
+def train_apart(workdir: str) -> bool:
+    """As `Command` with APART, but that devices cannot send to those of the other process."""
+    jax.config.update("jax_cpu_collectives_implementation", None)
+    overrides = [f"{key}={value}" for key, value in (SMALL | APART).items()]
+    run(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
+    return True
+
+
+@pytest.mark.slow
+def test_disjoint_groups_train_alike_over_devices_and_by_the_hosts(
+    apart, cache, compiled_programs, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
+    processes = RealProcesses(2, 4, "test_distributed:train_apart", str(tmp_path))
+    assert processes.results(250) == [True, True]
+    assert_same_run(apart, tmp_path)
+    for line, over_devices in zip(steps_of(tmp_path), steps_of(apart), strict=True):
+        for moved in ("dispatch_bytes", "publish_bytes"):
+            assert line[moved] == over_devices[moved]
+        # Beside the rows, of each its length and where its one sample begins.
+        assert line["dispatch_host_bytes"] == line["dispatch_bytes"] + 32 * 2 * 4
+        # All four devices that play get all weights, and their process gets them once.
+        assert 4 * line["publish_host_bytes"] == line["publish_bytes"]
+    warned = [errors.count("cannot send to those of others") for errors in processes.errors]
+    assert warned == [1, 0]
 
 
 @pytest.mark.slow
@@ -373,19 +417,34 @@ def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, w
         assert words in errors and "Traceback" not in errors
 
 
-def without_a_path() -> str:
-    """What a process says whose devices cannot send to those of others."""
+def without_a_path() -> list[str]:
+    """What a process says whose devices cannot send to those of others; "" where it goes on."""
     jax.config.update("jax_cpu_collectives_implementation", None)
-    with pytest.raises(ValueError) as refusal:
-        check_same(find_processes(0, 10.0), make_config({}))
-    return str(refusal.value)
+    told = []
+    for overrides in (
+        [],
+        ["devices.num_rollout=1"],
+        ["devices.num_rollout=1", "dispatch.forbid_host_bytes=True"],
+    ):
+        try:
+            check_same(find_processes(0, 10.0), make_config({}, overrides))
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
 @pytest.mark.slow
-def test_devices_that_cannot_send_to_those_of_other_processes_are_no_run():
-    for words in RealProcesses(2, 1, "test_distributed:without_a_path").results(250):
-        assert "cpu devices of this process cannot send to those of others" in words
-        assert "training needs that" in words
+def test_devices_that_cannot_send_to_those_of_other_processes_play_for_one_that_trains():
+    """Or are no run, if the config says so."""
+    processes = RealProcesses(2, 1, "test_distributed:without_a_path")
+    for trains_on_both, goes_on, forbidden in processes.results(250):
+        for words in (trains_on_both, forbidden):
+            assert "the cpu devices of one process cannot send to those of others" in words
+        assert "training over 2 processes needs that" in trains_on_both
+        assert "all processes but the last (1)" in trains_on_both
+        assert goes_on == ""
+        assert "config.dispatch.forbid_host_bytes is True; set it to 'auto'" in forbidden
 
 
 SOURCE = ROOT / "tests/reference/qwen2_tied"

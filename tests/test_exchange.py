@@ -234,7 +234,7 @@ def part_of(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def odd_things() -> bool:
-    """Scalars, arrays without elements, casts, sizes that do not divide."""
+    """Scalars, arrays without elements, casts, sizes that do not divide, keys."""
     source, target = make_shardings("8x1x1")["mask"], make_shardings("second half")["mask"]
     whole, there = (NamedSharding(side.mesh, P()) for side in (source, target))
     tree = {
@@ -260,6 +260,25 @@ def odd_things() -> bool:
     if there.addressable_devices:
         with pytest.raises(ValueError, match="has devices of this process"):
             absent_array((4,), np.float32, there)
+    return keys_arrive()
+
+
+def keys_arrive() -> bool:
+    """Eight random keys go from the first four devices to the last."""
+    source, target = (
+        NamedSharding(make_shardings(name)["mask"].mesh, P("x"))
+        for name in ("first half", "second half")
+    )
+    keys = jax.random.split(jax.random.key(3), 8)
+    expected = np.asarray(jax.random.key_data(keys))
+    if source.addressable_devices:
+        tree = jax.random.wrap_key_data(part_of(expected, source))
+    else:
+        tree = absent_array(keys.shape, keys.dtype, source)
+    moved = reshard(tree, target)
+    assert (moved.shape, moved.dtype) == (keys.shape, keys.dtype)
+    for shard in moved.addressable_shards:
+        np.testing.assert_array_equal(jax.random.key_data(shard.data), expected[shard.index])
     return True
 
 
@@ -312,7 +331,7 @@ def test_pairs_of_layouts_over_real_processes(num, every):
 
 
 @pytest.mark.slow
-def test_scalars_empty_arrays_and_casts_over_real_processes():
+def test_scalars_empty_arrays_casts_and_keys_over_real_processes():
     assert Processes(2, 4, "test_exchange:odd_things").results() == [True] * 2
 
 

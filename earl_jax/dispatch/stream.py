@@ -8,21 +8,27 @@
     delivery = dispatch(stream.take(), layout, length=512, ...)    # nothing is left to move
 
 A send returns at once: what is cut, sent and written follows in the devices' queues.
+
+Rows may be made in some processes and wanted in others: every process then calls all of this alike,
+with the rows of all as one array (a handle where it has none, `reshard.absent_array`) and the moves
+of all, which they tell each other first; and the rows follow when all have called.
 """
 
 import functools
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from earl_jax.sharding.chunks import zeros_on
 from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.ranges import shard_ranges
+from earl_jax.sharding.ranges import process_of, shard_ranges
+from earl_jax.sharding.reshard import absent_array, reshard
 from earl_jax.trajectory import Experience
 
 
@@ -30,7 +36,7 @@ class RowStream:
     """A batch of rows on the training layout that fills as episodes finish.
 
     Host-side state: the shards as they are by now, and who has sent how much. `moved_bytes` counts
-    what has changed device since the last `take`.
+    what has changed device since the last `take`, in all processes.
     """
 
     def __init__(self, like: Experience, layout: Layout, *, length: int) -> None:
@@ -38,19 +44,14 @@ class RowStream:
 
         Args:
             like: the engine's buffers, or their shapes; None fields stay None.
-            layout: where the trainer wants rows, on devices of this process.
+            layout: where the trainer wants rows.
             length: tokens per row of the batch; what a row has more is cut, and must not count.
 
         Raises:
-            ValueError: the rows do not divide over the layout, or go to another process.
+            ValueError: the rows do not divide over the layout.
         """
         rows = like.tokens.shape[0]
         self._sharding = layout.activations("NS")
-        if not self._sharding.is_fully_addressable:
-            raise ValueError(
-                f"a RowStream sends to devices of its own process; {layout} has others. Send whole "
-                "batches there, by dispatch()"
-            )
         if rows % layout.num_row_shards:
             raise ValueError(
                 f"{rows} rows do not divide over the {layout.num_row_shards} row shards of "
@@ -60,8 +61,10 @@ class RowStream:
         self._dtypes = jax.tree.map(lambda field: field.dtype, like)
         self._ranges = shard_ranges(self._sharding, self._shape)
         self._devices = {
-            device.id: SingleDeviceSharding(device) for device in self._sharding.device_set
+            device.id: SingleDeviceSharding(device) for device in self._sharding.addressable_devices
         }
+        fields = jax.tree.leaves(self._dtypes)
+        self._row_bytes = length * sum(dtype.itemsize for dtype in fields)
         self._sent_bytes: Counter[int] = Counter()
         self._begin()
 
@@ -73,7 +76,7 @@ class RowStream:
 
     @property
     def shards(self) -> dict[int, Experience]:
-        """What each device has by now of its places, by its id; zeros where no row came yet."""
+        """What each device of this process has by now of its places; zeros where no row came."""
         self._shards = self._shards or {
             device: jax.tree.map(
                 lambda dtype, device=device, ranges=ranges: zeros_on(
@@ -82,6 +85,7 @@ class RowStream:
                 self._dtypes,
             )
             for device, ranges in self._ranges.items()
+            if device in self._devices
         }
         return self._shards
 
@@ -94,12 +98,15 @@ class RowStream:
         """Sends rows of the engine's buffers to places of the batch: pairs (row, place).
 
         A row comes from the device itself that wants it, where that holds it, else from the holder
-        that has sent least. The buffers are only read.
+        that has sent least, of the same process where there is one. The buffers are only read.
 
         Raises:
             ValueError: a row that is not there, a place that is not there or has its row already.
         """
-        held = shard_ranges(experience.tokens.sharding, experience.tokens.shape)
+        sharding = experience.tokens.sharding
+        held = shard_ranges(sharding, experience.tokens.shape)
+        processes = process_of(sharding, self._sharding)
+        devices = {device.id: device for device in sharding.device_set | self._sharding.device_set}
         shards, target = _shards_by_device(experience), self.shards
         rows, places = experience.tokens.shape[0], self._shape[0]
         for row, place in moves:
@@ -110,26 +117,58 @@ class RowStream:
                 )
             self._filled.add(place)
             holders = [d for d, ranges in held.items() if ranges[0][0] <= row < ranges[0][1]]
-            cut: dict[int, Any] = {}
-            for device in self._ranges:
-                first, stop = self._ranges[device][0]
-                if not first <= place < stop:
-                    continue
-                sender = self._sender(device, holders)
-                if sender not in cut:
-                    start = row - held[sender][0][0]
-                    cut[sender] = _cut_row(shards[sender], start, self._length)
-                arrived = jax.device_put(cut[sender], self._devices[device])
-                if sender != device:
-                    size = sum(field.nbytes for field in jax.tree.leaves(arrived))
-                    self._sent_bytes[sender] += size
-                    self.moved_bytes += size
-                target[device] = _write_row(target[device], arrived, place - first)
+            for (sender, _), ends in self._senders(place, holders, processes).items():
+                cut = None
+                if sender in shards:
+                    cut = _cut_row(shards[sender], row - held[sender][0][0], self._length)
+                arrived = self._deliver(cut, devices[sender], [devices[end] for end in ends])
+                for end, piece in arrived.items():
+                    target[end] = _write_row(target[end], piece, place - self._ranges[end][0][0])
 
-    def _sender(self, device: int, holders: Sequence[int]) -> int:
-        if device in holders:
-            return device
-        return min(holders, key=self._sent_bytes.__getitem__)
+    def _senders(
+        self, place: int, holders: Sequence[int], processes: Mapping[int, int]
+    ) -> dict[tuple[int, int], list[int]]:
+        """Who wants the row at this place, by who sends it and the process that it goes to."""
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for device, ranges in self._ranges.items():
+            first, stop = ranges[0]
+            if not first <= place < stop:
+                continue
+            near = [holder for holder in holders if processes[holder] == processes[device]]
+            sender = min(near or holders, key=self._sent_bytes.__getitem__)
+            if device in holders:
+                sender = device
+            else:
+                self._sent_bytes[sender] += self._row_bytes
+                self.moved_bytes += self._row_bytes
+            groups[sender, processes[device]].append(device)
+        return groups
+
+    def _deliver(
+        self, cut: Experience | None, sender: Any, ends: Sequence[Any]
+    ) -> dict[int, Experience]:
+        """A row on those devices of one process, by their ids; none that are not this process's.
+
+        `cut` is None where the sender is not.
+        """
+        if sender.process_index == ends[0].process_index:
+            return (
+                {}
+                if cut is None
+                else {end.id: jax.device_put(cut, SingleDeviceSharding(end)) for end in ends}
+            )
+        source, goal = (
+            NamedSharding(Mesh(np.array(devices, dtype=object), ("device",)), PartitionSpec())
+            for devices in ([sender], ends)
+        )
+        shape = (1, self._length)
+        if cut is None:
+            row = jax.tree.map(lambda dtype: absent_array(shape, dtype, source), self._dtypes)
+        else:
+            row = jax.tree.map(
+                lambda field: jax.make_array_from_single_device_arrays(shape, source, [field]), cut
+            )
+        return _shards_by_device(reshard(row, jax.tree.map(lambda _: goal, row)))
 
     def take(self) -> Experience:
         """The full batch, on the layout; the stream begins a new one.
@@ -145,9 +184,10 @@ class RowStream:
             )
         shards = list(self.shards.values())
         batch = jax.tree.map(
-            lambda *parts: jax.make_array_from_single_device_arrays(
-                self._shape, self._sharding, list(parts)
+            lambda dtype, *parts: jax.make_array_from_single_device_arrays(
+                self._shape, self._sharding, list(parts), dtype=dtype
             ),
+            self._dtypes,
             *shards,
         )
         self._begin()

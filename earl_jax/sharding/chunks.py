@@ -40,15 +40,15 @@ def carry_in_chunks(
         jax.block_until_ready(written)
         written = []
         for piece in round_.pieces:
-            cut = _cut(
+            cut = cut_box(
                 shards[piece.source_device],
-                _offset(piece.index, source[piece.source_device]),
+                offset(piece.index, source[piece.source_device]),
                 round_.shape,
                 dtype if plan.itemsize == jnp.dtype(dtype).itemsize else array.dtype,
             )
             end = piece.target_device
             arrived = jax.device_put(cut, devices[end])
-            outs[end], mark = _write(outs[end], arrived, _offset(piece.index, goal[end]))
+            outs[end], mark = write_box(outs[end], arrived, offset(piece.index, goal[end]))
             written.append(mark)
     return jax.make_array_from_single_device_arrays(array.shape, target, list(outs.values()))
 
@@ -63,19 +63,28 @@ def _zeros(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> 
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=device)
 
 
-def _offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
+def offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
+    """Where a box of the array begins in a shard that holds it."""
     return tuple(start - first for (start, _), (first, _) in zip(index, shard, strict=True))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _cut(shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def cut_box(
+    shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """A box of a shard, cast."""
     bits = lax.dynamic_slice(viewed(shard, carrier(shard.dtype)), start, shape)
     return viewed(bits, shard.dtype).astype(dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(out: jax.Array, chunk: jax.Array, start: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    """The shard with the chunk in it, and something small that is ready when it is written."""
+def write_box(
+    out: jax.Array, chunk: jax.Array, start: tuple[Any, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """The shard with the chunk in it, and something small that is ready when it is written.
+
+    The shard is given up.
+    """
     dtype, kept = out.dtype, carrier(out.dtype)
     bits = viewed(chunk.astype(dtype), kept)
     out = viewed(lax.dynamic_update_slice(viewed(out, kept), bits, start), dtype)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any layout to any layout, of one process's devices or of several, never through the host.
 
+Unless devices of different processes have no other way (`device_path.py`), which is said.
+
 `jax.device_put` between two meshes reads the array to the host whenever the target's shard ranges
 are not among the source's (64 MiB of 64 MiB on CPU, jax 0.10.2 and 0.12.0), so it is used here only
 from one device to one other device of the same process, where it copies directly.
@@ -17,7 +19,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from earl_jax.sharding.chunks import carry_in_chunks
-from earl_jax.sharding.exchange import exchange
+from earl_jax.sharding.device_path import missing_device_path, warn_once
+from earl_jax.sharding.exchange import Shipment, exchange
+from earl_jax.sharding.host_exchange import exchange_by_hosts
 from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
@@ -47,6 +51,10 @@ def reshard(
     calls `reshard` alike, those too that have no device in it. Programs and plans are kept, so that
     a repeated switch between two layouts traces nothing.
 
+    Where devices of different processes cannot send to each other (`missing_device_path`) these
+    pieces go by the hosts, which is said once (`host_exchange.py`). `reshard` then returns when all
+    of them have arrived.
+
     The compiled identity goes by way of `stops.py`, because XLA by itself may gather a whole array
     on every device: from 2x2x2 to 8x1x1 it sent 9.3 times the plan's bytes, and sends 1.3 times now
     (f32[24, 8, 8] on 8 CPU devices, jax 0.10.2, 2026-11). What can be gathered at once, and moves
@@ -69,6 +77,8 @@ def reshard(
         that the result shares with it.
 
     Raises:
+      PeerLost: by the hosts only, where arrays are waited for: another process ended, or does not
+        answer.
       ValueError: if the structures differ, `chunk_bytes` is not above 0, a leaf is no `jax.Array`,
         a target is no `NamedSharding` on devices of the same platform, or a shape does not divide.
     """
@@ -76,9 +86,9 @@ def reshard(
         raise ValueError(f"chunk_bytes is {chunk_bytes}; give at least 1, or None for no bound")
     named_leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     targets = _leaves_like(structure, shardings, "sharding")
-    leaves = [leaf for _, leaf in named_leaves]
     for (path, leaf), target in zip(named_leaves, targets, strict=True):
         _check(jax.tree_util.keystr(path) or "the array", leaf, target)
+    leaves = [_as_data(leaf) for _, leaf in named_leaves]
     wanted = (
         [leaf.dtype for leaf in leaves]
         if dtypes is None
@@ -98,6 +108,7 @@ def reshard(
         if chunk_bytes is not None:
             jax.block_until_ready(last)
             last = arrived
+    moved = [_as_before(array, leaf) for array, (_, leaf) in zip(moved, named_leaves, strict=True)]
     return jax.tree_util.tree_unflatten(structure, moved)
 
 
@@ -136,9 +147,22 @@ def _carry(
             assert chunk_bytes is not None
             dtype = moves[k].arrives_as
             moved[k] = carry_in_chunks(leaves[k], targets[k], plan, dtype, chunk_bytes)
-        arrived = exchange([leaves[k] for k in schedule.exchanged], schedule.shipments, chunk_bytes)
-        moved.update(zip(schedule.exchanged, arrived, strict=True))
+        if schedule.shipments:
+            sent = [leaves[k] for k in schedule.exchanged]
+            arrived = _exchange(sent, schedule.shipments, chunk_bytes)
+            moved.update(zip(schedule.exchanged, arrived, strict=True))
     return [moved[k] for k in range(len(leaves))]
+
+
+def _exchange(
+    leaves: Sequence[jax.Array], shipments: Sequence[Shipment], chunk_bytes: int | None
+) -> list[jax.Array]:
+    """Between processes: over their devices, or else by their hosts."""
+    why = missing_device_path()
+    if not why:
+        return exchange(leaves, shipments, chunk_bytes)
+    warn_once(why)
+    return exchange_by_hosts(leaves, shipments, chunk_bytes)
 
 
 def _give_up(leaves: Sequence[jax.Array], moved: Sequence[jax.Array]) -> None:
@@ -166,8 +190,24 @@ def absent_array(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> j
             "the array with jax.make_array_from_single_device_arrays from what they hold"
         )
     return jax.make_array_from_single_device_arrays(
-        tuple(shape), sharding, [], dtype=jnp.dtype(dtype)
+        tuple(shape), sharding, [], dtype=dtype if _is_key(dtype) else jnp.dtype(dtype)
     )
+
+
+def _as_data(leaf: jax.Array) -> jax.Array:
+    """Of random keys what they are made of, the same buffers: it can be cut and viewed as bits."""
+    return jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf
+
+
+def _as_before(array: jax.Array, leaf: jax.Array) -> jax.Array:
+    """The inverse: `array` as what `leaf` is."""
+    if not _is_key(leaf.dtype):
+        return array
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
+
+
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def _leaves_like(structure: Any, tree: Any, what: str) -> list[Any]:

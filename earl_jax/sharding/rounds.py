@@ -46,7 +46,7 @@ def rounds_of(plan: TransferPlan, max_bytes: int | None = None) -> tuple[Round, 
     for whole in plan.pieces:
         if not whole.num_bytes:
             continue
-        for piece in _cut(whole, plan.itemsize, max_bytes):
+        for piece in parts_of(whole, plan.itemsize, max_bytes):
             stays = piece.source_device == piece.target_device
             shape = tuple(stop - start for start, stop in piece.index)
             by_shape[stays, shape].append(piece)
@@ -208,7 +208,7 @@ def _first_free(at: dict[tuple[int, int, int], int], side: int, device: int) -> 
     return number
 
 
-def _cut(piece: Piece, itemsize: int, max_bytes: int | None) -> list[Piece]:
+def parts_of(piece: Piece, itemsize: int, max_bytes: int | None) -> list[Piece]:
     """The piece in parts of at most `max_bytes`, equal ones but for the last."""
     if max_bytes is None or piece.num_bytes <= max_bytes:
         return [piece]
@@ -226,5 +226,5 @@ def _cut(piece: Piece, itemsize: int, max_bytes: int | None) -> list[Piece]:
         index: Ranges = tuple(box)
         size = others * (index[axis][1] - at)
         part = dataclasses.replace(piece, index=index, num_bytes=size)
-        parts += _cut(part, itemsize, max_bytes)
+        parts += parts_of(part, itemsize, max_bytes)
     return parts

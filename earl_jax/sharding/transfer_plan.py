@@ -84,7 +84,7 @@ class TransferPlan(Traffic):
     where it is. `route` says what carries the plan out: "in place" (all devices hold what they
     need), "compiled" (same devices in the same order: XLA's collectives, for which `pieces` is the
     lower bound), "pieces" (cut, send and join exactly as listed) or "rounds" (the same between
-    processes, see `rounds.py`).
+    processes, see `rounds.py`, by their hosts where their devices have no path).
 
     Example: 4 floats, device 0 holds [0:4], devices 0 and 1 want [0:2] and [2:4]: the pieces are
     (0 -> 0, [0:2], 8 bytes) in place and (0 -> 1, [2:4], 8 bytes) moved.

@@ -42,17 +42,26 @@ def wait_for(tree: Any, *, what: str, timeout_s: float) -> None:
                     waiting.append(part)
             parts = waiting
             if parts and time.monotonic() > deadline_s:
-                raise PeerLost(
-                    f"{what}: nothing came for {timeout_s:g} s in process "
-                    f"{jax.process_index()} of {jax.process_count()}; a process or the network "
-                    "between hangs. End all processes and start the run again: it goes on from "
-                    "its newest checkpoint"
-                )
+                raise nothing_came(what, timeout_s)
             if parts:
                 time.sleep(_POLL_S)
     except jax.errors.JaxRuntimeError as error:
-        raise PeerLost(
-            f"{what}: failed in process {jax.process_index()} of {jax.process_count()}, because "
-            f"another process ended or cannot be reached ({str(error).splitlines()[0]}). Start the "
-            "run again: it goes on from its newest checkpoint"
-        ) from error
+        raise failed(what, error) from error
+
+
+def nothing_came(what: str, timeout_s: float) -> PeerLost:
+    """The error of a process that has waited so long."""
+    return PeerLost(
+        f"{what}: nothing came for {timeout_s:g} s in process {jax.process_index()} of "
+        f"{jax.process_count()}; a process or the network between hangs. End all processes and "
+        "start the run again: it goes on from its newest checkpoint"
+    )
+
+
+def failed(what: str, error: Exception) -> PeerLost:
+    """The error of a process whose transfer ended with this one of JAX."""
+    return PeerLost(
+        f"{what}: failed in process {jax.process_index()} of {jax.process_count()}, because "
+        f"another process ended or cannot be reached ({str(error).splitlines()[0]}). Start the "
+        "run again: it goes on from its newest checkpoint"
+    )
