@@ -84,6 +84,7 @@ def engine(
     draft: int = 0,
     model: ModelConfig = MODEL,
     episodes: int = CONFIG.episodes_per_step,
+    step_rows: int = 0,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
@@ -102,6 +103,7 @@ def engine(
             chunk_size=CONFIG.chunk_size,
             rules=rules,
             seed=3,
+            step_rows=step_rows,
             page_size=CONFIG.page_size,
         ),
         make_layout(mesh),
@@ -781,6 +783,21 @@ def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
     rollout = collect(pool, tasks(40), make, patience_s=patience_s)
     check_rows(rollout, 40)
     assert_same_episodes(games.trajectories, rollout.trajectories)
+
+
+def test_with_fewer_rows_than_slots_who_waits_is_none(pool, games):
+    """One row a device for two slots: it is always one that speaks, whoever waits meanwhile."""
+    player = engine(step_rows=NUM_LANES)
+    assert (player.step_rows, engine().step_rows) == (1, 2)
+
+    def make(task):
+        return Watched(task, lambda: time.sleep(0.002 * (task.episode % 4)))
+
+    rollout = collect(pool, tasks(40), make, player=player, patience_s=0.0)
+    check_rows(rollout, 40)
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+    stats, turns = rollout.stats, sum(t.num_turns for t in rollout.trajectories)
+    assert (stats.decode_rows, stats.idle_rows) == (stats.rollout_tokens - turns, 0)
 
 
 def test_one_thread_alone_speaks_to_the_devices(pool):

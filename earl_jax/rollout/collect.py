@@ -179,7 +179,10 @@ class Collector:
         )
         seconds = time.perf_counter() - start_s
         self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
-        self._stats.count_steps(report, self._begun, seat.engine.layout.num_row_shards)
+        engine = seat.engine
+        self._stats.count_steps(
+            report, self._begun, engine.layout.num_row_shards, engine.step_rows
+        )
         if report.passes is not None and report.drafted is not None:
             self._stats.drafting_rounds += drafts
             self._stats.drafted_tokens += int(report.drafted.sum())

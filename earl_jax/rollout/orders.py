@@ -150,7 +150,8 @@ class Report(NamedTuple):
 
     `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down. Where it may
     guess tokens: `passes` [B] of the model that these took, and the `drafted` [B] guesses in them;
-    each pass says one token of its own, and the others were guessed.
+    each pass says one token of its own, and the others were guessed. Where slots take turns in
+    decode steps: the `steps` [B] of the slot's data shard.
     """
 
     tokens: np.ndarray
@@ -160,6 +161,7 @@ class Report(NamedTuple):
     model_logprobs: np.ndarray | None = None
     passes: np.ndarray | None = None
     drafted: np.ndarray | None = None
+    steps: np.ndarray | None = None
 
 
 def pack_report(
@@ -169,22 +171,30 @@ def pack_report(
     active: jax.Array,
     model_logprobs: jax.Array | None = None,
     drafts: tuple[jax.Array, jax.Array] | None = None,
+    steps: jax.Array | None = None,
 ) -> jax.Array:
     """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`.
 
-    With `drafts`, which are the `passes` and the `drafted` of a Report, two columns more.
+    With `steps` there is one column more, with `drafts`, which are the `passes` and the `drafted`
+    of a Report, two.
     """
     floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
     bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
     columns = [*(drafts or ()), count, active.astype(jnp.int32)]
+    columns = columns if steps is None else [steps, *columns]
     return jnp.concatenate([tokens, *bits, jnp.stack(columns, axis=1)], 1)
 
 
 def unpack_report(
-    packed: np.ndarray, *, model_logprobs: bool = False, drafts: bool = False
+    packed: np.ndarray,
+    *,
+    model_logprobs: bool = False,
+    drafts: bool = False,
+    steps: bool = False,
 ) -> Report:
     """The inverse of `pack_report`, on the host."""
-    width = (packed.shape[1] - (4 if drafts else 2)) // (3 if model_logprobs else 2)
+    columns = 2 + 2 * drafts + steps
+    width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:
         return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
@@ -197,4 +207,5 @@ def unpack_report(
         model_logprobs=floats(2 * width) if model_logprobs else None,
         passes=packed[:, -4] if drafts else None,
         drafted=packed[:, -3] if drafts else None,
+        steps=packed[:, -columns] if steps else None,
     )

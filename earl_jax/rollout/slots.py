@@ -13,6 +13,7 @@ drafts some. The host's orders for a round travel as one array, and so does what
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from earl_jax.rollout.decoding import (
     SlotRules,
     decode_drafted,
     decode_plain,
+    decode_some,
     nothing_said,
     rows_or_drop,
     sample_next,
@@ -60,7 +62,9 @@ def play(
     state = _restart(_take_over(state, orders, shard), orders, first_row)
     slots = state.cached.shape[0]
     said = nothing_said(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
-    decode = decode_drafted if rules.ngram else decode_plain
+    step = functools.partial(decode_drafted if rules.ngram else decode_plain, decoder)
+    if takes_turns(rules, slots):
+        step = functools.partial(decode_some, step, rules.step_rows)
 
     def speaks(carry: Any) -> Any:
         # A slot that begins its turn with its chunk has had one pass of its burst already.
@@ -76,10 +80,10 @@ def play(
         lambda loop: (jnp.zeros_like(waiting), _append_chunks(decoder, orders, *loop[1])),
         (waiting, (state, said)),
     )
-    state, said = jax.lax.while_loop(
-        lambda carry: jnp.any(speaks(carry)),
-        lambda carry: decode(decoder, *carry, speaks(carry)),
-        carry,
+    steps, (state, said) = jax.lax.while_loop(
+        lambda loop: jnp.any(speaks(loop[1])),
+        lambda loop: (loop[0] + 1, step(*loop[1], speaks(loop[1]))),
+        (jnp.zeros((), jnp.int32), carry),
     )
     report = pack_report(
         said.tokens,
@@ -88,8 +92,14 @@ def play(
         state.active,
         said.model_logprobs,
         (said.passes, said.drafted) if rules.draft else None,
+        jnp.broadcast_to(steps, slots) if takes_turns(rules, slots) else None,
     )
     return _shift(state, first_row, shard * state.cache.num_pages), report
+
+
+def takes_turns(rules: SlotRules, slots: int) -> bool:
+    """Whether a data shard of so many slots has fewer rows in a decode step than slots."""
+    return 0 < rules.step_rows < slots
 
 
 def _append_chunks(
