@@ -412,10 +412,10 @@ def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.parametrize("step_rows", [1, 3])
-def test_slots_that_take_turns_in_decode_steps_say_the_same(played, step_rows):
+def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
     """Every row of a step speaks while as many slots as there are rows have more to say."""
     scripts, _, heard = played
+    step_rows = 3
     play, idle, most = play_on_one_device(RULES._replace(step_rows=step_rows)), [], []
 
     def watched(state, orders):

@@ -255,8 +255,8 @@ def decode_some(
     """`step` for so many of the `speaking` slots: those with the fewest passes in this round.
 
     So a slot whose episode waits is no row of it, unless fewer speak than there are rows; and where
-    more speak they take turns, until each has had its burst. Pages and rows of experience stay
-    where they are: a row reaches them by its table, and its number.
+    more speak they take turns. Pages and rows of experience stay where they are: a row reaches them
+    by its table, and its number.
     """
     # Those that do not speak come last.
     chosen = jnp.argsort(jnp.where(speaking, said.passes, NO_LIMIT), stable=True)[:rows]

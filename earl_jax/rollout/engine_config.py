@@ -45,9 +45,9 @@ class EngineConfig:
     `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience,
     those for guests among them (scheduler.Rows). A decode step of a rollout has `step_rows` rows
     over all devices, 0: one for each slot; `rules` leaves it to this. `chunk_size` tokens of a
-    prompt or an answer are appended per slot and round. The KV cache comes in pages of `page_size` tokens.
-    `weight_dtype` is "compute", the model's compute type, or "int8" (models/quantization.py).
-    `serving` is for JetStream's calls alone.
+    prompt or an answer are appended per slot and round. The KV cache comes in pages of `page_size`
+    tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
+    (models/quantization.py). `serving` is for JetStream's calls alone.
     """
 
     model: ModelConfig
