@@ -106,8 +106,8 @@ def _decode(
         return state.active & (said.passes < rules.burst)
 
     def goes_on(loop: Any) -> jax.Array:
-        steps, *carry = loop
-        speaking = speaks(*carry)
+        steps, state, said = loop
+        speaking = speaks(state, said)
         if not turns:
             return jnp.any(speaking)
         # Rows that cannot be filled any more are filled in the next round, beside others.
@@ -115,8 +115,8 @@ def _decode(
         return jnp.any(speaking) & (full | (steps < rules.burst))
 
     def take_step(loop: Any) -> Any:
-        steps, *carry = loop
-        return steps + 1, *step(*carry, speaks(*carry))
+        steps, state, said = loop
+        return steps + 1, *step(state, said, speaks(state, said))
 
     return jax.lax.while_loop(goes_on, take_step, (jnp.int32(0), state, said))
 
