@@ -57,6 +57,7 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
                 "episodes_per_step",
                 "chunk_size",
                 "burst",
+                "step_rows",
                 "tokens_a_page",
                 "model_logprobs",
                 "compute_dtype",

@@ -145,6 +145,7 @@ def _lower_round(
                 draft=rollout.max_drafts,
             ),
             seed=config.seed,
+            step_rows=rollout.step_rows,
             page_size=rollout.tokens_a_page,
         ),
         layout,

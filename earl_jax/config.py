@@ -298,6 +298,8 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     yield config.devices.num_rollout > 0, "selector.offload", apart
     recomputes = "config.rollout.parking is 'recompute'"
     yield rollout.parking == "recompute", "rollout.parking_host_gib", recomputes
+    alone = "config.rollout.share_prefixes is False"
+    yield not rollout.share_prefixes, "rollout.copy_prefixes", alone
     ours = "without config.model.path the chat template is ours, which only appends"
     yield config.model.path == "", "chat.history", ours
     for name in ("ngram", "draft"):

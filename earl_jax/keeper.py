@@ -204,6 +204,7 @@ class Keeper:
             "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
             "prefill_tokens": record.stats.prefill_tokens,
             "shared_tokens": record.stats.shared_tokens,
+            "copied_tokens": record.stats.copied_tokens or None,
             "recomputed_tokens": record.stats.recomputed_tokens or None,
             "parked_episodes": record.stats.parked_episodes or None,
             "guest_episodes": record.stats.guest_episodes or None,

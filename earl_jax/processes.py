@@ -124,6 +124,7 @@ class Processes:
         return dataclasses.replace(
             rollout,
             num_slots=rollout.num_slots // num,
+            step_rows=-(-rollout.step_rows // num),
             episodes_per_step=rollout.episodes_per_step // num,
         )
 

@@ -133,6 +133,7 @@ def workload(config: Config) -> Workload:
         logprob_chunk=train.logprob_chunk,
         chunk_size=rollout.chunk_size,
         append_rows=rollout.append_rows,
+        step_rows=rollout.step_rows,
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
         kv_itemsize=1 if rollout.kv_dtype == "int8" else jnp.dtype(dtype).itemsize,

@@ -221,6 +221,7 @@ class World:
                     draft=rollout.max_drafts,
                 ),
                 seed=self.config.seed,
+                step_rows=rollout.step_rows,
                 page_size=rollout.tokens_a_page,
             ),
             self.rollout_layout(shape),

@@ -180,7 +180,7 @@ def test_every_reply_of_the_tail_has_its_own_length(play):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("part", "rows"), [("room", 1), ("waiting", 4), ("growth", 3), ("step", 1)]
+    ("part", "rows"), [("room", 1), ("waiting", 6), ("growth", 3), ("step", 1)]
 )
 def test_every_other_part_prints_its_table(play, part, rows):
     table, _ = play(part)

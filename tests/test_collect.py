@@ -84,6 +84,7 @@ def engine(
     draft: int = 0,
     model: ModelConfig = MODEL,
     episodes: int = CONFIG.episodes_per_step,
+    step_rows: int = 0,
 ) -> PolicyEngine:
     rules = SlotRules(
         burst=burst,
@@ -102,6 +103,7 @@ def engine(
             chunk_size=CONFIG.chunk_size,
             rules=rules,
             seed=3,
+            step_rows=step_rows,
             page_size=CONFIG.page_size,
         ),
         make_layout(mesh),
@@ -707,9 +709,17 @@ class Lecture(Talker):
         return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
 
 
-@pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
-def test_what_prompts_have_in_common_is_read_once_a_lane(pool, mesh):
-    """Lanes of two slots and five or six episodes; two prompts that differ in one token of 29."""
+@pytest.mark.parametrize(
+    ("mesh", "copies"),
+    [(MeshShape(data=8), "off"), (MeshShape(data=2, tensor=2), "on")],
+    ids=["a lane", "in all"],
+)
+def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatch):
+    """Lanes of two slots and five or six episodes; two prompts that differ in one token of 29.
+
+    In all lanes, four of which are on one device, where they copy from each other: two pages a
+    call.
+    """
     prompts = [renderer().first(Lecture(seed).start().text) for seed in range(2)]
     common = next(i for i, ids in enumerate(zip(*prompts, strict=True)) if len(set(ids)) > 1)
     assert common == 26 and len(prompts[0]) == 29
@@ -719,10 +729,15 @@ def test_what_prompts_have_in_common_is_read_once_a_lane(pool, mesh):
 
     alone = collect(pool, tasks(44), lecture, places=64)
     player = engine(mesh=mesh, append_rows=1)
-    shared = collect(pool, tasks(44), lecture, places=64, player=player, share_prefixes=True)
+    monkeypatch.setattr(player.page_copies, "pages_a_call", 2)
+    shared = collect(
+        pool, tasks(44), lecture, places=64, player=player, share_prefixes=True,
+        copy_prefixes=copies,
+    )  # fmt: skip
     assert_same_episodes(alone.trajectories, shared.trajectories)
     check_rows(shared, 44)
-    taken, takers = shared.stats.shared_tokens, 44 - NUM_LANES
+    taken, takers = shared.stats.shared_tokens, 44 - (1 if copies == "on" else NUM_LANES)
+    assert (shared.stats.copied_tokens > 0) == (copies == "on")
     # Two more of who has heard the same words to the end, but for the token before its reply.
     assert takers * common < taken < takers * (common + 2)
     assert (alone.stats.shared_tokens, shared.stats.shared_tokens) == (0, taken)
@@ -781,6 +796,21 @@ def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
     rollout = collect(pool, tasks(40), make, patience_s=patience_s)
     check_rows(rollout, 40)
     assert_same_episodes(games.trajectories, rollout.trajectories)
+
+
+def test_with_fewer_rows_than_slots_who_waits_is_none(pool, games):
+    """One row a device for two slots: it is always one that speaks, whoever waits meanwhile."""
+    player = engine(step_rows=NUM_LANES)
+    assert (player.step_rows, engine().step_rows) == (1, 2)
+
+    def make(task):
+        return Watched(task, lambda: time.sleep(0.002 * (task.episode % 4)))
+
+    rollout = collect(pool, tasks(40), make, player=player, patience_s=0.0)
+    check_rows(rollout, 40)
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+    stats, turns = rollout.stats, sum(t.num_turns for t in rollout.trajectories)
+    assert (stats.decode_rows, stats.idle_rows) == (stats.rollout_tokens - turns, 0)
 
 
 def test_one_thread_alone_speaks_to_the_devices(pool):

@@ -247,6 +247,8 @@ RULES = [
     ("model.head_size=15", "config.model.head_size is 15"),
     ("rollout.num_slots=0", "config.rollout.num_slots is 0"),
     ("rollout.burst=0", "config.rollout.burst is 0"),
+    ("rollout.step_rows=-1", "config.rollout.step_rows is -1; it must be at least 0"),
+    ("rollout.step_rows=64", "step_rows is 64; .*below config.rollout.num_slots (64)"),
     ("rollout.chunk_size=0", "config.rollout.chunk_size is 0"),
     ("rollout.max_turn_tokens=0", "config.rollout.max_turn_tokens is 0"),
     ("rollout.max_episode_tokens=-1", "config.rollout.max_episode_tokens is -1"),
@@ -349,6 +351,11 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             ["devices.num_cpu_devices=4", "devices.platform=tpu"],
             "devices.num_cpu_devices",
             "config.devices.platform is 'tpu'",
+        ),
+        (
+            ["rollout.copy_prefixes=on", "rollout.share_prefixes=False"],
+            "rollout.copy_prefixes",
+            "config.rollout.share_prefixes is False",
         ),
         (
             ["rollout.parking_host_gib=1", "rollout.parking=recompute"],

@@ -163,6 +163,23 @@ def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
     assert placed == engine_on(shape).state_shardings
 
 
+def test_slots_that_take_turns_say_the_same_and_no_collective_crosses_a_data_shard():
+    """Three rows of a step for the eight slots of a data shard."""
+    shape = CANDIDATES[2]
+    layout = make_layout(shape)
+    engine = PolicyEngine(dataclasses.replace(CONFIG, step_rows=6), layout)
+    assert (engine.step_rows, engine_on(shape).step_rows) == (3, 8)
+    play = functools.partial(engine.play, weights_on(shape))
+    state, heard = converse(play, engine.empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
+    assert_same(heard, converse_on(UNSHARDED)[1])
+    check_rows(state.experience, heard, scripts())
+    text = engine.lower_play(PLACES).compile().as_text()
+    lines = [line.strip() for line in text.splitlines() if COLLECTIVE.search(line)]
+    # As many as without turns, and between the same devices.
+    assert len(lines) == 2 * (1 + 2 * MODEL.num_layers) + 2
+    assert all(replica_groups(line) == {(0, 1, 2, 3), (4, 5, 6, 7)} for line in lines)
+
+
 def test_the_conversation_is_worth_comparing():
     """Turns of every length, ended and cut, prompts in one chunk and in several."""
     _, heard = converse_on(UNSHARDED)

@@ -137,20 +137,32 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     assert open_seat(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 
-def test_on_several_devices_it_is_once_for_each(pool):
+@pytest.mark.parametrize("copies", ["on", "off"])
+def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
     """Eight lanes of two slots; six episodes are at home in the first, two in the second.
 
-    So four are guests: two in the third lane and two in the fourth.
+    So four are guests: two in the third lane and two in the fourth. The first of each of these
+    three lanes waits for what the first lane reads, or reads it too.
     """
-    todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(8)]
-    rollout = collect(pool, todo, lambda task: Question("7"), places=48, share_prefixes=True)
+    length, todo = len(prompt("7")), [dataclasses.replace(t, group=0, env_seed=0) for t in tasks(8)]
+
+    def play(**changes):
+        rollout = collect(
+            pool, todo, lambda task: Question("7"), places=48,
+            **{"share_prefixes": True, "copy_prefixes": copies, **changes},
+        )  # fmt: skip
+        check_rows(rollout, 8)
+        return rollout
+
+    rollout = play()
     assert CONFIG.episodes_per_step // 8 == 6
     assert rollout.stats.guest_episodes == 4
-    assert rollout.stats.prefill_tokens == 4 * len(prompt("7")) + 4
-    again = collect(
-        pool, todo, lambda task: Question("7"), places=48, share_prefixes=True,
-        vacant=vacate(rollout.seat),
-    )  # fmt: skip
-    check_rows(again, 8)
+    times = 1 if copies == "on" else 4
+    assert rollout.stats.prefill_tokens == times * length + 8 - times
+    assert rollout.stats.shared_tokens == (8 - times) * (length - 1)
+    assert rollout.stats.copied_tokens == (4 - times) * (length - 1)
+    alone = play(share_prefixes=False)
+    assert rollout.trajectories == alone.trajectories, "to the last bit of each log-prob"
+    again = play(vacant=vacate(rollout.seat))
     assert_same_episodes(rollout.trajectories, again.trajectories)
     assert (again.stats.guest_episodes, again.stats.prefill_tokens) == (4, 8)

@@ -32,6 +32,17 @@ def test_a_page_is_a_slots_alone_until_another_takes_it_over(table):
     assert table.begin(0, 0, 6) is None, "what a slot has alone is not copied"
 
 
+def test_pinned_pages_are_nobody_elses_until_the_round_is_over(table):
+    table.hold(0, 7)
+    assert table.pin(0, 5) == [0, 1]
+    table.keep(0, 0)
+    assert table.num_free(0) == 3
+    table.hold(1, 12)
+    assert rows(table)[1] == [2, 3, 4]
+    table.end_round()
+    assert table.num_free(0) == 2
+
+
 def test_slots_get_pages_of_their_lane_in_order_as_they_need_them(table):
     assert (table.missing(1, 9), table.missing(1, 0)) == (3, 0)
     table.hold(1, 5)

@@ -32,7 +32,15 @@ from earl_jax.rollout.config import SpeculationConfig
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.parking import Choice, Rates, Work, choose_parking, rates_of, work_of
+from earl_jax.rollout.parking import (
+    Choice,
+    Rates,
+    Work,
+    choose_parking,
+    is_worth_sending,
+    rates_of,
+    work_of,
+)
 from earl_jax.rollout.room import CacheRoom
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -62,7 +70,7 @@ def player(
 # The price.
 
 
-RATES = Rates(flops=1e12, memory_bytes=2e12, host_bytes=64e9, call_s=0.0)
+RATES = Rates(flops=1e12, memory_bytes=2e12, host_bytes=64e9, link_bytes=450e9, call_s=0.0)
 WORK = Work(
     weights=1e9, weight_bytes=2e9, pair_flops=2e5, chunk_tokens=100, block_bytes=32e6,
     block_tokens=256,
@@ -85,6 +93,23 @@ def test_the_cheaper_way_is_taken_and_said():
     slow = dataclasses.replace(fast, call_s=1e-4)
     assert choose_parking(100, WORK, slow)[0] == "recompute"
     assert choose_parking(200, WORK, slow)[0] == "host"
+
+
+def test_what_another_lane_has_is_copied_where_that_costs_less_than_reading_it():
+    """By hand: a block of 32 MB four times over a link of 450 GB/s is 0.28 ms; a chunk, 1 ms."""
+
+    def worth(tokens, setting="auto", **changes):
+        rates = dataclasses.replace(RATES, flops=1e18, **changes)
+        return is_worth_sending(tokens, setting, WORK, rates)
+
+    assert [worth(tokens) for tokens in (0, 1, 1000)] == [False, True, True]
+    assert not worth(100, link_bytes=100e9), "1.28 ms"
+    # Two blocks against three chunks, and against six: 3.2 ms.
+    assert not worth(257, link_bytes=80e9) and worth(512, link_bytes=80e9)
+    assert not worth(100, call_s=1e-3) and worth(200, call_s=1e-3)
+    # Or as the config says: a chunk is 100 tokens.
+    assert [worth(tokens, "on") for tokens in (99, 100)] == [False, True]
+    assert not worth(1000, "off")
 
 
 def test_what_an_engine_has_to_do_is_its_devices_share():

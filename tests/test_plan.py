@@ -310,6 +310,16 @@ def test_rows_that_do_not_fit_wait_for_others():
     assert rollout_tokens_per_s(hardware, SIZES, WORK, D1, 8, 15) < all_at_once
 
 
+def test_slots_that_take_turns_have_more_steps_of_fewer_rows():
+    """Of 16 slots on four row shards six rows are two each: four slots take turns in pairs."""
+    work = dataclasses.replace(WORK, step_rows=6)
+    assert [work.rows_a_step(D4T2, rows) for rows in (1, 2, 4)] == [1, 2, 2]
+    assert [WORK.rows_a_step(D4T2, rows) for rows in (1, 4)] == [1, 4]
+    append = 2 * decode_s(H100, SIZES, work, D4T2, 2, 8, 4).total
+    step = decode_s(H100, SIZES, work, D4T2, 2, 8).total
+    assert round_s(H100, SIZES, work, D4T2, 4, 8) == pytest.approx(append + 4 * 2 * step)
+
+
 def test_an_update_costs_four_forward_passes_with_remat():
     """Where matrices are all that counts."""
     wide = dataclasses.replace(TINY, width=512, ffn_size=4096, windows=())

@@ -46,6 +46,51 @@ def test_another_lane_has_nothing(index):
     assert index.find(3, [*SYSTEM, 30]) == Shared(source=3, length=0)
 
 
+@pytest.fixture
+def sending():
+    """Two lanes; four tokens and more are worth a copy. Slot 0 is to read SYSTEM and 20 to 24."""
+    index = PrefixIndex(
+        num_slots=6, num_lanes=2, chunk_size=4, is_worth_sending=lambda tokens: tokens >= 4
+    )
+    prompt = [*SYSTEM, 20, 21, 22, 23, 24]
+    index.begin(0, prompt, index.find(0, prompt))
+    return index
+
+
+def test_what_another_lane_reads_is_waited_for_and_copied_where_that_is_worth_it(sending):
+    assert sending.find(3, [*SYSTEM, 30]) is None
+    assert sending.find(3, [1, 2, 3, 4, 9]) is None, "four tokens"
+    assert sending.find(3, [1, 2, 3, 9, 9]) == Shared(source=3, length=0), "less than a chunk"
+    sending.append(0, 4)
+    sending.end_orders()
+    assert sending.find(3, [1, 2, 3, 4, 9]) == Shared(source=0, length=4)
+    assert sending.find(3, [*SYSTEM, 30]) is None, "four more of it are to come"
+    sending.append(0, 9)
+    assert sending.find(3, [*SYSTEM, 30]) == Shared(source=0, length=8)
+
+
+def test_a_lanes_own_comes_before_a_copy_that_is_hardly_longer(sending):
+    sending.append(0, 13)
+    sending.end_orders()
+    prompt = [*SYSTEM, 30, 31]
+    sending.begin(4, prompt, sending.find(4, prompt))
+    assert sending.find(5, [*SYSTEM, 20, 21, 22, 40]) == Shared(source=4, length=8)
+    assert sending.find(5, [*SYSTEM, 20, 21, 22, 23, 40]) == Shared(source=0, length=12)
+
+
+def test_what_a_slot_takes_over_is_there_for_other_lanes_a_round_later(sending):
+    """Its pages are filled in the round: until then there is nothing to copy from them."""
+    sending.append(0, 13)
+    sending.end_orders()
+    prompt = [*SYSTEM, 30]
+    sending.begin(3, prompt, sending.find(3, prompt))
+    sending.forget(0)
+    assert sending.find(1, prompt) is None
+    sending.append(3, 1)
+    sending.end_orders()
+    assert sending.find(1, prompt) == Shared(source=3, length=8)
+
+
 def test_its_own_cache_comes_first(index):
     prompt = [*SYSTEM, 30]
     index.begin(1, prompt, index.find(1, prompt))

@@ -24,7 +24,14 @@ from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, 
 from earl_jax.rollout import decode_state, slots
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decoding import Decoder
-from earl_jax.rollout.orders import NO_PAGE, NO_ROW, Report, pack_orders, unpack_report
+from earl_jax.rollout.orders import (
+    NO_PAGE,
+    NO_ROW,
+    Report,
+    pack_orders,
+    unpack_orders,
+    unpack_report,
+)
 from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -196,7 +203,10 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
         key = jax.random.key(7)
         state, packed = jitted_play(rules)(weights or params(), state, orders, key)
         report = unpack_report(
-            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
+            np.asarray(packed),
+            model_logprobs=rules.model_logprobs,
+            drafts=rules.draft > 0,
+            steps=slots.takes_turns(rules, NUM_SLOTS),
         )
         return state, report
 
@@ -402,6 +412,28 @@ def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows):
     check_rows(state.experience, other, scripts)
 
 
+def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
+    """Every row of a step speaks while as many slots as there are rows have more to say."""
+    scripts, _, heard = played
+    step_rows = 3
+    play, idle, most = play_on_one_device(RULES._replace(step_rows=step_rows)), [], []
+
+    def watched(state, orders):
+        state, report = play(state, orders)
+        passes = report.count - np.asarray(unpack_orders(jnp.asarray(orders)).speak)
+        idle.append(int(report.steps[0] * step_rows - passes.sum()))
+        most.append(int(passes.max()) * NUM_SLOTS - int(passes.sum()))
+        assert (report.steps == report.steps[0]).all()
+        return state, report
+
+    state, other = converse(watched, empty(), scripts)
+    assert_same(heard, other)
+    check_rows(state.experience, other, scripts)
+    # What a round leaves over are the last few steps of who has most to say.
+    assert max(idle) <= (step_rows - 1) * RULES.burst
+    assert sum(idle) < sum(most)
+
+
 def test_turns_end_at_the_end_token_or_at_the_limit(played):
     _, _, heard = played
     turns = [turn for h in heard.values() for turn in h.turns()]
@@ -430,10 +462,10 @@ def test_nothing_is_written_after_the_end_of_a_turn(played):
 
 
 @functools.cache
-def in_dtype(dtype: str):
+def in_dtype(dtype: str, step_rows: int = 0):
     """A model that computes in this type: how a round of it is played, and its empty slots."""
     if dtype == MODEL.compute_dtype:
-        return play_on_one_device(), empty()
+        return play_on_one_device(RULES._replace(step_rows=step_rows)), empty()
     model = dataclasses.replace(MODEL, compute_dtype=dtype)
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), params())
     jitted = jitted_round(model, RULES)
@@ -445,11 +477,11 @@ def in_dtype(dtype: str):
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_episode_is_the_same_whatever_shares_the_batch(dtype):
+@pytest.mark.parametrize(("dtype", "step_rows"), [("float32", 0), ("float32", 3), ("bfloat16", 0)])
+def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, step_rows):
     """To the last bit of its log-probs, though bf16 has eight of them."""
     scripts = make_scripts(NUM_SLOTS)
-    play, nobody = in_dtype(dtype)
+    play, nobody = in_dtype(dtype, step_rows)
     _, heard = converse(play, nobody, scripts)
     rng = np.random.default_rng(5)
     # The episodes 0, 2, 4, 6 in other slots and rows, begun at other times, beside strangers.

@@ -144,10 +144,13 @@ def said_tokens(words: int, *, first: bool) -> int:
 
 @functools.cache
 def player():
-    """It guesses tokens: the policy that never ends a turn says some digits again."""
+    """It guesses tokens: the policy that never ends a turn says some digits again.
+
+    Decode steps have a row for every other slot.
+    """
     return engine(
         NUM_SLOTS, MeshShape(data=2), append_rows=1, ngram=1, draft=2, model=MODEL,
-        episodes=EPISODES,
+        episodes=EPISODES, step_rows=NUM_SLOTS // 2,
     )  # fmt: skip
 
 
@@ -204,6 +207,7 @@ def play(number: int, pool: EnvironmentPool):
         episodes_per_step=EPISODES,
         speculation=SpeculationConfig(mode="on", ngram=1, draft=2),
         share_prefixes=number % 2 == 0,
+        copy_prefixes="on",
         parking=("auto", "host", "recompute")[number % 3],
         # Of three in host memory, or of thousands.
         parking_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
@@ -238,6 +242,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
                 name: getattr(rollout.stats, name)
                 for name in ("parked_episodes", "parked_host_bytes", "guest_episodes")
                 + ("drafted_tokens", "accepted_tokens", "recomputed_tokens", "shared_tokens")
+                + ("copied_tokens",)
             }
         )
         del rollout, collector

@@ -95,7 +95,9 @@ def test_the_conversation_is_worth_comparing(plain):
     assert {len(turn) for turn in turns} >= {4, 9, 14}
 
 
-@pytest.mark.parametrize("changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
+)
 def test_bursts_change_nothing(plain, changes):
     _, heard = talk(play_on_one_device(GUESSING._replace(**changes)), empty())
     assert_same(plain, heard)

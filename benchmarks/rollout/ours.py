@@ -72,13 +72,15 @@ class Script:
     """What is played.
 
     Episode i hears `messages[i]` one by one, `env_ms` after it has said `turn_tokens[i]` tokens to
-    the one before. `places` is the room that every episode begins with, 0: what it needs. With
+    the one before. A decode step has `step_rows` rows, 0: one for each of `num_slots`. `places` is
+    the room that every episode begins with, 0: what it needs. With
     `reads_again` every turn is an episode of its own, whose prompt is the conversation so far.
     """
 
     messages: Sequence[Sequence[Message]]
     turn_tokens: Sequence[int]
     num_slots: int
+    step_rows: int = 0
     temperature: float = 1.0
     env_ms: float = 0.0
     patience_ms: float = 100.0
@@ -168,7 +170,7 @@ class Player:
         self._master = load_parameters(self.checkpoint, self.layout)
 
     @functools.cache  # noqa: B019 - lives as long as the process
-    def engine(self, num_slots: int, num_rows: int, burst: int) -> TimedEngine:
+    def engine(self, num_slots: int, step_rows: int, num_rows: int, burst: int) -> TimedEngine:
         """With no token that ends a turn."""
         config = EngineConfig(
             model=self.checkpoint.model,
@@ -178,6 +180,7 @@ class Player:
             chunk_size=CHUNK_SIZE,
             rules=SlotRules(burst=burst, end_of_turn_ids=()),
             seed=0,
+            step_rows=step_rows,
             page_size=PAGE_SIZE,
         )
         return TimedEngine(config, self.layout)
@@ -193,6 +196,7 @@ class Player:
         number = len(texts)
         config = RolloutConfig(
             num_slots=script.num_slots,
+            step_rows=script.step_rows,
             episodes_per_step=number,
             chunk_size=CHUNK_SIZE,
             burst=script.burst,
@@ -201,7 +205,7 @@ class Player:
             context_buckets=ROOMS,
             page_size=PAGE_SIZE,
         )
-        engine = self.engine(script.num_slots, number, script.burst)
+        engine = self.engine(script.num_slots, script.step_rows, number, script.burst)
         engine.rounds.clear()
         seat = _empty_seat(engine, self.policy(engine), script.places or ROOMS[0])
         tasks = [
@@ -283,6 +287,8 @@ def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:
         "busy_s": sum(seconds for seconds, _, _ in engine.rounds),
         "env_wait_s": stats.env_wait_s,
         "rounds": stats.rounds,
+        "decode_rows": stats.decode_rows,
+        "idle_rows": stats.idle_rows,
         "state_bytes": state_bytes,
         "in_flight": stats.tokens_in_flight_max,
         "replies": replies,

@@ -30,6 +30,7 @@ class Sizes:
     turn_tokens: int = 64
     env_ms: tuple[int, ...] = (0, 10, 100)
     waiting_slots: tuple[int, ...] = (64, 256)
+    waiting_rows: tuple[int, ...] = (0, 16, 64)
     waiting_episodes: int = 512
     waiting_turns: int = 4
     waiting_tokens: int = 32
@@ -53,6 +54,7 @@ TINY = Sizes(
     turn_tokens=8,
     env_ms=(0, 1),
     waiting_slots=(2, 4),
+    waiting_rows=(0, 2),
     waiting_episodes=4,
     waiting_turns=2,
     waiting_tokens=4,
@@ -255,19 +257,24 @@ def waiting(bench: Bench) -> None:
     sizes = bench.sizes
     said = _conversations(sizes.waiting_episodes, sizes.waiting_turns, sizes.prompt)
     lengths = [sizes.waiting_tokens] * len(said)
-    columns = ("slots", "environment's ms a step", "tokens/s", "device idle", "no slot had work")
+    columns = ("slots", "rows a step", "environment's ms a step", "tokens/s", "rows computed")
+    columns += ("of them idle", "device idle", "no slot had work")
     print(header(*columns))
-    for slots in sizes.waiting_slots:
-        for env_ms in sizes.env_ms:
+    shapes = [(slots, rows) for slots in sizes.waiting_slots for rows in sizes.waiting_rows]
+    for slots, rows in shapes:
+        for env_ms in sizes.env_ms if rows < slots else ():
             # A round that waits for the slowest would have nobody go on meanwhile.
-            script = _script(said, lengths, slots, env_ms=env_ms, patience_ms=1.0)
-            found = take_turns([_play(bench, script)], bench.repeats)[OURS]
+            rest = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
+            found = take_turns([_play(bench, _script(said, lengths, slots, **rest))], bench.repeats)
+            found = found[OURS]
             cells = (
                 f"{found['tokens'] / found['seconds']:,.0f}",
+                f"{found['decode_rows']:,}",
+                f"{found['idle_rows'] / max(1, found['decode_rows']):.0%}",
                 _idle(found),
                 f"{found['env_wait_s'] / found['seconds']:.1%}",
             )
-            print(row(slots, env_ms, *cells), flush=True)
+            print(row(slots, rows or slots, env_ms, *cells), flush=True)
 
 
 def _idle(found: Mapping[str, float]) -> str:

@@ -151,6 +151,7 @@ class Collector:
             self._stats.rounds += 1
         seat = self._guests.settle(seat, at_last=True)
         self._stats.guest_episodes = self._guests.count
+        self._stats.copied_tokens = self._room.copied_tokens
         self._stats.parked_episodes = self._room.num_parked
         self._stats.recomputed_tokens += self._room.recomputed_tokens
         self._stats.parked_host_bytes = self._room.host_bytes
@@ -179,7 +180,8 @@ class Collector:
         )
         seconds = time.perf_counter() - start_s
         self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
-        self._stats.count_steps(report, self._begun, seat.engine.layout.num_row_shards)
+        engine = seat.engine
+        self._stats.count_steps(report, self._begun, engine.layout.num_row_shards, engine.step_rows)
         if report.passes is not None and report.drafted is not None:
             self._stats.drafting_rounds += drafts
             self._stats.drafted_tokens += int(report.drafted.sum())
@@ -325,6 +327,7 @@ class Collector:
                     continue
                 columns["source"][slot] = begins.source - slot
                 columns["shared"][slot], columns["copied"][slot] = begins.shared, begins.copied
+                columns["written"][slot] = begins.written
                 _, news = episode.take(begins.shared)
                 self._stats.shared_tokens += news
             columns["seed"][slot], columns["row"][slot] = episode.task.token_seed, episode.place
@@ -353,7 +356,7 @@ class Collector:
         """Orders that only end what is not to go on."""
         num_slots = len(self._slots)
         names = ("count", "seed", "source", "shared", "turn_limit", "given_up")
-        flags = ("restart", "fork", "rewind", "speak", "resume", "halt")
+        flags = ("restart", "fork", "rewind", "speak", "resume", "halt", "written")
         columns: dict[str, Any] = {name: np.zeros(num_slots, np.int32) for name in names + flags}
         columns["row"] = np.full(num_slots, NO_ROW, np.int32)
         columns["copied"] = np.full(num_slots, NO_PAGE, np.int32)

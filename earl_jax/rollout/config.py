@@ -139,8 +139,12 @@ class RolloutConfig:
     `num_slots` episodes live at once, over all devices; a step plays `episodes_per_step`. The
     `group_size` episodes of a group share one task: the same side, and the same seed for the
     environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round, for
-    `append_rows` slots of a data shard at a time; with `share_prefixes` the common beginning of
-    prompts is computed once and taken over from slot to slot. `burst` tokens at most are sampled
+    `append_rows` slots of a data shard at a time. A decode step computes `step_rows` rows over all
+    devices, 0: one for each slot (see below). With `share_prefixes` the common beginning of
+    prompts is computed once and taken over from slot to slot: within a lane (the slots of a device)
+    as it is, and from another lane's device as `copy_prefixes` says: "on" copies whatever is a
+    chunk or more, so that nothing is read twice; "off" has each lane read it; "auto" does what
+    costs less by the chip's data sheet (rollout/parking.py). `burst` tokens at most are sampled
     per slot and round; with `speculation` there are so many forward passes, which may say more (see
     `SpeculationConfig`). `context_buckets` are the rooms per episode, in tokens, that programs are
     compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
@@ -177,6 +181,12 @@ class RolloutConfig:
 
     A round goes without the episodes whose environments take longer than `patience_s` seconds. Who
     takes part in which round then depends on their speed, an episode's tokens never do.
+
+    Where they are slow, let there be more slots than rows, say `num_slots` 256 and `step_rows` 64:
+    then an episode that waits holds pages but no row of the decode steps, which go to those that
+    speak, in turns where these are more than there are rows; a round has more steps then. What a
+    step costs follows `step_rows`, whoever waits. It is one program: a token's log-prob does not
+    depend on how many others speak, to the last bit. Another number of rows rounds otherwise.
     """
 
     num_slots: int = 64
@@ -184,7 +194,9 @@ class RolloutConfig:
     group_size: int = 1
     chunk_size: int = 8
     append_rows: int = 8
+    step_rows: int = 0
     share_prefixes: bool = True
+    copy_prefixes: Literal["auto", "off", "on"] = "auto"
     burst: int = 4
     max_turn_tokens: int = 4
     max_episode_tokens: int = 0
@@ -218,23 +230,7 @@ class RolloutConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.rollout")
-        for field in (
-            "num_slots",
-            "episodes_per_step",
-            "group_size",
-            "chunk_size",
-            "append_rows",
-            "burst",
-        ):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
-                )
-        if self.page_size < 0:
-            raise ValueError(
-                f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "
-                "lengths of contexts)"
-            )
+        self._check_sizes()
         self.limits.validate("config.rollout.")
         self.stops.validate("config.rollout.stop_")
         self.speculation.validate("config.rollout.speculation.")
@@ -269,6 +265,31 @@ class RolloutConfig:
             raise ValueError(
                 f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
                 "such as (32, 64)"
+            )
+
+    def _check_sizes(self) -> None:
+        """Raises ValueError unless slots, rows, chunks, bursts and pages can be so many."""
+        for field in (
+            "num_slots",
+            "episodes_per_step",
+            "group_size",
+            "chunk_size",
+            "append_rows",
+            "burst",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
+                )
+        if not 0 <= self.step_rows < self.num_slots:
+            raise ValueError(
+                f"config.rollout.step_rows is {self.step_rows}; it must be at least 0, which is a "
+                f"row for each slot, and below config.rollout.num_slots ({self.num_slots})"
+            )
+        if self.page_size < 0:
+            raise ValueError(
+                f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "
+                "lengths of contexts)"
             )
 
     @property

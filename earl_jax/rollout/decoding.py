@@ -31,6 +31,7 @@ from earl_jax.models.parameters import Params
 from earl_jax.rollout.choices import allowed_logits, walk
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.drafts import look_up
+from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.sampling import model_logprobs, sample, token_uniforms
 from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
@@ -42,8 +43,9 @@ class SlotRules(NamedTuple):
     """What is fixed when the program is compiled: forward passes per burst; ids.
 
     Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
-    shard at a time. With `model_logprobs` these are written down too; that is one more pass over
-    the logits. With `choice_branches` turns can be held to replies whose tree has so many branches.
+    shard at a time; a decode step computes `step_rows` rows of it (`decode_some`), 0: one for each
+    of its slots. With `model_logprobs` these are written down too; that is one more pass over the
+    logits. With `choice_branches` turns can be held to replies whose tree has so many branches.
     With `draft` each pass may say so many tokens beside its own, those that followed the slot's
     last `ngram` ids before (`drafts.look_up`); with an `ngram` of 0 nothing is looked up, though
     reports have the room.
@@ -52,6 +54,7 @@ class SlotRules(NamedTuple):
     burst: int
     end_of_turn_ids: tuple[int, ...]
     append_rows: int = 8
+    step_rows: int = 0
     model_logprobs: bool = False
     choice_branches: int = 0
     ngram: int = 0
@@ -109,6 +112,9 @@ class Said(NamedTuple):
     count: jax.Array
     passes: jax.Array
     drafted: jax.Array
+
+
+Step = Callable[[DecodeState, Said, jax.Array], tuple[DecodeState, Said]]
 
 
 def nothing_said(slots: int, tokens: int, *, model_logprobs: bool) -> Said:
@@ -241,3 +247,35 @@ def _guess(
     drafts_BK, found = look_up(ids_BP, length, ngram=rules.ngram, draft=rules.draft)
     found = jnp.clip(found, 0, jnp.maximum(0, state.turn_limit - state.turn_tokens - 1))
     return drafts_BK, jnp.where(speaking & (state.row >= 0), found, 0)
+
+
+def decode_some(
+    step: Step, rows: int, state: DecodeState, said: Said, speaking: jax.Array
+) -> tuple[DecodeState, Said]:
+    """`step` for so many of the `speaking` slots: those with the fewest passes in this round.
+
+    So a slot whose episode waits is no row of it, unless fewer speak than there are rows; and where
+    more speak they take turns. Pages and rows of experience stay where they are: a row reaches them
+    by its table, and its number.
+    """
+    # Those that do not speak come last.
+    chosen = jnp.argsort(jnp.where(speaking, said.passes, NO_LIMIT), stable=True)[:rows]
+    small, pools = dataclasses.replace(state, cache=None, experience=None), state.cache
+    some, some_said = jax.tree.map(lambda field: field[chosen], (small, said))
+    table = pools.table[chosen]
+    new, new_said = step(
+        dataclasses.replace(
+            some, cache=dataclasses.replace(pools, table=table), experience=state.experience
+        ),
+        some_said,
+        speaking[chosen],
+    )
+
+    def put(old: jax.Array, taken: jax.Array, changed: jax.Array) -> jax.Array:
+        # Most fields are what they were, and nothing is written.
+        return old if changed is taken else old.at[chosen].set(changed, unique_indices=True)
+
+    after = dataclasses.replace(new, cache=None, experience=None)
+    small, said = jax.tree.map(put, (small, said), (some, some_said), (after, new_said))
+    cache = dataclasses.replace(new.cache, table=pools.table)
+    return dataclasses.replace(small, cache=cache, experience=new.experience), said

@@ -43,10 +43,11 @@ class EngineConfig:
     """What one engine's programs are compiled for.
 
     `num_slots` episodes live at once over all devices, and write `num_rows` rows of experience,
-    those for guests among them (scheduler.Rows). `chunk_size` tokens of a prompt or an answer
-    are appended per slot and round. The KV cache comes in pages of `page_size` tokens.
-    `weight_dtype` is "compute", the model's compute type, or "int8" (models/quantization.py).
-    `serving` is for JetStream's calls alone.
+    those for guests among them (scheduler.Rows). A decode step of a rollout has `step_rows` rows
+    over all devices, 0: one for each slot; `rules` leaves it to this. `chunk_size` tokens of a
+    prompt or an answer are appended per slot and round. The KV cache comes in pages of `page_size`
+    tokens. `weight_dtype` is "compute", the model's compute type, or "int8"
+    (models/quantization.py). `serving` is for JetStream's calls alone.
     """
 
     model: ModelConfig
@@ -56,6 +57,7 @@ class EngineConfig:
     chunk_size: int
     rules: SlotRules
     seed: int
+    step_rows: int = 0
     page_size: int = 64
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"

@@ -26,7 +26,8 @@ class Orders(NamedTuple):
     Behind either, with `shared` above 0, the slot begins with the first `shared` tokens in the
     cache of the slot `source` places further on (of the same data shard; 0 is the slot itself), and
     the chunk comes behind these. Its table has their whole pages already; `copied` is the page,
-    numbered in the whole pool, to copy the tokens behind these from, NO_PAGE if none is. So it goes
+    numbered in the whole pool, to copy the tokens behind these from, NO_PAGE if none is. Where the
+    ids of what is taken over are `written` in the slot's row already, none are copied. So it goes
     behind `rewind`, which empties the cache of a sample that is to be read again, by other weights
     or because its pages were given up. `speak` lets the policy begin a turn of at most `turn_limit`
     tokens behind the chunk, `resume` go on with the one it was in when its sample was rewound. A
@@ -46,6 +47,7 @@ class Orders(NamedTuple):
     speak: jax.Array
     resume: jax.Array
     halt: jax.Array
+    written: jax.Array
     given_up: jax.Array
     seed: jax.Array
     row: jax.Array
@@ -59,7 +61,7 @@ class Orders(NamedTuple):
     choices: Choices | None
 
 
-_RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT = 1, 2, 4, 8, 16, 32
+_RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT, _WRITTEN = 1, 2, 4, 8, 16, 32, 64
 
 
 def pack_orders(
@@ -81,6 +83,7 @@ def pack_orders(
     turn_limit: np.ndarray | int = NO_LIMIT,
     stop_ids: np.ndarray | int = NO_ID,
     halt: np.ndarray | int = 0,
+    written: np.ndarray | int = 0,
     given_up: np.ndarray | int = 0,
     choices: Choices | None = None,
 ) -> np.ndarray:
@@ -89,7 +92,7 @@ def pack_orders(
     `choices` are there exactly if the engine has room for them (`SlotRules.choice_branches`).
     """
     flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND
-    flags = flags + resume * _RESUME + halt * _HALT
+    flags = flags + resume * _RESUME + halt * _HALT + written * _WRITTEN
     numbers = (version, source, shared, copied, turn_limit, given_up)
     same = [np.broadcast_to(number, count.shape) for number in numbers]
     drawn = [np.asarray(column).view(np.int32) for column in sampling]
@@ -126,6 +129,7 @@ def unpack_orders(packed: jax.Array, choice_branches: int = 0) -> Orders:
         speak=flags & _SPEAK > 0,
         resume=flags & _RESUME > 0,
         halt=flags & _HALT > 0,
+        written=flags & _WRITTEN > 0,
         given_up=given_up,
         seed=seed,
         row=row,
@@ -150,7 +154,8 @@ class Report(NamedTuple):
 
     `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down. Where it may
     guess tokens: `passes` [B] of the model that these took, and the `drafted` [B] guesses in them;
-    each pass says one token of its own, and the others were guessed.
+    each pass says one token of its own, and the others were guessed. Where slots take turns in
+    decode steps: the `steps` [B] of the slot's data shard.
     """
 
     tokens: np.ndarray
@@ -160,6 +165,7 @@ class Report(NamedTuple):
     model_logprobs: np.ndarray | None = None
     passes: np.ndarray | None = None
     drafted: np.ndarray | None = None
+    steps: np.ndarray | None = None
 
 
 def pack_report(
@@ -169,22 +175,30 @@ def pack_report(
     active: jax.Array,
     model_logprobs: jax.Array | None = None,
     drafts: tuple[jax.Array, jax.Array] | None = None,
+    steps: jax.Array | None = None,
 ) -> jax.Array:
     """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`.
 
-    With `drafts`, which are the `passes` and the `drafted` of a Report, two columns more.
+    With `steps` there is one column more, with `drafts`, which are the `passes` and the `drafted`
+    of a Report, two.
     """
     floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
     bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
     columns = [*(drafts or ()), count, active.astype(jnp.int32)]
+    columns = columns if steps is None else [steps, *columns]
     return jnp.concatenate([tokens, *bits, jnp.stack(columns, axis=1)], 1)
 
 
 def unpack_report(
-    packed: np.ndarray, *, model_logprobs: bool = False, drafts: bool = False
+    packed: np.ndarray,
+    *,
+    model_logprobs: bool = False,
+    drafts: bool = False,
+    steps: bool = False,
 ) -> Report:
     """The inverse of `pack_report`, on the host."""
-    width = (packed.shape[1] - (4 if drafts else 2)) // (3 if model_logprobs else 2)
+    columns = 2 + 2 * drafts + steps
+    width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:
         return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
@@ -197,4 +211,5 @@ def unpack_report(
         model_logprobs=floats(2 * width) if model_logprobs else None,
         passes=packed[:, -4] if drafts else None,
         drafted=packed[:, -3] if drafts else None,
+        steps=packed[:, -columns] if steps else None,
     )

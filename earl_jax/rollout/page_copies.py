@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages out of the pools into blocks, and back: two small programs of fixed shape.
+"""Pages out of the pools into blocks, and back: small programs of fixed shape.
 
 A block holds some pages of every layer for each row shard, [L, R * P, K, ...]: the pages that row
 shard r names are at r * P. Each shard copies its own pages, every device its own heads: no
-collective, and nothing that one shard has to wait for another for.
+collective, and nothing that one shard has to wait for another for. `send` alone has one, because
+its pages go from one shard to others.
 """
 
 import dataclasses
@@ -50,6 +51,18 @@ def put_pages(
     return jax.lax.fori_loop(0, count, put_one, layers)
 
 
+def _from_one(block: LayerCache, is_source: jax.Array, row_axes: tuple[str, ...]) -> LayerCache:
+    """The block of the row shard that is the source, on all of them."""
+
+    def add_zeros(side: jax.Array) -> jax.Array:
+        # In types that every backend adds, and that hold every number of the narrower ones.
+        wide = jnp.float32 if jnp.issubdtype(side.dtype, jnp.floating) else jnp.int32
+        sent = jnp.where(is_source, side.astype(wide), 0)
+        return jax.lax.psum(sent, row_axes).astype(side.dtype)
+
+    return jax.tree.map(add_zeros, block)
+
+
 def _unstack(block: LayerCache, number: int) -> list[LayerCache]:
     return [
         jax.tree.map(lambda stacked, layer=layer: stacked[layer], block) for layer in range(number)
@@ -85,6 +98,12 @@ class PageCopies:
         def put_row(layers: Any, row: Any, pages: jax.Array, count: jax.Array) -> Any:
             return put_pages(layers, row, pages[0], count[0])
 
+        def send(
+            layers: Any, sent: jax.Array, is_source: jax.Array, pages: jax.Array, count: jax.Array
+        ) -> Any:
+            block = _from_one(take_pages(layers, sent), is_source[0], layout.row_axes)
+            return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
+
         by_page = P(None, layout.row_axes)
         self._take = jax.jit(
             over_rows(take_pages, (rows, rows), by_page), out_shardings=self.block_shardings
@@ -97,7 +116,12 @@ class PageCopies:
             )
             for function, copied in ((put_block, by_page), (put_row, P()))
         )
-        self._rows = layout.activations("B")
+        self._send = jax.jit(
+            over_rows(send, (rows, P(), rows, rows, rows), rows),
+            donate_argnums=0,
+            out_shardings=pool_shardings,
+        )
+        self._rows, self._everywhere = layout.activations("B"), layout.activations("")
         self._mark = jax.jit(
             lambda active, marks: jnp.where(marks == LEAVE, active, marks == WAKE),
             out_shardings=self._rows,
@@ -135,6 +159,30 @@ class PageCopies:
         """`put` for the pages of one row that every shard has: [P,K,...] a layer."""
         placed = self._placed(pages), self._placed(counts)
         layers = self._put_row(state.cache.layers, row, *placed)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+    def send(
+        self,
+        state: DecodeState,
+        source: int,
+        sent: np.ndarray,
+        pages: np.ndarray,
+        counts: np.ndarray,
+    ) -> DecodeState:
+        """The state with the first `counts[r]` of the pages `sent` where row shard r wants them.
+
+        `sent` are at most `pages_a_call`, numbered within row shard `source`, and `pages` i32[R,P]
+        within row shard r. Donates the pools of `state`.
+        """
+        numbers = np.zeros(self.pages_a_call, np.int32)
+        numbers[: len(sent)] = sent
+        layers = self._send(
+            state.cache.layers,
+            jax.device_put(numbers, self._everywhere),
+            self._placed(np.arange(self.num_shards) == source),
+            self._placed(pages.reshape(-1)),
+            self._placed(counts),
+        )
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
 
     def mark(self, state: DecodeState, marks: np.ndarray) -> DecodeState:

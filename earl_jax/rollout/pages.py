@@ -143,6 +143,14 @@ class PageTable:
         self._copied[lane, target] = origin
         return PageCopy(source=self._number(lane, origin), target=self._number(lane, target))
 
+    def pin(self, slot: int, tokens: int) -> list[int]:
+        """`pages_of`, which until `end_round` stay as they are, whoever lets them go."""
+        pages, lane = self.pages_of(slot, tokens), self.lane(slot)
+        for page in pages:
+            self._holders[lane, page] += 1
+            self._pinned.append((lane, page))
+        return pages
+
     def end_round(self) -> None:
         """What was to be copied has been."""
         for lane, page in self._pinned:

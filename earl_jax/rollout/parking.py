@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a parked episode's pages: copied to host memory, or computed again. Pure.
 
-Both are priced by a roofline of what the chip's data sheet says, and the cheaper is taken. Nothing
-is measured: two runs of one config choose alike, and log-probs of what is read again differ by
-rounding from those of what was kept.
+And whether what another lane has read is copied from its devices, or read here too. All are priced
+by a roofline of what the chip's data sheet says, and the cheaper is taken. Nothing is measured: two
+runs of one config choose alike, and log-probs of what is read again differ by rounding from those
+of what was kept.
 """
 
 import dataclasses
@@ -28,12 +29,15 @@ class Rates:
     flops: float
     memory_bytes: float
     host_bytes: float
+    link_bytes: float
     call_s: float
 
 
 # Of one of eight virtual devices on two cores, by the order of magnitude. There "host memory" is
 # where the device's own is.
-ON_CPU = Rates(flops=1e10, memory_bytes=5e9, host_bytes=2e9, call_s=5e-4)
+ON_CPU = Rates(flops=1e10, memory_bytes=5e9, host_bytes=2e9, link_bytes=2e9, call_s=5e-4)
+# An all-reduce sends a block's bytes twice, in fp32 (`PageCopies.send`): of bf16 twice as many.
+SENT_TIMES = 4
 # What starting a program and its transfers costs on a chip.
 CHIP_CALL_S = 1e-4
 # A chip without a data sheet here is taken for one of its platform: what counts is the ratio of its
@@ -93,6 +97,24 @@ def reading_s(tokens: int, work: Work, rates: Rates) -> float:
     return chunks * max(matrices, work.weight_bytes / rates.memory_bytes) + attention
 
 
+def is_worth_sending(
+    tokens: int, setting: Literal["auto", "off", "on"], work: Work, rates: Rates
+) -> bool:
+    """Whether so many tokens come from another lane's devices, and are not read.
+
+    With "on" a chunk and more, with "auto" what comes sooner than it is read.
+
+    Example: 1000 tokens in 4 blocks of 32 MB, which are twice as much in fp32 and go over a link of
+    450 GB/s and back in an all-reduce, are 1.1 ms; by chunks of 100 with weights of 2 GB at 2 TB/s
+    they are 10 ms.
+    """
+    if setting != "auto":
+        return setting == "on" and tokens >= work.chunk_tokens
+    blocks = math.ceil(tokens / work.block_tokens)
+    sent = blocks * (SENT_TIMES * work.block_bytes / rates.link_bytes + rates.call_s)
+    return tokens > 0 and sent < reading_s(tokens, work, rates)
+
+
 def rates_of(engine: PolicyEngine) -> Rates:
     """The rates of the devices that an engine is on."""
     device = next(iter(engine.layout.activations("").device_set))
@@ -103,6 +125,7 @@ def rates_of(engine: PolicyEngine) -> Rates:
         flops=chip.bf16_flops_per_s,
         memory_bytes=chip.hbm_bytes_per_s,
         host_bytes=chip.host_bytes_per_s,
+        link_bytes=chip.link_bytes_per_s,
         call_s=CHIP_CALL_S,
     )
 

@@ -17,6 +17,7 @@ is parked at most once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,9 +26,16 @@ import numpy as np
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.host_pages import HostPages
+from earl_jax.rollout.lane_copies import LaneCopies
 from earl_jax.rollout.orders import NO_PAGE
 from earl_jax.rollout.pages import PageTable, pages_for
-from earl_jax.rollout.parking import choose_parking, rates_of, work_of
+from earl_jax.rollout.parking import (
+    Work,
+    choose_parking,
+    is_worth_sending,
+    rates_of,
+    work_of,
+)
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.row_copies import RowIds
 from earl_jax.rollout.seat import Kept, Seat
@@ -38,11 +46,16 @@ MakeRoom = Callable[[Seat, int, int], Seat]
 
 
 class Beginning(NamedTuple):
-    """What a slot begins with: `shared` tokens of slot `source`, page `copied` among them."""
+    """What a slot begins with: `shared` tokens of slot `source`, page `copied` among them.
+
+    Where it is the slot itself, what is shared may have come from elsewhere. The ids of it may be
+    `written` in the slot's row already.
+    """
 
     source: int
     shared: int
     copied: int
+    written: bool
 
 
 class CacheRoom:
@@ -74,6 +87,13 @@ class CacheRoom:
         # What is copied to the host before the next round: the pages of slots that were parked.
         self._leaving: dict[int, list[int]] = {}
         self.num_parked, self.recomputed_tokens, self.parking = 0, 0, ""
+        self._lane_copies = LaneCopies()
+        self._is_worth_sending = functools.partial(
+            is_worth_sending,
+            setting=config.copy_prefixes,
+            work=self._work(seat),
+            rates=rates_of(seat.engine),
+        )
         if kept:
             self._prefixes = kept.prefixes
         else:
@@ -87,6 +107,11 @@ class CacheRoom:
     def host_bytes(self) -> int:
         """Bytes of parked pages that were copied to host memory, and back."""
         return self._host.moved_bytes
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens that came from other lanes' pages."""
+        return self._lane_copies.tokens
 
     @property
     def crowded(self) -> set[int]:
@@ -112,6 +137,7 @@ class CacheRoom:
             num_slots=len(self._slots),
             num_lanes=self._pages.pool.lanes,
             chunk_size=self._config.chunk_size,
+            is_worth_sending=self._is_worth_sending,
         )
 
     # Before a round.
@@ -259,11 +285,13 @@ class CacheRoom:
             return False
         if config.parking == "host":
             return True
-        block_tokens = seat.engine.page_copies.pages_a_call * self._page_size
-        work = work_of(seat.engine, self._host.block_bytes(seat), block_tokens)
-        choice = choose_parking(tokens, work, rates_of(seat.engine))
+        choice = choose_parking(tokens, self._work(seat), rates_of(seat.engine))
         self.parking = choice.reason
         return choice.where == "host"
+
+    def _work(self, seat: Seat) -> Work:
+        block_tokens = seat.engine.page_copies.pages_a_call * self._page_size
+        return work_of(seat.engine, self._host.block_bytes(seat), block_tokens)
 
     def _episode(self, slot: int) -> LiveEpisode:
         episode = self._slots[slot]
@@ -281,14 +309,28 @@ class CacheRoom:
                 return None
             if self._can_share(slot, shared):
                 source, length = shared.source, shared.length
-            if length and not self._prefixes.has_row(source):
+            if length and (self._is_far(slot, source) or not self._prefixes.has_row(source)):
                 if slot in self._rows_in_use:
                     return None
                 self._ids[slot] = prompt[:length]
             self.use_row(source)
             self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
+        written = slot in self._ids
+        if self._is_far(slot, source):
+            self._bring(slot, source, length)
+            return Beginning(slot, length, NO_PAGE, written)
         copy = self._pages.begin(slot, source, length)
-        return Beginning(source, length, NO_PAGE if copy is None else copy.source)
+        return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
+
+    def _is_far(self, slot: int, source: int) -> bool:
+        return self._pages.lane(slot) != self._pages.lane(source)
+
+    def _bring(self, slot: int, source: int, tokens: int) -> None:
+        """The slot begins anew with so many tokens of a slot of another lane."""
+        self._pages.begin(slot, slot, 0)
+        self._pages.hold(slot, tokens)
+        pages = self._pages.pages_of(slot, tokens)
+        self._lane_copies.plan(source, self._pages.pin(source, tokens), slot, pages, tokens)
 
     def use_row(self, slot: int) -> None:
         """In this round the row is still read, or written, for what the slot played before."""
@@ -297,17 +339,19 @@ class CacheRoom:
     def _can_share(self, slot: int, shared: Shared) -> bool:
         """Whether there are pages for it: copying a part of one may need more than reading anew."""
         config, lane, episode = self._config, self._pages.lane(slot), self._episode(slot)
-        length = shared.length
-        if not length % self._page_size:
+        length, is_far = shared.length, self._is_far(slot, shared.source)
+        if not length % self._page_size and not is_far:
             return True
         if shared.source == slot and self._pages.has_alone(slot, length):
             # Nothing is copied.
             return True
         part = min(len(episode.queue) - length, config.chunk_size)
         tokens = min(length + part + self._most_said(episode), episode.most_tokens)
-        own = pages_for(tokens, self._page_size) - length // self._page_size
-        # The page that is copied stays for the round, whoever lets it go.
-        more = own + 1 - self._wanted(slot, episode)
+        own = pages_for(tokens, self._page_size)
+        if not is_far:
+            # The page that is copied stays for the round, whoever lets it go.
+            own += 1 - length // self._page_size
+        more = own - self._wanted(slot, episode)
         if more > self._spare[lane]:
             return False
         self._spare[lane] -= max(0, more)
@@ -325,10 +369,12 @@ class CacheRoom:
         for slot, number in enumerate(counts):
             self._prefixes.append(slot, number)
         self._pages.end_round()
+        self._prefixes.end_orders()
         self._rows_in_use.clear()
 
     def give(self, seat: Seat) -> Seat:
         """The seat in which slots have their pages, and rows the ids that the host writes."""
+        seat = self._lane_copies.carry_out(seat)
         if self._ids:
             writes = [
                 RowIds(self._episode(slot).place, self._episode(slot).origin, ids)

@@ -63,6 +63,9 @@ class RoundEngine:
                 f"{layout}; choose a multiple of {context}"
             )
         self.config, self.layout = config, layout
+        step_rows = -(-config.step_rows // layout.num_row_shards)
+        # With those of its own part of the rows of a decode step.
+        self._rules = config.rules._replace(step_rows=step_rows)
         # What is written by hand: an axis of size 1 would leave collectives of nothing.
         self._manual = {*layout.row_axes, *(("context",) if context > 1 else ())}
         self._key_data = jax.random.key_data(jax.random.key(config.seed))
@@ -96,7 +99,7 @@ class RoundEngine:
         return P(*map(by_hand, self.layout.activation_spec(letters)))
 
     def _build_programs(self) -> None:
-        rules, out = self.config.rules, (self.state_shardings, self._rows)
+        rules, out = self._rules, (self.state_shardings, self._rows)
 
         def play_with(rules: SlotRules) -> Any:
             return jax.jit(self._decoding(slots.play, rules), donate_argnums=1, out_shardings=out)
@@ -228,7 +231,7 @@ class RoundEngine:
         Donates `state`. Without `drafts` nothing is guessed, where the rules say that it may be.
         With `model_logprobs` these are in the report, whatever the rules say.
         """
-        rules = self.config.rules
+        rules = self._rules
         play = self._play if drafts else self._play_plain
         if model_logprobs and not rules.model_logprobs:
             play, rules = self._play_scored[drafts], rules._replace(model_logprobs=True)
@@ -237,8 +240,20 @@ class RoundEngine:
         # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
         jax.block_until_ready(packed)
         return state, unpack_report(
-            np.asarray(packed), model_logprobs=rules.model_logprobs, drafts=rules.draft > 0
+            np.asarray(packed),
+            model_logprobs=rules.model_logprobs,
+            drafts=rules.draft > 0,
+            steps=self.step_rows < self._slots_a_shard,
         )
+
+    @property
+    def _slots_a_shard(self) -> int:
+        return self.config.num_slots // self.layout.num_row_shards
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of a decode step on one row shard."""
+        return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
 
     def lower_play(self, places: int, pool: Pool | None = None) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""

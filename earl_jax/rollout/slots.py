@@ -9,10 +9,13 @@ costs no forward pass of its own.
 
 `play` is one round: append the chunk that the host gives to each slot, then decode until every slot
 has ended its turn or had `burst` forward passes (decoding.py), each of which says a token, or with
-drafts some. The host's orders for a round travel as one array, and so does what came of them.
+drafts some. Where slots take turns in decode steps, a round ends behind `burst` steps as soon as
+fewer slots speak than a step has rows. The host's orders for a round travel as one array, and so
+does what came of them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,6 +30,7 @@ from earl_jax.rollout.decoding import (
     SlotRules,
     decode_drafted,
     decode_plain,
+    decode_some,
     nothing_said,
     rows_or_drop,
     sample_next,
@@ -60,27 +64,16 @@ def play(
     state = _restart(_take_over(state, orders, shard), orders, first_row)
     slots = state.cached.shape[0]
     said = nothing_said(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
-    decode = decode_drafted if rules.ngram else decode_plain
-
-    def speaks(carry: Any) -> Any:
-        # A slot that begins its turn with its chunk has had one pass of its burst already.
-        state, said = carry
-        return state.active & (said.passes < rules.burst)
-
     # A loop of at most one pass and not a `cond`, whose branches cannot share the caller's buffers:
     # XLA for GPUs then holds the whole KV cache twice, and copies it twice a round (9.7 GiB of
     # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 places, 2 of 8 H100s a shard).
     waiting = jnp.any(orders.count > 0)
-    _, carry = jax.lax.while_loop(
+    _, (state, said) = jax.lax.while_loop(
         lambda loop: loop[0],
         lambda loop: (jnp.zeros_like(waiting), _append_chunks(decoder, orders, *loop[1])),
         (waiting, (state, said)),
     )
-    state, said = jax.lax.while_loop(
-        lambda carry: jnp.any(speaks(carry)),
-        lambda carry: decode(decoder, *carry, speaks(carry)),
-        carry,
-    )
+    steps, state, said = _decode(decoder, state, said)
     report = pack_report(
         said.tokens,
         said.logprobs,
@@ -88,8 +81,44 @@ def play(
         state.active,
         said.model_logprobs,
         (said.passes, said.drafted) if rules.draft else None,
+        jnp.broadcast_to(steps, slots) if takes_turns(rules, slots) else None,
     )
     return _shift(state, first_row, shard * state.cache.num_pages), report
+
+
+def takes_turns(rules: SlotRules, slots: int) -> bool:
+    """Whether a data shard of so many slots has fewer rows in a decode step than slots."""
+    return 0 < rules.step_rows < slots
+
+
+def _decode(
+    decoder: Decoder, state: DecodeState, said: Said
+) -> tuple[jax.Array, DecodeState, Said]:
+    """The decode steps of a round; how many there were, and what they said."""
+    rules = decoder.rules
+    step = functools.partial(decode_drafted if rules.ngram else decode_plain, decoder)
+    turns = takes_turns(rules, state.cached.shape[0])
+    if turns:
+        step = functools.partial(decode_some, step, rules.step_rows)
+
+    def speaks(state: DecodeState, said: Said) -> jax.Array:
+        # A slot that begins its turn with its chunk has had one pass of its burst already.
+        return state.active & (said.passes < rules.burst)
+
+    def goes_on(loop: Any) -> jax.Array:
+        steps, state, said = loop
+        speaking = speaks(state, said)
+        if not turns:
+            return jnp.any(speaking)
+        # Rows that cannot be filled any more are filled in the next round, beside others.
+        full = jnp.sum(speaking) >= rules.step_rows
+        return jnp.any(speaking) & (full | (steps < rules.burst))
+
+    def take_step(loop: Any) -> Any:
+        steps, state, said = loop
+        return steps + 1, *step(state, said, speaks(state, said))
+
+    return jax.lax.while_loop(goes_on, take_step, (jnp.int32(0), state, said))
 
 
 def _append_chunks(
@@ -221,7 +250,7 @@ def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> De
         source_origin = jnp.where(begun, origins[source], state.origin[source])
         places = offsets - origins[slot]
         inside = (places >= 0) & (places < orders.shared[slot])
-        inside &= (rows[slot] >= 0) & (source_row >= 0)
+        inside &= (rows[slot] >= 0) & (source_row >= 0) & ~orders.written[slot]
         read = jnp.take(tokens[source_row], places + source_origin, mode="clip")
         row = jnp.where(inside, read, tokens[rows[slot]])
         return jax.tree.map(copy_side, layers), tokens.at[rows[slot]].set(row)

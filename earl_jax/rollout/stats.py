@@ -13,23 +13,25 @@ from earl_jax.rollout.orders import Report
 class RolloutStats:
     """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
 
-    `shared_tokens` of prompts were taken over from other episodes instead of prefilled.
-    `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
-    each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
-    and back; `parking` is the last choice between the two in words, "" where there was none.
+    `shared_tokens` of prompts were taken over from other episodes instead of prefilled;
+    `copied_tokens` of what was taken over came from the pages of another lane. `recomputed_tokens`
+    were read again: by newer weights, or behind the `parked_episodes`, counted each time one gave
+    up its pages. `parked_host_bytes` of such pages were copied to host memory and back; `parking`
+    is the last choice between the two in words, "" where there was none.
     `guest_episodes` played in another lane than that of their row, where a slot was free.
     `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
     `rollout_tokens`. `drafted_tokens` were guessed, `accepted_tokens` of them were what was
-    sampled, in `drafting_rounds` of the `rounds`. Decode steps computed `decode_rows` rows, one for
-    each slot of a device's part, `idle_rows` of them for slots that said nothing in it: free ones,
-    and episodes that wait for their environment or had ended their turn. `env_wait_s`: seconds in
-    which no round ran because environments were waited for.
+    sampled, in `drafting_rounds` of the `rounds`. Decode steps computed `decode_rows` rows, as many
+    as `RolloutConfig.step_rows` says or one for each slot, `idle_rows` of them for slots that said
+    nothing in it: free ones, and episodes that wait for their environment or had ended their turn.
+    `env_wait_s`: seconds in which no round ran because environments were waited for.
     """
 
     rounds: int = 0
     rollout_tokens: int = 0
     prefill_tokens: int = 0
     shared_tokens: int = 0
+    copied_tokens: int = 0
     recomputed_tokens: int = 0
     parked_episodes: int = 0
     guest_episodes: int = 0
@@ -50,17 +52,20 @@ class RolloutStats:
         """The fraction of guesses that were right; None where there were none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
-    def count_steps(self, report: Report, begun_B: np.ndarray, num_shards: int) -> None:
-        """Adds the rows of a round's decode steps.
+    def count_steps(
+        self, report: Report, begun_B: np.ndarray, num_shards: int, step_rows: int
+    ) -> None:
+        """Adds the rows of a round's decode steps, of `step_rows` each.
 
         A shard, which has its equal part of the slots, decodes until none of these says more. Slots
         that have `begun` said their first token behind a chunk, which is no decode step.
 
-        Example: of two shards of two slots, reports of 3 0 and 1 1 passes, of which the last two
-        slots have begun: 3 steps of two rows, 3 of them idle, and none.
+        Example: of two shards of two slots, and two rows, reports of 3 0 and 1 1 passes, of which
+        the last two slots have begun: 3 steps of two rows, 3 of them idle, and none.
         """
         passes_B = report.count if report.passes is None else report.passes
-        steps_SB = (passes_B - begun_B.astype(np.int32)).reshape(num_shards, -1)
-        rows = int(steps_SB.max(axis=1).sum()) * steps_SB.shape[1]
+        said_SB = (passes_B - begun_B.astype(np.int32)).reshape(num_shards, -1)
+        steps_SB = said_SB if report.steps is None else report.steps.reshape(num_shards, -1)
+        rows = int(steps_SB.max(axis=1).sum()) * step_rows
         self.decode_rows += rows
-        self.idle_rows += rows - int(steps_SB.sum())
+        self.idle_rows += rows - int(said_SB.sum())

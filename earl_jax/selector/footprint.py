@@ -84,6 +84,11 @@ class Workload:
     burst: int
     page_size: int
     kv_itemsize: int
+    step_rows: int = 0
+
+    def rows_a_step(self, mesh: MeshShape, rows: int) -> int:
+        """Rows of a decode step where so many of a row shard's are busy."""
+        return min(rows, -(-self.step_rows // mesh.data) or rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ def rollout_footprint(
     at_a_time = min(PLACES_AT_A_TIME, places // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
-    decoding = rows * blocks * sizes.engine_bytes + logits
+    decoding = work.rows_a_step(mesh, rows) * blocks * sizes.engine_bytes + logits
     together = min(rows, work.append_rows)
     tokens = together * work.chunk_size
     # Scores in fp32, and what they are once they weigh values.

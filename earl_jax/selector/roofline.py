@@ -101,12 +101,16 @@ def decode_s(
 def round_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, context: int
 ) -> float:
-    """A round of the engine, `rows` busy slots a row shard: a chunk appended, a burst sampled."""
+    """A round of the engine, `rows` busy slots a row shard: a chunk appended, a burst sampled.
+
+    Where there are more of these than rows of a decode step, they take turns.
+    """
     together = min(rows, work.append_rows)
     passes = math.ceil(rows / together)
     append = decode_s(hardware, sizes, work, mesh, together, context, work.chunk_size)
-    step = decode_s(hardware, sizes, work, mesh, rows, context)
-    return passes * append.total + work.burst * step.total
+    speaking = work.rows_a_step(mesh, rows)
+    step = decode_s(hardware, sizes, work, mesh, speaking, context)
+    return passes * append.total + work.burst * math.ceil(rows / speaking) * step.total
 
 
 def rollout_tokens_per_s(

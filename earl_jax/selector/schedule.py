@@ -254,7 +254,7 @@ def _rollout_prospect(scene: Scene, mesh: MeshShape, places: int, resident: int)
     bare = rollout_footprint(sizes, work, mesh, places, 0, resident, hardware.platform)
     room = scene.budget_bytes - bare.total
     at_once = min(rows, max(least, room // row_bytes(sizes, work, mesh, places)))
-    step = decode_s(hardware, sizes, work, mesh, at_once, places)
+    step = decode_s(hardware, sizes, work, mesh, work.rows_a_step(mesh, at_once), places)
     factor = scene.factors.get("rollout", 1.0)
     return Prospect(
         stage="rollout",
