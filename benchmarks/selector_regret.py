@@ -33,7 +33,7 @@ from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
 # Of each kind of load: lengths of the episodes' turns, as a part of the room.
 LOADS = ("even", "half", "tail")
 # For the guess at the start: a program of a tiny model on one core, compiled or loaded, and a run.
-PROGRAM_S, RUN_S = 8.0, 0.6
+PROGRAM_S, RUN_S = 5.0, 0.4
 
 
 def turn_tokens(kind: str, number: int, room: int) -> list[int]:
