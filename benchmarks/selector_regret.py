@@ -2,13 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much slower than the best meshes are those that the selector chooses.
 
-    python -m benchmarks.selector_regret [--config=FILE] [--config.key=value] [--json]
+    python -m benchmarks.selector_regret [--config=FILE] [--config.key=value] [--rooms=24,40,72]
+        [--minutes=20] [--to=FILE]
 
-At each room per episode that the config names, and for each kind of load, the step is measured on
-every candidate mesh of each stage: publishing and playing real episodes, and one step's updates.
-A pair of meshes takes what its stages take. Then the selector chooses from its own measurements
-(of synthetic rounds, as at the start of a run) and from the load of such a step. Episodes are as
-long as the load says because their turns are limited; a policy of random weights seldom ends one.
+At each room per episode, and for each kind of load, the step is measured on every candidate mesh of
+each stage: publishing and playing real episodes, and one step's updates, by turns. A pair of meshes
+takes what its stages take; pairs that the budget does not hold are no rivals. Then the selector
+chooses from its own measurements (of synthetic rounds, as at the start of a run) and from the load
+of such a step. Episodes are as long as the load says because their turns are limited; a policy of
+random weights seldom ends one.
+
+Prints each point as soon as it is known, and with --to appends it to a file, as JSON with the
+seconds of every candidate; behind --minutes no more are begun.
 """
 
 import argparse
@@ -17,9 +22,9 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +32,8 @@ from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
 
 # Of each kind of load: lengths of the episodes' turns, as a part of the room.
 LOADS = ("even", "half", "tail")
+# For the guess at the start: a program of a tiny model on one core, compiled or loaded, and a run.
+PROGRAM_S, RUN_S = 5.0, 0.4
 
 
 def turn_tokens(kind: str, number: int, room: int) -> list[int]:
@@ -40,51 +47,146 @@ def turn_tokens(kind: str, number: int, room: int) -> list[int]:
     return [max(1, room if kind == "even" else room // 2)] * number
 
 
-def regret(
-    rollout_s: Sequence[float], train_s: Sequence[float], chosen: tuple[int, int]
-) -> tuple[float, tuple[int, int]]:
+class Pair(NamedTuple):
+    """The numbers of a rollout mesh and of a training mesh, in the order of the candidates."""
+
+    rollout: int
+    train: int
+
+
+def regret(step_s: Mapping[Pair, float], chosen: Pair) -> tuple[float, Pair]:
     """By what fraction the chosen pair's step is longer than the best one's, and which that is."""
-    pairs = itertools.product(range(len(rollout_s)), range(len(train_s)))
-    best = min(pairs, key=lambda pair: rollout_s[pair[0]] + train_s[pair[1]])
-    took, least = (rollout_s[r] + train_s[t] for r, t in (chosen, best))
-    return took / least - 1.0, best
+    best = min(step_s, key=lambda pair: step_s[pair])
+    return step_s[chosen] / step_s[best] - 1.0, best
 
 
-def measure(config: Any, repeats: int, rooms: Sequence[int], kinds: Sequence[str]) -> Iterator:
-    """A row for each room and kind of load."""
-    from earl_jax.calibrate import Calibration, open_table
-    from earl_jax.placement import Placement
-    from earl_jax.world import World
+def pairs_within(
+    rollout_bytes: Sequence[int],
+    train_bytes: Sequence[int],
+    resident_bytes: Sequence[int],
+    budget: int | None,
+) -> list[Pair]:
+    """The pairs that the budget holds: the rollout beside what its trainer leaves on a device."""
+    most = float("inf") if budget is None else budget
+    pairs = itertools.product(range(len(rollout_bytes)), range(len(train_bytes)))
+    return [
+        Pair(r, t)
+        for r, t in pairs
+        if train_bytes[t] <= most and rollout_bytes[r] + resident_bytes[t] <= most
+    ]
 
-    world = World(config)
-    table, _ = open_table(world)
-    calibration = Calibration(world, table, lambda text: print(text, file=sys.stderr))
-    calibration.measure_all()
-    for room, kind in itertools.product(rooms, kinds):
-        tasks = _tasks(world, kind, room)
-        played = [
-            _rollout_s(world, calibration, mesh, room, tasks, repeats)
-            for mesh in world.rollout_candidates
-        ]
-        trained = [_train_s(world, mesh, room, repeats) for mesh in world.train_candidates]
-        load = played[0][1]
-        placement = Placement(world, calibration)
-        decision = placement.choose_step(room, load)
-        chosen = (
-            world.rollout_candidates.index(decision.rollout.mesh),
-            world.train_candidates.index(decision.train.mesh),
+
+class Bench:
+    """The points of one config."""
+
+    def __init__(self, config: Any, repeats: int) -> None:
+        """Measures the candidates as the start of a run does."""
+        from earl_jax.calibrate import Calibration, open_table
+        from earl_jax.survival import Ladder
+        from earl_jax.world import World
+
+        self.config, self.repeats = config, repeats
+        self.world = World(config)
+        table, _ = open_table(self.world)
+        self.calibration = Calibration(self.world, table, lambda text: print(text, file=sys.stderr))
+        self.ladder = Ladder(self.world)
+
+    @property
+    def guess_s(self) -> float:
+        """About how long a room's candidates and its points take."""
+        meshes = len(self.world.rollout_candidates) + len(self.world.train_candidates)
+        # Compiled to be measured, and loaded or compiled once more to be played with.
+        return meshes * (2 * PROGRAM_S + len(LOADS) * (self.repeats + 1) * RUN_S)
+
+    def point(self, room: int, kind: str) -> dict[str, Any]:
+        """A row: what was chosen and what is best at this room, for this kind of load."""
+        from earl_jax.placement import Placement
+
+        world, tasks = self.world, _tasks(self.world, kind, room)
+        pages = world.pool_for(room).pages
+        played = [self._player(mesh, room, tasks) for mesh in world.rollout_candidates]
+        load = played[0]()
+        length = world.config.rollout.places_for(load.context_tokens_max)
+        rollouts = self.calibration.rollout_options(room, 0, pages)
+        trains = self.calibration.train_options(length)
+        pairs = pairs_within(
+            [option.bytes_per_device for option in rollouts],
+            [option.bytes_per_device for option in trains],
+            [self.ladder.trainer_bytes(option.mesh) for option in trains],
+            world.budget_bytes,
         )
-        lost, best = regret([seconds for seconds, _ in played], trained, chosen)
-        yield {
-            "room": room,
-            "load": kind,
-            "chosen": str(decision.pair),
-            "best": f"rollout on {world.rollout_candidates[best[0]]} with training on "
-            f"{world.train_candidates[best[1]]}",
-            "chosen s": played[chosen[0]][0] + trained[chosen[1]],
-            "best s": played[best[0]][0] + trained[best[1]],
+        row: dict[str, Any] = {"room": room, "load": kind, "pairs": len(pairs)}
+        row["left out"] = len(rollouts) * len(trains) - len(pairs)
+        if not pairs:
+            return row | {"chosen": "no pair fits without a lower rung"}
+        placement = Placement(world, self.calibration)
+        placement.pages = pages
+        decision = placement.choose_step(room, load)
+        if placement.rung:
+            return row | {"chosen": f"a lower rung: {placement.rung}"}
+        chosen = Pair(
+            [option.mesh for option in rollouts].index(decision.rollout.mesh),
+            [option.mesh for option in trains].index(decision.train.mesh),
+        )
+        some_r, some_t = (sorted({pair[n] for pair in pairs}) for n in (0, 1))
+        runs = [played[r] for r in some_r]
+        runs += [self._trainer(trains[t].mesh, length) for t in some_t]
+        seconds = least_s(runs, self.repeats)
+        rollout_s = dict(zip(some_r, seconds, strict=False))
+        train_s = dict(zip(some_t, seconds[len(some_r) :], strict=True))
+        lost, best = regret({p: rollout_s[p.rollout] + train_s[p.train] for p in pairs}, chosen)
+
+        def words(pair: Pair) -> str:
+            return f"{rollouts[pair.rollout].mesh} + {trains[pair.train].mesh}"
+
+        return row | {
+            "chosen": words(chosen),
+            "best": words(best),
+            "chosen s": rollout_s[chosen.rollout] + train_s[chosen.train],
+            "best s": rollout_s[best.rollout] + train_s[best.train],
             "slower by": lost,
+            "rollout_s": {str(rollouts[r].mesh): s for r, s in rollout_s.items()},
+            "train_s": {str(trains[t].mesh): s for t, s in train_s.items()},
         }
+
+    def _player(self, mesh: Any, room: int, tasks: Sequence[Any]) -> Callable[[], Any]:
+        """Publishes to this mesh and plays there; returns the load."""
+        from earl_jax.loop import measure_load, play_all
+        from earl_jax.placement import Placement
+
+        world, trainer = self.world, self.world.train_candidates[0]
+        placement = Placement(world, self.calibration)
+        placement.rollout_mesh, placement.train_mesh = mesh, trainer
+        placement.places, placement.pages = room, world.pool_for(room).pages
+        state = world.init_train_state(trainer)
+
+        def run() -> Any:
+            seat, _ = placement.open_seat(world.policy(state), version=0)
+            return measure_load(play_all(world, placement, seat, tasks, None)[1])
+
+        return run
+
+    def _trainer(self, mesh: Any, length: int) -> Callable[[], Any]:
+        """A step's updates on rows of so many tokens."""
+        import jax
+
+        from earl_jax.train.step import batch_shapes, read_metrics
+
+        world, rows = self.world, self.world.config.rollout.episodes_per_step
+        layout = world.train_layout(mesh)
+        shapes = batch_shapes(rows, length, layout, with_proximal=world.needs_proximal)
+        batch = jax.tree.map(
+            lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
+        )
+        program, state = world.train_step(mesh, "policy_gradient"), world.init_train_state(mesh)
+
+        def run() -> None:
+            nonlocal state
+            for _ in range(world.config.train.epochs):
+                state, metrics = program(state, batch, np.zeros(2, np.float32))
+                read_metrics(metrics)
+
+        return run
 
 
 def _tasks(world: Any, kind: str, room: int) -> list[Any]:
@@ -102,53 +204,56 @@ def _tasks(world: Any, kind: str, room: int) -> list[Any]:
     ]
 
 
-def _best_of(run: Callable[[], Any], repeats: int) -> tuple[float, Any]:
-    """The shortest of so many runs, behind one that compiles: what disturbs a run slows it."""
-    result, seconds = run(), []
+def least_s(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """The shortest of so many times of each, behind one that compiles: disturbance only adds to it.
+
+    They take turns, so that what else the machine does falls on all of them.
+    """
+    for run in runs:
+        run()
+    least = [float("inf")] * len(runs)
     for _ in range(repeats):
-        start_s = time.perf_counter()
-        result = run()
-        seconds.append(time.perf_counter() - start_s)
-    return min(seconds), result
+        for n, run in enumerate(runs):
+            start_s = time.perf_counter()
+            run()
+            least[n] = min(least[n], time.perf_counter() - start_s)
+    return least
 
 
-def _rollout_s(
-    world: Any, calibration: Any, mesh: Any, room: int, tasks: Sequence[Any], repeats: int
-) -> tuple[float, Any]:
-    from earl_jax.loop import measure_load, play_all
-    from earl_jax.placement import Placement
+def measure(
+    config: Any, repeats: int, kinds: Sequence[str], minutes: float
+) -> Iterator[dict[str, Any]]:
+    """A row for each kind of load and room, until the time is over."""
+    start_s = time.monotonic()
+    bench, rooms = Bench(config, repeats), config.rollout.context_buckets
+    points = list(itertools.product(kinds, rooms))
+    _say(f"{len(points)} points, a guess: {len(rooms) * bench.guess_s / 60:.0f} min")
+    bench.calibration.measure_all()
+    took_s: list[float] = []
+    for number, (kind, room) in enumerate(points, start=1):
+        begun_s = time.monotonic()
+        if took_s and begun_s - start_s + max(took_s[-len(rooms) :]) > 60 * minutes:
+            _say(f"the {minutes:g} minutes are over; {len(points) - number + 1} points are left")
+            return
+        yield bench.point(room, kind)
+        took_s.append(time.monotonic() - begun_s)
+        left_s = (len(points) - number) * sum(took_s) / len(took_s)
+        _say(f"point {number} of {len(points)} took {took_s[-1]:.0f} s; {left_s / 60:.1f} min left")
 
-    placement = Placement(world, calibration)
-    placement.rollout_mesh, placement.train_mesh = mesh, world.train_candidates[0]
-    placement.places, placement.pages = room, world.pool_for(room).pages
-    state = world.init_train_state(world.train_candidates[0])
 
-    def run() -> Any:
-        seat, _ = placement.open_seat(world.policy(state), version=0)
-        return measure_load(play_all(world, placement, seat, tasks, None)[1])
-
-    return _best_of(run, repeats)
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
 
 
-def _train_s(world: Any, mesh: Any, room: int, repeats: int) -> float:
-    import jax
-
-    from earl_jax.train.step import batch_shapes, read_metrics
-
-    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(mesh)
-    shapes = batch_shapes(rows, room, layout, with_proximal=world.needs_proximal)
-    batch = jax.tree.map(
-        lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
+def summary(lost: Sequence[float]) -> str:
+    """How many points are within 5 and 10 % of the best, in words."""
+    if not lost:
+        return "no point was measured"
+    shares = [np.mean([one <= most for one in lost]) for most in (0.05, 0.10)]
+    return (
+        f"{len(lost)} points: {shares[0]:.0%} at most 5 % slower than the best, {shares[1]:.0%} "
+        f"at most 10 %, the worst {max(lost):.1%}"
     )
-    program, state = world.train_step(mesh, "policy_gradient"), world.init_train_state(mesh)
-
-    def run() -> None:
-        nonlocal state
-        for _ in range(world.config.train.epochs):
-            state, metrics = program(state, batch, np.zeros(2, np.float32))
-            read_metrics(metrics)
-
-    return _best_of(run, repeats)[0]
 
 
 def regret_command(arguments: Sequence[str]) -> None:
@@ -158,36 +263,37 @@ def regret_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rooms", default="", help="tokens, by commas (the config's buckets)")
     parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--minutes", type=float, default=20, help="no point is begun behind these")
+    parser.add_argument("--to", type=Path, help="a file that points are appended to, as JSON")
     parser.add_argument("--json", action="store_true", help="an object a line")
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
     from earl_jax.bench import write_table
     from earl_jax.config_file import load_config_file, make_config
 
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    if flags.rooms:
+        overrides.append(f"rollout.context_buckets=({flags.rooms},)")
     config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    rooms = [int(room) for room in flags.rooms.split(",") if room]
-    rows = measure(
-        config, flags.repeats, rooms or config.rollout.context_buckets, flags.loads.split(",")
-    )
     lost: list[float] = []
 
     def kept() -> Iterator[dict[str, Any]]:
-        for row in rows:
-            lost.append(row["slower by"])
+        for row in measure(config, flags.repeats, flags.loads.split(","), flags.minutes):
+            if "slower by" in row:
+                lost.append(row["slower by"])
+            if flags.to:
+                with flags.to.open("a") as file:
+                    file.write(json.dumps({"config": flags.config.name, **row}) + "\n")
             yield row
 
     if flags.json:
         for row in kept():
             print(json.dumps(row), flush=True)
     else:
-        write_table(kept())
-    shares = [np.mean([one <= most for one in lost]) for most in (0.05, 0.10)]
-    print(
-        f"{len(lost)} points: {shares[0]:.0%} at most 5 % slower than the best, {shares[1]:.0%} "
-        f"at most 10 %, the worst {max(lost):.1%}",
-        file=sys.stderr,
-    )
+        names = ("room", "load", "pairs", "left out", "chosen", "best", "chosen s", "best s")
+        shown = (*names, "slower by")
+        write_table({name: row.get(name) for name in shown} for row in kept())
+    _say(summary(lost))
 
 
 if __name__ == "__main__":

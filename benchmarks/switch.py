@@ -4,10 +4,17 @@
 
 From the first mesh of each stage to each of the others, between the meshes that the config may
 choose from: new weights for a rollout, the trainer with its optimiser, and weights with live KV
-caches in the middle of a rollout. Seconds stalled are those of the move and of nothing else, the
-median behind warm-up; the copy is of as many bytes as must change device, in the same process. A
-switch that compiles its move first takes `compile s` more where no earlier run has left the program
-in the user's cache folder, and `cached s` more where one has.
+caches in the middle of a rollout. The phases of a switch:
+
+- `plan ms`: who sends what to whom, the first time (it is kept then);
+- `compile s`: the move's program, where no earlier run has left it in the user's cache folder and
+  none was compiled ahead; `cached s` where one has;
+- `stalled ms`: the move and nothing else, the median behind warm-up; `host ms` of it until all is
+  dispatched;
+- `tables ms`: of a live rollout, the table of its pages from the host to the new mesh.
+
+Beside them, in the same process, plain copies: `copy ms` of as many bytes as must change device,
+`writing ms` of as many as are written on all devices, those that come from the same device too.
 """
 
 import dataclasses
@@ -16,6 +23,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.dispatch.within import copy_of, seconds
 from earl_jax.config import Config
@@ -33,7 +42,8 @@ from earl_jax.world import World
 class Switch:
     """One change of mesh: `run` makes what is there afterwards, and gives up nothing.
 
-    `size` is what a device holds of it then, `moved` what changes device, in bytes.
+    `size` is what a device holds of it then, `moved` what changes device, in bytes. `give` brings
+    the tables of what has moved, None where there are none.
     """
 
     what: str
@@ -41,7 +51,9 @@ class Switch:
     target: MeshShape
     size: int
     moved: int
+    plan_s: float
     run: Callable[[], Any]
+    give: Callable[[Any], Any] | None = None
 
 
 def measure(config: Config, repeats: int) -> Iterator[dict[str, Any]]:
@@ -55,12 +67,14 @@ def _switches(world: World) -> Iterator[Switch]:
     state = world.init_train_state(train[0])
     for mesh in train[1:]:
         shardings = world.train_state_shardings(mesh)
+        moved, plan_s = _planned(state, shardings)
         yield Switch(
             what="trainer",
             source=train[0],
             target=mesh,
             size=resident_bytes(state, shardings),
-            moved=_moved_bytes(state, shardings),
+            moved=moved,
+            plan_s=plan_s,
             run=lambda shardings=shardings: reshard(state, shardings),
         )
     params = world.policy(state)
@@ -73,6 +87,7 @@ def _switches(world: World) -> Iterator[Switch]:
             target=mesh,
             size=resident_bytes(*goal),
             moved=publish(params, *goal).moved_bytes,
+            plan_s=0.0,
             run=lambda goal=goal: publish(params, *goal).params,
         )
     seat = _seat(world, rollout[0], params)
@@ -80,13 +95,17 @@ def _switches(world: World) -> Iterator[Switch]:
         engine = world.engine(mesh)
         arrays = (seat.policy.params, seat.state)
         shardings = (engine.parameter_shardings, engine.state_shardings)
+        moved, plan_s = _planned(arrays, shardings)
+        table = np.zeros(seat.state.cache.table.shape, np.int32)
         yield Switch(
             what="live rollout",
             source=rollout[0],
             target=mesh,
             size=resident_bytes(arrays, shardings),
-            moved=_moved_bytes(arrays, shardings),
+            moved=moved,
+            plan_s=plan_s,
             run=lambda arrays=arrays, shardings=shardings: reshard(arrays, shardings),
+            give=lambda there, engine=engine, table=table: engine.give_pages(there[1], table),
         )
 
 
@@ -110,26 +129,57 @@ def _row(switch: Switch, repeats: int) -> dict[str, Any]:
     # What the cache folder holds by now is read again.
     jax.clear_caches()
     cached_s = _once(switch.run)
-    stalled_s, copy_s = seconds(switch.run, copy_of(switch.moved), repeats=repeats)
+    stalled_s, copy_s, writing_s = seconds(
+        switch.run, copy_of(switch.moved), writing_of(switch.size), repeats=repeats
+    )
     copy_s = copy_s if switch.moved else 0.0
+    there = jax.block_until_ready(switch.run())
+    tables_s = _once(lambda: switch.give(there)) if switch.give else None
     return {
         "what": switch.what,
         "from": str(switch.source),
         "to": str(switch.target),
         "MiB a device": switch.size / 2**20,
         "moved MiB": switch.moved / 2**20,
-        "stalled ms": 1e3 * stalled_s,
-        "copy ms": 1e3 * copy_s,
-        "times a copy": stalled_s / copy_s if copy_s else None,
+        "plan ms": 1e3 * switch.plan_s,
         "compile s": first_s - stalled_s,
         "cached s": cached_s - stalled_s,
+        "stalled ms": 1e3 * stalled_s,
+        "host ms": 1e3 * min(_dispatched(switch.run) for _ in range(repeats)),
+        "tables ms": None if tables_s is None else 1e3 * tables_s,
+        "copy ms": 1e3 * copy_s,
+        "times a copy": stalled_s / copy_s if copy_s else None,
+        "writing ms": 1e3 * writing_s,
+        "times writing": stalled_s / writing_s,
     }
+
+
+def writing_of(size: int) -> Callable[[], Any]:
+    """Every device copies so many bytes of its own."""
+    parts = [jnp.ones(size, jnp.uint8, device=device) for device in jax.devices()]
+    return lambda: list(map(jnp.copy, parts))
 
 
 def _once(run: Callable[[], Any]) -> float:
     start_s = time.perf_counter()
     jax.block_until_ready(run())
     return time.perf_counter() - start_s
+
+
+def _dispatched(run: Callable[[], Any]) -> float:
+    """Seconds until it returns, with what it started still at work."""
+    start_s = time.perf_counter()
+    started = run()
+    seconds_s = time.perf_counter() - start_s
+    jax.block_until_ready(started)
+    return seconds_s
+
+
+def _planned(arrays: Any, shardings: Any) -> tuple[int, float]:
+    """Bytes that change device, and how long it took to find out."""
+    start_s = time.perf_counter()
+    moved = _moved_bytes(arrays, shardings)
+    return moved, time.perf_counter() - start_s
 
 
 def _moved_bytes(arrays: Any, shardings: Any) -> int:

@@ -9,6 +9,7 @@ again and loads. Nothing is decided here and no array is touched: a run with it 
 without it does.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -16,9 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from earl_jax.estimates import rollout_estimate, train_estimate
 from earl_jax.measuring import lower_train
 from earl_jax.placement import Placement
+from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.pages import Pool, roomier_pages
+from earl_jax.selector.ladder import RolloutRung, TrainRung
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import lower_moves
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World
 
@@ -37,47 +43,111 @@ class Wanted(NamedTuple):
 def wanted_programs(world: World, placement: Placement, history: LoadHistory) -> Iterator[Wanted]:
     """What the meshes in use need next, the soonest first; then what others need to be chosen.
 
-    More pages in the room in use; the next room with the pages there are, and with more; and, for a
-    room that no config names, the training on rows of its length, and every other candidate.
+    More pages in the room in use; the next room with the pages there are, and with more, and if the
+    budget holds it on another mesh alone, the way of live episodes there; the move of the trainer
+    to each mesh that may hold such rows; and, for a room that no config names, the training on rows
+    of its length, and every other candidate.
     """
-    mesh, slots, places = placement.in_rollout, placement.num_slots, placement.places
-    lanes = len(world.processes.lanes)
-    engine = world.engine(mesh, slots)
-
-    def play(room: int, pages: int) -> Wanted:
-        dense = world.pool_for(room, slots).pages
-        least = -(-room // world.config.rollout.tokens_a_page)
-        pool = Pool(lanes, max(min(pages, dense), least))
-        return Wanted(("play", mesh, slots, room, pool), lambda: engine.lower_play(room, pool))
-
+    slots, places = placement.num_slots, placement.places
     more = roomier_pages(placement.pages + 1)
-    yield play(places, more)
+    yield from _live_programs(world, placement, places, more)
     rollout = world.config.rollout
     room = rollout.places_for(places + 1)
     configured = room <= rollout.context_buckets[-1]
     if room > world.max_context or not (configured or _is_near(history, places)):
         return
-    yield play(room, placement.pages)
-    yield play(room, more)
+    for pages in (placement.pages, more):
+        yield from _live_programs(world, placement, room, pages)
+    here, rung = placement.in_training, placement.train_rung
+    others = [mesh for mesh in _trainers(world, room, rung) if mesh != here]
+    if not world.config.dispatch.chunk_bytes:
+        # Of chunks there are programs of other sizes.
+        for mesh in others:
+            yield Wanted(("move", here, mesh), lambda mesh=mesh: _lower_move(world, here, mesh))
     if configured:
         # Its candidates were compiled before the first step.
         return
-    rung = placement.train_rung
-    others = [m for m in world.train_candidates_for(room) if m != placement.in_training]
-    for shape in (placement.in_training, *others):
-        if world.train_obstacle(shape, rung.micro_batches) is None:
-            # Jitted here: two threads would make two of it.
-            world.train_step(shape, "policy_gradient", rung)
-            yield Wanted(
-                ("train", shape, room, rung),
-                lambda shape=shape: lower_train(world, shape, room, rung),
-            )
-    for shape in world.rollout_candidates_for(room):
-        candidate = world.engine(shape, slots)
+    for mesh in (here, *others):
+        # Jitted here: two threads would make two of it.
+        world.train_step(mesh, "policy_gradient", rung)
         yield Wanted(
-            ("measured", shape, slots, room),
-            lambda candidate=candidate: candidate.lower_play(room),
+            ("train", mesh, room, rung), lambda mesh=mesh: lower_train(world, mesh, room, rung)
         )
+    for mesh in world.rollout_candidates_for(room):
+        whole = RolloutRung(slots, world.pool_for(room, slots).pages)
+        if not rollout_estimate(world, mesh, room, whole).surely_exceeds(_most(world)):
+            candidate = world.engine(mesh, slots)
+            yield Wanted(
+                ("measured", mesh, slots, room),
+                lambda candidate=candidate: candidate.lower_play(room),
+            )
+
+
+def _live_programs(world: World, placement: Placement, room: int, pages: int) -> Iterator[Wanted]:
+    """What live episodes need to go on with this room and so many pages a lane, and rounds there.
+
+    The room in use is `placement.places`.
+    """
+    slots, places, lanes = placement.num_slots, placement.places, len(world.processes.lanes)
+    dense = world.pool_for(room, slots).pages
+    least = -(-room // world.config.rollout.tokens_a_page)
+    here, now = placement.in_rollout, Pool(lanes, placement.pages)
+    mesh, pages = placement.foresee(room, max(min(pages, dense), least))
+    engine, pool = world.engine(mesh, slots), Pool(lanes, pages)
+    if mesh != here and not world.config.dispatch.chunk_bytes:
+        before = world.engine(here, slots)
+        yield Wanted(
+            ("move", here, mesh, slots, places, now),
+            lambda: _lower_seat_move(before, engine, places, now),
+        )
+    if (room, pool) != (places, now):
+        yield Wanted(
+            ("grow", mesh, slots, places, now, room, pool),
+            lambda: engine.lower_grow(places, now, room, pool),
+        )
+    yield Wanted(("play", mesh, slots, room, pool), lambda: engine.lower_play(room, pool))
+
+
+def _trainers(world: World, length: int, rung: TrainRung) -> Iterator[MeshShape]:
+    """The training candidates that may hold rows of this length on this rung."""
+    for mesh in world.train_candidates_for(length):
+        if world.train_obstacle(mesh, rung.micro_batches) is None:
+            if not train_estimate(world, mesh, length, rung).surely_exceeds(_most(world)):
+                yield mesh
+
+
+def _most(world: World) -> float:
+    return world.budget_bytes or math.inf
+
+
+class _Programs(NamedTuple):
+    lowered: list[Any]
+
+    def compile(self) -> None:
+        """All of them."""
+        for program in self.lowered:
+            program.compile()
+
+
+def _lower_move(world: World, here: MeshShape, there: MeshShape) -> _Programs:
+    """The programs in which the trainer moves."""
+    state = _placed(world.train_state_shapes(), world.train_state_shardings(here))
+    return _Programs(lower_moves(state, world.train_state_shardings(there)))
+
+
+def _lower_seat_move(here: PolicyEngine, there: PolicyEngine, places: int, pool: Pool) -> _Programs:
+    """The programs in which weights and live KV caches move from engine to engine."""
+    shapes = (here.parameter_shapes, here.state_shapes(places, pool))
+    seat = _placed(shapes, (here.parameter_shardings, here.state_shardings))
+    return _Programs(lower_moves(seat, (there.parameter_shardings, there.state_shardings)))
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
 
 
 def _has_own_devices(world: World) -> bool:

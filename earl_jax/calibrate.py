@@ -11,11 +11,12 @@ import importlib.metadata
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from earl_jax.estimates import Estimate, rollout_estimate, train_estimate
 from earl_jax.measuring import (
     NOTHING_KNOWN,
     bytes_only,
@@ -44,7 +45,7 @@ from earl_jax.world import World
 def open_table(world: World) -> tuple[ThroughputTable, str | None]:
     """The kept measurements for this world's model, programs, devices and versions.
 
-    Those of the first process, which alone keeps them, in every process.
+    Those of the first process, in every process; and what ran out of memory in any of them.
     """
     config = world.config
     facts = {
@@ -89,12 +90,13 @@ def open_table(world: World) -> tuple[ThroughputTable, str | None]:
         "host": [platform.machine(), os.cpu_count()],
         "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "earl_jax")},
     }
-    if world.processes.is_first:
-        table, damage = load_table(facts)
-        world.processes.gather(table.as_dict(), "the table of measurements")
-        return table, damage
-    told = world.processes.gather(None, "the table of measurements")
-    return ThroughputTable.from_dict(None, told[0]), None
+    table, damage = load_table(facts)
+    told = [
+        ThroughputTable.from_dict(table.path, each)
+        for each in world.processes.gather(table.as_dict(), "the tables of measurements")
+    ]
+    failures = dict.fromkeys(failure for each in told for failure in each.failures)
+    return dataclasses.replace(told[0], failures=tuple(failures)), damage
 
 
 class Calibration:
@@ -133,27 +135,35 @@ class Calibration:
         contexts: Sequence[float] = (),
         *,
         offload: bool = False,
+        compiled: Container[MeshShape] = (),
     ) -> list[Option]:
         """The rollout candidates at this room per episode, beside `resident_bytes` of others.
 
         With `pages` in each lane of the KV cache; None: enough for every episode to fill its room.
         `contexts` are lengths that episodes are expected to come to: the speed is then the mean of
         those measured at such rooms; without them it is that of episodes that fill their room.
+        Those on the `compiled` meshes have a compiler's bytes however much they take.
         """
         world = self._world
         slots = num_slots or world.own_rollout.num_slots
         rung = RolloutRung(slots, pages or world.pool_for(places, slots).pages, offload)
         return [
-            self._rollout_option(mesh, places, rung, resident_bytes, contexts)
+            self._rollout_option(mesh, places, rung, resident_bytes, contexts, mesh in compiled)
             for mesh in world.rollout_candidates_for(places)
         ]
 
-    def train_options(self, places: int, rung: TrainRung | None = None) -> list[Option]:
-        """The training candidates for rows of this length."""
+    def train_options(
+        self,
+        places: int,
+        rung: TrainRung | None = None,
+        *,
+        compiled: Container[MeshShape] = (),
+    ) -> list[Option]:
+        """The training candidates for rows of this length; `compiled` as for rollouts."""
         world = self._world
         rung = rung or world.first_train_rung
         return [
-            self._train_option(mesh, places, rung)
+            self._train_option(mesh, places, rung, mesh in compiled)
             for mesh in world.train_candidates_for(places)
             if world.train_obstacle(mesh, rung.micro_batches) is None
         ]
@@ -203,12 +213,18 @@ class Calibration:
         rung: RolloutRung,
         resident: int,
         contexts: Sequence[float],
+        compiled: bool,
     ) -> Option:
         world = self._world
         words = self._slots_words(rung.num_slots)
         dense = rung._replace(pages=world.pool_for(places, rung.num_slots).pages)
         more = pool_bytes(world, mesh, places, rung) - pool_bytes(world, mesh, places, dense)
         most = self._most_bytes - more
+        size = rollout_size(places, rung)
+        entry = self.table.entry("rollout", mesh, places, words)
+        estimate = rollout_estimate(world, mesh, places, dense)
+        if not compiled and self._is_hopeless(entry, estimate, most):
+            return self._computed_option("rollout", mesh, size, estimate.total + more + resident)
         measured = self._measured(
             "rollout",
             mesh,
@@ -224,7 +240,7 @@ class Calibration:
             bytes_per_device=max(0, measured.program_bytes + more) + resident,
             tokens_per_s=self._speed(measured, mesh, places, words, contexts),
             move_s=measured.switch_s,
-            impossible=failure_of(self.table.failures, "rollout", mesh, rollout_size(places, rung)),
+            impossible=failure_of(self.table.failures, "rollout", mesh, size),
         )
 
     def _slots_words(self, num_slots: int) -> str:
@@ -253,11 +269,17 @@ class Calibration:
         rooms = sorted(seconds)
         return 1.0 / float(np.interp(contexts, rooms, [seconds[room] for room in rooms]).mean())
 
-    def _train_option(self, mesh: MeshShape, places: int, rung: TrainRung) -> Option:
+    def _train_option(
+        self, mesh: MeshShape, places: int, rung: TrainRung, compiled: bool
+    ) -> Option:
         world, rows = self._world, self._world.config.rollout.episodes_per_step
         size = train_size(places, rows, rung)
         first = rung == world.first_train_rung
         words = "" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}"
+        entry = self.table.entry("train", mesh, places, words)
+        estimate = train_estimate(world, mesh, places, rung)
+        if not compiled and self._is_hopeless(entry, estimate, self._most_bytes):
+            return self._computed_option("train", mesh, size, estimate.total)
         measured = self._measured(
             "train",
             mesh,
@@ -274,6 +296,21 @@ class Calibration:
             tokens_per_s=measured.tokens_per_s,
             move_s=measured.switch_s,
             impossible=failure_of(self.table.failures, "train", mesh, size),
+        )
+
+    def _is_hopeless(self, entry: str, estimate: Estimate, most: float) -> bool:
+        """Whether it surely takes more than `most` bytes, and nothing was compiled for it yet."""
+        return entry not in self.table.measurements and estimate.surely_exceeds(most)
+
+    def _computed_option(
+        self, stage: str, mesh: MeshShape, size: tuple[int, ...], total: int
+    ) -> Option:
+        return Option(
+            mesh=mesh,
+            bytes_per_device=total,
+            tokens_per_s=None,
+            impossible=failure_of(self.table.failures, stage, mesh, size),
+            is_computed=True,
         )
 
     def _measured(
@@ -299,18 +336,18 @@ class Calibration:
             return found or NOTHING_KNOWN
         if self._is_apart:
             if entry not in self._own:
-                self._own[entry] = bytes_only(lower().compile())
+                self._own[entry] = _bytes_of(lower)()
             return self._own[entry]
-        if self._world.processes.count > 1:
-            told = self._world.processes.gather(measure(), f"what {stage} on {mesh} needs")
-            # The first that has some of these devices.
-            found = next(one for one in told if one is not None)
+        several = self._world.processes.count > 1
+        if several:
+            found = self._measured_together(stage, mesh, most, measure, lower)
         else:
             found = unless_out_of_memory(measure)
         if found is None:
             self.note_failure(Failure(stage=stage, mesh=str(mesh), size=size))
             # Where it failed when it ran, its bytes can still be said.
-            found = unless_out_of_memory(lambda: bytes_only(lower().compile())) or NOTHING_KNOWN
+            asked = None if several else unless_out_of_memory(_bytes_of(lower))
+            found = asked or NOTHING_KNOWN
         kept = found
         self._keep(lambda table: table.with_measurement(entry, kept))
         speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
@@ -320,14 +357,36 @@ class Calibration:
         )
         return found
 
+    def _measured_together(
+        self,
+        stage: str,
+        mesh: MeshShape,
+        most: float,
+        measure: Callable[[], Measurement | None],
+        lower: Callable[[], Any],
+    ) -> Measurement | None:
+        """What several processes measure; None where a compiler had too little memory for it.
+
+        The bytes first, of those who compile it: some others only send the weights, and all must
+        know whether it is to run.
+        """
+        processes, own = self._world.processes, None
+        if processes.plays if stage == "rollout" else processes.trains:
+            own = unless_out_of_memory(_bytes_of(lower)) or NOTHING_KNOWN
+        told = processes.gather(own, f"what {stage} on {mesh} takes")
+        known = [one for one in told if one is not None]
+        if NOTHING_KNOWN in known:
+            return None
+        if known[0].program_bytes > most or self._is_enough(known[0]):
+            return known[0]
+        told = processes.gather(measure(), f"how fast {stage} on {mesh} is")
+        # The first that has some of these devices.
+        return next(one for one in told if one is not None)
+
     @property
     def _most_bytes(self) -> float:
-        """What a program may take to be timed.
-
-        Of several processes some only send the weights, and cannot know: they time everything.
-        """
-        several = self._world.processes.count > 1
-        return math.inf if several else self._world.budget_bytes or math.inf
+        """What a program may take to be timed."""
+        return self._world.budget_bytes or math.inf
 
     def _is_enough(self, found: Measurement) -> bool:
         """Whether all is known of a candidate that this run asks for."""
@@ -339,3 +398,8 @@ class Calibration:
         except OSError as error:
             self._say(f"measurements cannot be kept for later runs: {error}")
             self.table = change(dataclasses.replace(self.table, path=None))
+
+
+def _bytes_of(lower: Callable[[], Any]) -> Callable[[], Measurement]:
+    """What asks a compiler for the bytes of a program."""
+    return lambda: bytes_only(lower().compile())

@@ -24,6 +24,8 @@ from earl_jax.rest import from_rest
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.candidates import divisors
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree, same_shards
 from earl_jax.sharding.reshard import reshard
@@ -47,6 +49,46 @@ class Played:
     stats: RolloutStats
     placement: dict[str, Any]
     sampling_kl: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shortage:
+    """What ended a rollout in one process: a lack of memory, or of meshes for longer episodes.
+
+    Where it `failed`, the devices ran out of memory at `placement` (`Placement.as_dict`).
+    `outgrown` is the room that it had come to, 0 where it had not grown.
+    """
+
+    words: str
+    failed: bool
+    placement: dict[str, Any]
+    outgrown: int
+
+
+class RolloutShort(RuntimeError):
+    """A rollout ended so in one of several processes. All raise it, with the same shortage."""
+
+    def __init__(self, shortage: Shortage) -> None:
+        super().__init__(shortage.words)
+        self.shortage = shortage
+
+
+def shortage_of(
+    world: World, error: Exception, placement: dict[str, Any], outgrown: int
+) -> Shortage | None:
+    """What to tell the other processes of a rollout that ended with this error.
+
+    None for what is no shortage, and in a process that is alone.
+    """
+    failed, processes = is_out_of_memory(error), world.processes
+    if processes.count == 1 or not (failed or isinstance(error, BudgetTooSmall)):
+        return None
+    return Shortage(
+        words=f"process {processes.index}: {str(error).splitlines()[0]}",
+        failed=failed,
+        placement=placement,
+        outgrown=outgrown,
+    )
 
 
 def send_weights(
@@ -74,9 +116,18 @@ def send_weights(
     return dataclasses.replace(published, params=own)
 
 
-def hear_all(world: World, rollout: Rollout | None, placement: dict[str, Any]) -> Played:
-    """What all processes played, told by each of itself; None in one that plays nothing."""
-    own = None
+def hear_all(
+    world: World,
+    rollout: Rollout | None,
+    placement: dict[str, Any],
+    shortage: Shortage | None = None,
+) -> Played:
+    """What all processes played, told by each of itself; None in one that plays nothing.
+
+    Raises:
+        RolloutShort: some process tells of a `shortage`; of several, the first does.
+    """
+    own: Any = shortage
     if rollout is not None:
         tokens = sum(trajectory.num_policy_tokens for trajectory in rollout.trajectories)
         own = (
@@ -89,6 +140,9 @@ def hear_all(world: World, rollout: Rollout | None, placement: dict[str, Any]) -
             tokens,
         )
     told = [one for one in world.processes.gather(own, "the end of a rollout") if one is not None]
+    for one in told:
+        if isinstance(one, Shortage):
+            raise RolloutShort(one)
     if len(told) == 1:
         return told[0][0]
     parts = [part for part, _ in told]

@@ -26,6 +26,7 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.seat import Seat
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.host_channel import open_channel
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import absent_array
@@ -260,10 +261,18 @@ def play_all(
 
     Returns:
         This process's rollout, None where it has no seat, and what became of all tasks.
+
+    Raises:
+        RolloutShort: of several processes one had too little memory.
     """
-    own = world.processes.own(tasks)
-    rollout = play(world, placement, seat, own, load, sampling) if seat else None
-    played = hear_all(world, rollout, placement.as_dict())
+    own, rollout, shortage = world.processes.own(tasks), None, None
+    try:
+        rollout = play(world, placement, seat, own, load, sampling) if seat else None
+    except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
+        shortage = placement.shortage(error)
+        if shortage is None:
+            raise
+    played = hear_all(world, rollout, placement.as_dict(), shortage)
     if played.placement != placement.as_dict():
         placement.restore(played.placement)
     return rollout, played

@@ -138,15 +138,16 @@ def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
 
     from earl_jax.run import run
     from earl_jax.sharding.waiting import PeerLost
+    from earl_jax.survival import ShortAlone
 
     try:
         evaluation = run(config, workdir)
-    except (PeerLost, jax.errors.JaxRuntimeError) as error:
+    except (PeerLost, ShortAlone, jax.errors.JaxRuntimeError) as error:
         if jax.process_count() == 1:
             raise
         number = f"process {jax.process_index()} of {jax.process_count()}"
         words = str(error)
-        if not isinstance(error, PeerLost):
+        if isinstance(error, jax.errors.JaxRuntimeError):
             words = (
                 f"{number}: {words}. If that is a transfer, another process ended or cannot be "
                 "reached. Start the run again: it goes on from its newest checkpoint"

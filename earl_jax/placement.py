@@ -19,7 +19,7 @@ import jax
 
 from earl_jax.calibrate import Calibration
 from earl_jax.chooser import Chooser, StepChoice
-from earl_jax.joint import send_weights
+from earl_jax.joint import RolloutShort, Shortage, send_weights, shortage_of
 from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat, open_seat, vacate
@@ -32,6 +32,7 @@ from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
 from earl_jax.survival import (
     Ladder,
+    ShortAlone,
     Spares,
     carry,
     check_budget,
@@ -126,6 +127,12 @@ class Placement:
         """The training mesh in use; one must have been chosen."""
         assert self.train_mesh is not None
         return self.train_mesh
+
+    @property
+    def room(self) -> int:
+        """The most tokens an episode that it has come to, or must have room for from the start."""
+        configured = self._world.config.rollout.context_buckets[-1]
+        return max(configured, self.places, self._outgrown)
 
     @property
     def rung(self) -> str:
@@ -255,6 +262,13 @@ class Placement:
         must not have given up. So it is where a rollout outgrew its meshes and none is left for its
         live episodes: from the start there may be one, with fewer slots. `places`: tokens a row of
         what is trained on.
+
+        Of several processes one that is short in a rollout tells the others at its end, and all
+        play again alike.
+
+        Raises:
+            BudgetTooSmall: no mesh is left.
+            ShortAlone: of several processes this one failed in a program that they run together.
         """
         try:
             result = self._unless_short(stage, attempt, places)
@@ -262,18 +276,47 @@ class Placement:
             if stage != "rollout" or not self._outgrown:
                 raise
             result = None
+        except RolloutShort as error:
+            self._agree(error.shortage)
+            result = None
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._alone(stage, places or self._length) from error
         if stage == "rollout" and result is not None:
             self._outgrown = 0
         return result
 
+    # Of several processes.
+
+    def shortage(self, error: Exception) -> Shortage | None:
+        """What this process tells the others of a rollout that ended so (`joint.shortage_of`)."""
+        return shortage_of(self._world, error, self.as_dict(), self._outgrown)
+
+    def _agree(self, shortage: Shortage) -> None:
+        """All go on from where the rollout ended that was short, and remember the same."""
+        self.restore(shortage.placement)
+        self._outgrown = shortage.outgrown
+        if shortage.failed:
+            self._fail("rollout", 0)
+        gc.collect()
+
+    def _alone(self, stage: str, length: int) -> ShortAlone:
+        """The end of this process: others may wait in the program that failed here."""
+        self._fail(stage, length)
+        processes = self._world.processes
+        return ShortAlone(f"process {processes.index} of {processes.count}", self.log.failures[-1])
+
     def _unless_short(
         self, stage: str, attempt: Callable[[], Result], places: int | None = None
     ) -> Result | None:
-        """What the attempt returns; None where memory was short, which is noted."""
+        """What the attempt returns; None where memory was short, which is noted.
+
+        Of several processes the others may not have failed: this one raises, to tell them.
+        """
         try:
             return attempt()
         except jax.errors.JaxRuntimeError as error:
-            # Of several processes the others may not have failed, and wait for this one.
             if not is_out_of_memory(error) or self._world.processes.count > 1:
                 raise
         self._fail(stage, places or self._length)
@@ -327,15 +370,21 @@ class Placement:
                 return state
             start = time.perf_counter()
             if world.processes.count > 1:
-                state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
-                world.processes.wait(state, "the switch of the trainer")
-                whole = True
+                again = functools.partial(self._to_mesh_together, state, shardings)
+                moved = self.survive("train", again)
+                assert moved is not None, "of several processes one that is short ends"
+                state, whole = moved, True
             else:
                 state, whole = carry(state, shardings, self._chunk_bytes)
             self.log.switch_s += time.perf_counter() - start
             if not whole:
                 self._fail("train", self._length)
                 self.choose_training_again()
+        return state
+
+    def _to_mesh_together(self, state: TrainState, shardings: Any) -> TrainState:
+        state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
+        self._world.processes.wait(state, "the switch of the trainer")
         return state
 
     @property
@@ -410,6 +459,26 @@ class Placement:
             # Nothing is donated: where memory is short the live episodes are still there.
             grown = self._unless_short("rollout", functools.partial(self._grow_seat, seat))
         return grown
+
+    def foresee(self, room: int, pages: int) -> tuple[MeshShape, int]:
+        """The mesh where live episodes would go on with this room, and the pages of a lane there.
+
+        As `make_room` chooses, where it would for a room that is configured: there all is measured.
+        """
+        world, here = self._world, self.in_rollout
+        known = room <= world.config.rollout.context_buckets[-1]
+        known &= self.num_slots == world.own_rollout.num_slots
+        if world.budget_bytes is None or not known:
+            return here, pages
+        least = min(pages, max(self.pages, self._ladder.least_pages(room)))
+        rungs = [
+            RolloutRung(self.num_slots, n, self.offload) for n in dict.fromkeys((pages, least))
+        ]
+        try:
+            found = self._chooser.choose_rollout(room, rungs, None, here, self.in_training)
+        except BudgetTooSmall:
+            return here, pages
+        return found[0].mesh, found[1].pages
 
     def _mesh_of(self, seat: Seat) -> MeshShape:
         """The rollout mesh that a seat is on. Of several processes none goes its own way."""

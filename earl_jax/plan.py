@@ -91,8 +91,9 @@ def plan_command(arguments: Sequence[str]) -> None:
 
     from earl_jax.config_file import load_config_file, make_config
     from earl_jax.scene import make_scene
+    from earl_jax.selector.enough import smallest_hardware
     from earl_jax.selector.hardware import parse_topology
-    from earl_jax.selector.schedule import calibrated, make_schedule, smallest_hardware
+    from earl_jax.selector.schedule import calibrated, make_schedule
     from earl_jax.selector.schedule_text import (
         hardware_lines,
         hardware_values,

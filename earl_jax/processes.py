@@ -10,6 +10,7 @@ all of them call it alike, and in the same order.
 import dataclasses
 import functools
 import pickle
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -102,6 +103,20 @@ class Processes:
         The first time every process asks alike.
         """
         return bool(missing_device_path())
+
+    def check_kinds(self) -> None:
+        """Raises ValueError where not all devices that play, or that train, are of one kind."""
+        for what, devices in (("play", self.rollout_devices), ("train", self.train_devices)):
+            kinds = Counter(device.device_kind for device in devices)
+            if len(kinds) == 1:
+                continue
+            found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+            raise ValueError(
+                f"the devices that {what} are of different kinds: {found}. All of them run one "
+                "program, so that the fast would wait for the slow, and the large be filled as "
+                "the small: start the run on those of one kind (CUDA_VISIBLE_DEVICES, or hosts "
+                "that are alike), or give each kind a stage by config.devices.num_rollout"
+            )
 
     # Who plays what.
 

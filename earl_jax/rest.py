@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from earl_jax.train.step import TrainState
 
@@ -44,7 +45,17 @@ def has_host_memory(device: Any) -> bool:
 
 
 def to_memory(tree: Any, kind: str) -> Any:
-    """Arrays of the same layouts in another memory."""
-    return jax.tree.map(
-        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(kind)), tree
-    )
+    """Arrays of the same layouts in another memory; of each process what its devices hold."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [[shard.data for shard in leaf.addressable_shards] for leaf in leaves]
+    there = [
+        [SingleDeviceSharding(s.device, memory_kind=kind) for s in leaf.addressable_shards]
+        for leaf in leaves
+    ]
+    moved = [
+        jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding.with_memory_kind(kind), own
+        )
+        for leaf, own in zip(leaves, jax.device_put(parts, there), strict=True)
+    ]
+    return jax.tree.unflatten(structure, moved)

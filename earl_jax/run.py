@@ -21,6 +21,7 @@ from earl_jax.ahead import CompileAhead
 from earl_jax.calibrate import Calibration, open_table
 from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
+from earl_jax.estimates import enough_words
 from earl_jax.evaluation import evaluate
 from earl_jax.export import keep_exports
 from earl_jax.joint import from_checkpoint
@@ -29,6 +30,7 @@ from earl_jax.loop import Position, train
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement import Placement
 from earl_jax.processes import find_processes
+from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.throughput import ThroughputTable
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
@@ -49,7 +51,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         The last evaluation, empty if there is none yet.
 
     Raises:
-        ValueError: a mistake of the user's, in words.
+        ValueError: a mistake of the user's, in words; a model that is too large for its devices on
+            every rung, with the hardware that would do.
     """
     everybody = find_processes(0, config.distributed.timeout_s)
     check_same(everybody, config)
@@ -78,8 +81,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             keeper = Keeper(
                 world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead
             )
-            position = keeper.go_on(position) if position else keeper.begin()
-            position = train(world, placement, position, keeper.after_step)
+            try:
+                position = keeper.go_on(position) if position else keeper.begin()
+                position = train(world, placement, position, keeper.after_step)
+            except BudgetTooSmall as error:
+                words = filter(None, (str(error), enough_words(world, placement.room)))
+                raise BudgetTooSmall(". ".join(words)) from error
         checkpoints.close()
         everybody.gather(None, "the end of the run")
         if keeper.stopped:

@@ -198,6 +198,7 @@ def make_scene(
         obstacle=obstacle,
         rollout_obstacle=rollout_obstacle,
         by_speed=selector.order == "measured",
+        offload=selector.offload,
         rollout_meshes=tuple(
             rollout_candidates(num_devices, selector.rollout_meshes, rollout_obstacle, experts)
         ),

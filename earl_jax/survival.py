@@ -8,7 +8,7 @@ selector/ladder.py says what the rungs are; here they are those of a world.
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from earl_jax.calibrate import Calibration
 from earl_jax.rest import HOST_MEMORY, has_host_memory, to_memory
 from earl_jax.rollout.pages import pages_for
-from earl_jax.selector.choose import BudgetTooSmall, Option
+from earl_jax.selector.choose import BudgetTooSmall, Option, size_words
 from earl_jax.selector.ladder import RolloutRung, TrainRung, rollout_rungs, train_rungs
 from earl_jax.selector.memory import resident_bytes, unless_out_of_memory
 from earl_jax.sharding.layout import MeshShape
@@ -32,6 +32,21 @@ PIECES = 8
 
 class StateLost(RuntimeError):
     """A program ran out of memory and took the trainer's state with it; no spare was there."""
+
+
+class ShortAlone(RuntimeError):
+    """One of several processes ran out of memory where the others cannot hear of it.
+
+    It is remembered. Whoever catches it should end the process with `os._exit`, as for `PeerLost`.
+    """
+
+    def __init__(self, who: str, failure: str) -> None:
+        """`who` is the process, `failure` what ran out of memory there, in words."""
+        super().__init__(
+            f"{who}: {failure}. The others may not have, and none goes another way without them: "
+            "the run ends. This is remembered: start it again, and it goes on from its newest "
+            "checkpoint with less"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +80,11 @@ class Ladder:
 
     @functools.cached_property
     def _can_offload(self) -> bool:
-        """Of several processes none does: they would have to agree on what has arrived."""
+        """Of several processes each does so with what its own devices hold."""
         processes, setting = self.world.processes, self.world.config.selector.offload
-        if setting == "off" or processes.count > 1 or processes.disjoint:
+        if setting == "off" or processes.disjoint:
             return False
-        device = processes.train_devices[0]
+        device = next(d for d in processes.train_devices if d.process_index == processes.index)
         return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
 
     def wanted_pages(self, places: int, before: int) -> int:
@@ -110,46 +125,73 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     Raises:
         BudgetTooSmall: one has none; names the smallest budget that would do for all.
     """
-    world, needs = ladder.world, []
+    if budget is None:
+        return
+    world = ladder.world
     least_state = {
         offload: min(ladder.trainer_bytes(mesh, offload) for mesh in world.train_candidates)
         for offload in (False, True)
     }
-    for places in world.config.rollout.context_buckets:
-        down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
-        train_down = _ends(ladder.train_rungs(places))
-        training = (calibration.train_options(places, rung) for rung in train_down)
-        rollout = (
-            calibration.rollout_options(
-                places, least_state[rung.offload], rung.pages, rung.num_slots, offload=rung.offload
+    # The longest first, which takes most: what does not fit there is not asked for elsewhere.
+    for places in reversed(world.config.rollout.context_buckets):
+
+        def on_train_rung(rung: TrainRung, meshes: Container[MeshShape], places: int = places):
+            return calibration.train_options(places, rung, compiled=meshes)
+
+        def on_rollout_rung(rung: RolloutRung, meshes: Container[MeshShape], places: int = places):
+            resident, pages = least_state[rung.offload], rung.pages
+            return calibration.rollout_options(
+                places, resident, pages, rung.num_slots, offload=rung.offload, compiled=meshes
             )
-            for rung in _ends(down)
-        )
-        for stage, options in (("training", training), ("rollout", rollout)):
-            what = f"{stage} with {places} tokens of room per episode"
-            needs.append((_least_need(options, budget), what))
-    need, what = max(needs)
-    if budget is not None and need > budget:
-        raise BudgetTooSmall(
-            f"config.selector.budget_bytes_per_device is {budget}, and no candidate mesh for "
-            f"{what} fits it; the smallest budget that would do is {need}. Raise the budget, "
-            "use more devices, or lower config.rollout.num_slots or the model's size"
-        )
+
+        down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
+        needs = [
+            (_least_need(ladder.train_rungs(places), on_train_rung, budget), "training"),
+            (_least_need(down, on_rollout_rung, budget), "rollout"),
+        ]
+        need, stage = max(needs)
+        if need > budget:
+            raise BudgetTooSmall(
+                f"config.selector.budget_bytes_per_device is {budget}, and no candidate mesh for "
+                f"{stage} with {places} tokens of room per episode fits it; the smallest budget "
+                f"that would do is {need}, {size_words(need - budget)} more. Raise the budget, use "
+                "more devices, or lower config.rollout.num_slots or the model's size"
+            )
 
 
-def _ends(rungs: Sequence[Rung]) -> Sequence[Rung]:
-    """The first rung and the last, which takes least: what fits nowhere is known by these two."""
-    return tuple(dict.fromkeys((rungs[0], rungs[-1])))
+def _least_need(
+    rungs: Sequence[Rung],
+    options_on: Callable[[Rung, Container[MeshShape]], list[Option]],
+    budget: int,
+) -> int:
+    """Bytes of the smallest candidate on the first rung if it fits, or else on that and the last.
 
-
-def _least_need(rungs: Iterator[list[Option]], budget: int | None) -> int:
-    """Bytes of the smallest candidate on the first rung where one fits, or else on any."""
+    By a compiler: `options_on(rung, meshes)` are the options of a rung, those on `meshes` with a
+    compiler's bytes whatever they take. Only the smallest are asked for.
+    """
+    first, last = rungs[0], rungs[-1]
     least = math.inf
-    for options in rungs:
-        least = min([least, *(o.bytes_per_device for o in options if not o.impossible)])
-        if budget is None or least <= budget:
+    for rung in dict.fromkeys((first, last)):
+        if rung != last and all(option.is_computed for option in options_on(rung, ())):
+            # Far too large, and the last takes less.
+            continue
+        least = min(least, _smallest(functools.partial(options_on, rung), least))
+        if least <= budget:
             break
     return int(least) if math.isfinite(least) else 0
+
+
+def _smallest(options_on: Callable[[Container[MeshShape]], list[Option]], most: float) -> float:
+    """Bytes of the smallest of some options, by a compiler; infinite where all take `most`."""
+    compiled: set[MeshShape] = set()
+    while True:
+        options = [option for option in options_on(compiled) if not option.impossible]
+        smallest = min(options, key=lambda option: option.bytes_per_device, default=None)
+        if smallest is None or smallest.bytes_per_device >= most:
+            return math.inf
+        if not smallest.is_computed:
+            return smallest.bytes_per_device
+        compiled.add(smallest.mesh)
 
 
 class Spares:

@@ -70,6 +70,7 @@ class World:
         # What a user should know at the start of a run.
         self.notes: list[str] = []
         self.processes = find_processes(config.devices.num_rollout, config.distributed.timeout_s)
+        self.processes.check_kinds()
         self.own_rollout = self.processes.own_rollout(config.rollout)
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
         self.drafting = Drafting(config.rollout.speculation.mode)

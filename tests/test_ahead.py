@@ -7,14 +7,25 @@ import types
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from test_placement import D4T2, D8, GIVEN, LISTED, LONG, SHORT, STANDING, go_on, live_seat
+from test_placement import (
+    CUBE,
+    D4T2,
+    D8,
+    GIVEN,
+    LISTED,
+    LONG,
+    SHORT,
+    STANDING,
+    go_on,
+    live_seat,
+)
 
 from earl_jax.ahead import CompileAhead, Wanted, wanted_programs
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.placement import Placement
 from earl_jax.rollout.pages import Pool, roomier_pages
-from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
 
@@ -30,8 +41,8 @@ def world():
     return World(make_config(GIVEN | {"selector": selector}))
 
 
-def placed(world, places, pages):
-    table = ThroughputTable.from_dict(None, {"facts": {}, "measurements": {}, "failures": []})
+def placed(world, places, pages, measurements=None):
+    table = ThroughputTable(path=None, measurements=measurements or {})
     placement = Placement(world, Calibration(world, table, lambda text: None))
     placement.restore(STANDING | {"places": places, "pages": pages})
     return placement
@@ -56,10 +67,26 @@ def keys(world, places, history, pages=1):
 
 def test_more_pages_and_the_next_configured_room_are_always_wanted(world):
     """A page holds 16 tokens, and a lane has one slot: the long room is two pages."""
+    longer = [
+        ("grow", D8, 8, SHORT, Pool(8, 1), LONG, Pool(8, 2)),
+        ("play", D8, 8, LONG, Pool(8, 2)),
+    ]
     assert keys(world, SHORT, LoadHistory()) == [
         ("play", D8, 8, SHORT, Pool(8, 1)),
-        ("play", D8, 8, LONG, Pool(8, 2)),
-        ("play", D8, 8, LONG, Pool(8, 2)),
+        *longer,
+        *longer,
+        ("move", D8, CUBE),
+    ]
+
+
+def test_a_mesh_that_cannot_hold_the_next_room_is_not_prepared(world, monkeypatch):
+    """Its training, its rounds, and the way there: what is in use is."""
+    monkeypatch.setattr(world, "budget_bytes", 1000)
+    found = keys(world, LONG, history_of(15, 18, 21, 24), 2)
+    assert [key[:2] for key in found] == [
+        ("play", D8),
+        *[("grow", D8), ("play", D8)] * 2,
+        ("train", D8),
     ]
 
 
@@ -71,11 +98,37 @@ def test_a_room_that_no_config_names_is_wanted_where_contexts_grow_towards_it(wo
     found = keys(world, LONG, history_of(15, 18, 21, 24), 2)
     rung = world.first_train_rung
     assert found[0] == in_use
-    assert {key[:4] for key in found[1:3]} == {("play", D8, 8, 2 * LONG)}
-    assert found[3:] == [
+    assert [key[:4] for key in found[1:5:2]] == [("grow", D8, 8, LONG)] * 2
+    assert [key[:4] for key in found[2:5:2]] == [("play", D8, 8, 2 * LONG)] * 2
+    assert found[5:] == [
+        ("move", D8, CUBE),
         *(("train", mesh, 2 * LONG, rung) for mesh in world.train_candidates),
         *(("measured", mesh, 8, 2 * LONG) for mesh in (D8, D4T2)),
     ]
+
+
+def outgrown(world, monkeypatch):
+    """A placement at SHORT whose next room the budget holds on data=4,tensor=2 alone."""
+    monkeypatch.setattr(world, "budget_bytes", 5_000_000)
+    needs = {(D8, SHORT): 1, (D4T2, SHORT): 1, (D8, LONG): 9_000_000, (D4T2, LONG): 1}
+    table = {
+        ThroughputTable.entry("rollout", mesh, places): Measurement(
+            tokens_per_s=None, program_bytes=size, switch_s=0.0
+        )
+        for (mesh, places), size in needs.items()
+    }
+    return placed(world, SHORT, 1, table)
+
+
+def test_the_way_of_live_episodes_to_where_they_must_go_is_wanted(world, monkeypatch):
+    placement = outgrown(world, monkeypatch)
+    found = [wanted.key for wanted in wanted_programs(world, placement, LoadHistory())]
+    way = [
+        ("move", D8, D4T2, 8, SHORT, Pool(8, 1)),
+        ("grow", D4T2, 8, SHORT, Pool(8, 1), LONG, Pool(8, 2)),
+        ("play", D4T2, 8, LONG, Pool(8, 2)),
+    ]
+    assert found[0] == ("play", D8, 8, SHORT, Pool(8, 1)) and found[1:7] == [*way, *way]
 
 
 @pytest.fixture
@@ -86,9 +139,8 @@ def programs(tmp_path):
     compilation_cache.reset_cache()
     for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
         jax.config.update(name, value)
-    yield lambda: {
-        path.name for kind in ("jit_on_shard-*", "jit_step-*") for path in tmp_path.glob(kind)
-    }
+    kinds = ("jit_on_shard-*", "jit_step-*", "jit_grow-*", "jit_move_all-*")
+    yield lambda: {path.name for kind in kinds for path in tmp_path.glob(kind)}
     compilation_cache.reset_cache()
     for name, value in zip(names, before, strict=True):
         jax.config.update(name, value)
@@ -104,12 +156,30 @@ def test_the_run_finds_what_was_compiled_ahead(world, programs):
         ahead.look(world, placement, history_of(15, 18, 21, 24))
         ahead.settle()
     compiled = programs()
-    # Rounds on both meshes, with every slot's own pages, and updates on both.
-    assert len(compiled - known) == 4
+    # Rounds on both meshes, with every slot's own pages, and updates on both; growth and a move.
+    assert len(compiled - known) == 6
     grown = placement.make_room(seat, LONG + 1, 2, None)
     assert (grown.places, grown.pool) == (2 * LONG, Pool(8, 4))
     assert go_on(grown)[1].count.sum() > 0
     placement.calibration.train_options(2 * LONG)
+    assert programs() == compiled
+    state = world.init_train_state(D8)
+    placement.train_mesh = CUBE
+    placement.move_state(state)
+    assert programs() == compiled
+
+
+@pytest.mark.slow
+def test_live_episodes_find_all_that_takes_them_to_another_mesh(world, programs, monkeypatch):
+    placement = outgrown(world, monkeypatch)
+    seat = live_seat(types.SimpleNamespace(world=world), placement)
+    with CompileAhead(print) as ahead:
+        ahead.look(world, placement, LoadHistory())
+        ahead.settle()
+    compiled = programs()
+    moved = placement.make_room(seat, SHORT + 1, 2, None)
+    assert (moved.engine, moved.places) == (world.engine(D4T2), LONG)
+    assert go_on(moved)[1].count.sum() > 0
     assert programs() == compiled
 
 

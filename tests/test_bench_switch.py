@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.selector_regret import regret, turn_tokens
+from benchmarks.selector_regret import (
+    Pair,
+    least_s,
+    pairs_within,
+    regret,
+    summary,
+    turn_tokens,
+)
 from earl_jax.bench import parse_flags
 
 ROOT = Path(__file__).parent.parent
@@ -17,10 +24,32 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_regret_of_a_choice_by_hand():
     """Rollouts of 3 s, 2 s and 4 s, training of 5 s and 1 s: at best 2 s and 1 s."""
-    rollout_s, train_s = [3.0, 2.0, 4.0], [5.0, 1.0]
-    assert regret(rollout_s, train_s, (1, 1)) == (0.0, (1, 1))
-    assert regret(rollout_s, train_s, (0, 1)) == (pytest.approx(1 / 3), (1, 1))
-    assert regret(rollout_s, train_s, (2, 0)) == (2.0, (1, 1))
+    step_s = {Pair(r, t): a + b for r, a in enumerate((3, 2, 4)) for t, b in enumerate((5, 1))}
+    assert regret(step_s, Pair(1, 1)) == (0.0, (1, 1))
+    assert regret(step_s, Pair(0, 1)) == (pytest.approx(1 / 3), (1, 1))
+    assert regret(step_s, Pair(2, 0)) == (2.0, (1, 1))
+    # Where the best does not fit, the next is: 3 s and 1 s.
+    del step_s[Pair(1, 1)]
+    assert regret(step_s, Pair(2, 1)) == (pytest.approx(1 / 4), (0, 1))
+
+
+def test_pairs_that_the_budget_does_not_hold_are_no_rivals():
+    """Rollouts of 60 and 30 beside trainers that leave 40 and 5, and take 80 and 50."""
+    arguments = [60, 30], [80, 50], [40, 5]
+    assert pairs_within(*arguments, None) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert pairs_within(*arguments, 99) == [(0, 1), (1, 0), (1, 1)]
+    assert pairs_within(*arguments, 79) == [(0, 1), (1, 1)]
+    assert pairs_within(*arguments, 34) == []
+
+
+def test_points_are_counted_and_runs_take_turns():
+    assert summary([0.0, 0.05, 0.08, 0.2]) == (
+        "4 points: 50% at most 5 % slower than the best, 75% at most 10 %, the worst 20.0%"
+    )
+    assert summary([]) == "no point was measured"
+    seen = []
+    seconds = least_s([lambda: seen.append(0), lambda: seen.append(1)], 2)
+    assert seen == [0, 1, 0, 1, 0, 1] and all(0 <= one < 1 for one in seconds)
 
 
 def test_the_loads_of_the_regret():
@@ -60,4 +89,7 @@ def test_switches_of_a_tiny_model(tmp_path):
     assert rows[0]["moved MiB"] == 0 and rows[0]["to"] == "data=1,fsdp=8"
     live = rows[3]
     assert live["moved MiB"] > 0 and live["times a copy"] > 0
-    assert all(row["stalled ms"] > 0 for row in rows)
+    assert live["plan ms"] > 0 and live["tables ms"] > 0 and rows[0]["tables ms"] is None
+    for row in rows:
+        assert row["stalled ms"] > 0 and row["host ms"] > 0
+        assert row["times writing"] == pytest.approx(row["stalled ms"] / row["writing ms"])

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -138,6 +139,25 @@ def test_episodes_are_cut_over_the_processes_that_play():
     assert apart[1].own_mesh(MeshShape(data=2, tensor=2)) == MeshShape(data=1, tensor=2)
     share = apart[0].own_rollout(RolloutConfig(num_slots=8, episodes_per_step=16))
     assert (share.num_slots, share.episodes_per_step) == (4, 8)
+
+
+def test_a_stage_has_devices_of_one_kind():
+    fast, slow = (
+        tuple(types.SimpleNamespace(process_index=0, device_kind=kind) for _ in range(2))
+        for kind in ("NVIDIA H100", "NVIDIA A100")
+    )
+
+    def check(playing, training):
+        Processes(
+            index=0, count=1, rollout_devices=playing, train_devices=training, timeout_s=1.0
+        ).check_kinds()
+
+    check(fast, fast)
+    check(fast, slow)
+    with pytest.raises(ValueError, match="that play are of different kinds: 2 x NVIDIA H100, 2 x"):
+        check((*fast, *slow), (*fast, *slow))
+    with pytest.raises(ValueError, match=r"that train are .*CUDA_VISIBLE_DEVICES.*num_rollout"):
+        check(fast, (*fast, *slow))
 
 
 def test_the_groups_of_one_process():

@@ -3,6 +3,7 @@
 """Measured, chosen, moved: a tiny model on eight devices, with two meshes for each stage."""
 
 import dataclasses
+import io
 import json
 import types
 
@@ -13,15 +14,19 @@ from caches import rows_of
 
 from earl_jax.calibrate import Calibration, open_table
 from earl_jax.config_file import make_config
+from earl_jax.estimates import rollout_estimate, train_estimate
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import pack_orders
 from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.run import _new_placement
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.progress import Progress
 from earl_jax.world import World
 
 D8 = MeshShape(data=8)
@@ -137,6 +142,11 @@ def test_each_candidate_is_measured_once_at_each_room_and_said(tiny):
         for places in (SHORT, LONG):
             entry = measured(tiny, mesh, places)
             assert entry.tokens_per_s > 0 and entry.switch_s > 0
+            # Nothing that could fit is refused without a compiler.
+            pages = tiny.world.pool_for(places).pages
+            estimate = rollout_estimate(tiny.world, mesh, places, RolloutRung(8, pages))
+            assert estimate.given < entry.program_bytes
+            assert not estimate.surely_exceeds(entry.program_bytes)
 
 
 def test_the_bytes_of_a_longer_room_hold_its_cache_and_its_rows(tiny):
@@ -165,6 +175,20 @@ def test_the_next_run_measures_nothing_and_decides_alike(tiny, place):
         first.choose_rollout(tokens, None) for tokens in (10, 20)
     ]
     assert said == []
+
+
+def test_a_run_says_that_a_damaged_table_is_measured_again(tiny):
+    table, _ = open_table(tiny.world)
+    whole = table.path.read_bytes()
+    shown = io.StringIO()
+    try:
+        table.path.write_bytes(whole[: len(whole) // 2])
+        with Progress(1, shown) as progress:
+            placement = _new_placement(tiny.world, progress)
+    finally:
+        table.path.write_bytes(whole)
+    assert dict(placement.calibration.table.measurements) == {}
+    assert str(table.path) in shown.getvalue() and "measuring again" in shown.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -210,6 +234,8 @@ def test_training_is_measured_where_no_entry_is_and_chosen_from_all(tiny, monkey
     gradients = (state - 8) // 3
     assert found.program_bytes >= state + batch + gradients
     assert decision.bytes_per_device == found.program_bytes
+    estimate = train_estimate(tiny.world, D8, SHORT, TrainRung(1, False))
+    assert estimate.given == state - 8 and not estimate.surely_exceeds(found.program_bytes)
     monkeypatch.setattr(tiny.world, "budget_bytes", found.program_bytes - 1)
     smaller = Placement(tiny.world, calibration)
     smaller.train_mesh = D8

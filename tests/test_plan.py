@@ -18,6 +18,7 @@ from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.scene import make_scene, model_sizes
 from earl_jax.selector.choose import Settings
+from earl_jax.selector.enough import smallest_hardware
 from earl_jax.selector.footprint import (
     Workload,
     cache_token_bytes,
@@ -52,8 +53,9 @@ from earl_jax.selector.schedule import (
     Prospect,
     calibrated,
     make_schedule,
-    smallest_hardware,
+    rollout_prospect,
 )
+from earl_jax.selector.schedule_text import schedule_lines, schedule_values
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout
 from earl_jax.sharding.topology import CHIPS, make_topology
@@ -465,6 +467,45 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_do():
     assert enough["h100"] > 8
     # With all of its memory one chip is more than enough for so small a model.
     assert enough["v5p"] == 1
+
+
+def test_the_moments_leave_where_no_rollout_fits_beside_them():
+    """By a byte too little for the whole trainer; as long as there is room they stay."""
+    held = ["selector.rollout_meshes=('data=8',)", "selector.train_meshes=('data=1,fsdp=8',)"]
+    deep = ["model.num_layers=32", "model.width=256", "model.ffn_size=1024"]
+    scene, mesh = scene_of("h100:1x8", *held, *deep), MeshShape(data=8)
+    both = weights, moments = trainer_bytes(scene.sizes, MeshShape(fsdp=8))
+    assert moments == 2 * weights
+
+    def with_budget(budget, **changes):
+        settings = dataclasses.replace(scene.settings, budget_bytes=budget)
+        return dataclasses.replace(scene, settings=settings, **changes)
+
+    need = rollout_prospect(with_budget(1), mesh, 512, both).footprint.total
+    tight = with_budget(need - 1)
+    short, long = (stop.rollout.chosen for stop in make_schedule(tight, [64, 512]))
+    assert (short.offload, short.footprint.trainer) == (False, weights + moments)
+    assert (long.offload, long.footprint.trainer) == (True, weights)
+    assert short.moments == long.moments == moments
+    enough = make_schedule(with_budget(need), [512])[0].rollout.chosen
+    assert not enough.offload
+    # Nor where the config says so, or devices have no memory of their own.
+    off = make_schedule(with_budget(need - 1, offload="off"), [512])[0]
+    assert not off.fits and off.rollout.shortfall_bytes == 1
+    assert not scene_of("cpu:8", *held).can_offload
+    assert scene_of("cpu:8", *held, "selector.offload=on").can_offload
+
+    # It is said what would be free, what is, and what the way there and back takes.
+    schedule, contexts = make_schedule(tight, [64, 512]), {64: 64, 512: 512}
+    text = "\n".join(schedule_lines(tight, schedule, contexts))
+    assert "of each device, may stay, and could wait in host memory" in text
+    assert "of each device, wait in host memory (" in text
+    assert "beyond 64 tokens: rollout data=8 (the moments in host memory)" in text
+    values = schedule_values(tight, schedule, contexts)["contexts"]
+    (first,), (then,) = (context["rollout"]["meshes"] for context in values)
+    assert (first["moments_bytes"], first["moments_on_host"]) == (moments, False)
+    assert (then["moments_bytes"], then["moments_on_host"]) == (moments, True)
+    assert then["moments_s"] == pytest.approx(2 * moments / 64e9)
 
 
 def test_a_compiler_is_asked_for_what_would_be_chosen_until_that_was_asked():

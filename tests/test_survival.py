@@ -4,11 +4,13 @@
 
 import dataclasses
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import Processes
 
 from earl_jax import survival
 from earl_jax.calibrate import Calibration
@@ -17,7 +19,7 @@ from earl_jax.joint import to_checkpoint
 from earl_jax.learning import update
 from earl_jax.loop import Position, rl_step
 from earl_jax.placement import Placement
-from earl_jax.rest import is_at_rest
+from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.ladder import (
     Failure,
@@ -30,8 +32,9 @@ from earl_jax.selector.ladder import (
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import place
 from earl_jax.sharding.reshard import reshard
-from earl_jax.survival import StateLost
+from earl_jax.survival import ShortAlone, StateLost
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import batch_shapes
 from earl_jax.world import World
@@ -81,11 +84,11 @@ def hungry(donated):
     return jax.jit(run, donate_argnums=donated)
 
 
-def known_table():
+def known_table(trainers=(D8, CUBE), players=(D8, D4T2)):
     """A byte for every candidate on every rung: nothing is compiled to find out."""
     rungs = ["", *(f"micro_batches={n},remat=True" for n in (1, 2, 4, 8, 16))]
-    entries = [("train", mesh, rung) for mesh in (D8, CUBE) for rung in rungs]
-    entries += [("rollout", mesh, rung) for mesh in (D8, D4T2) for rung in ("", "slots=8")]
+    entries = [("train", mesh, rung) for mesh in trainers for rung in rungs]
+    entries += [("rollout", mesh, rung) for mesh in players for rung in ("", "slots=8")]
     found = Measurement(tokens_per_s=None, program_bytes=1, switch_s=0.0)
     return ThroughputTable(
         path=None,
@@ -351,6 +354,72 @@ def test_a_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, r
         assert [t.token_ids for t in played.turns] == [t.token_ids for t in wanted.turns]
         assert (played.reward, played.stop_reason) == (wanted.reward, wanted.stop_reason)
     assert record.updates[0].loss == pytest.approx(expected.updates[0].loss, abs=1e-4)
+
+
+# Of several processes.
+
+
+def short_in_one_and_then_in_both() -> dict[str, Any]:
+    """One of two processes: the moments to the host and back, a step, and an update that fails."""
+    four, cut = MeshShape(data=4), MeshShape(data=2, tensor=2)
+    selector = {
+        "rollout_meshes": (str(four), str(cut)),
+        "train_meshes": (str(four),),
+        "order": "listed",
+        "offload": "on",
+    }
+    world = World(make_config(GIVEN | {"selector": selector}))
+    calibration = Calibration(world, known_table([four], [four, cut]), lambda _: None)
+    placement = Placement(world, calibration)
+    placement.choose_step(PLACES, None)
+    state = world.init_train_state(four)
+
+    def own(tree):
+        return [np.array(s.data) for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
+
+    before = own(state)
+    rested = to_rest(state)
+    was_at_rest = is_at_rest(rested)
+    state = from_rest(rested)
+    kept = all(map(np.array_equal, before, own(state)))
+    if not world.processes.is_first:
+        # Nothing is guessed in this run.
+        world.engine(four)._play_plain = hungry(donated=1)
+    position = Position(step=0, state=state, history=LoadHistory())
+    position, record = rl_step(world, placement, position)
+    failures = placement.take_log().failures
+    world.train_step = lambda *_: hungry(donated=0)
+    batch = jax.tree.map(
+        lambda shape: place(np.ones(shape.shape, shape.dtype), shape.sharding),
+        batch_shapes(16, PLACES, world.train_layout(four)),
+    )
+    with pytest.raises(ShortAlone) as alone:
+        update(world, placement, position.state, batch, CONTROLS, "policy_gradient")
+    return {
+        "kept": was_at_rest and not is_at_rest(state) and kept,
+        "mesh": record.rollout_mesh,
+        "rewards": [outcome.reward for outcome in record.outcomes],
+        "failures": failures,
+        "alone": str(alone.value),
+        "remembered": [str(failure) for failure in calibration.table.failures],
+    }
+
+
+@pytest.mark.slow
+def test_processes_are_short_together_in_a_rollout_and_end_where_they_cannot_agree():
+    one, other = Processes(2, 2, "test_survival:short_in_one_and_then_in_both").results(250)
+    assert one["kept"] and other["kept"]
+    # Only the second had no memory; both played all again on the other mesh, and know why.
+    assert one["mesh"] == other["mesh"] == "data=2,tensor=2"
+    assert one["rewards"] == other["rewards"] and len(one["rewards"]) == 16
+    (words,) = one["failures"]
+    assert other["failures"] == [words]
+    assert words.startswith("rollout on data=4 ran out of memory with 8 slots")
+    # An update is all processes' program: each that fails ends, and says it to its next start.
+    for number, told in enumerate((one, other)):
+        assert told["alone"].startswith(f"process {number} of 2: train on data=4 ran out of memory")
+        assert "start it again, and it goes on from its newest checkpoint" in told["alone"]
+        assert len(told["remembered"]) == 2
 
 
 @pytest.mark.slow

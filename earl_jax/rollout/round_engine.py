@@ -255,6 +255,15 @@ class RoundEngine:
         """Rows of a decode step on one row shard."""
         return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
 
+    def lower_grow(self, places: int, old: Pool, room: int, new: Pool) -> Any:
+        """`grow` from `places` to `room`, lowered from shapes alone."""
+        state = jax.tree.map(
+            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
+            self.state_shapes(places, old),
+            self.state_shardings,
+        )
+        return self._grow.lower(state, room, old, new)
+
     def lower_play(self, places: int, pool: Pool | None = None) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""
 

@@ -29,7 +29,7 @@ class Option:
     `tokens_per_s` was measured; None where the run goes by the order of its list of meshes.
     `move_s` is what going there takes: the policy's weights to a rollout mesh, all that the trainer
     holds to a training mesh. `impossible` says why it is no candidate whatever the budget, "" where
-    it is one.
+    it is one. With `is_computed` the bytes are not a compiler's: they are far above the budget.
     """
 
     mesh: MeshShape
@@ -37,6 +37,7 @@ class Option:
     tokens_per_s: float | None
     move_s: float = 0.0
     impossible: str = ""
+    is_computed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +151,8 @@ def obstacle(option: Option, settings: Settings) -> str:
     if budget is None or option.bytes_per_device <= budget:
         return ""
     needs, has = size_words(option.bytes_per_device), size_words(budget)
-    return f"needs {needs} of a budget of {has} per device"
+    about = "about " if option.is_computed else ""
+    return f"needs {about}{needs} of a budget of {has} per device"
 
 
 def _too_small(stage: str, options: Sequence[Option], places: int, settings: Settings) -> str:
@@ -165,12 +167,18 @@ def _too_small(stage: str, options: Sequence[Option], places: int, settings: Set
             "devices, or lower config.rollout.num_slots or the model's size"
         )
     least = min(possible, key=lambda option: option.bytes_per_device)
+    about = "about " if least.is_computed else ""
     return (
         f"config.selector.budget_bytes_per_device is {settings.budget_bytes}, and no mesh for "
-        f"{what}; the smallest budget that would do is {least.bytes_per_device} (mesh "
-        f"{least.mesh}). Raise the budget, use more devices, or lower config.rollout.num_slots or "
-        "the model's size"
+        f"{what}; the smallest budget that would do is {about}{least.bytes_per_device} (mesh "
+        f"{least.mesh}), {more_words(least.bytes_per_device, settings)}. Raise the budget, use "
+        "more devices, or lower config.rollout.num_slots or the model's size"
     )
+
+
+def more_words(need: int, settings: Settings) -> str:
+    """By how much a budget is too small, in words: "1.50 GiB more"."""
+    return f"{size_words(need - (settings.budget_bytes or 0))} more"
 
 
 def more_than(needs: Sequence[int]) -> str:

@@ -28,7 +28,8 @@ class SelectorConfig:
     and two of them can be compared bit for bit.
 
     `offload` "on" lets the optimizer's moments wait in the host's memory while episodes are played,
-    where these need the room; "auto" does so on devices with a memory of their own.
+    where these need the room; "auto" does so on devices with a memory of their own. Of several
+    hosts each keeps those of its own devices.
 
     With `compile_ahead` "on" a thread compiles what longer contexts will need next while steps run;
     "auto" does so where the devices are not the processor that compiles.

@@ -31,7 +31,7 @@ class Hardware:
     `memory_bytes` is a device's memory, of which programs get `usable_fraction`. Collectives within
     `devices_a_host` (GPUs), or anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at
     `network_bytes_per_s`; each takes `start_s`, and `hop_s` or `network_hop_s` for every step of
-    the ring.
+    the ring. `host_bytes_per_s` of a device go to its host's memory, in one direction.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Hardware:
     start_s: float
     hop_s: float
     network_hop_s: float
+    host_bytes_per_s: float
     host_memory_bytes: int
 
     @property
@@ -83,6 +84,7 @@ _CPU = Hardware(
     start_s=5e-5,
     hop_s=1e-5,
     network_hop_s=1e-4,
+    host_bytes_per_s=2e9,
     host_memory_bytes=16 * _GB,
 )
 
@@ -137,5 +139,6 @@ def hardware_of(topology: Topology) -> Hardware:
         start_s=6.6e-6 if gpu else 1e-6,
         hop_s=0.6e-6 if gpu else 1e-6,
         network_hop_s=2.7e-6 if gpu else 1e-6,
+        host_bytes_per_s=chip.host_bytes_per_s,
         host_memory_bytes=_HOST_MEMORY_BYTES[chip.name],
     )

@@ -34,14 +34,14 @@ def resident_bytes(shapes: Any, shardings: Any) -> int:
 
 
 def device_budget(setting: int) -> int | None:
-    """The bytes that a stage may take of a device: the setting, else the device's limit, else None.
+    """The bytes that a stage may take of a device: the setting, else the least that one has.
 
     None means that nobody set a limit: the CPU reports none.
     """
     if setting:
         return setting
-    stats = jax.local_devices()[0].memory_stats()
-    return int(stats["bytes_limit"]) if stats and "bytes_limit" in stats else None
+    each = [device.memory_stats() or {} for device in jax.local_devices()]
+    return min((int(one["bytes_limit"]) for one in each if "bytes_limit" in one), default=None)
 
 
 def is_out_of_memory(error: Exception) -> bool:

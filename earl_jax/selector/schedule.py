@@ -7,15 +7,9 @@ The rules are those of a run (`choose`); bytes and speeds are predicted instead 
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
-from earl_jax.selector.candidates import (
-    Check,
-    context_candidates,
-    for_rows,
-    rollout_candidates,
-    rollout_context_candidates,
-    train_candidates,
-)
+from earl_jax.selector.candidates import Check, for_rows
 from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
 from earl_jax.selector.footprint import (
     Footprint,
@@ -27,15 +21,11 @@ from earl_jax.selector.footprint import (
     train_footprint,
     trainer_bytes,
 )
-from earl_jax.selector.hardware import Hardware, hardware_of
+from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.ladder import TrainRung, train_rungs
 from earl_jax.selector.roofline import calibration, decode_s, rollout_tokens_per_s, train_s
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.topology import CHIPS, Topology
-
-# Beyond that no number of chips is tried.
-MOST_DEVICES = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +36,8 @@ class Scene:
     rollout. `context_meshes` are candidates for the training of long rows only, beside
     `train_meshes` (see `for_rows`), `rollout_context_meshes` for rollouts of such. Without
     `by_speed` meshes are taken in the order that they are listed in (config.selector.order).
-    `factors` are measured speeds by computed ones, of a stage; 1 where there is none.
+    `factors` are measured speeds by computed ones, of a stage; 1 where there is none. `offload` is
+    that of the config.
     """
 
     hardware: Hardware
@@ -61,6 +52,13 @@ class Scene:
     context_meshes: tuple[MeshShape, ...] = ()
     rollout_context_meshes: tuple[MeshShape, ...] = ()
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    offload: Literal["auto", "on", "off"] = "off"
+
+    @property
+    def can_offload(self) -> bool:
+        """Whether the optimizer's moments may wait in host memory while episodes are played."""
+        chips = self.hardware.platform != "cpu"
+        return self.offload == "on" or self.offload == "auto" and chips
 
     def train_meshes_for(self, places: int) -> list[MeshShape]:
         """The candidates for the training of rows of so many tokens."""
@@ -83,7 +81,8 @@ class Prospect:
 
     `rung` is how an update would go about its batch, None of a rollout. `seconds` are those of an
     update, or of a decode step of all slots that run at once: `rows_at_once` of each row shard, 0
-    in training. `exact` bytes are a compiler's.
+    in training. `moments` are the trainer's bytes that a rollout has no need of; with `offload`
+    they are in host memory meanwhile. `exact` bytes are a compiler's.
     """
 
     stage: str
@@ -94,6 +93,8 @@ class Prospect:
     seconds: float
     rows_at_once: int = 0
     rung: TrainRung | None = None
+    moments: int = 0
+    offload: bool = False
     exact: bool = False
 
     def option(self, by_speed: bool) -> Option:
@@ -159,15 +160,31 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
             schedule.append(Stop(places=places, train=train, rollout=None))
             continue
         train_mesh = train.chosen.mesh
-        resident = sum(trainer_bytes(scene.sizes, train_mesh))
-        prospects = [
-            _rollout_prospect(scene, mesh, places, resident)
-            for mesh in scene.rollout_meshes_for(places)
-        ]
-        rollout = _choose(scene, prospects, rollout_mesh, exactly)
+        rollout = _choose_rollout(scene, places, train_mesh, rollout_mesh, exactly)
         rollout_mesh = rollout.chosen.mesh if rollout.chosen else rollout_mesh
         schedule.append(Stop(places=places, train=train, rollout=rollout))
     return schedule
+
+
+def _choose_rollout(
+    scene: Scene,
+    places: int,
+    trainer: MeshShape,
+    current: MeshShape | None,
+    exactly: Exactly | None,
+) -> Choice:
+    """Beside the whole trainer; where no mesh fits so, with its moments out of the way."""
+    choice = None
+    for offload in (False, True) if scene.can_offload else (False,):
+        prospects = [
+            rollout_prospect(scene, mesh, places, trainer_bytes(scene.sizes, trainer), offload)
+            for mesh in scene.rollout_meshes_for(places)
+        ]
+        choice = _choose(scene, prospects, current, exactly)
+        if choice.chosen:
+            break
+    assert choice is not None
+    return choice
 
 
 def _choose_training(
@@ -176,10 +193,8 @@ def _choose_training(
     """On the first rung where a mesh fits; where none does, the choice that is nearest to it."""
     choices = []
     for rung in _rungs(scene):
-        lower = _on_rung(scene, rung)
-        prospects = [
-            _train_prospect(lower, mesh, places) for mesh in lower.train_meshes_for(places)
-        ]
+        lower = on_rung(scene, rung)
+        prospects = [train_prospect(lower, mesh, places) for mesh in lower.train_meshes_for(places)]
         if not prospects:
             continue
         choices.append(_choose(lower, prospects, current, exactly))
@@ -193,7 +208,7 @@ def _rungs(scene: Scene) -> list[TrainRung]:
     return train_rungs(scene.work.num_rows, scene.work.micro_batches, scene.work.remat)
 
 
-def _on_rung(scene: Scene, rung: TrainRung) -> Scene:
+def on_rung(scene: Scene, rung: TrainRung) -> Scene:
     """The scene with updates on this rung, and the meshes over which their rows divide."""
     rows = scene.work.num_rows // rung.micro_batches
 
@@ -223,15 +238,16 @@ def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
         if speed is None or rung or shape not in meshes:
             continue
         if stage == "train":
-            found = _train_prospect(scene, shape, int(places))
+            found = train_prospect(scene, shape, int(places))
         else:
-            found = _rollout_prospect(scene, shape, int(places), 0)
+            found = rollout_prospect(scene, shape, int(places), (0, 0))
         pairs[stage].append((speed, found.tokens_per_s))
     factors = {stage: calibration(found) for stage, found in pairs.items() if found}
     return dataclasses.replace(scene, factors=factors)
 
 
-def _train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
+def train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
+    """An update on rows of so many tokens, as the scene's work says."""
     seconds = train_s(scene.hardware, scene.sizes, scene.work, mesh, places).total
     seconds /= scene.factors.get("train", 1.0)
     return Prospect(
@@ -245,9 +261,16 @@ def _train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
     )
 
 
-def _rollout_prospect(scene: Scene, mesh: MeshShape, places: int, resident: int) -> Prospect:
-    """With pages for as many rows at once as the budget holds, for one a device at least."""
+def rollout_prospect(
+    scene: Scene, mesh: MeshShape, places: int, trainer: tuple[int, int], offload: bool = False
+) -> Prospect:
+    """With pages for as many rows at once as the budget holds, for one a device at least.
+
+    `trainer` are the bytes per device of its parameters and of its moments.
+    """
     hardware, sizes, work = scene.hardware, scene.sizes, scene.work
+    kept, moments = trainer
+    resident = kept if offload else kept + moments
     a_row_shard = hardware.num_devices // mesh.data
     rows = work.num_slots // mesh.data
     least = min(rows, a_row_shard)
@@ -266,6 +289,8 @@ def _rollout_prospect(scene: Scene, mesh: MeshShape, places: int, resident: int)
         tokens_per_s=factor * rollout_tokens_per_s(hardware, sizes, work, mesh, places, at_once),
         seconds=step.total / factor,
         rows_at_once=at_once,
+        moments=moments,
+        offload=offload,
     )
 
 
@@ -317,66 +342,3 @@ def _switch_s(scene: Scene, stage: str) -> float:
     rate = hardware.link_bytes_per_s if hardware.num_hosts == 1 else hardware.network_bytes_per_s
     moments = 3 if stage == "train" else 1
     return moments * whole / hardware.num_devices / rate
-
-
-def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
-    """How many chips of each kind would hold both stages at this room; the scene's kind first.
-
-    Powers of two up to MOST_DEVICES, with as many slots and episodes as the scene has, or one of
-    each a device where that is more. Any mesh that cuts the model evenly counts.
-    """
-    chips = [name for name in CHIPS if name != scene.hardware.chip]
-    first = [scene.hardware]
-    if scene.hardware.chip not in CHIPS:
-        first = []
-    kinds = first + [hardware_of(Topology(chip=CHIPS[c], grid=(1,) * CHIPS[c].axes)) for c in chips]
-    found = []
-    for kind in kinds:
-        number = 1
-        while number <= MOST_DEVICES:
-            if _holds(scene, kind.with_devices(number), places):
-                found.append((kind.chip, number))
-                break
-            number *= 2
-    return found
-
-
-def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
-    """Whether some mesh of this hardware holds each stage, on the lowest rung of training."""
-    work, number = scene.work, hardware.num_devices
-    rows = _up(work.num_rows, number)
-    work = dataclasses.replace(work, num_slots=_up(work.num_slots, number), num_rows=rows)
-    same = hardware.chip == scene.hardware.chip
-    budget = scene.budget_bytes if same else hardware.usable_bytes
-    scene = dataclasses.replace(
-        scene,
-        hardware=hardware,
-        work=work,
-        settings=dataclasses.replace(scene.settings, budget_bytes=budget),
-    )
-    experts = scene.sizes.num_experts
-    try:
-        trainers = train_candidates(number, (), scene.obstacle, experts)
-        trainers += for_rows(context_candidates(number, scene.obstacle, experts), places)
-        players = rollout_candidates(number, (), scene.rollout_obstacle, experts)
-        cut = rollout_context_candidates(number, scene.rollout_obstacle, experts)
-        players += for_rows(cut, places)
-    except ValueError:
-        # So many devices cut the model unevenly in every way.
-        return False
-
-    def update_bytes(mesh: MeshShape) -> int:
-        a_row_each = TrainRung(rows // (mesh.data * mesh.fsdp * mesh.expert), True)
-        return _train_prospect(_on_rung(scene, a_row_each), mesh, places).footprint.total
-
-    resident = [
-        sum(trainer_bytes(scene.sizes, mesh)) for mesh in trainers if update_bytes(mesh) <= budget
-    ]
-    return bool(resident) and any(
-        _rollout_prospect(scene, mesh, places, min(resident)).footprint.total <= budget
-        for mesh in players
-    )
-
-
-def _up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

@@ -86,7 +86,7 @@ def schedule_lines(
     yield from _table(scene, {c: stops[room].rollout for c, room in contexts.items()}, "rollout")
     yield ""
     yield "schedule:"
-    yield from _changes(schedule)
+    yield from _changes(scene, schedule)
 
 
 def _table(scene: Scene, choices: Mapping[int, Choice | None], stage: str) -> Iterator[str]:
@@ -107,12 +107,31 @@ def _table(scene: Scene, choices: Mapping[int, Choice | None], stage: str) -> It
     yield from notes
 
 
+def _moments_words(scene: Scene, prospect: Prospect) -> str:
+    """Where the optimizer's moments are during a rollout, and what it takes or would free."""
+    each = f"the optimizer's moments, {bytes_text(prospect.moments)} of each device"
+    if prospect.offload:
+        return f"{each}, wait in host memory ({_to_and_fro_s(scene, prospect):,.2f} s a step); "
+    if scene.can_offload:
+        return f"{each}, may stay, and could wait in host memory; "
+    return ""
+
+
+def _to_and_fro_s(scene: Scene, prospect: Prospect) -> float:
+    """Seconds a step in which the moments go to the host's memory and come back."""
+    return 2 * prospect.moments / scene.hardware.host_bytes_per_s
+
+
 def _rung_words(scene: Scene, choice: Choice) -> str:
-    """How an update goes about its batch, where that is not what the config says."""
-    rung = (choice.chosen or choice.least).rung
-    if rung is None or rung == (scene.work.micro_batches, scene.work.remat):
-        return ""
-    return f"in {rung.micro_batches} micro-batches{' with remat' if rung.remat else ''}; "
+    """How an update goes about its batch, where that is not what the config says.
+
+    Of a rollout, where the moments are.
+    """
+    prospect = choice.chosen or choice.least
+    if prospect.stage == "rollout":
+        return _moments_words(scene, prospect)
+    way = _train_way(scene, prospect)
+    return f"{way}; " if way else ""
 
 
 def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
@@ -163,7 +182,7 @@ def _others(scene: Scene, choice: Choice) -> str:
     return words
 
 
-def _changes(schedule: Sequence[Stop]) -> Iterator[str]:
+def _changes(scene: Scene, schedule: Sequence[Stop]) -> Iterator[str]:
     """A line where it begins, where a stage changes its mesh, and where it ends."""
     before = None
     for stop in schedule:
@@ -172,16 +191,41 @@ def _changes(schedule: Sequence[Stop]) -> Iterator[str]:
             yield f"  ends at {last}: room for {stop.places:,} fits no mesh of this hardware"
             return
         meshes = {"rollout": _mesh(stop.rollout), "train": _mesh(stop.train)}
+        ways = _ways(scene, stop)
         if before is None:
-            yield f"  from the start: rollout {meshes['rollout']}, train {meshes['train']}"
+            words = [f"{stage} {mesh}{_way(ways[stage])}" for stage, mesh in meshes.items()]
+            yield f"  from the start: {', '.join(words)}"
         else:
             old = {"rollout": _mesh(before.rollout), "train": _mesh(before.train)}
             for stage, mesh in meshes.items():
+                change = f"  beyond {before.places:,} tokens: {stage} {old[stage]}"
                 if mesh != old[stage]:
-                    yield f"  beyond {before.places:,} tokens: {stage} {old[stage]} -> {mesh}"
+                    yield f"{change} -> {mesh}{_way(ways[stage])}"
+                elif ways[stage] != _ways(scene, before)[stage]:
+                    yield f"{change}{_way(ways[stage] or 'as the config says')}"
         before = stop
     if before is not None:
         yield f"  and so to {before.places:,} tokens an episode"
+
+
+def _ways(scene: Scene, stop: Stop) -> dict[str, str]:
+    """On which rung each stage is, in words; "" where it is as the config says."""
+    rollout = stop.rollout and stop.rollout.chosen
+    return {
+        "rollout": "the moments in host memory" if rollout and rollout.offload else "",
+        "train": _train_way(scene, stop.train.chosen),
+    }
+
+
+def _train_way(scene: Scene, prospect: Prospect | None) -> str:
+    rung = prospect.rung if prospect else None
+    if rung is None or rung == (scene.work.micro_batches, scene.work.remat):
+        return ""
+    return f"in {rung.micro_batches} micro-batches{' with remat' if rung.remat else ''}"
+
+
+def _way(words: str) -> str:
+    return f" ({words})" if words else ""
 
 
 def _mesh(choice: Choice | None) -> MeshShape | None:
@@ -247,4 +291,6 @@ def _prospect_values(scene: Scene, prospect: Prospect) -> dict[str, Any]:
     }
     if prospect.rung:
         return values | {"update_s": prospect.seconds} | prospect.rung._asdict()
-    return values | {"token_s": prospect.seconds, "rows_at_once": prospect.rows_at_once}
+    values |= {"token_s": prospect.seconds, "rows_at_once": prospect.rows_at_once}
+    values |= {"moments_bytes": prospect.moments, "moments_on_host": prospect.offload}
+    return values | ({"moments_s": _to_and_fro_s(scene, prospect)} if prospect.offload else {})

@@ -21,6 +21,7 @@ from earl_jax.selector.choose import (
     Settings,
     context_words,
     more_than,
+    more_words,
     obstacle,
     option_words,
     size_words,
@@ -381,9 +382,10 @@ def _too_small(
         )
     need, rollout, train = min(needs, key=lambda entry: entry[0])
     also = f" (and {'; '.join(failed)})" if failed else ""
+    about = "about " if rollout.is_computed or train.is_computed else ""
     return (
         f"config.selector.budget_bytes_per_device is {settings.budget_bytes}, and no meshes for "
         f"rollout and training fit it with {room}{also}; the smallest budget that would do is "
-        f"{need} ({Pair(rollout.mesh, train.mesh)}). Raise the budget, use more devices, or lower "
-        "config.rollout.num_slots or the model's size"
+        f"{about}{need} ({Pair(rollout.mesh, train.mesh)}), {more_words(need, settings)}. Raise "
+        "the budget, use more devices, or lower config.rollout.num_slots or the model's size"
     )

@@ -28,6 +28,7 @@ def wait_for(tree: Any, *, what: str, timeout_s: float) -> None:
 
     Raises:
         PeerLost: the transfer failed, or took longer.
+        JaxRuntimeError: this process's devices ran out of memory.
     """
     # Part by part: where a collective fails on one device, others may wait for that one for ever.
     parts = [shard.data for array in jax.tree.leaves(tree) for shard in array.addressable_shards]
@@ -46,6 +47,9 @@ def wait_for(tree: Any, *, what: str, timeout_s: float) -> None:
             if parts:
                 time.sleep(_POLL_S)
     except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            # Of this process's devices; no fellow is to blame.
+            raise
         raise failed(what, error) from error
 
 

@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The smallest hardware that would do for what fits no mesh of that which is planned for. Pure."""
+
+import dataclasses
+
+from earl_jax.selector.candidates import (
+    context_candidates,
+    for_rows,
+    rollout_candidates,
+    rollout_context_candidates,
+    train_candidates,
+)
+from earl_jax.selector.footprint import trainer_bytes
+from earl_jax.selector.hardware import Hardware, hardware_of
+from earl_jax.selector.ladder import TrainRung
+from earl_jax.selector.schedule import Scene, on_rung, rollout_prospect, train_prospect
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.topology import CHIPS, Topology
+
+# Beyond that no number of chips is tried.
+MOST_DEVICES = 8192
+
+
+def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
+    """How many chips of each kind would hold both stages at this room; the scene's kind first.
+
+    Powers of two up to MOST_DEVICES, with as many slots and episodes as the scene has, or one of
+    each a device where that is more. Any mesh that cuts the model evenly counts, on the last rung.
+    """
+    chips = [name for name in CHIPS if name != scene.hardware.chip]
+    first = [scene.hardware]
+    if scene.hardware.chip not in CHIPS:
+        first = []
+    kinds = first + [hardware_of(Topology(chip=CHIPS[c], grid=(1,) * CHIPS[c].axes)) for c in chips]
+    found = []
+    for kind in kinds:
+        number = 1
+        while number <= MOST_DEVICES:
+            if _holds(scene, kind.with_devices(number), places):
+                found.append((kind.chip, number))
+                break
+            number *= 2
+    return found
+
+
+def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
+    """Whether some mesh of this hardware holds each stage, on the lowest rung of training."""
+    work, number = scene.work, hardware.num_devices
+    rows = _up(work.num_rows, number)
+    work = dataclasses.replace(work, num_slots=_up(work.num_slots, number), num_rows=rows)
+    same = hardware.chip == scene.hardware.chip
+    budget = scene.budget_bytes if same else hardware.usable_bytes
+    scene = dataclasses.replace(
+        scene,
+        hardware=hardware,
+        work=work,
+        settings=dataclasses.replace(scene.settings, budget_bytes=budget),
+    )
+    experts = scene.sizes.num_experts
+    try:
+        trainers = train_candidates(number, (), scene.obstacle, experts)
+        trainers += for_rows(context_candidates(number, scene.obstacle, experts), places)
+        players = rollout_candidates(number, (), scene.rollout_obstacle, experts)
+        cut = rollout_context_candidates(number, scene.rollout_obstacle, experts)
+        players += for_rows(cut, places)
+    except ValueError:
+        # So many devices cut the model unevenly in every way.
+        return False
+
+    def update_bytes(mesh: MeshShape) -> int:
+        a_row_each = TrainRung(rows // (mesh.data * mesh.fsdp * mesh.expert), True)
+        return train_prospect(on_rung(scene, a_row_each), mesh, places).footprint.total
+
+    resident = [
+        trainer_bytes(scene.sizes, mesh) for mesh in trainers if update_bytes(mesh) <= budget
+    ]
+    if not resident:
+        return False
+    offload = scene.can_offload
+    least = min(resident, key=lambda both: both[0] if offload else sum(both))
+    return any(
+        rollout_prospect(scene, mesh, places, least, offload).footprint.total <= budget
+        for mesh in players
+    )
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
