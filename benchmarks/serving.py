@@ -147,7 +147,8 @@ async def load(
             some = requests[: REQUESTS_A_CLIENT * clients]
             found = summarize(await ask_in_turn(stub, some, clients))
             most = max(most, found.requests_per_s)
-            print(_line(f"{clients} clients", found, rollout), flush=True)
+            name = f"{clients} client{'s' * (clients > 1)}"
+            print(_line(name, found, rollout), flush=True)
         for share in flags.rates:
             found = summarize(await ask_at_rate(stub, requests, share * most))
             print(_line(f"{share * most:.2f} requests/s come", found, rollout), flush=True)
