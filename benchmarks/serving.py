@@ -1,117 +1,216 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of JetStream's calls: plain, where all ask for log-probs, and with guesses.
+"""A server under load: tokens/s, time to the first token and per token; and rollouts beside it.
 
-    taskset -c 0 uv run python -m benchmarks.serving [--rows=1,16,64] [--drafts=4] [--room=4096]
+    uv run python -m benchmarks.serving [--clients=1,4,16,64] [--rates=0.5,0.8,1.2] [--tiny]
 
-Prompts of 64 ids are read and put into all slots, then steps are made until each has its tokens;
-the results are read as JetStream's Driver reads them, a step behind, but without its threads and
-without gRPC. The first step, which puts the prompts where they belong, is not timed. Model and
-weights are those of benchmarks/speculation.py: what is said goes on in a cycle with the probability
-p. `--room` is that of a slot, in tokens; guesses are looked for in all of it.
+`python -m earl_jax.serve` runs in a process of its own with the tiny Qwen2 of benchmarks/rollout on
+one CPU device. This process is its clients: over gRPC on loopback, with prompts of ids, all
+different, whose replies are drawn at temperature 1 and end after `--tokens` tokens, or by chance
+before. Either so many clients send their next request when the last is answered, or requests come
+at random times, so many times what the server answered at most before. Rollouts play the same
+prompts and lengths on as many slots, through all that an RL rollout goes through, in a third
+process, before that.
 
-Prints a Markdown table: tokens/s of all rows, and times those of the plain steps. The runs of a
-line take turns, and the best of each counts.
+Prints a Markdown table. The time to the first token is from the sending of the request, waiting for
+a slot included; the time per token is that from the first to the last, by the tokens between.
 """
 
 import argparse
-import functools
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import jax
+import grpc
 import numpy as np
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from benchmarks.rollout.work import MODEL, VOCAB_SIZE
-from benchmarks.speculation import CHANCES, CYCLE, PAGE_SIZE, PROMPT, make_weights
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig, Serving
-from earl_jax.rollout.slots import SlotRules
-from earl_jax.sharding.layout import MeshShape, make_layout
+from benchmarks.rollout.engines import OURS, ROOT, Engine, header, row
+from benchmarks.rollout.work import make_messages
 
-NGRAM = 3
+# Requests a client at most, so that one alone does not take as long as all others.
+REQUESTS_A_CLIENT = 16
 
 
-def make_engine(rows: int, tokens: int, room: int, draft: int) -> PolicyEngine:
-    """An engine on the first device, with no token that ends a reply."""
-    config = EngineConfig(
-        model=MODEL,
-        vocab_size=VOCAB_SIZE,
-        num_slots=rows,
-        num_rows=1,
-        chunk_size=1,
-        rules=SlotRules(burst=1, end_of_turn_ids=(), ngram=NGRAM if draft else 0, draft=draft),
-        seed=0,
-        page_size=PAGE_SIZE,
-        serving=Serving(
-            max_prefill_length=PROMPT,
-            places=room,
-            cache_tokens=rows * (PROMPT + tokens + 4 * PAGE_SIZE),
-        ),
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """When a request was sent, and when each token of its reply came, in seconds."""
+
+    sent_s: float
+    token_s: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """What a load came to; (median, 95th percentile) of milliseconds."""
+
+    requests_per_s: float
+    tokens_per_s: float
+    first_ms: tuple[float, float]
+    token_ms: tuple[float, float]
+
+
+def summarize(replies: Sequence[Reply]) -> Summary:
+    """Of replies, some of which may have no token, and so no times."""
+    heard = [reply for reply in replies if reply.token_s]
+    began = min(reply.sent_s for reply in replies)
+    seconds = max(reply.token_s[-1] for reply in heard) - began
+    first = [reply.token_s[0] - reply.sent_s for reply in heard]
+    between = [
+        (reply.token_s[-1] - reply.token_s[0]) / (len(reply.token_s) - 1)
+        for reply in heard
+        if len(reply.token_s) > 1
+    ]
+    return Summary(
+        requests_per_s=len(replies) / seconds,
+        tokens_per_s=sum(len(reply.token_s) for reply in heard) / seconds,
+        first_ms=_percentiles(first),
+        token_ms=_percentiles(between),
     )
-    return PolicyEngine(config, make_layout(MeshShape(), jax.devices()[:1]))
 
 
-def serve_once(engine: PolicyEngine, weights: Any, tokens: int, *, logprobs: bool) -> float:
-    """Tokens/s of one reply of so many tokens in every slot."""
-    state, rows = engine.init_decode_state(), engine.config.num_slots
-    for slot in range(rows):
-        ids = ((slot + np.arange(PROMPT)) % CYCLE).astype(np.int32)
-        prefix = engine.prefill(
-            params=weights,
-            padded_tokens=ids,
-            true_length=PROMPT,
-            logprobs=logprobs,
-            max_tokens=tokens,
-        )
-        state = engine.insert(prefix, state, slot)
-    state, before = engine.generate(weights, state)
-    counts, first = np.zeros(rows, int), True
-    start_s = time.perf_counter()
-    # But for what the first step says.
-    while counts.min() < tokens - 1 - engine.config.rules.draft:
-        state, result = engine.generate(weights, state)
-        read = before.convert_to_numpy()
-        new = [read.get_result_at_slot(slot).tokens.size for slot in range(rows)]
-        if first:
-            start_s, first, new = time.perf_counter(), False, [0] * rows
-        counts += new
-        before = result
-    return float(counts.sum()) / (time.perf_counter() - start_s)
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
+    median, high = np.percentile(1000 * np.array(seconds), [50, 95])
+    return float(median), float(high)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, flags: argparse.Namespace) -> Iterator[str]:
+    """The address of a server for as long as it is wanted."""
+    line = [sys.executable, "-m", "earl_jax.serve", f"--model={folder}", "--port=0"]
+    line += [f"--num_slots={flags.slots}", f"--max_waiting={flags.requests}", "--temperature=1"]
+    line += ["--platform=cpu", "--max_prompt_tokens=64", "--max_choice_tokens=0"]
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        ready = re.search(r" at (\S+:\d+):", said)
+        if not ready:
+            sys.exit(f"the server did not start: {said}")
+        yield ready[1]
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+async def ask(stub: Any, request: Any) -> Reply:
+    """One request, to the end of its reply."""
+    sent_s, token_s = time.perf_counter(), []
+    async for response in stub.Decode(request):
+        token_s += [time.perf_counter()] * len(response.stream_content.samples[0].token_ids)
+    return Reply(sent_s, tuple(token_s))
+
+
+async def ask_in_turn(stub: Any, requests: Sequence[Any], clients: int) -> list[Reply]:
+    """Each client sends its next request when its last is answered."""
+    waiting, replies = collections.deque(requests), []
+
+    async def client() -> None:
+        while waiting:
+            replies.append(await ask(stub, waiting.popleft()))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return replies
+
+
+async def ask_at_rate(stub: Any, requests: Sequence[Any], per_s: float) -> list[Reply]:
+    """Requests come so often on average, each at its own time whatever became of the others."""
+    rng, due_s, calls = random.Random("arrivals"), time.perf_counter(), []
+    for request in requests:
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        calls.append(asyncio.create_task(ask(stub, request)))
+        due_s += rng.expovariate(per_s)
+    return await asyncio.gather(*calls)
+
+
+async def load(
+    address: str, requests: Sequence[Any], flags: argparse.Namespace, rollout: float
+) -> None:
+    """Prints a line for each load; `rollout` are the tokens/s of rollouts."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+        await ask_in_turn(stub, requests[: flags.slots], flags.slots)
+        most = 0.0
+        for clients in flags.clients:
+            some = requests[: REQUESTS_A_CLIENT * clients]
+            found = summarize(await ask_in_turn(stub, some, clients))
+            most = max(most, found.requests_per_s)
+            name = f"{clients} client{'s' * (clients > 1)}"
+            print(_line(name, found, rollout), flush=True)
+        for share in flags.rates:
+            found = summarize(await ask_at_rate(stub, requests, share * most))
+            print(_line(f"{share * most:.2f} requests/s come", found, rollout), flush=True)
+
+
+def _line(name: str, found: Summary, rollout: float) -> str:
+    times = [f"{ms:,.1f}" for ms in (*found.first_ms, *found.token_ms)]
+    tokens = (f"{found.tokens_per_s:,.0f}", f"{found.tokens_per_s / rollout:.2f}")
+    return row(name, f"{found.requests_per_s:.2f}", *tokens, *times)
+
+
+def roll_out(ours: Engine, said: Sequence[Sequence[Any]], flags: argparse.Namespace) -> float:
+    """Tokens/s of rollouts with these prompts: the best run behind one that compiles."""
+    messages = [[(message.text, message.ids) for message in messages] for messages in said]
+    job = {"what": "play", "messages": messages, "turn_tokens": [flags.tokens] * len(said)}
+    runs = [ours.ask(job | {"num_slots": flags.slots}) for _ in range(1 + flags.repeats)]
+    return max(found["tokens"] / found["seconds"] for found in runs[1:])
 
 
 def main() -> None:
-    """Measures line by line and prints the table."""
+    """Measures rollouts, then a server line by line."""
+    flags = _parse()
+    said = [make_messages(f"conversation {i}", 1, 64) for i in range(flags.requests)]
+    requests = [
+        jetstream_pb2.DecodeRequest(
+            max_tokens=flags.tokens, token_content={"token_ids": message.ids}
+        )
+        for [message] in said
+    ]
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "checkpoint"
+        ours = Engine(OURS, [sys.executable, "-m", "benchmarks.rollout.ours", str(folder)])
+        # It writes the checkpoint that is served.
+        cores = len(os.sched_getaffinity(0))
+        print(f"{ours.versions()}; cores: {cores}; slots: {flags.slots}; tokens: {flags.tokens}.\n")
+        rollout = roll_out(ours, said, flags)
+        columns = ["load", "answered/s", "tokens/s", "of the rollout's", "first token, ms", "95 %"]
+        print(header(*columns, "a token, ms", "95 %"))
+        print(row("rollout", "", f"{rollout:,.0f}", "1.00", *[""] * 4), flush=True)
+        with serving(folder, flags) as address:
+            asyncio.run(load(address, requests, flags, rollout))
+        ours.close()
+
+
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", default="1,16,64")
-    parser.add_argument("--drafts", default="4")
-    parser.add_argument("--room", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--clients", default="1,4,16,64")
+    parser.add_argument("--rates", default="0.5,0.8,1.2", help="of the most that was answered")
+    parser.add_argument("--requests", type=int, default=128, help="of a load, at most")
+    parser.add_argument("--tokens", type=int, default=128, help="of a reply")
+    parser.add_argument("--repeats", type=int, default=2, help="rollouts of which the best counts")
+    parser.add_argument("--tiny", action="store_true", help="sizes that show only that it runs")
     flags = parser.parse_args()
-    drafts = [int(number) for number in flags.drafts.split(",")]
-    device = jax.devices()[0]
-    print(f"{device.device_kind or device.platform}, jax {jax.__version__}\n")
-    print(f"| p | rows | plain | log-probs | {' | '.join(f'draft {d}' for d in drafts)} |")
-    print("|" + "---|" * (4 + len(drafts)))
-    for rows in map(int, flags.rows.split(",")):
-        engines = {d: make_engine(rows, flags.tokens, flags.room, d) for d in (0, *drafts)}
-        for chance in CHANCES:
-            weights = make_weights(engines[0], chance)
-            serve: list[Callable[[], float]] = [
-                functools.partial(serve_once, engine, weights, flags.tokens, logprobs=asked)
-                for engine, asked in [(engines[0], False), (engines[0], True)]
-                + [(engines[d], False) for d in drafts]
-            ]
-            for one in serve:
-                one()
-            runs = [[one() for one in serve] for _ in range(flags.repeats)]
-            best = [max(column) for column in zip(*runs, strict=True)]
-            cells = [f"{best[0]:,.0f}", *(f"{x:,.0f}, {x / best[0]:.2f}x" for x in best[1:])]
-            print(f"| {chance:g} | {rows} | {' | '.join(cells)} |", flush=True)
+    if flags.tiny:
+        flags.slots, flags.clients, flags.rates, flags.requests = 2, "1,4", "0.8", 8
+        flags.tokens, flags.repeats = 8, 1
+    flags.clients = [int(number) for number in flags.clients.split(",")]
+    flags.rates = [float(number) for number in flags.rates.split(",")]
+    return flags
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 """Tokens per second of decoding with guessed tokens, for texts that repeat themselves or do not.
 
     taskset -c 0 uv run python -m benchmarks.speculation [--rows=1,16,64] [--drafts=0,2,4,8]
+        [--auto=4]
 
 The tiny Qwen2 of benchmarks/rollout, or any preset (--model=qwen2.5-1.5b, computing in bf16) on the
 first device. Its weights are made so that what it says is known, at the cost of any weights: layers
@@ -13,7 +14,9 @@ what is seen is the cost of wider passes. The first round, which reads a prompt 
 cycle, is not timed.
 
 Prints a Markdown table: tokens/s of all rows, times that without guesses, and in brackets tokens
-per forward pass of a row. The runs of a line take turns, and the best of each counts.
+per forward pass of a row. The runs of a line take turns, and the best of each counts. "auto" is
+what `config.rollout.speculation.mode` "auto" comes to with a draft of `--auto` (0: not played): it
+plays until the clock has decided (rollout/drafting.py), which is not timed, and says for what.
 """
 
 import argparse
@@ -31,6 +34,7 @@ from benchmarks.rollout.work import MODEL, VOCAB_SIZE
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import PRESETS
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.orders import pack_orders
@@ -40,6 +44,9 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 
 CYCLE, PROMPT, PAGE_SIZE = 48, 64, 128
 CHANCES = (1.0, 0.8, 0.0)
+OFF, AUTO = "off", "auto"
+# A benchmark has one mesh and one room.
+PROGRAM = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +98,14 @@ def make_weights(engine: PolicyEngine, chance: float) -> Any:
     return engine.load_params({**weights, "final_norm": ones})
 
 
-def play_once(engine: PolicyEngine, weights: Any, tokens: int) -> Speed:
-    """One turn of so many tokens in every row."""
+def play_once(
+    engine: PolicyEngine, weights: Any, tokens: int, drafting: Drafting | None = None
+) -> Speed:
+    """One turn of so many tokens in every row.
+
+    `drafting` says which rounds guess, and learns from them; None: all that the engine can.
+    """
+    drafting = drafting or Drafting("on")
     rows, rules = engine.config.num_slots, engine.config.rules
     places = PROMPT + tokens + rules.round_tokens
     state = engine.empty_state(-(-places // PAGE_SIZE) * PAGE_SIZE)
@@ -113,22 +126,33 @@ def play_once(engine: PolicyEngine, weights: Any, tokens: int) -> Speed:
     said = passes = 0
     start_s = time.perf_counter()
     while report.active.any():
-        state, report = engine.play(weights, state, go_on)
-        said += int(report.count.sum())
+        drafts, round_s = drafting.choose(PROGRAM), time.perf_counter()
+        state, report = engine.play(weights, state, go_on, drafts=drafts)
+        new = int(report.count.sum())
+        drafting.note(PROGRAM, drafts, tokens=new, seconds=time.perf_counter() - round_s)
+        said += new
         passes += int((report.count if report.passes is None else report.passes).sum())
     seconds = time.perf_counter() - start_s
     return Speed(tokens_per_s=said / seconds, tokens_per_pass=said / passes)
 
 
-def measure(plays: dict[int, Callable[[], Speed]], repeats: int) -> dict[int, Speed]:
+def measure(plays: dict[str, Callable[[], Speed]], repeats: int) -> dict[str, Speed]:
     """The best run of each, after one that compiles."""
-    best: dict[int, Speed] = {}
+    best: dict[str, Speed] = {}
     for play in plays.values():
         play()
     for _ in range(repeats):
-        for draft, play in plays.items():
-            best[draft] = max(best.get(draft, Speed(0, 0)), play(), key=lambda s: s.tokens_per_s)
+        for name, play in plays.items():
+            best[name] = max(best.get(name, Speed(0, 0)), play(), key=lambda s: s.tokens_per_s)
     return best
+
+
+def decide(play: Callable[[], Speed], drafting: Drafting) -> bool:
+    """Plays until the clock has decided; whether for guesses."""
+    play()
+    while drafting.is_trying(PROGRAM):
+        play()
+    return drafting.choose(PROGRAM)
 
 
 def main() -> None:
@@ -139,13 +163,14 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a preset; the tiny Qwen2 unless given")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--drafts", default="0,2,4,8", help="0: none; the first is compared with")
+    parser.add_argument("--auto", type=int, default=4, help="draft of what the clock decides")
     parser.add_argument("--ngram", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--burst", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
     rows, drafts = ([int(n) for n in text.split(",")] for text in (flags.rows, flags.drafts))
-    first_round = flags.burst * (1 + max(drafts))
+    first_round = flags.burst * (1 + max(*drafts, flags.auto))
     if flags.tokens < 2 * first_round:
         parser.error(
             f"--tokens={flags.tokens}: the first round, which is not timed, may say {first_round} "
@@ -157,26 +182,41 @@ def main() -> None:
         model = dataclasses.replace(model, compute_dtype="bfloat16", tie_embeddings=False)
     device = jax.devices()[0]
     print(f"{device.device_kind or device.platform}, jax {jax.__version__}\n")
-    print(f"| p | rows | {' | '.join(f'draft {d}' if d else 'off' for d in drafts)} |")
-    print("|" + "---|" * (2 + len(drafts)))
+    names = [f"draft {d}" if d else OFF for d in drafts]
+    columns = [*names, f"{AUTO}, draft {flags.auto}"] if flags.auto else names
+    print(f"| p | rows | {' | '.join(columns)} |")
+    print("|" + "---|" * (2 + len(columns)))
     for number in rows:
+        # Where the clock decides, the engine is one that can guess.
+        wanted = dict.fromkeys((*drafts, flags.auto or drafts[0]))
         engines = {
-            d: make_engine(model, vocab_size, number, flags.burst, flags.ngram, d) for d in drafts
+            d: make_engine(model, vocab_size, number, flags.burst, flags.ngram, d) for d in wanted
         }
         for chance in CHANCES:
             weights = make_weights(engines[drafts[0]], chance)
-            plays = {
-                d: functools.partial(play_once, engine, weights, flags.tokens)
-                for d, engine in engines.items()
+            plays: dict[str, Callable[[], Speed]] = {
+                name: functools.partial(play_once, engines[d], weights, flags.tokens)
+                for name, d in zip(names, drafts, strict=True)
             }
-            best = measure(plays, flags.repeats)
-            first = best[drafts[0]].tokens_per_s
-            cells = [
-                f"{s.tokens_per_s:,.0f}"
-                + (f", {s.tokens_per_s / first:.2f}x ({s.tokens_per_pass:.1f})" if d else "")
-                for d, s in best.items()
-            ]
+            decided = False
+            if flags.auto:
+                drafting, engine = Drafting("auto"), engines[flags.auto]
+                plays[AUTO] = functools.partial(play_once, engine, weights, flags.tokens, drafting)
+                decided = decide(plays[AUTO], drafting)
+            cells = _cells(measure(plays, flags.repeats), decided)
             print(f"| {chance:g} | {number} | {' | '.join(cells)} |", flush=True)
+
+
+def _cells(best: dict[str, Speed], decided: bool) -> list[str]:
+    """Of a line, each compared with the first; and whether the clock `decided` for guesses."""
+    cells, first = [], next(iter(best))
+    for name, speed in best.items():
+        cell = f"{speed.tokens_per_s:,.0f}"
+        if name != OFF:
+            ratio = speed.tokens_per_s / best[first].tokens_per_s
+            cell += f", {ratio:.2f}x ({speed.tokens_per_pass:.1f})"
+        cells.append(cell + (f" {'on' if decided else 'off'}" if name == AUTO else ""))
+    return cells
 
 
 if __name__ == "__main__":

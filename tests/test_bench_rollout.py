@@ -171,6 +171,21 @@ def test_turns_that_are_read_again_are_the_same_turns(play):
     assert [line[3:5] for line in table[2:]] == [["32", "0"], ["64", "32"]]
 
 
+def test_who_reads_again_is_given_all_that_was_said(engine):
+    """Two conversations of two turns, of one id a message and two a turn, which count the ids."""
+    from benchmarks.rollout.answering import read_again
+
+    given = []
+
+    def generate(contexts, new):
+        given.append([[*context] for context in contexts])
+        return [[len(context)] * new for context in contexts]
+
+    job = {"messages": [[[5], [6]], [[7], [8]]], "turn_tokens": 2}
+    assert read_again(job, generate) == [[1, 1, 4, 4]] * 2
+    assert given == [[[5], [7]], [[5, 1, 1, 6], [7, 1, 1, 8]]]
+
+
 def test_every_reply_of_the_tail_has_its_own_length(play):
     from benchmarks.rollout.work import tail_lengths
 

@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns that must be one of some replies: no other comes, and log-probs are among these alone."""
+"""Turns of some replies or tokens: no other comes, and log-probs are among these alone."""
 
+import collections
+import dataclasses
 import functools
 import itertools
 
@@ -17,6 +19,7 @@ from test_collect import (
     collect,
     renderer,
     tasks,
+    tokenizer,
     weights,
 )
 from test_control import Script, swap_to
@@ -30,9 +33,10 @@ from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.rollout.choices import (
     ALWAYS,
     FREE,
-    allowed_logits,
+    check_allowed,
     check_choices,
     choice_tree,
+    draw,
     no_choices,
     set_allowed,
     set_choices,
@@ -41,6 +45,7 @@ from earl_jax.rollout.choices import (
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
@@ -87,41 +92,129 @@ def test_the_tree_of_three_replies_by_hand():
         check_choices(REPLIES, 5)
 
 
+GRID = (np.arange(400, dtype=np.float32) + 0.5) / 400
+# Alike in all tests, which so share a program.
+SLOTS, ROOM, VOCAB = 5, 8, 10
+
+
+@jax.jit
+def draw_at_grid(logits, choices, settings):
+    return jax.vmap(lambda u: draw(jnp.full(SLOTS, u), logits, choices, settings))(GRID)
+
+
+def drawn(logits, choices, settings=None):
+    """What an even grid of random numbers draws in each slot: (share, log-prob) of each token."""
+    assert logits.shape == (SLOTS, VOCAB) and choices.tokens.shape == (SLOTS, ROOM)
+    settings = settings or sampling_rows(Sampling(), SLOTS)
+    sides = draw_at_grid(logits, choices, settings)
+    found = []
+    for tokens, logprobs in zip(*(np.asarray(side).T for side in sides), strict=True):
+        counts = collections.Counter(tokens.tolist())
+        at_token = dict(zip(tokens.tolist(), logprobs.tolist(), strict=True))
+        found.append({t: (counts[t] / len(GRID), at_token[t]) for t in sorted(counts)})
+    return found
+
+
+def check_drawn(found, logits, may) -> None:
+    """Those that may come, and no others, by their probabilities among these."""
+    kept = np.array(sorted(may))
+    logprobs = logits[kept] - np.logaddexp.reduce(logits[kept])
+    assert list(found) == kept.tolist()
+    np.testing.assert_allclose([p for _, p in found.values()], logprobs, atol=1e-5)
+    np.testing.assert_allclose([n for n, _ in found.values()], np.exp(logprobs), atol=3e-3)
+
+
 def test_a_walk_meets_the_tokens_that_may_come_and_no_others():
-    """Three slots: one says 5 7 0, one 6 0, one may say anything."""
-    rows = no_choices(3, 8)
+    """One slot says 5 7 0, one 6 0, the others may say anything."""
+    rows = no_choices(SLOTS, ROOM)
     for slot in (0, 1):
         set_choices(rows, slot, REPLIES)
     choices = jax.tree.map(jnp.asarray, rows)
-    logits = jnp.arange(30, dtype=jnp.float32).reshape(3, 10)
+    logits = np.arange(50, dtype=np.float32).reshape(SLOTS, VOCAB) / 10
     # Behind its reply a slot may say anything.
-    expected = [({5, 6}, {5, 6}), ({0, 7}, {0}), ({0}, set(range(10)))]
-    for said, allowed in zip(([5, 6, 9], [7, 0, 9], [0, 0, 9]), expected, strict=True):
-        masked = np.asarray(allowed_logits(logits, choices))
-        for slot, may in enumerate(allowed):
-            places = sorted(may)
-            assert np.flatnonzero(np.isfinite(masked[slot])).tolist() == places
-            np.testing.assert_array_equal(masked[slot, places], np.asarray(logits)[slot, places])
-        np.testing.assert_array_equal(masked[2], logits[2])
+    expected = [({5, 6}, {5, 6}), ({0, 7}, {0}), ({0}, set(range(VOCAB)))]
+    for said, allowed in zip(([5, 6], [7, 0], [0, 0]), expected, strict=True):
+        found = drawn(logits, choices)
+        for slot, may in enumerate((*allowed, set(range(VOCAB)))):
+            check_drawn(found[slot], logits[slot], may)
+        tokens = jnp.array([*said, 9, 9, 9])
         # Who does not move stays where it is.
-        assert walk(choices, jnp.array(said), jnp.zeros(3, bool)).node.tolist() == (
+        assert walk(choices, tokens, jnp.zeros(SLOTS, bool)).node.tolist() == (
             choices.node.tolist()
         )
-        choices = walk(choices, jnp.array(said), jnp.ones(3, bool))
-    assert choices.node.tolist() == [FREE] * 3
+        choices = walk(choices, tokens, jnp.ones(SLOTS, bool))
+    assert choices.node.tolist() == [FREE] * SLOTS
 
 
 def test_certain_tokens_alone_come_for_as_long_as_the_turn_lasts():
-    rows = no_choices(2, 3)
-    set_allowed(rows, 1, (7, 2))
+    rows = no_choices(SLOTS, ROOM)
+    set_allowed(rows, 1, (7, 2, 7))
     choices = jax.tree.map(jnp.asarray, rows)
-    logits = jnp.zeros((2, 10))
+    logits = np.random.default_rng(0).normal(size=(SLOTS, VOCAB)).astype(np.float32)
     for said in (7, 2, 2):
-        masked = np.asarray(allowed_logits(logits, choices))
-        assert np.isfinite(masked[0]).all()
-        assert np.flatnonzero(np.isfinite(masked[1])).tolist() == [2, 7]
-        choices = walk(choices, jnp.array([said, said]), jnp.ones(2, bool))
-    assert choices.node.tolist() == [FREE, ALWAYS]
+        found = drawn(logits, choices)
+        for slot, may in enumerate((range(VOCAB), (2, 7))):
+            check_drawn(found[slot], logits[slot], may)
+        choices = walk(choices, jnp.full(SLOTS, said), jnp.ones(SLOTS, bool))
+    assert choices.node.tolist() == [FREE, ALWAYS, FREE, FREE, FREE]
+
+
+def test_what_may_come_is_tempered_and_cut_among_itself_by_hand():
+    """Of 0.1 0.2 0.3 0.4 the first and the last are left: 1 to 4, squared 1 to 16.
+
+    The likeliest of them at temperature 0, with its log-prob untempered; and one that is free,
+    beside them and alone, to the last bit.
+    """
+    logits = np.full((SLOTS, VOCAB), -np.inf, np.float32)
+    logits[:, :4] = np.log([0.1, 0.2, 0.3, 0.4])
+    rows = no_choices(SLOTS, ROOM)
+    for slot in range(1, SLOTS):
+        set_allowed(rows, slot, (3, 0))
+    plain = sampling_rows(Sampling(), SLOTS)
+    settings = SamplingRows(
+        temperature=np.float32([1, 1, 0.5, 1, 0]),
+        top_k=np.int32([0, 0, 0, 1, 0]),
+        top_p=plain.top_p,
+        min_p=plain.min_p,
+    )
+    found = drawn(logits, jax.tree.map(jnp.asarray, rows), settings)
+    shares = [{t: share for t, (share, _) in slot.items()} for slot in found]
+    assert shares[0] == pytest.approx({0: 0.1, 1: 0.2, 2: 0.3, 3: 0.4}, abs=3e-3)
+    assert shares[1] == pytest.approx({0: 0.2, 3: 0.8}, abs=3e-3)
+    assert shares[2] == pytest.approx({0: 1 / 17, 3: 16 / 17}, abs=3e-3)
+    assert shares[3] == shares[4] == {3: 1}
+    logprobs = [{t: logprob for t, (_, logprob) in slot.items()} for slot in found]
+    assert logprobs[1] == pytest.approx({0: np.log(0.2), 3: np.log(0.8)}, abs=1e-6)
+    assert logprobs[2] == pytest.approx({0: np.log(1 / 17), 3: np.log(16 / 17)}, abs=1e-6)
+    assert (logprobs[3][3], logprobs[4][3]) == pytest.approx((0, np.log(0.8)), abs=1e-6)
+    free = jax.tree.map(jnp.asarray, no_choices(SLOTS, ROOM))
+    [alone, *_] = drawn(logits, free, settings)
+    assert alone == found[0]
+
+
+def test_who_may_say_anything_pays_a_glance_at_the_slots():
+    """What `draw` makes beside what `sample` does, outside of the branch for others: nodes only."""
+    rows = sampling_rows(Sampling(), 3)
+    arrays = (np.zeros(3, np.float32), np.zeros((3, 1000), np.float32))
+    choices = jax.tree.map(jnp.asarray, no_choices(3, 8))
+
+    def made(function):
+        jaxpr = jax.make_jaxpr(function)(*arrays)
+        return collections.Counter(out.aval.shape for eqn in jaxpr.eqns for out in eqn.outvars)
+
+    more = made(lambda u, x: draw(u, x, choices, rows)) - made(lambda u, x: sample(u, x, rows))
+    assert more and set(more) <= {(), (3,)}
+
+
+def test_allowed_tokens_must_exist_and_have_room():
+    check_allowed((0, 319), 2, 320)
+    for ids, words in (
+        ((5, 320), "allowed_token_ids hold 320; ids go from 0 to 319"),
+        ((-1,), "allowed_token_ids hold -1; ids go"),
+        ((1, 2, 3), "are 3 with the end of turn; the engine has room for 2 .*choice_branches"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_allowed(ids, 2, 320)
 
 
 class Words:
@@ -142,6 +235,23 @@ class Words:
             return StepResult(reward=1.0, done=True, stop_reason="win")
         choices = self.ROUNDS[len(self.replies)]
         return StepResult(text="7.", reward=0.0, done=False, choices=choices)
+
+
+class Digits(Words):
+    """Allows replies of certain digits, then of others, then anything."""
+
+    ROUNDS = (("3", "5", "8"), ("1",), ())
+
+    def start(self):
+        return Start(text="go.", role="x", allowed_token_ids=digit_ids(self.ROUNDS[0]))
+
+    def step(self, reply: str):
+        said = super().step(reply)
+        return dataclasses.replace(said, choices=(), allowed_token_ids=digit_ids(said.choices))
+
+
+def digit_ids(digits):
+    return tuple(tokenizer().convert_tokens_to_ids(list(digits)))
 
 
 def hand_logprobs(replies, ids, logits):
@@ -197,6 +307,35 @@ def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
             place += len(ids)
 
 
+def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
+    """Digits, and the end of turn, in any number and order; and then anything."""
+    heard = []
+    rollout = collect(
+        pool,
+        tasks(40),
+        lambda task: Digits(heard),
+        player=engine_for(BRANCHES),
+        sampling=Sampling(temperature=HOT),
+    )
+    check_rows(rollout, 40)
+    assert {c for said in heard for c in said[0]} == {"3", "5", "8"}
+    assert {c for said in heard if len(said) > 1 for c in said[1]} == {"1"}
+    assert {len(said[0]) for said in heard} >= {0, 1, 2}
+    last = [t.turns[5].token_ids for t in rollout.trajectories if len(t.turns) == 6]
+    assert len({token for ids in last for token in ids}) > 10
+    for trajectory in rollout.trajectories[:4]:
+        logits, place = full_logits(trajectory), 0
+        for index, turn in enumerate(trajectory.turns):
+            ids = list(turn.token_ids)
+            if turn.author == "policy":
+                there = logits[place - 1 : place - 1 + len(ids)] / HOT
+                digits = digit_ids(Digits.ROUNDS[index // 2])
+                kept = there[:, [*digits, renderer().end_of_turn_id]] if digits else there
+                expected = there[np.arange(len(ids)), ids] - np.logaddexp.reduce(kept, axis=1)
+                np.testing.assert_allclose(turn.logprobs, expected, atol=1e-4)
+            place += len(ids)
+
+
 @pytest.mark.parametrize(
     ("burst", "mesh"), [(1, MeshShape(data=8)), (8, MeshShape(data=4, tensor=2))]
 )
@@ -205,7 +344,7 @@ def test_bursts_and_meshes_change_nothing(pool, burst, mesh):
         collect(
             pool,
             tasks(24),
-            lambda task: Words([]),
+            lambda task: (Words, Digits)[task.episode % 2]([]),
             player=engine_for(BRANCHES, length, where),
             burst=length,
         )
@@ -217,11 +356,11 @@ def test_bursts_and_meshes_change_nothing(pool, burst, mesh):
 
 def test_a_turn_that_is_read_again_in_its_middle_stays_among_its_choices(pool):
     """Other weights take over between two tokens of a turn, of every turn of somebody."""
-    heard = []
+    heard, digits = [], []
     rollout = collect(
         pool,
         tasks(16),
-        lambda task: Words(heard),
+        lambda task: Digits(digits) if task.episode % 4 == 3 else Words(heard),
         player=engine_for(BRANCHES, 1),
         burst=1,
         sampling=Sampling(temperature=HOT),
@@ -232,6 +371,7 @@ def test_a_turn_that_is_read_again_in_its_middle_stays_among_its_choices(pool):
     assert any(len(set(turn.versions)) > 1 for turn in turns)
     assert {said[0] for said in heard} <= set(Words.ROUNDS[0])
     assert {said[1] for said in heard if len(said) > 1} <= set(Words.ROUNDS[1])
+    assert {c for said in digits for c in said[0]} <= set(Digits.ROUNDS[0])
 
 
 @pytest.mark.slow
@@ -264,6 +404,25 @@ def test_choices_without_room_end_their_own_episode(pool):
     for trajectory in rollout.trajectories:
         assert (trajectory.stop_reason == "unencodable") == (trajectory.episode % 2 == 1)
     assert "room for 0 (SlotRules.choice_branches)" in rollout.trajectories[1].detail
+
+
+class Strange(Digits):
+    """Allows a token that is none."""
+
+    def start(self):
+        return dataclasses.replace(super().start(), allowed_token_ids=(5, 320))
+
+
+def test_tokens_that_are_none_end_their_own_episode(pool):
+    rollout = collect(
+        pool,
+        tasks(8),
+        lambda task: (Digits, Strange)[task.episode % 2]([]),
+        player=engine_for(BRANCHES),
+    )
+    for trajectory in rollout.trajectories:
+        assert (trajectory.stop_reason == "unencodable") == (trajectory.episode % 2 == 1)
+    assert "allowed_token_ids hold 320; ids go from 0 to 319" in rollout.trajectories[1].detail
 
 
 @pytest.mark.slow

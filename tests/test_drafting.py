@@ -4,6 +4,7 @@
 
 import dataclasses
 import re
+import time
 
 import pytest
 from test_choices import BRANCHES, HOT, Words, engine_for
@@ -247,18 +248,27 @@ def test_each_room_has_its_own_trial():
     assert not drafting.choose("short") and drafting.choose("long")
 
 
-@pytest.mark.slow
-def test_auto_plays_the_same_games_and_tries_both(pool, games):
-    auto = dataclasses.replace(ON, mode="auto")
-    drafting, rounds, tried = Drafting("auto"), 0, 0
-    for _ in range(3):
-        rollout = collect(
-            pool, tasks(40), player=engine(**GUESSES), speculation=auto, drafting=drafting
-        )
-        assert_same_episodes(games.trajectories, rollout.trajectories)
-        rounds += rollout.stats.rounds
-        tried += rollout.stats.drafting_rounds
-    assert 0 < tried < rounds
+@pytest.mark.parametrize("slow", [True, False], ids=["guessing", "plain"])
+def test_rollouts_leave_the_kind_of_round_that_is_slower(pool, games, monkeypatch, slow):
+    """Rounds that guess, or those that do not, are held up; the games are the same."""
+    auto, drafting = dataclasses.replace(ON, mode="auto"), Drafting("auto")
+    player, kinds, counted = engine(mesh=MeshShape(data=8), **GUESSES), [], []
+    play = player.play
+
+    def held_up(*given, drafts, **settings):
+        kinds.append(drafts)
+        if drafts == slow:
+            time.sleep(0.05)
+        return play(*given, drafts=drafts, **settings)
+
+    monkeypatch.setattr(player, "play", held_up)
+    for _ in range(6):
+        rollout = collect(pool, tasks(40), player=player, speculation=auto, drafting=drafting)
+        counted.append((rollout.stats.drafting_rounds, rollout.stats.rounds))
+    assert_same_episodes(games.trajectories, rollout.trajectories)
+    assert set(kinds[:TRIAL_ROUNDS]) == {True, False}
+    assert set(kinds[-counted[-1][1] :]) == {not slow}
+    assert counted[-1][0] == (0 if slow else counted[-1][1])
 
 
 # Settings.

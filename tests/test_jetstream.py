@@ -8,6 +8,7 @@ import json
 import queue
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -248,6 +249,27 @@ def test_a_long_prompt_is_read_in_pieces(engine, params, monkeypatch):
     for ours, theirs in zip(rows_of(two.cache), rows_of(one.cache), strict=True):
         for side in ("key", "value"):
             np.testing.assert_allclose(ours[side], theirs[side], atol=1e-5)
+
+
+def test_steps_are_made_while_a_long_prompt_is_compiled_for(engine, params, monkeypatch):
+    """Nobody holds up the dispatch of others meanwhile; once, not for each piece."""
+    prefill, compiled = engine._prefill, []
+
+    class Compiling:
+        def lower(self, *given):
+            step = threading.Thread(target=engine.generate, args=(params, state))
+            step.start()
+            step.join(60)
+            compiled.append(not step.is_alive())
+            return prefill.lower(*given)
+
+    state = engine.init_decode_state()
+    monkeypatch.setattr(engine_module, "PROMPT_CHUNK", 16)
+    monkeypatch.setattr(engine, "_readers", {})
+    monkeypatch.setattr(engine, "_prefill", Compiling())
+    ids = prompt(23, 41)
+    prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=41, seed=1)
+    assert compiled == [True] and prefix.cached.tolist() == [41]
 
 
 def test_one_prefix_may_fill_many_slots(engine, params):

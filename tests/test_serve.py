@@ -69,6 +69,12 @@ def test_tokens_are_those_of_transformers_and_of_the_decoder(server):
     assert "prompts of up to 64 tokens, 128 with their replies" in server.ready_line
 
 
+def test_nobody_is_served_at_another_address_of_the_machine(server):
+    _, port = server.address.split(":")
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", int(port)), timeout=5)
+
+
 def test_many_requests_at_once_on_few_slots(server):
     """Thirty on four slots: of all lengths up to the longest prompt and the last place."""
     asked = [
@@ -408,6 +414,14 @@ BAD_WISHES = {
     ),
     "strange token": ('{"allowed_token_ids": [-1]}', "allowed_token_ids holds -1; ids go from 0"),
     "both": ('{"choices": ["a"], "allowed_token_ids": [5]}', "send one of them"),
+    "stop that no choice has": (
+        '{"choices": ["a"], "stop_token_ids": [319]}',
+        "stop_token_ids holds 319, which sampling.choices never lets come; add it there, or",
+    ),
+    "stop that is not allowed": (
+        '{"allowed_token_ids": [5, 7], "stop_token_ids": [7, 6]}',
+        "stop_token_ids holds 6, which sampling.allowed_token_ids never lets come",
+    ),
 }
 
 

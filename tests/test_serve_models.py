@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m earl_jax.serve: runs, families of models and meshes; over gRPC, from real processes."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
+import grpc
 import jax
 import numpy as np
 import pytest
@@ -155,17 +158,37 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
     assert sorted(path for path in folder.rglob("*")) == before
 
 
+def listen(call, said: list) -> None:
+    """Writes down what is said until the call is cancelled."""
+    with contextlib.suppress(grpc.RpcError):
+        for message in call:
+            said.append(message)
+
+
 @pytest.mark.slow
 def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
-    """A prompt of 40,000 tokens: the slot and the cache begin with room for 32,768, and grow."""
+    """A prompt of 40,000 tokens: the slot and the cache begin with room for 32,768, and grow.
+
+    While one of 4,000 is compiled for and read, and another waits, a reply beside them goes on.
+    """
     save_parrot(tmp_path / "parrot", windows=(64,), max_positions=70_000)
     [x] = load_tokenizer(MODEL).encode("x")
-    flags = ("--num_slots=1", "--temperature=0", "--max_choice_tokens=0")
+    flags = ("--num_slots=3", "--temperature=0", "--max_choice_tokens=0")
     with serving(
         cache, f"--model={tmp_path / 'parrot'}", *flags, "--max_prompt_tokens=65536"
     ) as server:
         assert "prompts of up to 65536 tokens, 70000 with their replies" in server.ready_line
         assert server.ready_line.endswith("32768 tokens of KV cache\n")
+        beside, said = server.stub.Decode(request("x", 60_000)), []
+        said.append(next(beside))
+        listener = threading.Thread(target=listen, args=(beside, said))
+        listener.start()
+        long = [server.stub.Decode(request([x] * 4000, 20)) for _ in range(2)]
+        next(long[0])
+        assert len(said) > 20
+        beside.cancel()
+        listener.join()
+        assert [ids_of(call) for call in long] == [[x] * 19, [x] * 20]
         assert ids_of(server.stub.Decode(request([x] * 40_000, 20))) == [x] * 20
         assert ids_of(server.stub.Decode(request("<", 50))) == saying()
         for prompt_tokens, count, words in (

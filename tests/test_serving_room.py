@@ -3,7 +3,9 @@
 """JetStream's calls where the KV cache holds less than all slots could fill."""
 
 import dataclasses
+import functools
 import re
+import time
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ from test_jetstream import (
 
 from earl_jax.rollout._jetstream import token_utils
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.drafting import BLOCK_ROUNDS, TRIAL, Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -28,6 +31,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
 
 
+@functools.cache
 def tight_engine(mesh: MeshShape, contexts: int, *, draft: int = 0, **serving) -> PolicyEngine:
     """Every row shard has pages for so many whole contexts. With a `draft`, tokens are guessed."""
     config = make_engine().config
@@ -104,6 +108,38 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
     # Nothing is left of them.
     assert (room.host.held_bytes, room.host.slots, room.asleep) == (0, [], frozenset())
     assert [room.pages.num_free(lane) for lane in (0, 1)] == [PLACES // PAGE_SIZE] * 2
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["guessing", "plain"])
+def test_the_kind_of_step_that_is_slower_is_left(monkeypatch, slow):
+    """Steps that guess, or those that do not, are held up; what is said is the same."""
+    engine = tight_engine(MeshShape(data=2, tensor=2), 1, draft=3, speculation="auto")
+    params, state, ids = load_params(engine), engine.init_decode_state(), prompt(4, 9)
+    step, kinds = engine._generate[slow], []
+
+    def held_up(*given):
+        time.sleep(0.05)
+        return step(*given)
+
+    monkeypatch.setattr(engine, "_drafting", Drafting("auto"))
+    monkeypatch.setitem(engine._generate, slow, held_up)
+    note = engine._drafting.note
+
+    def noted(program, drafts, **what):
+        kinds.append(drafts)
+        note(program, drafts, **what)
+
+    monkeypatch.setattr(engine._drafting, "note", noted)
+    prefix = engine.prefill(
+        params=params, padded_tokens=padded(ids), true_length=9, sampling=COLD, max_tokens=40
+    )
+    state, said = engine.insert(prefix, state, 0), []
+    for _ in range(2 + len(TRIAL) * BLOCK_ROUNDS + 20):
+        state, result = engine.generate(params, state)
+        said += tokens_at(result, 0)
+    assert set(kinds) == {True, False} and set(kinds[-20:]) == {not slow}
+    [expected] = continuations([ids], [int(prefix.seed[0])], 40, COLD).tolist()
+    assert said[:40] == expected
 
 
 @pytest.mark.parametrize("drafts", [False, True])

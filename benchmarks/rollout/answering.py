@@ -28,6 +28,26 @@ def answer_jobs(answer: Answer) -> None:
         print(answer_line(answer, line), file=out, flush=True)
 
 
+def read_again(
+    job: dict[str, Any], generate: Callable[[list[list[int]], int], list[list[int]]]
+) -> list[list[int]]:
+    """Conversations: behind each message a turn, for which all of it is read again.
+
+    `generate` gives so many ids behind each of some contexts, which are equally long. Returns what
+    was said in each conversation.
+    """
+    contexts: list[list[int]] = [[] for _ in job["messages"]]
+    replies: list[list[int]] = [[] for _ in job["messages"]]
+    for turn in range(len(job["messages"][0])):
+        for context, said in zip(contexts, job["messages"], strict=True):
+            context += said[turn]
+        made = generate(contexts, job["turn_tokens"])
+        for context, reply, ids in zip(contexts, replies, made, strict=True):
+            context += ids
+            reply += ids
+    return replies
+
+
 def answer_line(answer: Answer, line: str) -> str:
     """A job that is empty asks for versions.
 

@@ -217,6 +217,8 @@ def many_turns(bench: Bench) -> None:
             Contestant(f"{engine.name}, reading again", engine, job, _briefly(job))
             for engine in bench.torch
         ),
+        # Its programs are compiled for the lengths.
+        *(Contestant(f"{engine.name}, reading again", engine, job, job) for engine in bench.tunix),
     ]
     best = take_turns(entered, bench.repeats)
     heard = sizes.conversations * sizes.turns * sizes.turn_tokens

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from answering import answer_jobs
+from answering import answer_jobs, read_again
 from transformers import AutoModelForCausalLM
 
 
@@ -49,17 +49,10 @@ class Generator:
         return replies
 
     def turns(self, job: dict[str, Any]) -> list[list[int]]:
-        """Conversations: behind each message a turn, for which all of it is read again."""
-        contexts: list[list[int]] = [[] for _ in job["messages"]]
-        replies: list[list[int]] = [[] for _ in job["messages"]]
-        for turn in range(len(job["messages"][0])):
-            for context, said in zip(contexts, job["messages"], strict=True):
-                context += said[turn]
-            made = self.generate(contexts, job["turn_tokens"], job["temperature"])
-            for context, reply, ids in zip(contexts, replies, made, strict=True):
-                context += ids
-                reply += ids
-        return replies
+        """Conversations, see `read_again`."""
+        return read_again(
+            job, lambda contexts, new: self.generate(contexts, new, job["temperature"])
+        )
 
 
 def main() -> None:

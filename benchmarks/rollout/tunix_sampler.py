@@ -17,7 +17,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
-from answering import answer_jobs
+from answering import answer_jobs, read_again
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen2.params import create_model_from_safe_tensors
@@ -112,6 +112,14 @@ class Generator:
             replies += [ids[:length] for ids, length in zip(made, wanted, strict=True)]
         return replies
 
+    def turns(self, job: dict[str, Any]) -> list[list[int]]:
+        """Conversations, see `read_again`; each turn has a cache as long as it needs."""
+
+        def generate(contexts: list[list[int]], new: int) -> list[list[int]]:
+            return self.generate(contexts, new, job["temperature"], 0, len(contexts[0]))
+
+        return read_again(job, generate)
+
 
 def main() -> None:
     """Answers jobs."""
@@ -119,8 +127,9 @@ def main() -> None:
     generator = Generator(sys.argv[1])
 
     def answer(job: dict[str, Any]) -> dict[str, Any]:
+        work = generator.turns if "messages" in job else generator.batches
         start_s = time.perf_counter()
-        replies = generator.batches(job)
+        replies = work(job)
         seconds = time.perf_counter() - start_s
         return {"seconds": seconds, "tokens": sum(map(len, replies)), "replies": replies}
 

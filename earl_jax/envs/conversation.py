@@ -88,6 +88,11 @@ class Conversation:
         """
         return tuple(self._renderer.reply(text) for text in texts)
 
+    def allowed(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Ids that turns made of these are made of: the end of turn is one of them. () for none."""
+        end = self._renderer.end_of_turn_id
+        return tuple(dict.fromkeys((*map(int, token_ids), end))) if token_ids else ()
+
     def text_of(self, ids: Sequence[int]) -> str:
         """What ids of the policy say."""
         return self._renderer.decode(ids)

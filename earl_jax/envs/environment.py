@@ -48,8 +48,9 @@ class Start:
 
     Either `text`, said as a user, or `messages`. `choices` are the only replies that the policy may
     give, () where it may say anything: then only the tokens that the tokenizer writes them with,
-    and the end of turn behind, can be sampled. `tools` describes the functions that the policy may
-    call, each as JSON that the chat template shows:
+    and the end of turn behind, can be sampled. Or `allowed_token_ids`, of the policy's tokenizer,
+    are the only tokens that its reply is made of, beside the end of turn. `tools` describes the
+    functions that the policy may call, each as JSON that the chat template shows:
 
         {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
     """
@@ -59,6 +60,7 @@ class Start:
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     choices: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,9 +68,9 @@ class StepResult:
     """What came of one reply.
 
     `text` is the next message to the policy, said as a user, or `messages` are the next ones; both
-    are empty if `done`. `choices` are the only replies to these, as in `Start`. `reward` is for
-    this reply alone. `stop_reason` is a word such as "win", given exactly if `done`; `detail` is
-    for people.
+    are empty if `done`. `choices` are the only replies to these, as in `Start`, or
+    `allowed_token_ids` their only tokens. `reward` is for this reply alone. `stop_reason` is a word
+    such as "win", given exactly if `done`; `detail` is for people.
     """
 
     text: str = ""
@@ -78,6 +80,7 @@ class StepResult:
     detail: str = ""
     messages: tuple[Message, ...] = ()
     choices: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
 
 class Environment(Protocol):
@@ -104,6 +107,7 @@ def check_start(result: object) -> Start:
     _check_text("Start.text", result.text)
     _check_text("Start.role", result.role)
     _check_messages("Start", result)
+    _check_allowed("Start", result)
     if not result.text and not result.messages:
         raise ValueError("Start.text is empty; the policy needs a first message")
     if not isinstance(result.tools, tuple):
@@ -137,11 +141,13 @@ def check_step(result: object) -> StepResult:
             f"stop_reason={_brief(result.stop_reason)}"
         )
     _check_messages("StepResult", result)
-    if result.done and (result.text or result.messages or result.choices):
+    _check_allowed("StepResult", result)
+    said = (result.text, result.messages, result.choices, result.allowed_token_ids)
+    if result.done and any(said):
         raise ValueError(
-            "StepResult.text, messages and choices must be empty when done, nobody reads them; got "
-            f"{_brief(result.text)}, {len(result.messages)} messages and {len(result.choices)} "
-            "choices"
+            "StepResult.text, messages, choices and allowed_token_ids must be empty when done, "
+            f"nobody reads them; got {_brief(result.text)}, {len(result.messages)} messages, "
+            f"{len(result.choices)} choices and {len(result.allowed_token_ids)} tokens"
         )
     return result
 
@@ -153,10 +159,6 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
         raise ValueError(
             f"{name} has both a text and messages; say it as one: {_brief(result.text)}"
         )
-    if not isinstance(result.choices, tuple):
-        raise TypeError(f"{name}.choices must be a tuple; got {_brief(result.choices)}")
-    for choice in result.choices:
-        _check_text(f"{name}.choices", choice)
     for message in result.messages:
         if not isinstance(message, Message):
             raise TypeError(f"{name}.messages must hold Message; got {_brief(message)}")
@@ -166,6 +168,23 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
             raise ValueError(
                 f"Message.role is {_brief(message.role)}; it must be one of {', '.join(ROLES)}"
             )
+
+
+def _check_allowed(name: str, result: Start | StepResult) -> None:
+    for field in ("choices", "allowed_token_ids"):
+        if not isinstance(getattr(result, field), tuple):
+            given = _brief(getattr(result, field))
+            raise TypeError(f"{name}.{field} must be a tuple; got {given}")
+    for choice in result.choices:
+        _check_text(f"{name}.choices", choice)
+    for token in result.allowed_token_ids:
+        if isinstance(token, bool) or not isinstance(token, numbers.Integral):
+            raise TypeError(f"{name}.allowed_token_ids must hold int; got {_brief(token)}")
+    if result.choices and result.allowed_token_ids:
+        raise ValueError(
+            f"{name} has both choices and allowed_token_ids, which each say what the reply may be; "
+            "give one of them"
+        )
 
 
 def _check_text(field: str, value: object) -> None:

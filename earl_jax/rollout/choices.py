@@ -14,12 +14,14 @@ Or of certain tokens only: their branches lead from the node ALWAYS to itself.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from earl_jax.rollout.sampling import SamplingRows, sample
 
 # A turn that may be anything is at no node; places of a row without a branch leave from no node.
 FREE = -1
@@ -32,7 +34,8 @@ class Choices(NamedTuple):
     """What each of B slots may say: trees of at most J branches, i32[B,J] and i32[B].
 
     Branch j leaves from node `parents[j]` by token `tokens[j]`, and leads to node j + 1; node 0 is
-    the root. `node` is where the turn stands, FREE where it may be anything.
+    the root. Of branches that leave from one node those of lower tokens come first. `node` is where
+    the turn stands, FREE where it may be anything.
     """
 
     parents: Any
@@ -53,7 +56,7 @@ def no_choices(slots: int, branches: int) -> Choices:
 def choice_tree(replies: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
     """The branches of the tree of these replies: `parents` and `tokens`, see `Choices`."""
     nodes: dict[tuple[int, int], int] = {}
-    for reply in replies:
+    for reply in sorted(replies):
         node = 0
         for token in reply:
             node = nodes.setdefault((node, token), len(nodes) + 1)
@@ -71,6 +74,21 @@ def check_choices(replies: tuple[tuple[int, ...], ...], room: int) -> None:
         )
 
 
+def check_allowed(token_ids: tuple[int, ...], room: int, vocab_size: int) -> None:
+    """Raises ValueError unless these are ids, and at most `room` of them."""
+    strange = [token for token in token_ids if not 0 <= token < vocab_size]
+    if strange:
+        raise ValueError(
+            f"the environment's allowed_token_ids hold {strange[0]}; ids go from 0 to "
+            f"{vocab_size - 1}"
+        )
+    if len(token_ids) > room:
+        raise ValueError(
+            f"the environment's allowed_token_ids are {len(token_ids)} with the end of turn; the "
+            f"engine has room for {room} (SlotRules.choice_branches)"
+        )
+
+
 def set_choices(choices: Choices, slot: int, replies: tuple[tuple[int, ...], ...]) -> None:
     """Writes the tree of one slot, for which there is room, into rows on the host."""
     parents, tokens = choice_tree(replies)
@@ -78,20 +96,56 @@ def set_choices(choices: Choices, slot: int, replies: tuple[tuple[int, ...], ...
     choices.node[slot] = 0
 
 
-def set_allowed(choices: Choices, slot: int, token_ids: Sequence[int]) -> None:
+def set_allowed(choices: Choices, slot: int, token_ids: Iterable[int]) -> None:
     """Writes the only tokens of one slot, for which there is room, into rows on the host."""
-    choices.parents[slot, : len(token_ids)], choices.node[slot] = ALWAYS, ALWAYS
-    choices.tokens[slot, : len(token_ids)] = token_ids
+    tokens = sorted(set(token_ids))
+    choices.parents[slot, : len(tokens)], choices.node[slot] = ALWAYS, ALWAYS
+    choices.tokens[slot, : len(tokens)] = tokens
 
 
-def allowed_logits(logits_BV: jax.Array, choices: Choices) -> jax.Array:
-    """The logits with -inf at each token that may not come next."""
-    rows, vocab = logits_BV.shape
-    next_BJ = choices.parents == choices.node[:, None]
-    tokens_BJ = jnp.where(next_BJ, choices.tokens, vocab)
-    allowed_BV = jnp.zeros((rows, vocab), bool)
-    allowed_BV = allowed_BV.at[jnp.arange(rows)[:, None], tokens_BJ].set(True, mode="drop")
-    return jnp.where(allowed_BV | (choices.node == FREE)[:, None], logits_BV, -jnp.inf)
+def set_turn(
+    choices: Choices | None,
+    slot: int,
+    replies: tuple[tuple[int, ...], ...],
+    token_ids: tuple[int, ...],
+) -> None:
+    """`set_choices` or `set_allowed`, whichever there are, or nothing."""
+    if choices is not None and replies:
+        set_choices(choices, slot, replies)
+    elif choices is not None and token_ids:
+        set_allowed(choices, slot, token_ids)
+
+
+def draw(
+    uniform_B: jax.Array,
+    logits_BV: jax.Array,
+    choices: Choices | None,
+    settings: SamplingRows,
+    asked: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`sampling.sample`, of the tokens alone that may come next where a slot is at a node.
+
+    The logits of these few are gathered and drawn from: no mask is laid over the vocabulary, who
+    may say anything keeps every bit, and where all may nothing is computed.
+    """
+    anything = sample(uniform_B, logits_BV, settings, asked)
+    if choices is None:
+        return anything
+    held_B = choices.node != FREE
+
+    def among() -> tuple[jax.Array, jax.Array]:
+        next_BJ = choices.parents == choices.node[:, None]
+        logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
+        # Who may say anything is drawn here too, from whatever there is, and for nothing.
+        logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
+        place_B, logprobs_B = sample(uniform_B, logits_BJ, settings, asked)
+        tokens_B = jnp.take_along_axis(choices.tokens, place_B[:, None], axis=1)[:, 0]
+        return (
+            jnp.where(held_B, tokens_B, anything[0]),
+            jnp.where(held_B, logprobs_B, anything[1]),
+        )
+
+    return jax.lax.cond(jnp.any(held_B), among, lambda: anything)
 
 
 def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:

@@ -27,7 +27,7 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.rollout.choices import check_choices, no_choices, set_choices
+from earl_jax.rollout.choices import check_allowed, check_choices, no_choices, set_turn
 from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.drafting import Drafting
@@ -99,7 +99,7 @@ class Collector:
         self._stopped: set[int] = set()
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._given_up: dict[int, int] = {}
-        self._choice_branches, self._scores_all = 0, False
+        self._choice_branches, self._vocab_size, self._scores_all = 0, 0, False
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
         self._stats = RolloutStats()
@@ -123,6 +123,7 @@ class Collector:
         config = self._config
         rules = seat.engine.config.rules
         self._choice_branches, self._scores_all = rules.choice_branches, rules.model_logprobs
+        self._vocab_size = seat.engine.config.vocab_size
         for task in tasks:
             task.validate()
         rows = make_rows(
@@ -300,6 +301,8 @@ class Collector:
             heard = render(message)
             episode.choices = conversation.choices(asks.choices)
             check_choices(episode.choices, self._choice_branches)
+            episode.allowed = conversation.allowed(asks.allowed_token_ids)
+            check_allowed(episode.allowed, self._choice_branches, self._vocab_size)
         except ValueError as error:
             return self._end(slot, UNENCODABLE, str(error))
         if not episode.leaves_room(heard):
@@ -345,8 +348,7 @@ class Collector:
                 columns["resume"][slot] = episode.speaking
                 columns["speak"][slot] = not (episode.speaking or episode.waits)
                 columns["turn_limit"][slot] = episode.turn_limit
-                if episode.choices:
-                    set_choices(columns["choices"], slot, episode.choices)
+                set_turn(columns["choices"], slot, episode.choices, episode.allowed)
         self._room.end_orders(columns["count"])
         # Slots whose first token of the round comes from their chunk.
         self._begun = (columns["count"] > 0) & (columns["speak"] + columns["resume"] > 0)

@@ -28,11 +28,11 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_drafts
 from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.choices import allowed_logits, walk
+from earl_jax.rollout.choices import draw, walk
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.drafts import look_up
 from earl_jax.rollout.orders import NO_LIMIT
-from earl_jax.rollout.sampling import model_logprobs, sample, token_uniforms
+from earl_jax.rollout.sampling import model_logprobs, token_uniforms
 from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
 
@@ -45,10 +45,10 @@ class SlotRules(NamedTuple):
     Each of `end_of_turn_ids` ends a turn. Chunks are appended for `append_rows` slots of a data
     shard at a time; a decode step computes `step_rows` rows of it (`decode_some`), 0: one for each
     of its slots. With `model_logprobs` these are written down too; that is one more pass over the
-    logits. With `choice_branches` turns can be held to replies whose tree has so many branches.
-    With `draft` each pass may say so many tokens beside its own, those that followed the slot's
-    last `ngram` ids before (`drafts.look_up`); with an `ngram` of 0 nothing is looked up, though
-    reports have the room.
+    logits. With `choice_branches` turns can be held to replies whose tree has so many branches, or
+    to so many tokens. With `draft` each pass may say so many tokens beside its own, those that
+    followed the slot's last `ngram` ids before (`drafts.look_up`); with an `ngram` of 0 nothing is
+    looked up, though reports have the room.
     """
 
     burst: int
@@ -146,9 +146,8 @@ def sample_next(
     """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
     rules, place = decoder.rules, state.origin + state.cached
     uniform = token_uniforms(decoder.key, state.seed, place)
-    may_BV = logits_BV if state.choices is None else allowed_logits(logits_BV, state.choices)
     asked = None if state.scores is None else jnp.any(state.scores.asked)
-    token, logprob = sample(uniform, may_BV, state.sampling, asked)
+    token, logprob = draw(uniform, logits_BV, state.choices, state.sampling, asked)
     model_logprob = model_logprobs(logits_BV, token, asked) if rules.model_logprobs else None
     rows = rows_or_drop(state, speaking)
     written = state.experience

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 
 from earl_jax.rollout._jetstream import orchestrator, padded_length
-from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine import PROMPT_CHUNK, PolicyEngine
 from earl_jax.rollout.requests import RequestError, Wishes
 
 
@@ -44,6 +44,20 @@ class _PrefillEngine:
             logprobs=wishes.scored,
             max_tokens=self.max_tokens,
         )
+
+
+class _Prompts(queue.Queue):
+    """JetStream's queue of prompts that wait to be read.
+
+    Its generate thread makes no step while this is not `empty` and a slot is free: it waits for the
+    prompt that is being read, so that steps have full batches. A long one, of several pieces, is
+    not worth the wait: then replies go on between the pieces.
+    """
+
+    is_reading_long = False
+
+    def empty(self) -> bool:
+        return self.is_reading_long or super().empty()
 
 
 class _FreeSlots(queue.Queue):
@@ -95,6 +109,15 @@ class PolicyDriver(orchestrator.Driver):
     @_generate_slots.setter
     def _generate_slots(self, queues: list[queue.Queue]) -> None:
         self._free_slots: list[queue.Queue] = [_FreeSlots(q.maxsize, self._engine) for q in queues]
+
+    @property
+    def _prefill_backlog(self) -> queue.Queue:
+        """As JetStream's threads know it."""
+        return self._prompts
+
+    @_prefill_backlog.setter
+    def _prefill_backlog(self, _: queue.Queue) -> None:
+        self._prompts = _Prompts()
 
     @property
     def num_free_slots(self) -> int:
@@ -162,6 +185,7 @@ class PolicyDriver(orchestrator.Driver):
             self._prefill_engine.max_tokens = request.max_tokens
         # JetStream's own padding knows no length above 32,768.
         ids = request.prefill_content
+        self._prompts.is_reading_long = len(ids) > PROMPT_CHUNK
         return np.pad(ids, (0, padded_length(len(ids)) - len(ids))), len(ids)
 
     def _prefill_thread(self, idx: int) -> None:

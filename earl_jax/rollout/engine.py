@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +55,8 @@ class PolicyEngine(RoundEngine, Engine):
         super().__init__(config, layout)
         self._tokenizer = tokenizer
         self._num_prefills = 0
+        # By their room, and whether it is whole on each device: see `_reader`.
+        self._readers: dict[Hashable, Any] = {}
         self._room: ServingRoom | None = None
         self._drafting = Drafting(config.serving.speculation if config.rules.ngram else "off")
         # JetStream calls from several threads. Programs that hold collectives must reach all
@@ -204,12 +206,26 @@ class PolicyEngine(RoundEngine, Engine):
             count = min(len(piece), true_length - first)
             if branches:
                 prefix = dataclasses.replace(prefix, choices=choices or no_choices(1, branches))
+            given = (params, prefix, piece, np.int32(count), self._key_data)
+            read = self._reader(*given) if len(tokens) > PROMPT_CHUNK else self._prefill
             with self._dispatching:
-                prefix = self._prefill(params, prefix, piece, count, self._key_data)
+                prefix = read(*given)
             if first + len(piece) < true_length:
                 # Else steps that are dispatched meanwhile would wait for all pieces.
                 jax.block_until_ready(prefix.pending)
         return prefix
+
+    def _reader(self, params: Params, prefix: Prefix, *rest: Any) -> Any:
+        """`_prefill` for a piece of a long prompt, compiled for its room.
+
+        Not by its first call, which would have every step wait for the compiler: the next one is
+        dispatched only when nobody else dispatches.
+        """
+        pages = jax.tree.leaves(prefix.cache.layers)[0]
+        room = (prefix.cache.num_pages, pages.sharding.is_fully_replicated)
+        if room not in self._readers:
+            self._readers[room] = self._prefill.lower(params, prefix, *rest).compile()
+        return self._readers[room]
 
     def _empty_prefix(self, pages: int) -> Prefix:
         """No prompt yet, so many pages, and a seed that no other one has, nor is given."""

@@ -66,8 +66,9 @@ class LiveEpisode:
     the queue begins with all of this sample again. `parked`: it takes no part, because there are
     too few pages; what was read may be in host memory. `speaking`: in the middle of a turn.
     `length` counts the episode's tokens, the first `origin` of which belong to earlier samples.
-    `choices` are the ids of what its next turn may be, () where that may be anything. A sample
-    holds `max_context` tokens at most. `scored`: log-probs under the model itself are taken down.
+    `choices` are the ids of what its next turn may be, or `allowed` those that it is made of; both
+    are () where that may be anything. A sample holds `max_context` tokens at most. `scored`:
+    log-probs under the model itself are taken down.
     """
 
     task: Task
@@ -98,6 +99,7 @@ class LiveEpisode:
     model_logprobs: list[float] = dataclasses.field(default_factory=list)
     stop_watch: StopWatch | None = None
     choices: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] = ()
 
     @property
     def turn_limit(self) -> int:

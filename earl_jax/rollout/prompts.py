@@ -11,10 +11,10 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import PagedCache
 from earl_jax.models.parameters import Params
-from earl_jax.rollout.choices import Choices, allowed_logits, walk
+from earl_jax.rollout.choices import Choices, draw, walk
 from earl_jax.rollout.decode_state import DecodeState, Scores
 from earl_jax.rollout.orders import NO_ROW
-from earl_jax.rollout.sampling import SamplingRows, model_logprobs, sample, token_uniforms
+from earl_jax.rollout.sampling import SamplingRows, model_logprobs, token_uniforms
 from earl_jax.sharding.layout import Layout
 
 
@@ -79,8 +79,7 @@ def read(
         tokens = tokens.at[0, places].set(tokens_T, mode="drop")
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
     choices, asked = prefix.choices, jnp.any(prefix.scores.asked)
-    may_BV = logits_BV if choices is None else allowed_logits(logits_BV, choices)
-    token, logprob = sample(uniform, may_BV, prefix.sampling, asked)
+    token, logprob = draw(uniform, logits_BV, choices, prefix.sampling, asked)
     return dataclasses.replace(
         prefix,
         cache=dataclasses.replace(cache, parts=1),

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from earl_jax.rollout.choices import Choices, choice_tree, no_choices, set_allowed, set_choices
+from earl_jax.rollout.choices import Choices, choice_tree, no_choices, set_turn
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import MAX_SEED
 
@@ -263,18 +263,22 @@ def allow(
             f"{SAMPLING_KEY}.choices holds a reply of {longest} tokens, and max_tokens is "
             f"{max_tokens}; raise it"
         )
+    what = "choices" if replies else "allowed_token_ids"
+    possible = {token for reply in replies for token in reply}.union(tokens)
+    idle = [token for token in wishes.stop_token_ids if token not in possible]
+    if idle:
+        raise _invalid(
+            f"{SAMPLING_KEY}.stop_token_ids holds {idle[0]}, which {SAMPLING_KEY}.{what} never "
+            "lets come; add it there, or remove it"
+        )
     needed = len(choice_tree(replies)[0]) or len(tokens)
     if needed > branches:
-        what = "choices" if replies else "allowed_token_ids"
         raise _invalid(
             f"{SAMPLING_KEY}.{what} takes {needed} different continuations, token by token; this "
             f"server has room for {branches} (--max_choice_tokens when it was started)"
         )
     allowed = no_choices(1, branches)
-    if replies:
-        set_choices(allowed, 0, replies)
-    else:
-        set_allowed(allowed, 0, tokens)
+    set_turn(allowed, 0, replies, tokens)
     return dataclasses.replace(wishes, allowed=allowed)
 
 
