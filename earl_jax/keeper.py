@@ -20,9 +20,10 @@ from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
 from earl_jax.joint import to_checkpoint
 from earl_jax.loop import Position, StepRecord, expected_tokens
+from earl_jax.meshes import SwitchLog
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
-from earl_jax.placement import Placement, SwitchLog
+from earl_jax.placement import Placement
 from earl_jax.telemetry.episodes import read_trajectories, write_trajectories
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics
