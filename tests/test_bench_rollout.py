@@ -154,6 +154,7 @@ def test_the_best_other_is_the_best_of_all_threads_and_batches(engine, capsys):
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_replies_are_equally_long(play):
     table, (warm_up, found, *_) = play("equal")
     assert [line[0] for line in table] == ["batch x new tokens", "---", "2 x 8"] * 2
@@ -186,6 +187,7 @@ def test_who_reads_again_is_given_all_that_was_said(engine):
     assert given == [[[5], [7]], [[5, 1, 1, 6], [7, 1, 1, 8]]]
 
 
+@pytest.mark.slow
 def test_every_reply_of_the_tail_has_its_own_length(play):
     from benchmarks.rollout.work import tail_lengths
 

@@ -208,6 +208,7 @@ def set_newest_aside(folder):
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [

@@ -278,6 +278,7 @@ def full_logits(trajectory):
     return np.asarray(jnp.einsum("BTD,DV->BTV", hidden, head_weights(params)), np.float64)[0]
 
 
+@pytest.mark.slow
 def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
     heard = []
     # Else what this policy is sure of is all that is ever said.
@@ -336,6 +337,7 @@ def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
             place += len(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("burst", "mesh"), [(1, MeshShape(data=8)), (8, MeshShape(data=4, tensor=2))]
 )
@@ -380,6 +382,7 @@ def test_no_shard_waits_for_another_in_the_choices():
     assert "collective-permute" not in text
 
 
+@pytest.mark.slow
 def test_no_illegal_move_is_played_where_they_are_masked(pool):
     """Random play loses half of its games to illegal moves where they are not."""
     replies = tuple(map(renderer().reply, all_replies(MASKED)))
@@ -396,6 +399,7 @@ def test_no_illegal_move_is_played_where_they_are_masked(pool):
     assert sum(t.stop_reason == "illegal" for t in free.trajectories) > 15
 
 
+@pytest.mark.slow
 def test_choices_without_room_end_their_own_episode(pool):
     def make(task):
         return Words([]) if task.episode % 2 else make_environment(EnvConfig(), seed=1, player=0)

@@ -367,6 +367,7 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
     assert rollout.stats.rounds < max(ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "num_slots"), [(MeshShape(data=8), 8), (MeshShape(data=2, tensor=2), 16)], ids=str
 )
@@ -416,6 +417,7 @@ def assert_same_episodes(ours, theirs) -> None:
             np.testing.assert_allclose(turn.model_logprobs, same.model_logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
     """From the first bucket over the second to the third, live episodes and all."""
     rooms = Rooms()
@@ -429,6 +431,7 @@ def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
     assert_same_episodes(games.trajectories, grown.trajectories)
 
 
+@pytest.mark.slow
 def test_pages_are_made_where_they_are_needed(pool, games):
     """Lanes of two slots begin with five pages: too few for two episodes of up to 30 tokens."""
     rooms = Rooms()
@@ -441,6 +444,7 @@ def test_pages_are_made_where_they_are_needed(pool, games):
     assert grown.stats.parked_episodes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):
@@ -469,6 +473,7 @@ def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, ga
     assert parked.stats.rollout_tokens == games.stats.rollout_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "grows"), [(12, False), (13, True), (15, True)])
 def test_room_is_kept_for_a_whole_burst(pool, tokens, grows):
     """Sixteen places hold a prompt of twelve tokens and a turn of four, and not one more."""
@@ -551,6 +556,7 @@ def cut_texts(trajectories):
     ]
 
 
+@pytest.mark.slow
 def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
     """Nine tokens of prompt; turns of two, which the environment answers with five more.
 
@@ -646,6 +652,7 @@ class Faulty(Talker):
         return self.fault() if self.when == "step" and self.replies == 2 else honest
 
 
+@pytest.mark.slow
 def test_environments_that_misbehave_end_their_own_episode_only():
     released = threading.Event()
 
@@ -709,6 +716,7 @@ class Lecture(Talker):
         return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "copies"),
     [(MeshShape(data=8), "off"), (MeshShape(data=2, tensor=2), "on")],
@@ -762,6 +770,7 @@ class Watched:
         return result
 
 
+@pytest.mark.slow
 def test_an_environment_at_work_holds_nobody_up(pool, games):
     """The first episode's environment answers when all others are over, and not before."""
     others_over = threading.Event()
@@ -798,6 +807,7 @@ def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
     assert_same_episodes(games.trajectories, rollout.trajectories)
 
 
+@pytest.mark.slow
 def test_with_fewer_rows_than_slots_who_waits_is_none(pool, games):
     """One row a device for two slots: it is always one that speaks, whoever waits meanwhile."""
     player = engine(step_rows=NUM_LANES)

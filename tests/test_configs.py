@@ -92,6 +92,7 @@ def test_the_meshes_to_choose_from_are_more_than_one(world):
     assert len(world.train_candidates) > 1
 
 
+@pytest.mark.slow
 def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     config, rows = world.config, world.config.rollout.episodes_per_step
     for shape in world.train_candidates:
@@ -118,6 +119,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
         assert mesh_words(shape) in lowered(traced, world)
 
 
+@pytest.mark.slow
 def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
     rollout = world.config.rollout
     for shape in world.rollout_candidates:

@@ -119,6 +119,7 @@ def attention_of(mesh: str, settings):
     return jax.jit(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "length", "settings"),
     [

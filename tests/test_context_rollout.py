@@ -130,6 +130,7 @@ def test_a_page_must_divide():
 # What is played.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MIXED, *OTHERS], ids=str)
 def test_the_same_words_are_said_with_the_trainers_logprobs(shape):
     """Behind prompts of several chunks and pages, of which only the last chunk is followed."""
@@ -189,6 +190,7 @@ def test_collectives_stay_within_a_row_shard_and_none_is_a_permute(shape):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_every_token_is_read_as_on_one_device():
     """Of two chunks, the second from the middle of a page on; windows, experts, an int8 cache."""
     model = ModelConfig(

@@ -130,6 +130,7 @@ def lecture(task):
     return Lecture(task.env_seed, 0.02 * (task.episode % 3 == 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share_prefixes", [True, False])
 @pytest.mark.parametrize("rounds", [(1,), (2,), (4,), (5, 6), (3, 7, 8, 12)], ids=str)
 def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, share_prefixes):
@@ -160,6 +161,7 @@ def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, 
     assert rollout.stats.prefill_tokens + rollout.stats.shared_tokens == heard
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_kept_shows_in_the_logprobs_and_the_versions_say_so(pool):
     rollout = collect(
         pool, tasks(NUM_TASKS), lecture, places=PLACES, control=Script({5: swap_to(1, "keep")})
@@ -195,6 +197,7 @@ def test_a_change_to_the_same_weights_changes_nothing(pool, games):
         assert_same_episodes(games.trajectories, rollout.trajectories)
 
 
+@pytest.mark.slow
 def test_an_aborted_episode_ends_with_what_it_has_and_the_others_do_not_notice(pool, games):
     """One that waits for its environment, one that has not begun, one that is in no rollout."""
     control = RolloutControl()
@@ -225,6 +228,7 @@ def test_an_aborted_episode_ends_with_what_it_has_and_the_others_do_not_notice(p
     )
 
 
+@pytest.mark.slow
 def test_an_episode_is_aborted_in_the_middle_of_its_turn(pool):
     """The tokens so far are its last turn; nothing is written behind them."""
     script = {3: lambda control: [control.abort(episode) for episode in (0, 1, 7)]}

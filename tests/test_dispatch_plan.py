@@ -243,6 +243,7 @@ def pairs_of_layouts(draw):
     return shape, *sides
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(pairs_of_layouts())
 def test_plans_between_random_layouts_move_the_lower_bound(pair):

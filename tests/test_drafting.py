@@ -50,6 +50,7 @@ def games(pool):
 # Rollouts.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pages"), [(MeshShape(data=8), 5), (MeshShape(data=2, tensor=2), 0)], ids=str
 )
@@ -90,6 +91,7 @@ def talk(pool, burst: int, stops: Stops, speculation=None, **changes):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strings", "ids"), [(("12", "34", "5", "0"), ()), ((), ("1", "5", "8"))], ids=["text", "ids"]
 )
@@ -107,6 +109,7 @@ def test_a_stop_cuts_what_was_guessed_behind_it(pool, strings, ids):
     assert (stats.given_up_tokens > 0) == bool(strings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_other_weights_take_over_in_the_middle_of_turns(pool, cache):
     """By the trainer's forward pass, tokens have the log-probs of the weights that they name.
@@ -164,6 +167,7 @@ def test_turns_among_choices_stay_among_them(pool):
     assert guessed.stats.accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_rounds_of_both_kinds_are_mixed_without_a_trace(pool):
     """A stop's given-up tokens may come from a round that guessed, and go in one that does not."""
     stops = Stops(strings=("12", "34", "5", "0"))
@@ -248,6 +252,7 @@ def test_each_room_has_its_own_trial():
     assert not drafting.choose("short") and drafting.choose("long")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [True, False], ids=["guessing", "plain"])
 def test_rollouts_leave_the_kind_of_round_that_is_slower(pool, games, monkeypatch, slow):
     """Rounds that guess, or those that do not, are held up; the games are the same."""

@@ -129,10 +129,12 @@ def replica_groups(line: str) -> set[tuple[int, ...]]:
     return {tuple(group) for group in grid.reshape(shape).tolist()}
 
 
+@pytest.mark.slow
 def test_without_a_tensor_axis_a_round_has_no_collective():
     assert collectives(MeshShape(data=8)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [shape for shape in CANDIDATES if shape.tensor > 1], ids=str)
 def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
     """Shards decode unequally long, so that waiting for another one would be waiting for ever.
@@ -149,6 +151,7 @@ def test_with_a_tensor_axis_no_collective_crosses_a_data_shard(shape):
         assert replica_groups(line) == shards, line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES], ids=str)
 def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
     state, heard = converse_on(shape)
@@ -163,6 +166,7 @@ def test_every_mesh_samples_the_same_tokens_with_the_trainers_logprobs(shape):
     assert placed == engine_on(shape).state_shardings
 
 
+@pytest.mark.slow
 def test_slots_that_take_turns_say_the_same_and_no_collective_crosses_a_data_shard():
     """Three rows of a step for the eight slots of a data shard."""
     shape = CANDIDATES[2]
@@ -190,6 +194,7 @@ def test_the_conversation_is_worth_comparing():
     assert min(messages) < CHUNK < max(messages)
 
 
+@pytest.mark.slow
 def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
     """As `placement.make_room` does it, in the middle of turns and of prompts, over every mesh."""
     first, *others = CANDIDATES

@@ -47,6 +47,7 @@ def test_incremental_ids_equal_the_template_of_the_whole_conversation(show_board
         assert list(ids) == whole
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.text())
 def test_any_message_round_trips_inside_its_frame(text):

@@ -250,6 +250,7 @@ def sample_of(episode: LiveEpisode, written: list[int]) -> list[int]:
     return written[episode.finish("over").sample_starts[-1] :]
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(FAMILIES_AND_SCRIPTS)
 def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
@@ -350,6 +351,7 @@ def breaks(name: str, script: Script, reply: Reply, answer) -> bool:
     return name == "mistral" and (bool(script.tools) or not isinstance(script.opening, str))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(NAMES).flatmap(lambda n: st.tuples(st.just(n), scripts(n))))
 def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):

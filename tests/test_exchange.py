@@ -157,6 +157,7 @@ def shipments_of(tree, shardings, dtypes=None):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_bytes", [None, 64])
 @pytest.mark.parametrize(("source", "target"), BETWEEN_PROCESSES[::3])
 def test_rounds_deliver_what_was_planned(source, target, max_bytes):

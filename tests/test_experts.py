@@ -235,6 +235,7 @@ def gradients(mesh: str, length: int = 12):
     return jax.tree.map(np.asarray, (grads, hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "length"),
     # Long rows are more pairs than are multiplied at once; all of them are gathered to a device.
@@ -287,6 +288,7 @@ def converse_on(mesh: str):
     )[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ENGINE_MESHES)
 def test_every_mesh_samples_the_same_tokens(mesh):
     assert_same(converse_on(mesh), converse_on("data=1"))
@@ -319,6 +321,7 @@ def test_logprobs_of_the_engine_are_the_trainers():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=8", *ENGINE_MESHES])
 def test_a_round_has_one_all_reduce_a_layer_for_its_experts_and_none_leaves_its_row_shard(mesh):
     """Row shards decode unequally long: waiting for another one would be waiting for ever.

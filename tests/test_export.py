@@ -92,6 +92,7 @@ def tensors(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_the_adapter_folder_is_what_peft_reads(name, tmp_path):
     """Names, shapes and values: base + alpha / r * lora_B @ lora_A is the merged folder."""
@@ -182,6 +183,7 @@ def a_state(world: World) -> TrainState:
     return dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
 
 
+@pytest.mark.slow
 def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
     sections = {"model": {"num_layers": 1, "attention_bias": True}, "checkpoint": {"export": True}}
     world = World(make_config({**sections, "train": {"lora": {"rank": 2}}}))

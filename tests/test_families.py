@@ -115,6 +115,7 @@ def greedy(name: str) -> np.ndarray:
     return np.asarray(decode(params, empty_cache(model, 1, len(prompt) + NUM_GREEDY), prompt[None]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_decoding_with_a_cache_is_that_of_transformers(name):
     np.testing.assert_array_equal(greedy(name), reference(name)["continuation"])
@@ -160,6 +161,7 @@ PLAYED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), PLAYED)
 def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
     """A slot on each of four data shards or two on each of two, which begin one after the other."""
@@ -192,6 +194,7 @@ def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
         assert heard[slot].turns() == [reference(name)["continuation"].tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 6])
 @pytest.mark.parametrize("name", KINDS)
 def test_cached_decoding_equals_the_full_forward(name, size):
@@ -209,6 +212,7 @@ def test_cached_decoding_equals_the_full_forward(name, size):
         np.testing.assert_allclose(logits, full[:, start + size - 1], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_of_the_family_matters(name):
     """Without it the logits are others: the comparison above would have shown its absence."""
@@ -273,6 +277,7 @@ def gradients(name: str, mesh: MeshShape):
     return jax.jit(jax.value_and_grad(loss))(load_parameters(given, layout))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), SOME_SLOW)
 def test_gradients_are_finite_and_equal_on_every_mesh(name, mesh):
     (loss, alone), (sharded_loss, sharded) = gradients(name, MeshShape()), gradients(name, mesh)

@@ -66,6 +66,7 @@ def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
     return rollout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "words"), [(4, "7"), (4, ""), (4, "7777"), (9, "7")], ids="29 28 32 waves".split()
 )
@@ -83,6 +84,7 @@ def test_a_groups_prompt_is_read_once_and_each_other_episode_appends_one_token(p
         assert one == same, "to the last bit of each log-prob"
 
 
+@pytest.mark.slow
 def test_what_different_prompts_have_in_common_is_read_once_a_policy_version(pool):
     """One slot, so that episodes follow each other; from the third on under other weights.
 
@@ -137,6 +139,7 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     assert open_seat(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", ["on", "off"])
 def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
     """Eight lanes of two slots; six episodes are at home in the first, two in the second.

@@ -198,6 +198,7 @@ def test_the_engine_implements_the_whole_interface(engine):
     assert served.stop_tokens == {tokenizer().eos_token_id, tokenizer().pad_token_id}
 
 
+@pytest.mark.slow
 def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
     """The first token is the one behind the prompt; slots, and their order, are free."""
     prompts = [prompt(i, length) for i, length in enumerate([1, 5, 16, 33, 40, 64])]
@@ -221,6 +222,7 @@ def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
     np.testing.assert_array_equal(np.array(said).T, continuations(prompts, seeds, 8))
 
 
+@pytest.mark.slow
 def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
     first, second = prompt(20, 11), prompt(21, 6)
     whole = np.concatenate([first, second])
@@ -300,6 +302,7 @@ def test_a_prefix_of_another_device_is_put_where_the_engine_says(engine, params)
     assert said == [[token, token] for token in expected.tolist()]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_drawn_by_its_own_sampling_and_seed_whoever_is_beside_it(engine, params):
     """Each twice, in another slot and order, and among others that say nothing of either."""
     ids, length, steps = prompt(60, 9), 9, 10
@@ -457,6 +460,7 @@ def drive() -> None:
     print("\n" + json.dumps({"ids": ids, "text": text, "alive": alive}))
 
 
+@pytest.mark.slow
 def test_jetstreams_own_driver_serves_many_requests_at_once():
     """Fifteen requests on eight slots, tokens as a full forward pass per token samples them."""
     found = run_python("import conftest, test_jetstream; test_jetstream.drive()")

@@ -94,6 +94,7 @@ CASES = [
 KERNELS = ["splash", pytest.param("tokamax", marks=need_tokamax)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("length", "window", "softcap"), CASES)
 def test_a_kernel_is_the_reference_forward_and_backward(kernel, length, window, softcap):
@@ -123,6 +124,7 @@ WINDOWED = ModelConfig(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_model_whose_layers_differ_in_their_windows_is_the_same_by_every_kernel(kernel, remat):

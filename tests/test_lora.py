@@ -176,6 +176,7 @@ def test_a_rank_1_adapter_by_hand():
     np.testing.assert_array_equal(grad_b, [[4.0, 4.0]])  # 4 (x A)
 
 
+@pytest.mark.slow
 def test_heads_and_layers_are_merged_each_with_its_own():
     """Against plain matrices: query_DKGH as [D, KGH], out_KGHD as [KGH, D], layer by layer."""
     state = on_host()
@@ -226,6 +227,7 @@ def test_the_description_of_the_adapters():
 # The state.
 
 
+@pytest.mark.slow
 def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
     layout = make_layout(MIXED)
     state = init_state(MODEL, CONFIG, VOCAB, layout, 5)
@@ -251,6 +253,7 @@ def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
         assert kept == expected - (4 - size) * num_parameters(SPECS)
 
 
+@pytest.mark.slow
 def test_a_base_that_is_given_gets_the_adapters_of_the_seed():
     layout = make_layout(MIXED)
     drawn = init_state(MODEL, CONFIG, VOCAB, layout, 7)
@@ -276,6 +279,7 @@ def alone() -> tuple[Any, Any, Any]:
     return jax.tree.map(np.asarray, state.params), gradients(state), read_metrics(metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", every_layout(), ids=str)
 def test_sharded_equals_unsharded_on_every_layout(shape):
     batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
@@ -342,6 +346,7 @@ def test_the_base_stays_where_it_is():
     assert bits(state.params) != bits(on_host().params)
 
 
+@pytest.mark.slow
 def test_supervised_updates_of_the_adapters_alone_lower_the_loss():
     state, step = placed(MIXED), compiled_step(MIXED, CONFIG, "supervised")
     batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
@@ -384,6 +389,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     state = placed(source)
@@ -405,6 +411,7 @@ def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
 def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
@@ -439,6 +446,7 @@ def test_merging_is_in_fp32_whatever_the_base_is_kept_in():
         assert np.mean(np.asarray(layer["gate"]) == expected.astype(jnp.bfloat16)) > 0.99
 
 
+@pytest.mark.slow
 def test_a_bf16_base_trains_too():
     config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="bfloat16"))
     state = placed(MIXED, config)
@@ -454,6 +462,7 @@ def test_a_bf16_base_trains_too():
 # Kept.
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapters_and_not_the_base(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
     checkpoints.save(1, placed(MeshShape(data=8)), {})
@@ -472,6 +481,7 @@ def test_a_checkpoint_holds_the_adapters_and_not_the_base(tmp_path):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(kept["state"])) == 3 * 4 * numbers + 4 + 4
 
 
+@pytest.mark.slow
 def test_the_fingerprint_is_of_the_bits_and_not_of_the_layout():
     first = int(fingerprint(placed(MIXED).base))
     assert (
@@ -536,6 +546,7 @@ def test_the_model_decides_which_targets_and_ranks_there_can_be():
             adapter_specs({**SPECS, "layers": layers}, lora)
 
 
+@pytest.mark.slow
 def test_a_world_keeps_the_base_of_the_path_frozen():
     given = {
         "model": {"path": str(REFERENCE / "qwen2_tied")},
@@ -549,6 +560,7 @@ def test_a_world_keeps_the_base_of_the_path_frozen():
     assert is_adapted(world.policy(state)["layers"]["query"])
 
 
+@pytest.mark.slow
 def test_a_base_from_the_seed_is_drawn_again_on_any_mesh():
     world = World(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
     first = world.first_train_state(MeshShape(data=8)).base

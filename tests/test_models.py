@@ -541,6 +541,7 @@ def every_layout() -> list[MeshShape]:
     return shapes
 
 
+@pytest.mark.slow
 def test_initial_values_are_the_same_on_every_layout():
     specs = parameter_specs(EVERY_LAYOUT_MODEL, VOCAB)
     # One of each kind of cut: over both axes, over one, over none.

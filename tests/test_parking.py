@@ -208,6 +208,7 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     assert (host.held_bytes, host.slots) == (0, [])
 
 
+@pytest.mark.slow
 def test_pages_come_back_on_another_mesh():
     ours = seat_with_noise(MeshShape(data=8), "int8")
     cut = MeshShape(data=2, context=2, tensor=2)
@@ -305,6 +306,7 @@ def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
     assert parked.stats.rollout_tokens == whole.stats.rollout_tokens
 
 
+@pytest.mark.slow
 def test_where_tokens_are_guessed_it_is_the_same_to_the_bit_too(pool):
     """What wrong guesses leave behind a slot's last token may go along, or not."""
     guesses = {"ngram": 1, "draft": 3}
@@ -317,6 +319,7 @@ def test_where_tokens_are_guessed_it_is_the_same_to_the_bit_too(pool):
     assert parked.trajectories == whole.trajectories
 
 
+@pytest.mark.slow
 def test_where_host_memory_is_full_episodes_are_read_again(pool, never_parked):
     mesh = MESHES[0]
     whole = never_parked(mesh, "compute", 1)
@@ -350,6 +353,7 @@ def test_what_costs_less_is_done_and_said(pool, monkeypatch):
 # Weights, aborts.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 @pytest.mark.parametrize("rounds", [(4,), (3, 7, 8, 12)], ids=str)
 def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):
@@ -421,6 +425,7 @@ class WatchedRoom(CacheRoom):
         super().end(slot)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
 @pytest.mark.parametrize("parking", ["host", "recompute"])
 @pytest.mark.parametrize("pages", [7, 11])

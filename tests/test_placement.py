@@ -475,6 +475,7 @@ def test_the_trainer_moves_bit_for_bit_and_not_through_the_host(tiny, place):
     assert on_one == trainer_bytes(CUBE)
 
 
+@pytest.mark.slow
 def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(monkeypatch):
     """Half as many again, or what is asked for, where it does; 2 are what one episode needs."""
     rollout = {**GIVEN["rollout"], "num_slots": 16}

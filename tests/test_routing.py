@@ -127,6 +127,7 @@ def same_gradients(grads, expected) -> None:
 WEIGHTED = {"balance_coefficient": 0.5, "max_grad_norm": 1e9}
 
 
+@pytest.mark.slow
 def test_an_update_adds_the_loss_and_says_how_even_the_loads_are():
     """Against the same loss by JAX's gradient of `forward_rows_routed`."""
     batch, layout = make_batch(), make_layout(MeshShape())
@@ -152,6 +153,7 @@ def test_an_update_adds_the_loss_and_says_how_even_the_loads_are():
     assert 0 < metrics.expert_load_entropy < np.log(8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=8", "data=2,expert=4", "data=1,fsdp=2,expert=2,tensor=2"])
 def test_the_update_is_the_same_on_every_mesh(mesh):
     (grads, metrics), (expected, alone) = updated(mesh, **WEIGHTED), updated("data=1", **WEIGHTED)
@@ -159,6 +161,7 @@ def test_the_update_is_the_same_on_every_mesh(mesh):
     assert metrics._asdict() == pytest.approx(alone._asdict(), rel=2e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_micro_batches_report_the_loads_of_the_whole_update():
     _, parts = updated("data=1", micro_batches=4, **WEIGHTED)
     _, whole = updated("data=1", **WEIGHTED)
@@ -166,6 +169,7 @@ def test_micro_batches_report_the_loads_of_the_whole_update():
         assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_updates_with_the_loss_even_out_a_crowded_router():
     """Routers that know three experts only; the policy's own gradient is nought."""
     crowded = jnp.zeros_like(params()["layers"]["router"]).at[..., :3].set(0.05)

@@ -203,6 +203,7 @@ def test_forks_are_read_anew_and_counted(forked):
     assert alone.stats.tokens_in_flight_max == max(samples) < sum(samples) / 2
 
 
+@pytest.mark.slow
 def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
     grown = collect("fork", places=ROOM // 2)
     assert grown.seat.places == ROOM
@@ -211,6 +212,7 @@ def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parking", ["host", "recompute"])
 def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, parking):
     """Room for one sample a lane of two slots; environments answer while episodes are parked."""

@@ -75,6 +75,7 @@ def test_nobody_is_served_at_another_address_of_the_machine(server):
         socket.create_connection(("127.0.0.2", int(port)), timeout=5)
 
 
+@pytest.mark.slow
 def test_many_requests_at_once_on_few_slots(server):
     """Thirty on four slots: of all lengths up to the longest prompt and the last place."""
     asked = [
@@ -87,6 +88,7 @@ def test_many_requests_at_once_on_few_slots(server):
     assert [ids_of(call) for call in calls] == [expected(ids, count) for ids, count in asked]
 
 
+@pytest.mark.slow
 def test_where_the_cache_is_full_requests_wait_and_none_is_cut(cache):
     """Room for one whole context, on four slots: two pages of 64 tokens.
 

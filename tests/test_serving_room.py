@@ -54,6 +54,7 @@ def tokens_at(result, slot: int) -> list[int]:
 COLD = Sampling(temperature=0.3, top_k=20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
 )
@@ -166,6 +167,7 @@ class _Scarce(PolicyEngine):
         return super().grow_served(*given)
 
 
+@pytest.mark.slow
 def test_room_grows_with_the_longest_request_or_it_alone_fails():
     """From 48 places to 96, where one of two comes to more than 48."""
     config = tight_engine(MeshShape(data=1), 1, first_room=48, cache_tokens=1).config
@@ -208,6 +210,7 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
     assert said == [row[: len(tokens)] for row, tokens in zip(wanted, said, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
     engine = tight_engine(MeshShape(data=1), 1)
     params, state = load_params(engine), engine.init_decode_state()

@@ -76,6 +76,7 @@ def plain():
     return talk(play_on_one_device(), empty())[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [GUESSING, RULES._replace(ngram=2, draft=5, burst=2)])
 def test_the_tokens_are_those_without_guesses_in_fewer_passes(plain, rules):
     play = Counter(play_on_one_device(rules))
@@ -95,6 +96,7 @@ def test_the_conversation_is_worth_comparing(plain):
     assert {len(turn) for turn in turns} >= {4, 9, 14}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
 )
@@ -114,6 +116,7 @@ def circling():
     return {**params(), "embed": jnp.eye(VOCAB, MODEL.width), "layers": silent, "head": head}
 
 
+@pytest.mark.slow
 def test_a_text_that_repeats_itself_costs_fewer_passes_than_tokens():
     """By hand, for a turn of 30 tokens behind the prompt 1 2 3 4 5, with n-grams of three.
 
@@ -169,6 +172,7 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(plain):
 # What is sampled is what the model says, whatever is guessed.
 
 
+@pytest.mark.slow
 def test_pairs_of_tokens_come_as_often_as_the_model_says():
     """2,048 draws of two tokens behind one prompt, against the product of their probabilities.
 
@@ -252,6 +256,7 @@ def unsharded():
     return heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
     state, heard, scripts, play = talk_on(shape, drafts=True)

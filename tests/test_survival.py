@@ -217,6 +217,7 @@ def test_the_error_of_the_device_is_known_and_takes_what_was_donated():
     assert not is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
 
 
+@pytest.mark.slow
 def test_an_update_that_runs_out_of_memory_is_done_on_the_next_mesh(world, monkeypatch):
     """From the same state: what the failed program took with it comes from the spare."""
     said = []
@@ -249,6 +250,7 @@ def test_an_update_that_runs_out_of_memory_is_done_on_the_next_mesh(world, monke
     assert f"impossible: train on {D8} ran out of memory" in decision.reason
 
 
+@pytest.mark.slow
 def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(world, monkeypatch):
     """One mesh, which has memory for 4 rows at a time with remat: micro-batches of 4."""
     monkeypatch.setattr(world, "train_candidates", [CUBE])
@@ -280,6 +282,7 @@ def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(wor
         placement.choose_training_again()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("short_for, mesh", [("all at once", CUBE), ("two devices", D4T2)])
 def test_a_trainer_that_cannot_move_at_once_moves_in_pieces_or_elsewhere(
     world, monkeypatch, short_for, mesh

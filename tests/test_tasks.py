@@ -34,6 +34,7 @@ def pool():
     pool.close()
 
 
+@pytest.mark.slow
 def test_each_episode_is_drawn_as_its_task_says(pool):
     """Four ways beside each other, and none: each as in a rollout that draws all that way."""
     player = engine(model_logprobs=True)
@@ -61,6 +62,7 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
                 assert gap[0] > 0.5
 
 
+@pytest.mark.slow
 def test_an_episode_that_asks_is_told_log_probs_under_the_model(pool):
     """By an engine that writes them down for none: for these alone, and nothing else changes."""
     drawn = [dataclasses.replace(task, sampling=WAYS[2]) for task in tasks(16)]
