@@ -64,7 +64,9 @@ def pool():
 
 
 @functools.cache
-def engine_for(branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None):
+def engine_for(
+    branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None, step_rows: int = 0
+):
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
@@ -79,6 +81,7 @@ def engine_for(branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None 
         chunk_size=CONFIG.chunk_size,
         rules=rules,
         seed=3,
+        step_rows=step_rows,
     )
     return PolicyEngine(config, make_layout(mesh or MeshShape(data=8)))
 
@@ -339,18 +342,21 @@ def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("burst", "mesh"), [(1, MeshShape(data=8)), (8, MeshShape(data=4, tensor=2))]
+    ("burst", "mesh", "step_rows"),
+    [(1, MeshShape(data=8), 0), (8, MeshShape(data=4, tensor=2), 0), (3, MeshShape(data=8), 8)],
 )
-def test_bursts_and_meshes_change_nothing(pool, burst, mesh):
+def test_bursts_meshes_and_rows_change_nothing(pool, burst, mesh, step_rows):
+    """Also where slots take turns in a step: each then brings what it may say along."""
+    players = engine_for(BRANCHES), engine_for(BRANCHES, burst, mesh, step_rows)
     first, other = (
         collect(
             pool,
             tasks(24),
             lambda task: (Words, Digits)[task.episode % 2]([]),
-            player=engine_for(BRANCHES, length, where),
-            burst=length,
+            player=player,
+            burst=player.config.rules.burst,
         )
-        for length, where in ((CONFIG.burst, MeshShape(data=8)), (burst, mesh))
+        for player in players
     )
     assert_same_episodes(first.trajectories, other.trajectories)
     check_rows(other, 24)
