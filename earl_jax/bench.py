@@ -19,6 +19,8 @@ repository, where benchmarks/ is.
   python -m earl_jax.bench dispatch --only=processes --workers=16
       worker processes on hosts of their own (network namespaces, which need root) against rank 0
       that gathers and scatters
+  python -m earl_jax.bench dispatch --only=links --workers=16
+      bare sockets on the same hosts: what their links carry
   python -m earl_jax.bench dispatch --only=within --platform=cpu --devices=8
       every rollout mesh to every training mesh, beside a plain copy
   python -m earl_jax.bench dispatch --only=weights --platform=gpu --models=llama3.2-1b,qwen2.5-7b
@@ -33,7 +35,7 @@ repository, where benchmarks/ is.
       the trainer with its optimiser, weights with live KV caches; --config.section.key=value too
 """
 PARTS = {
-    "dispatch": ("processes", "within", "weights", "compiled", "paper"),
+    "dispatch": ("processes", "links", "within", "weights", "compiled", "paper"),
     "switch": ("switch",),
 }
 STAGES = tuple(PARTS)
@@ -52,7 +54,7 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many (3)")
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="of switch: a file")
-    between = parser.add_argument_group("processes")
+    between = parser.add_argument_group("processes, links")
     between.add_argument("--workers", default="4,8,16", help="numbers of processes")
     between.add_argument(
         "--scale", type=float, default=16, help="divides EARL's 46, 93 and 187 MiB a worker (16)"
@@ -78,10 +80,10 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What a part measures, a dict a row."""
-    if part == "processes":
-        from benchmarks.dispatch.processes import Settings, measure
+    if part in ("processes", "links"):
+        from benchmarks.dispatch import links, processes
 
-        settings = Settings(
+        settings = processes.Settings(
             workers=tuple(map(int, flags.workers.split(","))),
             scale=flags.scale,
             tensor=flags.tensor,
@@ -90,7 +92,7 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
             repeats=flags.repeats,
             loopback=flags.loopback,
         )
-        return measure(settings)
+        return (links if part == "links" else processes).measure(settings)
     if part == "paper":
         from benchmarks.dispatch.paper import tables
 

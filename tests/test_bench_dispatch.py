@@ -14,7 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from processes import free_port
 
 from benchmarks.dispatch.gather import Controller
+from benchmarks.dispatch.links import WAYS, receivers
+from benchmarks.dispatch.links import measure as measure_links
 from benchmarks.dispatch.paper import FIELDS, tables
+from benchmarks.dispatch.processes import Settings
 from benchmarks.dispatch.traffic import collectives
 from earl_jax.bench import main, parse_flags
 
@@ -67,7 +70,7 @@ def test_the_command_says_what_is_wrong(monkeypatch, capsys):
         main()
     assert ending.value.code == 2
     assert (
-        "'papers' is no part of processes, within, weights, compiled, paper"
+        "'papers' is no part of processes, links, within, weights, compiled, paper"
         in capsys.readouterr().err
     )
     assert parse_flags(["dispatch"]).workers == "4,8,16"
@@ -92,6 +95,28 @@ def test_two_workers_on_loopback():
         # Groups are workers 0 and 2, 1 and 3; each wants two workers' rows: 0 and 3 hold one.
         assert ours["total MiB"] == pytest.approx(size * (1 + 2 + 2 + 1))
         assert theirs["through rank 0 MiB"] == pytest.approx(size * (3 + 3 * 2))
+
+
+def test_every_piece_has_one_that_waits_for_it():
+    for way in WAYS:
+        goals = [receivers(way, rank, 16) for rank in range(16)]
+        some = [goal for goal in goals if goal]
+        assert all(rank not in goal for rank, goal in enumerate(goals))
+        # Who sends, sends four; and in each turn no two send to one.
+        assert {len(goal) for goal in some} == {4}
+        assert all(len(set(turn)) == len(some) for turn in zip(*some, strict=True))
+    assert goals[14] == [15, 1, 3, 5]
+
+
+@pytest.mark.slow
+def test_bare_sockets_on_loopback_carry_every_byte(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    settings = Settings(workers=(4,), scale=1024, repeats=1, loopback=True)
+    rows = list(measure_links(settings))
+    assert [row["way"] for row in rows] == list(WAYS)
+    # A host fails where a byte is missing. Three are no further away than four hosts are.
+    assert [row["MiB a worker"] for row in rows] == pytest.approx([2 * 187 / 1024] * 4)
+    assert all(0 < row["median ms"] < 10_000 for row in rows)
 
 
 # One of each kind as XLA writes them, at a device; all devices together receive so many bytes.

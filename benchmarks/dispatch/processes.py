@@ -49,13 +49,16 @@ def measure(settings: Settings) -> Iterator[dict[str, Any]]:
     """A dict for each number of workers, size and way."""
     for num in settings.workers:
         with contextlib.ExitStack() as stack:
-            hosts, limited = _hosts(stack, num, settings)
+            hosts, limited = open_hosts(stack, num, settings)
             measured = _run(hosts, settings, limited)
         for sizes in zip(*measured, strict=True):
             yield from _rows(num, sizes, settings, limited)
 
 
-def _hosts(stack: contextlib.ExitStack, num: int, settings: Settings) -> tuple[list[Host], bool]:
+def open_hosts(
+    stack: contextlib.ExitStack, num: int, settings: Settings
+) -> tuple[list[Host], bool]:
+    """So many hosts for as long as the stack is open, and whether their links are limited."""
     if not settings.loopback:
         try:
             hosts = namespaces(num, settings.mbit_per_s, settings.window_kib)
