@@ -272,6 +272,8 @@ RULES = [
     ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
     ("selector.measure_rounds=0", "config.selector.measure_rounds is 0"),
+    ("selector.page_sizes=(64,64)", "config.selector.page_sizes is (64, 64); give different"),
+    ("selector.page_sizes=(0,)", "config.selector.page_sizes is (0,); give different"),
     ("rollout.page_size=-1", "config.rollout.page_size is -1; it must be at least 0"),
     ("rollout.parking=disk", "config.rollout.parking is 'disk'; .*'auto', 'recompute', 'host'"),
     ("rollout.parking_host_gib=0", "parking_host_gib is 0.0; .*parking = 'recompute'"),

@@ -28,6 +28,7 @@ from earl_jax.selector.ladder import (
     failure_of,
     rollout_rungs,
     train_rungs,
+    train_ways,
 )
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.throughput import Measurement, ThroughputTable
@@ -174,6 +175,18 @@ def test_the_rungs_of_training_by_hand():
         TrainRung(4, True),
     ]
     assert train_rungs(4, 2, True) == [TrainRung(2, True), TrainRung(4, True)]
+
+
+def test_ways_to_train_are_the_ladders_and_the_same_without_remat():
+    assert train_ways(12, 1, False) == [
+        TrainRung(1, False),
+        TrainRung(1, True),
+        TrainRung(2, False),
+        TrainRung(2, True),
+        TrainRung(4, False),
+        TrainRung(4, True),
+    ]
+    assert train_ways(4, 2, True) == train_rungs(4, 2, True)
 
 
 def test_what_failed_is_impossible_and_so_is_what_is_no_smaller():

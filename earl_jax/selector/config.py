@@ -31,6 +31,9 @@ class SelectorConfig:
     where these need the room; "auto" does so on devices with a memory of their own. Of several
     hosts each keeps those of its own devices.
 
+    `page_sizes` are tokens of a page of the KV cache that a rollout may have beside those of
+    config.rollout.page_size: another size is another program, and reads at another speed.
+
     With `compile_ahead` "on" a thread compiles what longer contexts will need next while steps run;
     "auto" does so where the devices are not the processor that compiles.
     """
@@ -38,6 +41,7 @@ class SelectorConfig:
     budget_bytes_per_device: int = 0
     rollout_meshes: tuple[str, ...] = ()
     train_meshes: tuple[str, ...] = ()
+    page_sizes: tuple[int, ...] = ()
     order: Literal["measured", "listed"] = "measured"
     hysteresis: float = 0.15
     horizon_steps: int = 20
@@ -64,6 +68,12 @@ class SelectorConfig:
                         "layers on a device or cuts them over expert or tensor: use data, context "
                         "and those"
                     )
+        sizes = self.page_sizes
+        if len(set(sizes)) < len(sizes) or any(size < 1 for size in sizes):
+            raise ValueError(
+                f"config.selector.page_sizes is {sizes}; give different numbers of tokens, each at "
+                "least 1, such as (64, 128)"
+            )
         for field, least in (
             ("budget_bytes_per_device", 0),
             ("hysteresis", 0),

@@ -17,12 +17,14 @@ from earl_jax.sharding.layout import MeshShape
 class RolloutRung(NamedTuple):
     """How many episodes live at once, and the pages of a lane that they share.
 
-    With `offload` the optimizer's moments wait in the host's memory meanwhile.
+    With `offload` the optimizer's moments wait in the host's memory meanwhile. `page_size` are the
+    tokens of a page; 0 stands for what the config says.
     """
 
     num_slots: int
     pages: int
     offload: bool = False
+    page_size: int = 0
 
 
 class TrainRung(NamedTuple):
@@ -64,6 +66,17 @@ def train_rungs(rows: int, micro_batches: int, remat: bool) -> list[TrainRung]:
     while rows % (2 * rungs[-1].micro_batches) == 0:
         rungs.append(TrainRung(2 * rungs[-1].micro_batches, True))
     return list(dict.fromkeys(rungs))
+
+
+def train_ways(rows: int, micro_batches: int, remat: bool) -> list[TrainRung]:
+    """All ways to learn from a batch: those of the ladder, and the same without remat.
+
+    In the order of preference where none is faster. Without remat more micro-batches may take less
+    time than fewer with it, and more memory than these or less: no ladder has them in order.
+    """
+    numbers = dict.fromkeys(rung.micro_batches for rung in train_rungs(rows, micro_batches, remat))
+    remats = dict.fromkeys((remat, True))
+    return [TrainRung(number, again) for number in numbers for again in remats]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
