@@ -57,6 +57,7 @@ class Keeper:
             check_weights(self.world.checkpoint)
         self.placement.calibration.measure_all()
         self.placement.check_budget()
+        self.placement.measure_ahead()
         self.placement.choose_step(expected_tokens(self.world, None), None)
         state = self.world.first_train_state(self.placement.in_training)
         state = self.placement.move_state(state, to_play=True)
