@@ -178,15 +178,17 @@ class Chooser:
         return self.world.config.selector.order == "listed"
 
     def measure_ahead(self) -> None:
-        """Measures what each configured room would be chosen from, so that no step waits.
+        """Measures what each configured room would be chosen by, so that no step waits.
 
-        A room where nothing fits is left to who comes to it.
+        On the way that a run goes through them. A room where nothing fits is left to who comes to
+        it.
         """
-        if self._by_order:
-            return
-        for places in self.world.config.rollout.context_buckets:
+        pair = None
+        for places in () if self._by_order else self.world.config.rollout.context_buckets:
+            pages = self.ladder.wanted_pages(places, 0)
             with contextlib.suppress(BudgetTooSmall):
-                self.choose_step(places, places, None, self.ladder.wanted_pages(places, 0), None, 0)
+                choice = self.choose_step(places, places, None, pages, pair, 0)
+                pair = choice.decision.pair
 
     def choose_training(
         self, length: int, load: Load | None, current: MeshShape | None
