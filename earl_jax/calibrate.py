@@ -119,6 +119,11 @@ class Calibration(Remembered):
         setting = self._world.config.selector.measure
         return setting == "all" or setting == "auto" and not has_data_sheet(self._world)
 
+    @property
+    def by_order(self) -> bool:
+        """Whether no speed is asked for: meshes are taken in the order of their lists."""
+        return self._world.config.selector.order == "listed"
+
     # What is asked for is measured.
 
     def rollout_options(
@@ -132,13 +137,15 @@ class Calibration(Remembered):
         offload: bool = False,
         page_size: int = 0,
         compiled: Container[MeshShape] = (),
+        asks: bool = True,
     ) -> list[Option]:
         """The rollout candidates at this room per episode, beside `resident_bytes` of others.
 
         With `pages` in each lane of the KV cache; None: enough for every episode to fill its room.
         `contexts` are lengths that episodes are expected to come to: the speed is then the mean of
         those measured at such rooms; without them it is that of episodes that fill their room.
-        Those on the `compiled` meshes have a compiler's bytes however much they take.
+        Those on the `compiled` meshes have a compiler's bytes however much they take; without
+        `asks` the others have computed bytes, and no speed, until something asks for them.
         """
         world = self._world
         slots = num_slots or world.own_rollout.num_slots
@@ -147,7 +154,10 @@ class Calibration(Remembered):
         options = []
         for mesh in self._players(places, rung):
             is_sure = mesh in compiled
-            option = self._rollout(mesh, places, rung, contexts, asks=True, is_sure=is_sure).option
+            found = self._rollout(
+                mesh, places, rung, contexts, asks=asks or is_sure, is_sure=is_sure
+            )
+            option = found.option
             total = option.bytes_per_device + resident_bytes
             options.append(dataclasses.replace(option, bytes_per_device=total))
         return options
@@ -158,13 +168,15 @@ class Calibration(Remembered):
         rung: TrainRung | None = None,
         *,
         compiled: Container[MeshShape] = (),
+        asks: bool = True,
     ) -> list[Option]:
-        """The training candidates for rows of this length; `compiled` as for rollouts."""
-        rung = rung or self._world.first_train_rung
-        return [
-            self._train(mesh, places, rung, asks=True, is_sure=mesh in compiled).option
-            for mesh in self._trainers(places, rung)
-        ]
+        """The training candidates for rows of this length; the rest as for rollouts."""
+        rung, options = rung or self._world.first_train_rung, []
+        for mesh in self._trainers(places, rung):
+            is_sure = mesh in compiled
+            found = self._train(mesh, places, rung, asks=asks or is_sure, is_sure=is_sure)
+            options.append(found.option)
+        return options
 
     # What was not measured is guessed.
 

@@ -73,7 +73,7 @@ class Chooser:
             rollout_tokens=self._rollout_tokens(load),
             train_tokens=rollout.episodes_per_step * length * self.world.config.train.epochs,
         )
-        if self._by_order:
+        if self.calibration.by_order:
             return self._first_pair(work, pages, pair, calm)
         return self._fastest_pair(work, pages, pair, calm)
 
@@ -173,10 +173,6 @@ class Chooser:
                     raise
                 del shorter[0]
 
-    @property
-    def _by_order(self) -> bool:
-        return self.world.config.selector.order == "listed"
-
     def measure_ahead(self) -> None:
         """Measures what each configured room would be chosen by, so that no step waits.
 
@@ -184,7 +180,9 @@ class Chooser:
         it.
         """
         pair = None
-        for places in () if self._by_order else self.world.config.rollout.context_buckets:
+        for places in (
+            () if self.calibration.by_order else self.world.config.rollout.context_buckets
+        ):
             pages = self.ladder.wanted_pages(places, 0)
             with contextlib.suppress(BudgetTooSmall):
                 choice = self.choose_step(places, places, None, pages, pair, 0)
@@ -208,7 +206,7 @@ class Chooser:
                 settings=self.settings,
             )
 
-        if self._by_order:
+        if self.calibration.by_order:
             return _first_that_fits(
                 self.ladder.train_rungs(length),
                 lambda rung: among(self.calibration.train_options(length, rung)),
@@ -235,27 +233,40 @@ class Chooser:
         contexts = _contexts(load)
 
         def on(rung: RolloutRung) -> Decision:
-            resident = self.ladder.trainer_bytes(trainer, rung.offload)
-            return choose(
-                "rollout",
-                self.calibration.rollout_options(
-                    places,
-                    resident,
-                    rung.pages,
-                    rung.num_slots,
-                    contexts,
-                    offload=rung.offload,
-                    page_size=rung.page_size,
-                ),
-                current=current,
-                places=places,
-                load=load,
-                step_tokens=self._rollout_tokens(load),
-                switch_s=math.inf,
-                settings=self.settings,
-            )
+            asked: set[Hashable] = set()
+            while True:
+                options = self._rollouts_on(rung, places, trainer, contexts)
+                decision = choose(
+                    "rollout",
+                    options,
+                    current=current,
+                    places=places,
+                    load=load,
+                    step_tokens=self._rollout_tokens(load),
+                    switch_s=math.inf,
+                    settings=self.settings,
+                )
+                possible = [not obstacle(option, self.settings) for option in options]
+                if not self._ask(self._doubtful("rollout", options, possible, decision), asked):
+                    return decision
 
         return _first_that_fits(rungs, on)
+
+    def _rollouts_on(
+        self, rung: RolloutRung, places: int, trainer: MeshShape, contexts: Sequence[float]
+    ) -> list[Option]:
+        """The candidates on one rung, beside this trainer."""
+        resident = self.ladder.trainer_bytes(trainer, rung.offload)
+        if self.calibration.by_order:
+            slots, pages, offload, page_size = rung
+            return self.calibration.rollout_options(
+                places, resident, pages, slots, contexts, offload=offload, page_size=page_size
+            )
+        found = self.calibration.rollout_guesses(places, [rung], contexts)
+        return [
+            dataclasses.replace(option, bytes_per_device=option.bytes_per_device + resident)
+            for option in found
+        ]
 
     def choose_tail(
         self,

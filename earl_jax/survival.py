@@ -181,7 +181,7 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     """
     if budget is None:
         return
-    world = ladder.world
+    world, asks = ladder.world, calibration.measures_all or calibration.by_order
     least_state = {
         offload: min(ladder.trainer_bytes(mesh, offload) for mesh in world.train_candidates)
         for offload in (False, True)
@@ -190,12 +190,18 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     for places in reversed(world.config.rollout.context_buckets):
 
         def on_train_rung(rung: TrainRung, meshes: Container[MeshShape], places: int = places):
-            return calibration.train_options(places, rung, compiled=meshes)
+            return calibration.train_options(places, rung, compiled=meshes, asks=asks)
 
         def on_rollout_rung(rung: RolloutRung, meshes: Container[MeshShape], places: int = places):
             resident, pages = least_state[rung.offload], rung.pages
             return calibration.rollout_options(
-                places, resident, pages, rung.num_slots, offload=rung.offload, compiled=meshes
+                places,
+                resident,
+                pages,
+                rung.num_slots,
+                offload=rung.offload,
+                compiled=meshes,
+                asks=asks,
             )
 
         down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
