@@ -3,6 +3,7 @@
 """EARL's table of 30 cells: what is predicted of it, and under which assumptions."""
 
 import dataclasses
+import statistics
 
 import pytest
 
@@ -78,3 +79,23 @@ def test_with_a_full_memory_the_signs_need_responses_that_wait():
 def test_the_signs_do_not_depend_on_assumed_rates(changes):
     rates = {name: getattr(DGX_H100, name) * factor for name, factor in changes.items()}
     assert cells_right(Reading(host=dataclasses.replace(DGX_H100, **rates))) == 30
+
+
+def test_a_rule_by_context_alone_reaches_24_cells():
+    """TP8 from some context on, where a cell without room counts for TP8."""
+
+    def right(least: int) -> int:
+        return sum(
+            (cell.context >= least) == (cell.gain is None or cell.gain > 0) for cell in CELLS
+        )
+
+    assert max(right(cell.context) for cell in CELLS) == 24
+
+
+def test_sizes_of_gains_are_not_predicted():
+    """As plan.md says: far too large where caches do not fit, and off by points where they do."""
+    pairs = [(cell.gain, predicted_gain(SIZES, cell)) for cell in CELLS if cell.gain is not None]
+    off = [abs(found - gain) for gain, found in pairs if gain < 0]
+    assert statistics.median(off) < 9 and 10 < max(off) < 15
+    above = [(gain, found) for gain, found in pairs if gain > 0]
+    assert all(gain < 7 and 25 < found < 52 for gain, found in above)
