@@ -371,12 +371,6 @@ def test_one_factor_calibrates_a_stage():
     assert calibration([(50.0, 100.0), (80.0, 100.0), (60.0, 100.0)]) == 0.6
 
 
-def test_earls_table_is_predicted_from_sizes_and_a_data_sheet():
-    """All 30 cells: which tensor parallelism is faster, and where there is no room."""
-    assert benchmark.cells_right() == 30
-    assert benchmark.predicted_gain(32768, 128) is None
-
-
 # The schedule.
 
 
