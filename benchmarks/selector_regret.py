@@ -81,7 +81,8 @@ class Bench:
 
     def __init__(self, config: Any, repeats: int) -> None:
         """Measures the candidates as the start of a run does."""
-        from earl_jax.calibrate import Calibration, open_table
+        from earl_jax.calibrate import Calibration
+        from earl_jax.measurements import open_table
         from earl_jax.survival import Ladder
         from earl_jax.world import World
 
