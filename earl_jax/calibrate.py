@@ -7,9 +7,6 @@ measured is guessed, by a roofline that what was measured corrects (`selector.gu
 """
 
 import dataclasses
-import importlib.metadata
-import os
-import platform
 from collections.abc import Container, Sequence
 
 import numpy as np
@@ -36,70 +33,12 @@ from earl_jax.selector.ladder import (
 )
 from earl_jax.selector.memory import resident_bytes as resident_bytes_of
 from earl_jax.selector.tail import TailOption
-from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
+from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
 
 
-def open_table(world: World) -> tuple[ThroughputTable, str | None]:
-    """The kept measurements for this world's model, programs, devices and versions.
-
-    Those of the first process, in every process; and what ran out of memory in any of them.
-    """
-    config = world.config
-    facts = {
-        "model": dataclasses.asdict(world.model),
-        "vocab_size": world.vocab_size,
-        "rollout": {
-            field: getattr(config.rollout, field)
-            for field in (
-                "num_slots",
-                "episodes_per_step",
-                "chunk_size",
-                "burst",
-                "step_rows",
-                "tokens_a_page",
-                "model_logprobs",
-                "compute_dtype",
-                "weight_dtype",
-                "kv_dtype",
-            )
-        }
-        | {
-            "choice_branches": world.choice_branches,
-            "draft": config.rollout.max_drafts,
-            "ngram": config.rollout.speculation.ngram if config.rollout.max_drafts else 0,
-        },
-        "train": {
-            field: getattr(config.train, field)
-            for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
-        }
-        | {"lora": dataclasses.asdict(config.train.lora), "importance_cap": config.importance_cap},
-        "attention": [choice.kernel for choice in world.attention_choices],
-        "order": config.selector.order,
-        "measure_rounds": config.selector.measure_rounds,
-        "devices": {
-            stage: [f"{d.platform} {d.device_kind}" for d in devices]
-            for stage, devices in (
-                ("rollout", world.processes.rollout_devices),
-                ("train", world.processes.train_devices),
-            )
-        },
-        "processes": world.processes.count,
-        "host": [platform.machine(), os.cpu_count()],
-        "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "earl_jax")},
-    }
-    table, damage = load_table(facts)
-    told = [
-        ThroughputTable.from_dict(table.path, each)
-        for each in world.processes.gather(table.as_dict(), "the tables of measurements")
-    ]
-    failures = dict.fromkeys(failure for each in told for failure in each.failures)
-    return dataclasses.replace(told[0], failures=tuple(failures)), damage
-
-
-class Calibration(Remembered):
-    """The options of both stages in one world: measured, or guessed from what was measured."""
+from collections.abc import Container, Sequence
 
     def measure_all(self) -> None:
         """Measures what is missing for the configured rooms per episode, so that no step waits.

@@ -134,7 +134,10 @@ def enough_words(world: World, places: int) -> str:
     budget = world.budget_bytes or hardware.usable_bytes
     found = smallest_hardware(make_scene(world.config, hardware, vocab_size, budget), places)
     words = ", ".join(f"{number} {chip}" for chip, number in found)
-    return f"By computed bytes, with room for {places} tokens an episode, this would do: {words}"
+    return (
+        f"By computed bytes, with room for {places} tokens an episode, this would do, of numbers "
+        f"that are powers of two: {words}"
+    )
 
 
 @functools.cache

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from caches import rows_of
 
-from earl_jax.calibrate import Calibration, open_table
+from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.estimates import rollout_estimate, train_estimate
+from earl_jax.measurements import open_table
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import pack_orders
