@@ -38,7 +38,8 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World
 
 
-from collections.abc import Container, Sequence
+class Calibration(Remembered):
+    """The options of both stages in one world: measured, or guessed from what was measured."""
 
     def measure_all(self) -> None:
         """Measures what is missing for the configured rooms per episode, so that no step waits.
