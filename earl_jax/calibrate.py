@@ -33,9 +33,8 @@ from earl_jax.selector.ladder import (
 )
 from earl_jax.selector.memory import resident_bytes as resident_bytes_of
 from earl_jax.selector.tail import TailOption
-from earl_jax.selector.throughput import Measurement, ThroughputTable
+from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 
 
 class Calibration(Remembered):
