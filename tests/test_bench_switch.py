@@ -91,5 +91,5 @@ def test_switches_of_a_tiny_model(tmp_path):
     assert live["moved MiB"] > 0 and live["times a copy"] > 0
     assert live["plan ms"] > 0 and live["tables ms"] > 0 and rows[0]["tables ms"] is None
     for row in rows:
-        assert row["stalled ms"] > 0 and row["host ms"] > 0
+        assert row["stalled ms"] > 0 and row["program ms"] > 0
         assert row["times writing"] == pytest.approx(row["stalled ms"] / row["writing ms"])
