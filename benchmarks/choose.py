@@ -2,18 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the choice of a step's meshes takes: python -m benchmarks.choose [--json].
 
-All meshes of so many devices for both stages, with random bytes and speeds; no device is needed.
-The best of some choices, on one core.
+All meshes of so many devices for both stages, those of long rows with the context axis too, each in
+so many ways, with random bytes and speeds; no device is needed. The best of some choices, on one
+core.
 """
 
 import argparse
+import itertools
 import json
 import random
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from earl_jax.selector.candidates import rollout_candidates, train_candidates
+from earl_jax.selector.candidates import (
+    context_candidates,
+    for_rows,
+    rollout_candidates,
+    rollout_context_candidates,
+    train_candidates,
+)
 from earl_jax.selector.choose import Option, Settings
 from earl_jax.selector.step_choice import Pair, Work, choose_step
 from earl_jax.sharding.layout import MeshShape
@@ -21,6 +29,22 @@ from earl_jax.sharding.layout import MeshShape
 NUM_DEVICES = (8, 64, 512, 4096)
 # A dense model's and a mixture's: an expert axis gives many more meshes.
 NUM_EXPERTS = (0, 128)
+# Tokens of room per episode: from 8,192 on rows may be cut over `context` as well.
+TOKENS = (1024, 131_072)
+# Options a mesh: micro-batches and remat, or slots and pages.
+WAYS = (1, 4)
+
+
+def meshes_of(
+    num_devices: int, num_experts: int, tokens: int
+) -> tuple[list[MeshShape], list[MeshShape]]:
+    """The candidates of a rollout and of training."""
+    every = (num_devices, (), lambda _: None, num_experts)
+    cut = (num_devices, lambda _: None, num_experts)
+    return (
+        rollout_candidates(*every) + for_rows(rollout_context_candidates(*cut), tokens),
+        train_candidates(*every) + for_rows(context_candidates(*cut), tokens),
+    )
 
 
 def random_options(meshes: list[MeshShape], rng: random.Random) -> list[Option]:
@@ -32,41 +56,44 @@ def random_options(meshes: list[MeshShape], rng: random.Random) -> list[Option]:
 
 
 def measure(repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each number of devices and experts."""
-    for num_devices in NUM_DEVICES:
-        for num_experts in NUM_EXPERTS:
-            rng = random.Random(0)
-            rollouts, trains = (
-                random_options(make(num_devices, (), lambda _: None, num_experts), rng)
-                for make in (rollout_candidates, train_candidates)
+    """A row for each number of devices, experts, tokens and ways."""
+    for num_devices, num_experts, tokens, ways in itertools.product(
+        NUM_DEVICES, NUM_EXPERTS, TOKENS, WAYS
+    ):
+        rng = random.Random(0)
+        to_play, to_train = meshes_of(num_devices, num_experts, tokens)
+        rollouts = random_options(to_play * ways, rng)
+        trains = random_options(to_train * ways, rng)
+        resident = [rng.randint(1, 9) for _ in trains]
+        seconds = []
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            choose_step(
+                rollouts,
+                trains,
+                resident_bytes=resident,
+                current=Pair(to_play[0], to_train[0]),
+                calm_steps=100,
+                work=Work(
+                    load=None,
+                    rollout_places=1,
+                    train_places=1,
+                    rollout_tokens=1,
+                    train_tokens=1,
+                ),
+                settings=Settings(budget_bytes=80, hysteresis=0.1, horizon_steps=20),
             )
-            seconds = []
-            for _ in range(repeats):
-                start_s = time.perf_counter()
-                choose_step(
-                    rollouts,
-                    trains,
-                    resident_bytes=[rng.randint(1, 9) for _ in trains],
-                    current=Pair(rollouts[0].mesh, trains[0].mesh),
-                    calm_steps=100,
-                    work=Work(
-                        load=None,
-                        rollout_places=1,
-                        train_places=1,
-                        rollout_tokens=1,
-                        train_tokens=1,
-                    ),
-                    settings=Settings(budget_bytes=80, hysteresis=0.1, horizon_steps=20),
-                )
-                seconds.append(time.perf_counter() - start_s)
-            yield {
-                "devices": num_devices,
-                "experts": num_experts,
-                "rollout meshes": len(rollouts),
-                "training meshes": len(trains),
-                "pairs": len(rollouts) * len(trains),
-                "choice ms": 1e3 * min(seconds),
-            }
+            seconds.append(time.perf_counter() - start_s)
+        yield {
+            "devices": num_devices,
+            "experts": num_experts,
+            "tokens": tokens,
+            "ways": ways,
+            "rollout meshes": len(to_play),
+            "training meshes": len(to_train),
+            "pairs": len(rollouts) * len(trains),
+            "choice ms": 1e3 * min(seconds),
+        }
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from earl_jax.selector.choose import (
 )
 from earl_jax.selector.guesses import DOUBT, worth_measuring
 from earl_jax.selector.ladder import RolloutRung, TrainRung
-from earl_jax.selector.pairs import Pair, Work, possible_pairs, residents_of
+from earl_jax.selector.pairs import Pair, Work, residents_of, room_of
 from earl_jax.selector.step_choice import StepDecision, choose_step
 from earl_jax.selector.tail import choose_tail
 from earl_jax.sharding.layout import MeshShape
@@ -99,10 +99,10 @@ class Chooser:
                 work=work,
                 settings=self.settings,
             )
-            can_RT = possible_pairs(rollouts, trains, residents_of(resident, kept), self.settings)
+            room = room_of(rollouts, trains, residents_of(resident, kept), self.settings)
             doubtful = [
-                *self._doubtful("rollout", rollouts, can_RT.any(axis=1), decision.rollout),
-                *self._doubtful("train", trains, can_RT.any(axis=0), decision.train),
+                *self._doubtful("rollout", rollouts, room.possible_R, decision.rollout),
+                *self._doubtful("train", trains, room.possible_T, decision.train),
             ]
             if not self._ask(doubtful, asked):
                 break

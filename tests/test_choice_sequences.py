@@ -21,7 +21,7 @@ MESHES = {
 # What the trainer leaves on a device, by its mesh.
 KEPT = dict(zip(MESHES["train"], (5, 4, 3, 2), strict=True))
 # Options that a stage may have on one mesh, such as rungs of its ladder.
-MOST_WAYS = 1
+MOST_WAYS = 3
 NOISE = (0.0, 0.02, 0.07, 0.2, 0.5)
 # Shares of options without a speed: everything was timed, some was not, nothing was.
 UNTIMED = (0.0, 0.0, 0.02, 1.0)

@@ -4,13 +4,16 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import time
 
+import numpy as np
 import pytest
 
-from earl_jax.selector.candidates import rollout_candidates, train_candidates
-from earl_jax.selector.choose import BudgetTooSmall, Option, Settings
+from benchmarks.choose import meshes_of
+from earl_jax.selector.choose import NOISE, BudgetTooSmall, Option, Settings
+from earl_jax.selector.pairs import Cost, Room, first_two
 from earl_jax.selector.step_choice import Pair, Work, choose_step, steps_until_outgrown
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
@@ -232,15 +235,11 @@ def test_growing_contexts_are_moved_for_a_step_before_the_wall():
     assert [mesh for longest, mesh in seen if longest > 48] == [D4T2] * 2
 
 
-def test_the_choice_for_4096_devices_takes_less_than_100_ms():
-    """Of 30,000 pairs, for a mixture of 128 experts. Timed by benchmarks/choose.py."""
-
-    def possible(_):
-        return None
-
-    rollouts = rollout_candidates(4096, (), possible, num_experts=128)
-    trains = train_candidates(4096, (), possible, num_experts=128)
-    assert (len(rollouts), len(trains)) == (76, 420)
+@pytest.mark.parametrize(("tokens", "sizes"), [(1024, (76, 420)), (131_072, (336, 1540))])
+def test_the_choice_for_4096_devices_takes_less_than_100_ms(tokens, sizes):
+    """Of up to 517,440 pairs, for a mixture of 128 experts. Timed by benchmarks/choose.py."""
+    rollouts, trains = meshes_of(4096, 128, tokens)
+    assert (len(rollouts), len(trains)) == sizes
     rng = random.Random(0)
     fast = [option(m, rng.randint(1, 99), rng.uniform(1, 9)) for m in rollouts]
     slow = [option(m, rng.randint(1, 99), rng.uniform(1, 9)) for m in trains]
@@ -257,3 +256,38 @@ def test_the_choice_for_4096_devices_takes_less_than_100_ms():
         if r.bytes_per_device + kept <= 70 and t.bytes_per_device <= 70
     )
     assert decision.predicted_s <= best * 1.05
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_pair_is_looked_at_and_the_same_are_found(seed):
+    """Against a table of all pairs: what can be, the first as cheap as any, and the next."""
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.integers(1, 8, 2)
+    room = Room(
+        bytes_R=rng.integers(1, 60, rows).astype(float),
+        can_R=rng.random(rows) < 0.8,
+        away_R=rng.integers(0, 2, rows),
+        resident_AT=rng.integers(1, 40, (2, columns)).astype(float),
+        can_T=rng.random(columns) < 0.8,
+        budget=rng.choice([30.0, 60.0, math.inf]),
+    )
+    # Small whole numbers, so that there are ties.
+    cost = Cost(
+        of_R=rng.integers(1, 4, rows).astype(float),
+        of_AT=rng.integers(1, 4, (2, columns)).astype(float),
+    )
+    possible_RT = room.bytes_R[:, None] + room.resident_AT[room.away_R] <= room.budget
+    possible_RT &= room.can_R[:, None] & room.can_T
+    cost_RT = np.where(possible_RT, cost.of_R[:, None] + cost.of_AT[room.away_R], math.inf)
+    assert room.possible_R.tolist() == possible_RT.any(axis=1).tolist()
+    assert room.possible_T.tolist() == possible_RT.any(axis=0).tolist()
+    if not possible_RT.any():
+        return
+    first, second = first_two(cost, room, Settings(budget_bytes=0, hysteresis=1, horizon_steps=1))
+    assert first == divmod(int((cost_RT <= cost_RT.min() * (1 + NOISE)).argmax()), columns)
+    assert cost.of(first, room) == cost_RT[first]
+    cost_RT[first] = math.inf
+    if second is None:
+        assert np.isinf(cost_RT).all()
+    else:
+        assert second == divmod(int(cost_RT.argmin()), columns)

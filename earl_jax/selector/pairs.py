@@ -1,8 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""All pairs of a rollout's and a trainer's options: what can be, and what a step costs. Pure."""
+"""All pairs of a rollout's and a trainer's options: what can be, and what a step costs. Pure.
+
+Of 4,096 devices there are millions of pairs. None is looked at by itself: what a pair costs, and
+what it takes of a device, is a number of its rollout and one of its trainer added up.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -70,12 +75,111 @@ def residents_of(num_bytes: Sequence[int], kept: Sequence[Kept]) -> list[Residen
     return [Resident(*both) for both in zip(num_bytes, kept, strict=True)]
 
 
-class StepTable(NamedTuple):
-    """All pairs: whether they can be, a step's seconds, and what going there costs once."""
+class Cell(NamedTuple):
+    """A pair by the numbers of its options."""
 
-    possible_RT: np.ndarray
-    step_s_RT: np.ndarray
+    row: int
+    column: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Room:
+    """Which options can be beside each other: those whose bytes together fit the budget.
+
+    `resident_AT` are a trainer's bytes beside a rollout, with its moments there (0) or away (1);
+    `away_R` says which of the two a rollout is beside.
+    """
+
+    bytes_R: np.ndarray
+    can_R: np.ndarray
+    away_R: np.ndarray
+    resident_AT: np.ndarray
+    can_T: np.ndarray
+    budget: float
+
+    def of_row(self, row: int) -> np.ndarray:
+        """bool[T]: the trainers that can be beside this rollout."""
+        fits_T = self.bytes_R[row] + self.resident_AT[self.away_R[row]] <= self.budget
+        return fits_T & self.can_T & self.can_R[row]
+
+    @functools.cached_property
+    def possible_R(self) -> np.ndarray:
+        """bool[R]: whether any trainer can be beside it."""
+        none = np.full(len(self.can_T), math.inf)
+        least_A = np.where(self.can_T, self.resident_AT, none).min(axis=1)
+        return (
+            self.can_R
+            & np.isfinite(least_A[self.away_R])
+            & (self.bytes_R + least_A[self.away_R] <= self.budget)
+        )
+
+    @functools.cached_property
+    def possible_T(self) -> np.ndarray:
+        """bool[T]: whether it can be beside any rollout."""
+        found = np.zeros(len(self.can_T), bool)
+        for away in (0, 1):
+            least = self.bytes_R[self.can_R & (self.away_R == away)].min(initial=math.inf)
+            if math.isfinite(least):
+                found |= self.can_T & (least + self.resident_AT[away] <= self.budget)
+        return found
+
+    def part(self, rows: np.ndarray, columns: np.ndarray) -> "Room":
+        """Of these options alone."""
+        return Room(
+            bytes_R=self.bytes_R[rows],
+            can_R=self.can_R[rows],
+            away_R=self.away_R[rows],
+            resident_AT=self.resident_AT[:, columns],
+            can_T=self.can_T[columns],
+            budget=self.budget,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a pair costs: what its rollout does, and its trainer beside such a rollout."""
+
+    of_R: np.ndarray
+    of_AT: np.ndarray
+
+    def of_row(self, row: int, room: Room) -> np.ndarray:
+        """float[T]: this rollout's pairs, infinite where they cannot be."""
+        cost_T = self.of_R[row] + self.of_AT[room.away_R[row]]
+        return np.where(room.of_row(row), cost_T, math.inf)
+
+    def of(self, cell: Cell, room: Room) -> float:
+        """One pair's."""
+        return float(self.of_R[cell.row] + self.of_AT[room.away_R[cell.row], cell.column])
+
+    def least_R(self, room: Room) -> np.ndarray:
+        """float[R]: the cheapest pair of each rollout, infinite where there is none.
+
+        Trainers in the order of what they leave on a device: those that fit are the first so many.
+        """
+        found_R = np.full(len(self.of_R), math.inf)
+        for away in (0, 1):
+            can = np.flatnonzero(room.can_T)
+            order = can[np.argsort(room.resident_AT[away, can])]
+            best = np.minimum.accumulate(self.of_AT[away, order])
+            rows = np.flatnonzero(room.can_R & (room.away_R == away))
+            left_R = room.budget - room.bytes_R[rows]
+            number = np.searchsorted(room.resident_AT[away, order], left_R, side="right")
+            fit = number > 0
+            found_R[rows[fit]] = self.of_R[rows[fit]] + best[number[fit] - 1]
+        return found_R
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTable:
+    """All pairs: which can be, a step's seconds, and what going there costs once."""
+
+    room: Room
+    step_s: Cost
     switch_s_T: np.ndarray
+
+    def step_and_switch_s(self, lasts: int) -> Cost:
+        """A step's seconds where the switch is spread over so many."""
+        return dataclasses.replace(self.step_s, of_AT=self.step_s.of_AT + self.switch_s_T / lasts)
 
 
 def tabulate(
@@ -86,37 +190,36 @@ def tabulate(
     work: Work,
     settings: Settings,
 ) -> StepTable:
-    """What each pair takes, and whether it can be."""
-    possible_RT = possible_pairs(rollouts, trains, residents, settings)
-    away_R = np.array([is_offload(option) for option in rollouts])
+    """Of all options of the two stages."""
     other_s = work.load.other_s if work.load else 0.0
     rollout_s_R = np.array([stage_s(o, work.rollout_tokens) + o.move_s for o in rollouts])
-    train_s_T = np.array([stage_s(option, work.train_tokens) for option in trains])
+    train_s_T = np.array([stage_s(option, work.train_tokens) for option in trains]) + other_s
     moments_s_T = np.array([r.kept.moments_s if r.kept else 0.0 for r in residents])
     stays_T = np.array([current is None or o.mesh == current.train for o in trains])
     return StepTable(
-        possible_RT=possible_RT,
-        step_s_RT=rollout_s_R[:, None] + train_s_T + np.outer(away_R, moments_s_T) + other_s,
+        room=room_of(rollouts, trains, residents, settings),
+        step_s=Cost(of_R=rollout_s_R, of_AT=np.stack([train_s_T, train_s_T + moments_s_T])),
         switch_s_T=np.where(stays_T, 0.0, [option.move_s for option in trains]),
     )
 
 
-def possible_pairs(
+def room_of(
     rollouts: Sequence[Option],
     trains: Sequence[Option],
     residents: Sequence[Resident],
     settings: Settings,
-) -> np.ndarray:
-    """bool[R,T]: which options of the two stages can be together."""
-    away_R = np.array([is_offload(option) for option in rollouts])
-    least_R = np.array([o.bytes_per_device - o.slack_bytes for o in rollouts], np.float64)
-    whole_T = np.array([resident.num_bytes for resident in residents], np.float64)
-    kept_T = np.array([r.kept.num_bytes if r.kept else r.num_bytes for r in residents], np.float64)
-    bytes_RT = least_R[:, None] + np.where(away_R[:, None], kept_T, whole_T)
-    budget = math.inf if settings.budget_bytes is None else settings.budget_bytes
-    can_R = np.array([not option.impossible for option in rollouts])
-    can_T = np.array([not obstacle(option, settings) for option in trains])
-    return (bytes_RT <= budget) & can_R[:, None] & can_T
+) -> Room:
+    """Which options of the two stages can be together."""
+    whole = [resident.num_bytes for resident in residents]
+    kept = [r.kept.num_bytes if r.kept else r.num_bytes for r in residents]
+    return Room(
+        bytes_R=np.array([o.bytes_per_device - o.slack_bytes for o in rollouts], np.float64),
+        can_R=np.array([not option.impossible for option in rollouts]),
+        away_R=np.array([int(is_offload(option)) for option in rollouts]),
+        resident_AT=np.array([whole, kept], np.float64),
+        can_T=np.array([not obstacle(option, settings) for option in trains]),
+        budget=math.inf if settings.budget_bytes is None else settings.budget_bytes,
+    )
 
 
 def is_offload(rollout: Option) -> bool:
@@ -125,12 +228,12 @@ def is_offload(rollout: Option) -> bool:
 
 
 def are_measured(options: Sequence[Option], possible: np.ndarray) -> bool:
-    """Whether all that can be chosen have a speed: those with True in their row. No others need."""
-    return all(o.tokens_per_s for o, can in zip(options, possible, strict=True) if can.any())
+    """Whether all that can be chosen have a speed. No others need one."""
+    return all(o.tokens_per_s for o, can in zip(options, possible, strict=True) if can)
 
 
 def stage_s(option: Option, tokens: int) -> float:
-    """Seconds for so many tokens; 0 where no speed is known."""
+    """Seconds of so many tokens, 0 where the speed is not known."""
     return tokens / option.tokens_per_s if option.tokens_per_s else 0.0
 
 
@@ -138,44 +241,48 @@ def here_in(
     rollouts: Sequence[Option],
     trains: Sequence[Option],
     current: Pair | None,
-    cost_RT: np.ndarray,
-    possible_RT: np.ndarray,
+    cost: Cost,
+    room: Room,
     settings: Settings,
-) -> tuple[int, int] | None:
+) -> Cell | None:
     """The best pair of options on the meshes in use; None where none of them can be."""
     if current is None:
         return None
-    on_R = np.array([option.mesh == current.rollout for option in rollouts])
-    on_T = np.array([option.mesh == current.train for option in trains])
-    can_RT = possible_RT & on_R[:, None] & on_T
-    return first_two(cost_RT, can_RT, settings)[0] if can_RT.any() else None
+    rows = np.array([n for n, o in enumerate(rollouts) if o.mesh == current.rollout], int)
+    columns = np.array([n for n, o in enumerate(trains) if o.mesh == current.train], int)
+    if not (len(rows) and len(columns)):
+        return None
+    part = room.part(rows, columns)
+    if not part.possible_R.any():
+        return None
+    of_here = Cost(of_R=cost.of_R[rows], of_AT=cost.of_AT[:, columns])
+    found = first_two(of_here, part, settings)[0]
+    return Cell(int(rows[found.row]), int(columns[found.column]))
 
 
-def changes_of(
-    rollouts: Sequence[Option], trains: Sequence[Option], current: Pair | None
-) -> np.ndarray:
+def changes_of(rollouts: Sequence[Option], trains: Sequence[Option], current: Pair | None) -> Cost:
     """How many meshes of the current pair each pair changes; never 0, because it is a cost."""
     if current is None:
-        return np.ones((len(rollouts), len(trains)))
+        return Cost(of_R=np.ones(len(rollouts)), of_AT=np.zeros((2, len(trains))))
     leaves_R = np.array([option.mesh != current.rollout for option in rollouts], np.float64)
     leaves_T = np.array([option.mesh != current.train for option in trains], np.float64)
-    return 1.0 + leaves_R[:, None] + leaves_T
+    return Cost(of_R=1.0 + leaves_R, of_AT=np.stack([leaves_T, leaves_T]))
 
 
-def first_two(
-    cost_RT: np.ndarray, possible_RT: np.ndarray, settings: Settings
-) -> tuple[tuple[int, int], tuple[int, int] | None]:
-    """The first pair that no other beats by more than noise, and the cheapest of the others."""
-    cost_RT = np.where(possible_RT, cost_RT, math.inf)
-    slack = 1.0 + min(NOISE, settings.hysteresis)
-    near = (cost_RT <= cost_RT.min() * slack) & possible_RT
-    first = _cell(near, int(near.argmax()))
-    others_RT = cost_RT.copy()
-    others_RT[first] = math.inf
-    second = _cell(near, int(others_RT.argmin()))
-    return first, second if math.isfinite(others_RT[second]) else None
+def first_two(cost: Cost, room: Room, settings: Settings) -> tuple[Cell, Cell | None]:
+    """The first pair that no other beats by more than noise, and the cheapest of the others.
 
-
-def _cell(table: np.ndarray, number: int) -> tuple[int, int]:
-    row, column = divmod(number, table.shape[1])
-    return row, column
+    By the order of the rollouts, then of the trainers. Some pair must be possible.
+    """
+    least_R = cost.least_R(room)
+    most = least_R.min() * (1.0 + min(NOISE, settings.hysteresis))
+    row = int((least_R <= most).argmax())
+    cost_T = cost.of_row(row, room)
+    first = Cell(row, int((cost_T <= most).argmax()))
+    cost_T[first.column] = math.inf
+    least_R[row] = cost_T.min()
+    other = int(least_R.argmin())
+    if not math.isfinite(least_R[other]):
+        return first, None
+    others_T = cost_T if other == row else cost.of_row(other, room)
+    return first, Cell(other, int(others_T.argmin()))

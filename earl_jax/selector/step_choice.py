@@ -86,35 +86,34 @@ def choose_step(
     """
     residents = residents_of(resident_bytes, kept)
     table = tabulate(rollouts, trains, residents, current, work, settings)
-    if not table.possible_RT.any():
+    room = table.room
+    if not room.possible_R.any():
         raise BudgetTooSmall(too_small(rollouts, trains, residents, work, settings))
-    measured = are_measured(rollouts, table.possible_RT) and are_measured(
-        trains, table.possible_RT.T
-    )
+    measured = are_measured(rollouts, room.possible_R) and are_measured(trains, room.possible_T)
     if measured:
         lasts = steps_until_outgrown(work, settings.horizon_steps)
-        cost_RT = table.step_s_RT + table.switch_s_T / lasts
+        cost = table.step_and_switch_s(lasts)
     else:
         lasts = settings.horizon_steps
-        cost_RT = changes_of(rollouts, trains, current)
-    chosen, second = first_two(cost_RT, table.possible_RT, settings)
-    here = here_in(rollouts, trains, current, cost_RT, table.possible_RT, settings)
+        cost = changes_of(rollouts, trains, current)
+    chosen, second = first_two(cost, room, settings)
+    here = here_in(rollouts, trains, current, cost, room, settings)
     gain = None
     if here is not None:
-        gain = float(cost_RT[here] / cost_RT[chosen] - 1.0) if measured else 0.0
+        gain = cost.of(here, room) / cost.of(chosen, room) - 1.0 if measured else 0.0
         if chosen != here and (gain <= settings.hysteresis or calm_steps < WINDOW):
             chosen, second = here, chosen
     words = Words(rollouts, trains, residents, table, work, settings, current, gain, measured)
     parts = (
         words.step(chosen, here, lasts),
-        words.second(chosen, second, cost_RT),
+        words.second(chosen, second, cost),
         words.impossible(),
     )
     return StepDecision(
         rollout=words.decision("rollout", chosen),
         train=words.decision("train", chosen),
         reason="; ".join(filter(None, parts)),
-        predicted_s=float(table.step_s_RT[chosen]) if measured else None,
+        predicted_s=table.step_s.of(chosen, room) if measured else None,
     )
 
 

@@ -3,6 +3,8 @@
 """The reasons of a step's choice, in words."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,7 +20,17 @@ from earl_jax.selector.choose import (
     option_words,
     size_words,
 )
-from earl_jax.selector.pairs import Pair, Resident, StepTable, Work, stage_s
+from earl_jax.selector.pairs import (
+    Cell,
+    Cost,
+    Pair,
+    Resident,
+    Room,
+    StepTable,
+    Work,
+    is_offload,
+    stage_s,
+)
 from earl_jax.sharding.layout import MeshShape
 
 # Of the candidates that cannot be, so many are named for each stage.
@@ -39,7 +51,7 @@ class Words:
     gain: float | None
     measured: bool
 
-    def decision(self, stage: str, chosen: tuple[int, int]) -> Decision:
+    def decision(self, stage: str, chosen: Cell) -> Decision:
         """One stage's part of the choice."""
         work, is_rollout = self.work, stage == "rollout"
         option = self._beside(*chosen) if is_rollout else self.trains[chosen[1]]
@@ -96,14 +108,26 @@ class Words:
 
     def _on(self, stage: str, mesh: MeshShape) -> list[int]:
         """The numbers of this mesh's options."""
-        options = self.rollouts if stage == "rollout" else self.trains
-        return [index for index, option in enumerate(options) if option.mesh == mesh]
+        return self._by_mesh[stage].get(mesh, [])
+
+    @functools.cached_property
+    def _by_mesh(self) -> dict[str, dict[MeshShape, list[int]]]:
+        found: dict[str, dict[MeshShape, list[int]]] = {"rollout": {}, "train": {}}
+        for stage, options in (("rollout", self.rollouts), ("train", self.trains)):
+            for index, option in enumerate(options):
+                found[stage].setdefault(option.mesh, []).append(index)
+        return found
+
+    def _possible(self, stage: str) -> list[bool]:
+        """Of each option of a stage whether it is in some possible pair."""
+        room = self.table.room
+        return (room.possible_R if stage == "rollout" else room.possible_T).tolist()
 
     def _obstacle(self, stage: str, mesh: MeshShape) -> str:
         """Why a mesh is in no possible pair, on no rung; "" where it is in one."""
         there = self._on(stage, mesh)
         if stage == "train":
-            if self.table.possible_RT[:, there].any():
+            if self.table.room.possible_T[there].any():
                 return ""
             least = min(there, key=lambda column: self.trains[column].bytes_per_device)
             fits = [column for column in there if not obstacle(self.trains[column], self.settings)]
@@ -111,34 +135,33 @@ class Words:
                 return obstacle(self.trains[least], self.settings)
             kept = size_words(min(self.residents[column].num_bytes for column in fits))
             return f"keeps {kept} per device, which leaves no rollout enough room"
-        if self.table.possible_RT[there].any():
+        if self.table.room.possible_R[there].any():
             return ""
         least = min(range(len(self.trains)), key=lambda column: self.residents[column].num_bytes)
         beside = [self._beside(row, least) for row in there]
         smallest = min(beside, key=lambda option: option.bytes_per_device)
         return obstacle(smallest, self.settings) or "has no trainer beside it"
 
-    def step(self, chosen: tuple[int, int], here: tuple[int, int] | None, lasts: int) -> str:
+    def step(self, chosen: Cell, here: Cell | None, lasts: int) -> str:
         """What the step is expected to take, and over what a switch is spread."""
         if not self.measured:
             return ""
-        words = f"a step of {self.table.step_s_RT[chosen]:.2f} s expected"
-        switch_s = self.table.switch_s_T[chosen[1]]
+        words = f"a step of {self.table.step_s.of(chosen, self.table.room):.2f} s expected"
+        switch_s = self.table.switch_s_T[chosen.column]
         if here is None or here == chosen or not switch_s:
             return words
         return f"{words}, and a switch of {switch_s:.2f} s for {lasts} steps"
 
-    def second(
-        self, chosen: tuple[int, int], second: tuple[int, int] | None, cost_RT: np.ndarray
-    ) -> str:
+    def second(self, chosen: Cell, second: Cell | None, cost: Cost) -> str:
         """The next best, and by how much."""
         if second is None:
             return "no other meshes are possible"
-        rollout, train = self.rollouts[second[0]], self.trains[second[1]]
+        rollout, train = self.rollouts[second.row], self.trains[second.column]
         other = f"rollout on {rollout.words} with training on {train.words}"
         if not self.measured:
             return f"second: {other}"
-        behind = float(cost_RT[second] / cost_RT[chosen] - 1.0)
+        room = self.table.room
+        behind = cost.of(second, room) / cost.of(chosen, room) - 1.0
         if behind >= 0:
             return f"second: {other}, {behind:.0%} slower"
         return f"second: {other}, {-behind:.0%} faster, which is not enough or too soon to leave"
@@ -146,15 +169,12 @@ class Words:
     def impossible(self) -> str:
         """Which meshes cannot be, on whatever rung, and why."""
         parts = []
-        for stage, options in (("rollout", self.rollouts), ("train", self.trains)):
-            reasons = [
-                f"{stage} on {mesh} {problem}"
-                for mesh in dict.fromkeys(option.mesh for option in options)
-                if (problem := self._obstacle(stage, mesh))
-            ]
-            parts += reasons[:NAMED]
-            if len(reasons) > NAMED:
-                parts.append(f"{stage} on {len(reasons) - NAMED} others")
+        for stage, by_mesh in self._by_mesh.items():
+            can = self._possible(stage)
+            out = [mesh for mesh, there in by_mesh.items() if not any(can[n] for n in there)]
+            parts += [f"{stage} on {mesh} {self._obstacle(stage, mesh)}" for mesh in out[:NAMED]]
+            if len(out) > NAMED:
+                parts.append(f"{stage} on {len(out) - NAMED} others")
         return f"impossible: {', '.join(parts)}" if parts else ""
 
 
@@ -173,27 +193,22 @@ def too_small(
         for option in options
         if option.impossible
     ]
-    pairs = [
-        (
-            max(rollout.bytes_per_device + resident.beside(rollout), train.bytes_per_device),
-            rollout,
-            train,
-        )
-        for rollout in rollouts
-        for train, resident in zip(trains, residents, strict=True)
-    ]
-    needs = [entry for entry in pairs if not (entry[1].impossible or entry[2].impossible)]
-    if not needs:
+    if not any(not o.impossible for o in rollouts) or not any(not o.impossible for o in trains):
         # Of what failed when it was compiled no bytes are known.
-        enough = more_than(
-            [n for n, *both in pairs if all(option.bytes_per_device for option in both)]
-        )
+        known_R = np.array([option.bytes_per_device > 0 for option in rollouts])
+        known_T = np.array([option.bytes_per_device > 0 for option in trains])
+        need = _least_need(rollouts, trains, residents, known_R, known_T)
+        enough = more_than([int(need)] if math.isfinite(need) else [])
         return (
             f"no meshes for rollout and training with {room} are left: {'; '.join(failed)}. Use "
             f"devices with {enough} memory each, or more of them, or lower "
             "config.rollout.num_slots or the model's size"
         )
-    need, rollout, train = min(needs, key=lambda entry: entry[0])
+    can_R = np.array([not option.impossible for option in rollouts])
+    can_T = np.array([not option.impossible for option in trains])
+    need = int(_least_need(rollouts, trains, residents, can_R, can_T))
+    first = _first_within(rollouts, trains, residents, can_R, can_T, need)
+    rollout, train = rollouts[first.row], trains[first.column]
     also = f" (and {'; '.join(failed)})" if failed else ""
     about = "about " if rollout.is_computed or train.is_computed else ""
     return (
@@ -201,4 +216,58 @@ def too_small(
         f"rollout and training fit it with {room}{also}; the smallest budget that would do is "
         f"{about}{need} ({Pair(rollout.mesh, train.mesh)}), {more_words(need, settings)}. Raise "
         "the budget, use more devices, or lower config.rollout.num_slots or the model's size"
+    )
+
+
+def _least_need(
+    rollouts: Sequence[Option],
+    trains: Sequence[Option],
+    residents: Sequence[Resident],
+    can_R: np.ndarray,
+    can_T: np.ndarray,
+) -> float:
+    """The least that a pair of these takes of a device; infinite where there is none."""
+    room = _room_within(rollouts, trains, residents, can_R, can_T, math.inf)
+    update_T = np.array([option.bytes_per_device for option in trains], np.float64)
+    need = math.inf
+    for away in (0, 1):
+        least = room.bytes_R[can_R & (room.away_R == away)].min(initial=math.inf)
+        both_T = np.maximum(least + room.resident_AT[away], update_T)
+        need = min(need, float(both_T[can_T].min(initial=math.inf)))
+    return need
+
+
+def _first_within(
+    rollouts: Sequence[Option],
+    trains: Sequence[Option],
+    residents: Sequence[Resident],
+    can_R: np.ndarray,
+    can_T: np.ndarray,
+    need: int,
+) -> Cell:
+    """The first pair that takes no more."""
+    update_T = np.array([option.bytes_per_device for option in trains], np.float64)
+    room = _room_within(rollouts, trains, residents, can_R, can_T & (update_T <= need), need)
+    row = int(room.possible_R.argmax())
+    return Cell(row, int(room.of_row(row).argmax()))
+
+
+def _room_within(
+    rollouts: Sequence[Option],
+    trains: Sequence[Option],
+    residents: Sequence[Resident],
+    can_R: np.ndarray,
+    can_T: np.ndarray,
+    budget: float,
+) -> Room:
+    """By all bytes, without what computed ones may be too much."""
+    whole = [resident.num_bytes for resident in residents]
+    kept = [r.kept.num_bytes if r.kept else r.num_bytes for r in residents]
+    return Room(
+        bytes_R=np.array([option.bytes_per_device for option in rollouts], np.float64),
+        can_R=can_R,
+        away_R=np.array([int(is_offload(option)) for option in rollouts]),
+        resident_AT=np.array([whole, kept], np.float64),
+        can_T=can_T,
+        budget=budget,
     )
