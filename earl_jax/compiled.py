@@ -18,13 +18,16 @@ from earl_jax.config import Config
 from earl_jax.main import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.engine import EngineConfig, PolicyEngine
-from earl_jax.rollout.pages import Pool, pages_for
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.scene import find_model
+from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.selector.memory import program_bytes
-from earl_jax.selector.schedule import Exactly, Prospect, Scene
-from earl_jax.sharding.layout import TRAINING_ROWS, Layout, make_layout
+from earl_jax.selector.prospects import Prospect, Scene
+from earl_jax.selector.schedule import Exactly
+from earl_jax.selector.schedule_text import way_words
+from earl_jax.sharding.layout import TRAINING_ROWS, make_layout
 from earl_jax.sharding.topology import make_topology, missing_compiler
 from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
 
@@ -51,8 +54,8 @@ def compiler_for(scene: Scene, config: Config, topology: str, vocab_size: int | 
         finally:
             jax.config.update("jax_optimization_level", "UNKNOWN")
         print(
-            f"compiled {prospect.stage} on {prospect.mesh} with room for {prospect.places:,} "
-            f"tokens in {time.perf_counter() - start:.0f} s",
+            f"compiled {prospect.stage} on {prospect.mesh}{way_words(scene, prospect)} with room "
+            f"for {prospect.places:,} tokens in {time.perf_counter() - start:.0f} s",
             file=sys.stderr,
         )
         return with_total(prospect, total)
@@ -88,7 +91,7 @@ def _devices(scene: Scene, topology: str) -> list[Any]:
 def _lower_update(
     config: Config, model: ModelConfig, vocab_size: int, devices: list[Any], prospect: Prospect
 ) -> Any:
-    assert prospect.rung is not None
+    assert isinstance(prospect.rung, TrainRung)
     layout = make_layout(prospect.mesh, devices, row_axes=TRAINING_ROWS)
     step = make_train_step(
         model,
@@ -118,10 +121,11 @@ def _lower_update(
 def _lower_round(
     config: Config, model: ModelConfig, vocab_size: int, devices: list[Any], prospect: Prospect
 ) -> Any:
-    rollout, layout = config.rollout, make_layout(prospect.mesh, devices)
+    rung, rollout, layout = prospect.rung, config.rollout, make_layout(prospect.mesh, devices)
+    assert isinstance(rung, RolloutRung)
     rows = make_rows(
         num_rows=rollout.episodes_per_step,
-        num_slots=rollout.num_slots,
+        num_slots=rung.num_slots,
         num_lanes=len(devices),
     )
     engine = PolicyEngine(
@@ -132,7 +136,7 @@ def _lower_round(
             vocab_size=vocab_size,
             weight_dtype=rollout.weight_dtype,
             kv_dtype=rollout.kv_dtype,
-            num_slots=rollout.num_slots,
+            num_slots=rung.num_slots,
             num_rows=rows.total,
             chunk_size=rollout.chunk_size,
             # Which ids end a turn, and which replies are allowed, take no memory to speak of.
@@ -146,15 +150,9 @@ def _lower_round(
             ),
             seed=config.seed,
             step_rows=rollout.step_rows,
-            page_size=rollout.tokens_a_page,
+            page_size=rung.page_size,
         ),
         layout,
     )
-    return engine.lower_play(prospect.places, _pool(config, layout, len(devices), prospect))
-
-
-def _pool(config: Config, layout: Layout, num_devices: int, prospect: Prospect) -> Pool:
-    """Pages for the rows that are to run at once, in a lane a device as a run has them."""
-    rollout = config.rollout
-    pages = prospect.rows_at_once * pages_for(prospect.places, rollout.tokens_a_page)
-    return Pool(lanes=num_devices, pages=-(-pages * layout.num_row_shards // num_devices))
+    # A lane a device, as a run has them.
+    return engine.lower_play(prospect.places, Pool(lanes=len(devices), pages=rung.pages))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from earl_jax.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.scene import find_model
-from earl_jax.selector.schedule import Scene, calibrated
+from earl_jax.selector.prospects import Scene, calibrated
 from earl_jax.selector.throughput import (
     ThroughputTable,
     difference_words,

@@ -13,7 +13,8 @@ from earl_jax.main import DEFAULT_CONFIG, exit_status
 
 _HELP = """\
 Says which meshes a run's stages fit on hardware that need not be here: bytes per device by kind,
-predicted times, the meshes that would be chosen as contexts grow, and where they would change.
+predicted times, the meshes that would be chosen as contexts grow, in which way they would be used
+(micro-batches, remat, slots, pages), and where that would change.
 
 examples:
   python -m earl_jax.plan --topology=cpu:8

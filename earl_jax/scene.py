@@ -31,7 +31,7 @@ from earl_jax.selector.candidates import (
 from earl_jax.selector.choose import Settings
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
 from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.schedule import Scene
+from earl_jax.selector.prospects import Scene
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import trained_specs
@@ -199,6 +199,7 @@ def make_scene(
         rollout_obstacle=rollout_obstacle,
         by_speed=selector.order == "measured",
         offload=selector.offload,
+        page_sizes=selector.page_sizes,
         rollout_meshes=tuple(
             rollout_candidates(num_devices, selector.rollout_meshes, rollout_obstacle, experts)
         ),

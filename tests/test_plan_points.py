@@ -20,7 +20,8 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.schedule import Scene, make_schedule
+from earl_jax.selector.prospects import Scene
+from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.schedule_text import _is_safe
 from earl_jax.sharding.layout import MeshShape
 

@@ -14,7 +14,13 @@ from earl_jax.selector.candidates import (
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import Hardware, hardware_of
 from earl_jax.selector.ladder import TrainRung
-from earl_jax.selector.schedule import Scene, on_rung, rollout_prospect, train_prospect
+from earl_jax.selector.prospects import (
+    Scene,
+    on_rollout_rung,
+    on_train_rung,
+    rollout_prospect,
+    train_prospect,
+)
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology
 
@@ -26,7 +32,8 @@ def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
     """How many chips of each kind would hold both stages at this room; the scene's kind first.
 
     Powers of two up to MOST_DEVICES, with as many slots and episodes as the scene has, or one of
-    each a device where that is more. Any mesh that cuts the model evenly counts, on the last rung.
+    each a device where that is more. Any mesh that cuts the model evenly counts, in whatever way it
+    is used.
     """
     chips = [name for name in CHIPS if name != scene.hardware.chip]
     first = [scene.hardware]
@@ -45,7 +52,7 @@ def smallest_hardware(scene: Scene, places: int) -> list[tuple[str, int]]:
 
 
 def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
-    """Whether some mesh of this hardware holds each stage, on the lowest rung of training."""
+    """Whether some mesh of this hardware holds each stage, with the least that it can do with."""
     work, number = scene.work, hardware.num_devices
     rows = _up(work.num_rows, number)
     work = dataclasses.replace(work, num_slots=_up(work.num_slots, number), num_rows=rows)
@@ -69,8 +76,11 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
         return False
 
     def update_bytes(mesh: MeshShape) -> int:
-        a_row_each = TrainRung(rows // (mesh.data * mesh.fsdp * mesh.expert), True)
-        return train_prospect(on_rung(scene, a_row_each), mesh, places).footprint.total
+        a_row_each = rows // (mesh.data * mesh.fsdp * mesh.expert)
+        # A row at a time takes least, but for the sum of gradients that one micro-batch has not.
+        numbers = {n for n in (a_row_each, work.micro_batches) if a_row_each % n == 0}
+        scenes = [on_train_rung(scene, TrainRung(number, True)) for number in numbers]
+        return min(train_prospect(scene, mesh, places).footprint.total for scene in scenes)
 
     resident = [
         trainer_bytes(scene.sizes, mesh) for mesh in trainers if update_bytes(mesh) <= budget
@@ -79,9 +89,13 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
         return False
     offload = scene.can_offload
     least = min(resident, key=lambda both: both[0] if offload else sum(both))
+    few = scene.ways_to_play[-1].num_slots
+    ways = [way for way in scene.ways_to_play if way.num_slots == few and way.offload == offload]
     return any(
-        rollout_prospect(scene, mesh, places, least, offload).footprint.total <= budget
+        rollout_prospect(on_rung, mesh, places, least, offload).footprint.total <= budget
+        for on_rung in [on_rollout_rung(scene, way) for way in ways]
         for mesh in players
+        if on_rung.work.page_size % mesh.context == 0
     )
 
 

@@ -108,7 +108,8 @@ class Footprint:
     @property
     def total(self) -> int:
         """All of them."""
-        return sum(self.as_dict().values())
+        resident = self.weights + self.optimizer + self.gradients + self.cache + self.trainer
+        return resident + self.activations
 
     def as_dict(self) -> dict[str, int]:
         """By kind, those that there are."""
@@ -117,7 +118,11 @@ class Footprint:
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
     """Into how many parts a parameter with these axes is cut."""
-    return math.prod(getattr(mesh, axis) for letter in axes for axis in rules.get(letter, ()))
+    parts = 1
+    for letter in axes:
+        for axis in rules.get(letter, ()):
+            parts *= getattr(mesh, axis)
+    return parts
 
 
 def device_bytes(

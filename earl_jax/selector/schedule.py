@@ -1,128 +1,51 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which meshes would be chosen as contexts grow, on hardware that is not here. Pure.
+"""What would be chosen as contexts grow, on hardware that is not here. Pure.
 
 The rules are those of a run (`choose`); bytes and speeds are predicted instead of measured.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
-from earl_jax.selector.candidates import Check, for_rows
-from earl_jax.selector.choose import BudgetTooSmall, Option, Settings, choose
-from earl_jax.selector.footprint import (
-    Footprint,
-    ModelSizes,
-    Workload,
-    device_bytes,
-    rollout_footprint,
-    row_bytes,
-    train_footprint,
-    trainer_bytes,
+from earl_jax.selector.choose import NOISE, BudgetTooSmall, choose
+from earl_jax.selector.footprint import device_bytes, trainer_bytes
+from earl_jax.selector.ladder import RolloutRung, TrainRung
+from earl_jax.selector.prospects import (
+    Prospect,
+    Prospects,
+    Rung,
+    Scene,
+    rollout_prospects,
+    train_prospects,
 )
-from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.ladder import TrainRung, train_rungs
-from earl_jax.selector.roofline import calibration, decode_s, rollout_tokens_per_s, train_s
-from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scene:
-    """What is planned for: a model and its work on some hardware, and the meshes to choose from.
-
-    `obstacle` says why a mesh cuts the model unevenly, `rollout_obstacle` why it does so in a
-    rollout. `context_meshes` are candidates for the training of long rows only, beside
-    `train_meshes` (see `for_rows`), `rollout_context_meshes` for rollouts of such. Without
-    `by_speed` meshes are taken in the order that they are listed in (config.selector.order).
-    `factors` are measured speeds by computed ones, of a stage; 1 where there is none. `offload` is
-    that of the config.
-    """
-
-    hardware: Hardware
-    sizes: ModelSizes
-    work: Workload
-    settings: Settings
-    obstacle: Check
-    rollout_obstacle: Check
-    by_speed: bool
-    rollout_meshes: tuple[MeshShape, ...]
-    train_meshes: tuple[MeshShape, ...]
-    context_meshes: tuple[MeshShape, ...] = ()
-    rollout_context_meshes: tuple[MeshShape, ...] = ()
-    factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    offload: Literal["auto", "on", "off"] = "off"
-
-    @property
-    def can_offload(self) -> bool:
-        """Whether the optimizer's moments may wait in host memory while episodes are played."""
-        chips = self.hardware.platform != "cpu"
-        return self.offload == "on" or self.offload == "auto" and chips
-
-    def train_meshes_for(self, places: int) -> list[MeshShape]:
-        """The candidates for the training of rows of so many tokens."""
-        return [*self.train_meshes, *for_rows(self.context_meshes, places)]
-
-    def rollout_meshes_for(self, places: int) -> list[MeshShape]:
-        """The candidates for rollouts with so many tokens of room."""
-        return [*self.rollout_meshes, *for_rows(self.rollout_context_meshes, places)]
-
-    @property
-    def budget_bytes(self) -> int:
-        """What a stage may take of a device."""
-        assert self.settings.budget_bytes is not None
-        return self.settings.budget_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prospect:
-    """A mesh at one room per episode: what a device would hold, and how fast the stage would be.
-
-    `rung` is how an update would go about its batch, None of a rollout. `seconds` are those of an
-    update, or of a decode step of all slots that run at once: `rows_at_once` of each row shard, 0
-    in training. `moments` are the trainer's bytes that a rollout has no need of; with `offload`
-    they are in host memory meanwhile. `exact` bytes are a compiler's.
-    """
-
-    stage: str
-    mesh: MeshShape
-    places: int
-    footprint: Footprint
-    tokens_per_s: float
-    seconds: float
-    rows_at_once: int = 0
-    rung: TrainRung | None = None
-    moments: int = 0
-    offload: bool = False
-    exact: bool = False
-
-    def option(self, by_speed: bool) -> Option:
-        """As `choose` takes it."""
-        return Option(
-            mesh=self.mesh,
-            bytes_per_device=self.footprint.total,
-            tokens_per_s=self.tokens_per_s if by_speed else None,
-        )
+Way = TypeVar("Way", TrainRung, RolloutRung)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A stage at one room: what is chosen of all `prospects`, in the order of the candidates.
+    """A stage at one room: what is chosen of all candidates, of which there are so many.
 
-    Where nothing fits, `chosen` is None and `shortfall_bytes` what the least of them is over the
-    budget.
+    `prospects` are one a mesh, in the order of the candidates: as that mesh would be used, or where
+    it does not fit in any way, the way that takes the fewest bytes. `second` is the next best way
+    to use the mesh that is chosen. Where nothing fits, `chosen` is None and `shortfall_bytes` what
+    the least of them is over the budget.
     """
 
     prospects: tuple[Prospect, ...]
+    candidates: int
     chosen: Prospect | None
-    switched: bool
+    switched: bool = False
+    second: Prospect | None = None
     shortfall_bytes: int = 0
 
     @property
     def least(self) -> Prospect:
         """The prospect that takes the fewest bytes."""
-        return min(self.prospects, key=lambda prospect: prospect.footprint.total)
+        return _least(self.prospects)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,154 +67,66 @@ Exactly = Callable[[Prospect], Prospect]
 
 
 def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = None) -> list[Stop]:
-    """The meshes of both stages at each room, rising: the stage stays where it is while it can.
+    """What both stages do at each room, rising: each stays on its mesh as `choose` says.
+
+    By speed all ways to use all meshes are compared at once; a change of way on the same mesh costs
+    nothing. Where meshes are listed, a stage does as the config says where that fits some mesh,
+    else as the first rung of the ladder where one does (selector/ladder.py).
 
     With `exactly`, what is chosen has a compiler's bytes: of each room the prospects are asked for
     theirs in the order in which they would be chosen, until one that was asked is.
-
-    An update is as the config says where that fits some mesh, else on the first rung of the ladder
-    where one does, as in a run (selector/ladder.py).
     """
     schedule: list[Stop] = []
     train_mesh = rollout_mesh = None
     for places in rooms:
-        train = _choose_training(scene, places, train_mesh, exactly)
+        train = _choose_way(
+            scene,
+            scene.ways_to_train,
+            lambda ways, places=places: train_prospects(scene, ways, places),
+            train_mesh,
+            exactly,
+        )
         if train.chosen is None:
             schedule.append(Stop(places=places, train=train, rollout=None))
             continue
         train_mesh = train.chosen.mesh
-        rollout = _choose_rollout(scene, places, train_mesh, rollout_mesh, exactly)
+        beside = trainer_bytes(scene.sizes, train_mesh)
+        rollout = _choose_way(
+            scene,
+            scene.ways_to_play,
+            lambda ways, places=places, beside=beside: rollout_prospects(
+                scene, ways, places, beside
+            ),
+            rollout_mesh,
+            exactly,
+        )
         rollout_mesh = rollout.chosen.mesh if rollout.chosen else rollout_mesh
         schedule.append(Stop(places=places, train=train, rollout=rollout))
     return schedule
 
 
-def _choose_rollout(
+def _choose_way(
     scene: Scene,
-    places: int,
-    trainer: MeshShape,
+    ways: list[Way],
+    prospects_of: Callable[[list[Way]], Prospects],
     current: MeshShape | None,
     exactly: Exactly | None,
 ) -> Choice:
-    """Beside the whole trainer; where no mesh fits so, with its moments out of the way."""
-    choice = None
-    for offload in (False, True) if scene.can_offload else (False,):
-        prospects = [
-            rollout_prospect(scene, mesh, places, trainer_bytes(scene.sizes, trainer), offload)
-            for mesh in scene.rollout_meshes_for(places)
-        ]
-        choice = _choose(scene, prospects, current, exactly)
-        if choice.chosen:
-            break
-    assert choice is not None
-    return choice
+    """By speed of all ways at once, else of the first where a mesh fits; or what is nearest to it.
 
-
-def _choose_training(
-    scene: Scene, places: int, current: MeshShape | None, exactly: Exactly | None
-) -> Choice:
-    """On the first rung where a mesh fits; where none does, the choice that is nearest to it."""
-    choices = []
-    for rung in _rungs(scene):
-        lower = on_rung(scene, rung)
-        prospects = [train_prospect(lower, mesh, places) for mesh in lower.train_meshes_for(places)]
-        if not prospects:
+    `prospects_of` gives the candidates of some ways, in the order of preference.
+    """
+    tried, choices = 0, []
+    for together in [ways] if scene.by_speed else [[way] for way in ways]:
+        prospects = prospects_of(together)
+        if not prospects.kept:
             continue
-        choices.append(_choose(lower, prospects, current, exactly))
-        if choices[-1].chosen:
+        tried += prospects.number
+        choice = _choose(scene, prospects.kept, current, exactly)
+        choices.append(dataclasses.replace(choice, candidates=tried))
+        if choice.chosen:
             return choices[-1]
     return min(choices, key=lambda choice: choice.shortfall_bytes)
-
-
-def _rungs(scene: Scene) -> list[TrainRung]:
-    """How an update may go about a batch, from what the config says down."""
-    return train_rungs(scene.work.num_rows, scene.work.micro_batches, scene.work.remat)
-
-
-def on_rung(scene: Scene, rung: TrainRung) -> Scene:
-    """The scene with updates on this rung, and the meshes over which their rows divide."""
-    rows = scene.work.num_rows // rung.micro_batches
-
-    def divide(meshes: Iterable[MeshShape]) -> tuple[MeshShape, ...]:
-        return tuple(m for m in meshes if rows % (m.data * m.fsdp * m.expert) == 0)
-
-    return dataclasses.replace(
-        scene,
-        work=dataclasses.replace(scene.work, **rung._asdict()),
-        train_meshes=divide(scene.train_meshes),
-        context_meshes=divide(scene.context_meshes),
-    )
-
-
-def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
-    """The scene with one factor a stage, by what a throughput table has of its meshes.
-
-    Entries without a speed, of other meshes, and of a rung below the first count for nothing.
-    """
-    pairs: dict[str, list[tuple[float, float]]] = {"train": [], "rollout": []}
-    for entry, measurement in measured.items():
-        stage, mesh, places, *rung = entry.split(" ")
-        shape, speed = MeshShape.parse(mesh), measurement.tokens_per_s
-        trainers = (*scene.train_meshes, *scene.context_meshes)
-        players = (*scene.rollout_meshes, *scene.rollout_context_meshes)
-        meshes = trainers if stage == "train" else players
-        if speed is None or rung or shape not in meshes:
-            continue
-        if stage == "train":
-            found = train_prospect(scene, shape, int(places))
-        else:
-            found = rollout_prospect(scene, shape, int(places), (0, 0))
-        pairs[stage].append((speed, found.tokens_per_s))
-    factors = {stage: calibration(found) for stage, found in pairs.items() if found}
-    return dataclasses.replace(scene, factors=factors)
-
-
-def train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
-    """An update on rows of so many tokens, as the scene's work says."""
-    seconds = train_s(scene.hardware, scene.sizes, scene.work, mesh, places).total
-    seconds /= scene.factors.get("train", 1.0)
-    return Prospect(
-        stage="train",
-        mesh=mesh,
-        places=places,
-        footprint=train_footprint(scene.sizes, scene.work, mesh, places, scene.hardware.platform),
-        tokens_per_s=scene.work.num_rows * places / seconds,
-        seconds=seconds,
-        rung=TrainRung(scene.work.micro_batches, scene.work.remat),
-    )
-
-
-def rollout_prospect(
-    scene: Scene, mesh: MeshShape, places: int, trainer: tuple[int, int], offload: bool = False
-) -> Prospect:
-    """With pages for as many rows at once as the budget holds, for one a device at least.
-
-    `trainer` are the bytes per device of its parameters and of its moments.
-    """
-    hardware, sizes, work = scene.hardware, scene.sizes, scene.work
-    kept, moments = trainer
-    resident = kept if offload else kept + moments
-    a_row_shard = hardware.num_devices // mesh.data
-    rows = work.num_slots // mesh.data
-    least = min(rows, a_row_shard)
-    bare = rollout_footprint(sizes, work, mesh, places, 0, resident, hardware.platform)
-    room = scene.budget_bytes - bare.total
-    at_once = min(rows, max(least, room // row_bytes(sizes, work, mesh, places)))
-    step = decode_s(hardware, sizes, work, mesh, work.rows_a_step(mesh, at_once), places)
-    factor = scene.factors.get("rollout", 1.0)
-    return Prospect(
-        stage="rollout",
-        mesh=mesh,
-        places=places,
-        footprint=rollout_footprint(
-            sizes, work, mesh, places, at_once, resident, hardware.platform
-        ),
-        tokens_per_s=factor * rollout_tokens_per_s(hardware, sizes, work, mesh, places, at_once),
-        seconds=step.total / factor,
-        rows_at_once=at_once,
-        moments=moments,
-        offload=offload,
-    )
 
 
 def _choose(
@@ -300,35 +135,69 @@ def _choose(
     current: MeshShape | None,
     exactly: Exactly | None,
 ) -> Choice:
-    by_mesh = {prospect.mesh: prospect for prospect in prospects}
-    stage, places = prospects[0].stage, prospects[0].places
+    """As `_choose_once`, again whenever a compiler has said what is chosen takes of a device."""
+    found: dict[tuple[MeshShape, Rung], Prospect] = {(p.mesh, p.rung): p for p in prospects}
     while True:
-        options = [prospect.option(scene.by_speed) for prospect in by_mesh.values()]
-        try:
-            decision = choose(
-                stage,
-                options,
-                current=current,
-                places=places,
-                load=None,
-                step_tokens=scene.work.num_rows * places,
-                switch_s=_switch_s(scene, stage),
-                settings=scene.settings,
-            )
-        except BudgetTooSmall:
-            all_of_them = tuple(by_mesh.values())
-            choice = Choice(prospects=all_of_them, chosen=None, switched=False)
-            least = choice.least
-            if exactly and not least.exact:
-                by_mesh[least.mesh] = exactly(least)
-                continue
-            over = least.footprint.total - scene.budget_bytes
-            return dataclasses.replace(choice, shortfall_bytes=over)
-        chosen = by_mesh[decision.mesh]
-        if exactly and not chosen.exact:
-            by_mesh[chosen.mesh] = exactly(chosen)
-            continue
-        return Choice(prospects=tuple(by_mesh.values()), chosen=chosen, switched=decision.switched)
+        choice = _choose_once(scene, list(found.values()), current)
+        asked = choice.chosen or choice.least
+        if exactly is None or asked.exact:
+            return choice
+        found[asked.mesh, asked.rung] = exactly(asked)
+
+
+def _choose_once(scene: Scene, prospects: Sequence[Prospect], current: MeshShape | None) -> Choice:
+    """The mesh by `choose`, each at the speed of its fastest way; the way is the first as good.
+
+    As good as the fastest of all, on a mesh where one is; else as the fastest of that mesh.
+    """
+    fitting = [p for p in prospects if p.footprint.total <= scene.budget_bytes]
+    slack = 1.0 + min(NOISE, scene.settings.hysteresis)
+    top = max((p.tokens_per_s for p in fitting if scene.by_speed), default=0.0)
+    near = [p for p in fitting if p.tokens_per_s * slack >= top]
+    # Meshes in the order of what is as good as the fastest: of these `choose` takes the first.
+    ways = _by_mesh([*near, *fitting])
+    fastest = {mesh: max(on_it, key=lambda p: p.tokens_per_s) for mesh, on_it in ways.items()}
+    used = {
+        mesh: next(p for p in on_it if p.tokens_per_s * slack >= fastest[mesh].tokens_per_s)
+        for mesh, on_it in ways.items()
+    }
+    least = {mesh: _least(on_it) for mesh, on_it in _by_mesh(prospects).items()}
+    lost = [prospect for mesh, prospect in least.items() if mesh not in ways]
+    stage, places = prospects[0].stage, prospects[0].places
+    choice = Choice(
+        prospects=tuple(used.get(mesh, smallest) for mesh, smallest in least.items()),
+        candidates=len(prospects),
+        chosen=None,
+    )
+    try:
+        decision = choose(
+            stage,
+            [prospect.option(scene.by_speed) for prospect in (*fastest.values(), *lost)],
+            current=current,
+            places=places,
+            load=None,
+            step_tokens=scene.work.num_rows * places,
+            switch_s=_switch_s(scene, stage),
+            settings=scene.settings,
+        )
+    except BudgetTooSmall:
+        over = choice.least.footprint.total - scene.budget_bytes
+        return dataclasses.replace(choice, shortfall_bytes=over)
+    chosen = used[decision.mesh]
+    others = [p for p in ways[decision.mesh] if p.rung != chosen.rung]
+    second = max(others, key=lambda p: p.tokens_per_s, default=None)
+    return dataclasses.replace(choice, chosen=chosen, switched=decision.switched, second=second)
+
+
+def _by_mesh(prospects: Iterable[Prospect]) -> dict[MeshShape, list[Prospect]]:
+    found: dict[MeshShape, list[Prospect]] = {}
+    for prospect in prospects:
+        found.setdefault(prospect.mesh, []).append(prospect)
+    return found
+
+
+def _least(prospects: Iterable[Prospect]) -> Prospect:
+    return min(prospects, key=lambda prospect: prospect.footprint.total)
 
 
 def _switch_s(scene: Scene, stage: str) -> float:

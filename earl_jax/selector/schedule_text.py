@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from earl_jax.selector.footprint import device_bytes
-from earl_jax.selector.schedule import Choice, Prospect, Scene, Stop
+from earl_jax.selector.ladder import RolloutRung
+from earl_jax.selector.prospects import Prospect, Scene, to_and_fro_s
+from earl_jax.selector.schedule import Choice, Stop
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text, table_lines
 
@@ -101,37 +103,54 @@ def _table(scene: Scene, choices: Mapping[int, Choice | None], stage: str) -> It
             continue
         shown = choice.chosen or choice.least
         rows.append(_row(scene, context, shown))
-        notes.append(f"  {context:,}: {_rung_words(scene, choice)}{_others(scene, choice)}")
+        notes.append(f"  {context:,}: {_chosen_words(scene, choice)}{_others(scene, choice)}")
     if rows:
         yield from table_lines(header, rows)
     yield from notes
+
+
+def way_words(scene: Scene, prospect: Prospect) -> str:
+    """In which way a mesh is used, in brackets; "" where it is as the config says."""
+    words = _way(scene, prospect)
+    return f" ({words})" if words else ""
+
+
+def _way(scene: Scene, prospect: Prospect) -> str:
+    """In which way a mesh is used, as far as the config does not say so."""
+    rung, work = prospect.rung, scene.work
+    if isinstance(rung, RolloutRung):
+        away = "the moments in host memory" if rung.offload else ""
+        return ", ".join(filter(None, (_slots_words(scene, rung), away)))
+    if rung == (work.micro_batches, work.remat):
+        return ""
+    batches = "micro-batch" if rung.micro_batches == 1 else "micro-batches"
+    return f"in {rung.micro_batches} {batches}{' with remat' if rung.remat else ''}"
+
+
+def _slots_words(scene: Scene, rung: RolloutRung) -> str:
+    work = scene.work
+    slots = f"with {rung.num_slots} slots" if rung.num_slots != work.num_slots else ""
+    pages = f"pages of {rung.page_size} tokens" if rung.page_size != work.page_size else ""
+    return ", ".join(filter(None, (slots, pages)))
+
+
+def _chosen_words(scene: Scene, choice: Choice) -> str:
+    """How the stage goes about its work; of a rollout too what the moments take or would free."""
+    prospect = choice.chosen or choice.least
+    if isinstance(prospect.rung, RolloutRung):
+        words = (_slots_words(scene, prospect.rung), _moments_words(scene, prospect))
+    else:
+        words = (_way(scene, prospect),)
+    return "".join(f"{part}; " for part in words if part)
 
 
 def _moments_words(scene: Scene, prospect: Prospect) -> str:
     """Where the optimizer's moments are during a rollout, and what it takes or would free."""
     each = f"the optimizer's moments, {bytes_text(prospect.moments)} of each device"
     if prospect.offload:
-        return f"{each}, wait in host memory ({_to_and_fro_s(scene, prospect):,.2f} s a step); "
-    if scene.can_offload:
-        return f"{each}, may stay, and could wait in host memory; "
-    return ""
-
-
-def _to_and_fro_s(scene: Scene, prospect: Prospect) -> float:
-    """Seconds a step in which the moments go to the host's memory and come back."""
-    return 2 * prospect.moments / scene.hardware.host_bytes_per_s
-
-
-def _rung_words(scene: Scene, choice: Choice) -> str:
-    """How an update goes about its batch, where that is not what the config says.
-
-    Of a rollout, where the moments are.
-    """
-    prospect = choice.chosen or choice.least
-    if prospect.stage == "rollout":
-        return _moments_words(scene, prospect)
-    way = _train_way(scene, prospect)
-    return f"{way}; " if way else ""
+        away_s = to_and_fro_s(scene.hardware, prospect.moments)
+        return f"{each}, wait in host memory ({away_s:,.2f} s a step)"
+    return f"{each}, may stay, and could wait in host memory" if scene.can_offload else ""
 
 
 def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
@@ -147,7 +166,8 @@ def _row(scene: Scene, context: int, prospect: Prospect) -> list[str]:
     ]
     if training:
         return cells
-    rows = scene.work.num_slots // prospect.mesh.data
+    assert isinstance(prospect.rung, RolloutRung)
+    rows = prospect.rung.num_slots // prospect.mesh.data
     return [*cells, f"{prospect.rows_at_once} of {rows}"]
 
 
@@ -159,22 +179,28 @@ def _is_safe(scene: Scene, prospect: Prospect) -> bool:
 
 def _others(scene: Scene, choice: Choice) -> str:
     """What else fits, the fastest first, and how far what does not is from it."""
-    if choice.chosen is None:
+    chosen = choice.chosen
+    if chosen is None:
         return (
             f"no mesh fits; the least, {choice.least.mesh}, is "
             f"{bytes_text(choice.shortfall_bytes)} over the budget"
         )
+
+    def compared(prospect: Prospect) -> str:
+        return (
+            f"({prospect.tokens_per_s / chosen.tokens_per_s - 1:+.0%}, "
+            f"{prospect.footprint.total / scene.budget_bytes:.0%} of budget)"
+        )
+
     fits = [p for p in choice.prospects if p.footprint.total <= scene.budget_bytes]
     fits.sort(key=lambda p: -p.tokens_per_s)
-    others = [p for p in fits if p.mesh != choice.chosen.mesh]
-    named = ", ".join(
-        f"{p.mesh} ({p.tokens_per_s / choice.chosen.tokens_per_s - 1:+.0%}, "
-        f"{p.footprint.total / scene.budget_bytes:.0%} of budget)"
-        for p in others[:_OTHERS]
-    )
+    others = [p for p in fits if p.mesh != chosen.mesh]
+    named = [" ".join(filter(None, (str(p.mesh), _way(scene, p), compared(p)))) for p in others]
     more = f" and {len(others) - _OTHERS} more" if len(others) > _OTHERS else ""
+    words = f"also fit: {', '.join(named[:_OTHERS])}{more}" if others else "no other mesh fits"
+    if second := choice.second:
+        words += f"; here {_way(scene, second) or 'as the config says'} too {compared(second)}"
     lost = [p for p in choice.prospects if p.footprint.total > scene.budget_bytes]
-    words = f"also fit: {named}{more}" if others else "nothing else fits"
     if lost:
         near = min(lost, key=lambda p: p.footprint.total)
         over = bytes_text(near.footprint.total - scene.budget_bytes)
@@ -183,53 +209,34 @@ def _others(scene: Scene, choice: Choice) -> str:
 
 
 def _changes(scene: Scene, schedule: Sequence[Stop]) -> Iterator[str]:
-    """A line where it begins, where a stage changes its mesh, and where it ends."""
+    """A line where it begins, where a stage changes its mesh or its way, and where it ends."""
     before = None
     for stop in schedule:
         if not stop.fits:
             last = f"{before.places:,} tokens an episode" if before else "any of these contexts"
             yield f"  ends at {last}: room for {stop.places:,} fits no mesh of this hardware"
             return
-        meshes = {"rollout": _mesh(stop.rollout), "train": _mesh(stop.train)}
-        ways = _ways(scene, stop)
+        now = {p.stage: (p.mesh, way_words(scene, p)) for p in _chosen(stop)}
         if before is None:
-            words = [f"{stage} {mesh}{_way(ways[stage])}" for stage, mesh in meshes.items()]
+            words = [f"{stage} {mesh}{way}" for stage, (mesh, way) in now.items()]
             yield f"  from the start: {', '.join(words)}"
         else:
-            old = {"rollout": _mesh(before.rollout), "train": _mesh(before.train)}
-            for stage, mesh in meshes.items():
-                change = f"  beyond {before.places:,} tokens: {stage} {old[stage]}"
-                if mesh != old[stage]:
-                    yield f"{change} -> {mesh}{_way(ways[stage])}"
-                elif ways[stage] != _ways(scene, before)[stage]:
-                    yield f"{change}{_way(ways[stage] or 'as the config says')}"
+            for old in _chosen(before):
+                mesh, way = now[old.stage]
+                change = f"  beyond {before.places:,} tokens: {old.stage} {old.mesh}"
+                if mesh != old.mesh:
+                    yield f"{change} -> {mesh}{way}"
+                elif way != way_words(scene, old):
+                    yield f"{change}{way or ' (as the config says)'}"
         before = stop
     if before is not None:
         yield f"  and so to {before.places:,} tokens an episode"
 
 
-def _ways(scene: Scene, stop: Stop) -> dict[str, str]:
-    """On which rung each stage is, in words; "" where it is as the config says."""
-    rollout = stop.rollout and stop.rollout.chosen
-    return {
-        "rollout": "the moments in host memory" if rollout and rollout.offload else "",
-        "train": _train_way(scene, stop.train.chosen),
-    }
-
-
-def _train_way(scene: Scene, prospect: Prospect | None) -> str:
-    rung = prospect.rung if prospect else None
-    if rung is None or rung == (scene.work.micro_batches, scene.work.remat):
-        return ""
-    return f"in {rung.micro_batches} micro-batches{' with remat' if rung.remat else ''}"
-
-
-def _way(words: str) -> str:
-    return f" ({words})" if words else ""
-
-
-def _mesh(choice: Choice | None) -> MeshShape | None:
-    return choice.chosen.mesh if choice and choice.chosen else None
+def _chosen(stop: Stop) -> list[Prospect]:
+    """What is chosen of both stages, the rollout's first."""
+    choices = (stop.rollout, stop.train)
+    return [choice.chosen for choice in choices if choice and choice.chosen]
 
 
 def schedule_values(
@@ -260,11 +267,7 @@ def schedule_values(
                     if choice and choice.chosen and choice.switched
                 ],
             }
-            | {
-                f"{stage}_mesh": str(mesh)
-                for stage, mesh in (("rollout", _mesh(stop.rollout)), ("train", _mesh(stop.train)))
-                if mesh
-            }
+            | {f"{prospect.stage}_mesh": str(prospect.mesh) for prospect in _chosen(stop)}
             for stop in schedule
         ],
     }
@@ -272,7 +275,8 @@ def schedule_values(
 
 def _choice_values(scene: Scene, choice: Choice) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "meshes": [_prospect_values(scene, prospect) for prospect in choice.prospects]
+        "candidates": choice.candidates,
+        "meshes": [_prospect_values(scene, prospect) for prospect in choice.prospects],
     }
     if choice.chosen is None:
         return values | {"shortfall_bytes": choice.shortfall_bytes}
@@ -289,8 +293,11 @@ def _prospect_values(scene: Scene, prospect: Prospect) -> dict[str, Any]:
         "bytes": prospect.footprint.as_dict(),
         "tokens_per_s": prospect.tokens_per_s,
     }
-    if prospect.rung:
-        return values | {"update_s": prospect.seconds} | prospect.rung._asdict()
+    rung = prospect.rung
+    if not isinstance(rung, RolloutRung):
+        return values | {"update_s": prospect.seconds} | rung._asdict()
     values |= {"token_s": prospect.seconds, "rows_at_once": prospect.rows_at_once}
-    values |= {"moments_bytes": prospect.moments, "moments_on_host": prospect.offload}
-    return values | ({"moments_s": _to_and_fro_s(scene, prospect)} if prospect.offload else {})
+    values |= {"num_slots": rung.num_slots, "page_size": rung.page_size}
+    values |= {"moments_bytes": prospect.moments, "moments_on_host": rung.offload}
+    away_s = to_and_fro_s(scene.hardware, prospect.moments)
+    return values | ({"moments_s": away_s} if rung.offload else {})
