@@ -264,7 +264,7 @@ def test_training_stays_on_its_mesh_in_another_way_where_that_fits_and_is_faster
     assert (decision.mesh, decision.switched) == (D8, False)
     assert decision.rung in placement._ladder.train_ways(LONG)[1:]
     assert decision.bytes_per_device < first.bytes_per_device
-    assert f"stays on {D8} in {decision.rung.micro_batches} micro-batches" in decision.reason
+    assert f"stays on {D8} in {decision.rung.micro_batches} micro-batch" in decision.reason
     # What was chosen was measured, and on the other mesh nothing had to be.
     assert all(f"measured train on {D8}" in text for text in said)
     micro_batches, remat = decision.rung

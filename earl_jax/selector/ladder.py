@@ -133,7 +133,8 @@ def train_words(rung: TrainRung, first: TrainRung) -> str:
     """How a batch is learnt from, in words; "" for the first way."""
     if rung == first:
         return ""
-    return f"in {rung.micro_batches} micro-batches{' with remat' if rung.remat else ''}"
+    batches = "micro-batch" if rung.micro_batches == 1 else "micro-batches"
+    return f"in {rung.micro_batches} {batches}{' with remat' if rung.remat else ''}"
 
 
 def failure_of(

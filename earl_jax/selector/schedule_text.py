@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from earl_jax.selector.footprint import device_bytes
-from earl_jax.selector.ladder import RolloutRung
+from earl_jax.selector.ladder import RolloutRung, TrainRung, train_words
 from earl_jax.selector.prospects import Prospect, Scene, to_and_fro_s
 from earl_jax.selector.schedule import Choice, Stop
 from earl_jax.sharding.layout import MeshShape
@@ -121,10 +121,7 @@ def _way(scene: Scene, prospect: Prospect) -> str:
     if isinstance(rung, RolloutRung):
         away = "the moments in host memory" if rung.offload else ""
         return ", ".join(filter(None, (_slots_words(scene, rung), away)))
-    if rung == (work.micro_batches, work.remat):
-        return ""
-    batches = "micro-batch" if rung.micro_batches == 1 else "micro-batches"
-    return f"in {rung.micro_batches} {batches}{' with remat' if rung.remat else ''}"
+    return train_words(rung, TrainRung(work.micro_batches, work.remat))
 
 
 def _slots_words(scene: Scene, rung: RolloutRung) -> str:
