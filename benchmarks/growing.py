@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.learning import curves_svg
-from earl_jax.calibrate import Calibration, open_table
+from earl_jax.calibrate import Calibration
 from earl_jax.config import Config
 from earl_jax.config_file import load_config_file, make_config, read_workdir_config
 from earl_jax.envs.environment import EPISODE_TOO_LONG
 from earl_jax.main import exit_status, start_jax
+from earl_jax.measurements import open_table
 from earl_jax.survival import Ladder
 from earl_jax.telemetry.charts import Series
 from earl_jax.telemetry.episodes import read_trajectories
