@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
 THREADS_PER_CPU_DEVICE = 32
-# The exit status of a process that another one of its run has left.
-LOST = 1
 
 _HELP = """\
 Trains a language-model policy on multi-turn episodes, from a config file.
@@ -30,7 +28,9 @@ examples:
 
 A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
 report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
-saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost.
+saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost,
+75 where one had too little memory for an update: start all again, and they go on with less
+(gpu_scripts/again.sh does).
 
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
@@ -132,28 +132,22 @@ def train_command(arguments: Sequence[str]) -> None:
 def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
     """The run, and its last evaluation; None in a process that is not the first.
 
-    A process whose fellow is lost ends here: what JAX does on its way out would wait for all.
+    A process ends here whose fellow is lost, or that all others would wait for.
     """
     import jax
 
+    from earl_jax.ending import end, listening
     from earl_jax.run import run
     from earl_jax.sharding.waiting import PeerLost
     from earl_jax.survival import ShortAlone
 
     try:
-        evaluation = run(config, workdir)
+        with listening():
+            evaluation = run(config, workdir)
     except (PeerLost, ShortAlone, jax.errors.JaxRuntimeError) as error:
         if jax.process_count() == 1:
             raise
-        number = f"process {jax.process_index()} of {jax.process_count()}"
-        words = str(error)
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            words = (
-                f"{number}: {words}. If that is a transfer, another process ended or cannot be "
-                "reached. Start the run again: it goes on from its newest checkpoint"
-            )
-        print(f"error: {words}", file=sys.stderr, flush=True)
-        os._exit(LOST)
+        end(error)
     return evaluation if jax.process_index() == 0 else None
 
 

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from earl_jax.agreement import check_same, open_shared_workdir
 from earl_jax.ahead import CompileAhead
@@ -33,6 +33,7 @@ from earl_jax.placement import Placement
 from earl_jax.processes import find_processes
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.throughput import ThroughputTable, differences, stale_words
+from earl_jax.survival import StateLost
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
@@ -48,6 +49,9 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains from where the workdir stands to the end, or to a SIGTERM.
 
+    Where a lack of memory takes the trainer's state, it goes on from the newest checkpoint (or from
+    the start, where there is none yet) with less.
+
     Returns:
         The last evaluation, empty if there is none yet.
 
@@ -59,7 +63,6 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     check_same(everybody, config)
     open_shared_workdir(everybody, workdir, config)
     world = World(config, workdir / "tokenizer")
-    tensorboard = workdir / "tensorboard" if config.log.tensorboard else None
     # The first process speaks for all.
     stream = None if everybody.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
@@ -70,27 +73,19 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(
             workdir / "checkpoints", config.checkpoint, by_hosts=everybody.by_hosts
         )
-        resumed = _resume(world, checkpoints, progress, workdir)
-        position, placement = resumed or (None, _new_placement(world, progress))
-        with contextlib.ExitStack() as stack:
-            metrics_log = None
-            if everybody.is_first:
-                metrics_log = stack.enter_context(
-                    MetricsLog(workdir / "metrics.jsonl", tensorboard)
-                )
-            ahead = stack.enter_context(CompileAhead(progress.note))
-            keeper = Keeper(
-                world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead
-            )
-            try:
-                position = keeper.go_on(position) if position else keeper.begin()
-                position = train(world, placement, position, keeper.after_step)
-            except BudgetTooSmall as error:
-                words = filter(None, (str(error), enough_words(world, placement.room)))
-                raise BudgetTooSmall(". ".join(words)) from error
+        start = _start(world, checkpoints, progress, workdir)
+        while (ended := _train(world, start, checkpoints, progress, workdir, stop)) is None:
+            known = start.placement.calibration.table
+            start = _start(world, checkpoints, progress, workdir)
+            # Also where the disk could not keep what failed.
+            table = start.placement.calibration.table
+            start.placement.calibration.table = table.over(known)
+            if start.position is None:
+                progress.note("there is no checkpoint yet: the run begins again")
+        position, is_stopped = ended
         checkpoints.close()
         everybody.gather(None, "the end of the run")
-        if keeper.stopped:
+        if is_stopped:
             progress.note(
                 f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
                 "from here"
@@ -99,6 +94,55 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         return {}
     evaluations = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" in row]
     return evaluations[-1]["eval"] if evaluations else {}
+
+
+class _Start(NamedTuple):
+    """Where a run begins or goes on; the position is None where it begins."""
+
+    position: Position | None
+    placement: Placement
+
+
+def _start(world: World, checkpoints: Checkpoints, progress: Progress, workdir: Path) -> _Start:
+    """From the newest checkpoint, if there is one."""
+    checkpoints.wait()
+    resumed = _resume(world, checkpoints, progress, workdir)
+    return _Start(*(resumed or (None, _new_placement(world, progress))))
+
+
+def _train(
+    world: World,
+    start: _Start,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    workdir: Path,
+    stop: list[int],
+) -> tuple[Position, bool] | None:
+    """Trains to the end, or to a SIGTERM: where the run is then, and whether one came.
+
+    None where a lack of memory took the trainer's state: what failed is impossible from now on, so
+    that this happens once for each mesh and rung at most.
+    """
+    position, placement = start
+    tensorboard = workdir / "tensorboard" if world.config.log.tensorboard else None
+    with contextlib.ExitStack() as stack:
+        metrics_log = None
+        if world.processes.is_first:
+            metrics_log = stack.enter_context(MetricsLog(workdir / "metrics.jsonl", tensorboard))
+        ahead = stack.enter_context(CompileAhead(progress.note))
+        keeper = Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead)
+        try:
+            position = keeper.go_on(position) if position else keeper.begin()
+            position = train(world, placement, position, keeper.after_step)
+        except BudgetTooSmall as error:
+            words = filter(None, (str(error), enough_words(world, placement.room)))
+            raise BudgetTooSmall(". ".join(words)) from error
+        except StateLost as lost:
+            progress.note(str(lost))
+            # What it kept on the devices makes room for what comes from the checkpoint.
+            placement.forget()
+            return None
+    return position, keeper.stopped
 
 
 def _new_placement(world: World, progress: Progress) -> Placement:

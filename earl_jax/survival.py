@@ -47,7 +47,7 @@ class StateLost(RuntimeError):
 class ShortAlone(RuntimeError):
     """One of several processes ran out of memory where the others cannot hear of it.
 
-    It is remembered. Whoever catches it should end the process with `os._exit`, as for `PeerLost`.
+    It is remembered. Whoever catches it should end the process by `ending.end`, which tells them.
     """
 
     def __init__(self, who: str, failure: str) -> None:
@@ -288,8 +288,8 @@ class Spares:
         if spare is None:
             raise StateLost(
                 "training ran out of memory in a program that had run before, and the weights were "
-                "in it; the failure is remembered: the same command goes on from the newest "
-                "checkpoint with less"
+                "in it; the failure is remembered: a run goes on from the newest checkpoint with "
+                "less"
             )
         return jax.tree.map(lambda leaf, old: jax.device_put(leaf, old.sharding), spare, state)
 

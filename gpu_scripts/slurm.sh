@@ -8,7 +8,8 @@
 #       --config=configs/NAME.py --workdir=/shared/NAME
 #
 # Slurm tells JAX who is who. All nodes must see the repository and the workdir. Two minutes before
-# the job's time is over it gets a SIGTERM: it saves, and the same command goes on from there.
+# the job's time is over it gets a SIGTERM: it saves, and the same command goes on from there. Where
+# one process has too little memory for an update, all are started again, and go on with less.
 #SBATCH --job-name=earl_jax
 #SBATCH --signal=TERM@120
 #SBATCH --output=%x_%j.log
@@ -18,4 +19,5 @@ if [[ $# -eq 0 ]]; then
   echo "usage: sbatch --nodes=N --gpus-per-node=G --ntasks-per-node=G $0 --config=FILE --workdir=DIR" >&2
   exit 2
 fi
-exec srun --kill-on-bad-exit=0 .venv/bin/python -m earl_jax.main "$@"
+# The status of srun is the largest of its tasks' statuses.
+exec gpu_scripts/again.sh srun --kill-on-bad-exit=0 .venv/bin/python -m earl_jax.main "$@"

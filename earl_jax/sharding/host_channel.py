@@ -8,6 +8,7 @@ do: it takes no port, no address, no firewall rule and no dependency more. For t
 through process 0, as messages of gRPC: a way for those that have no other, and slow.
 """
 
+import contextlib
 import functools
 import time
 from typing import Any
@@ -22,6 +23,7 @@ PART_BYTES = 2 * 2**20
 # Python hears a signal when a call returns.
 _SLICE_S = 1.0
 _ROOT = "earl_jax"
+_END = f"{_ROOT}/end"
 
 
 class HostChannel:
@@ -83,6 +85,29 @@ class HostChannel:
         if before is not None:
             self._delete(before, what)
         return told
+
+    # Outside of all turns.
+
+    def announce(self, words: str) -> None:
+        """Tells all processes what ends the run; they may never come to another turn.
+
+        Nothing happens where one has done so before, or process 0 is gone: then they hear that.
+        """
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set_bytes(_END, words.encode())
+
+    def announced(self, wait_s: float) -> str | None:
+        """What a process has announced, None where none does for so long. From any thread.
+
+        Raises:
+            PeerLost: process 0 ended, or cannot be reached.
+        """
+        try:
+            return self._client.blocking_key_value_get_bytes(_END, round(1000 * wait_s)).decode()
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise failed("what ends the run", error) from error
 
     def _whole(self, key: str, what: str) -> bytes:
         number = int(self._get(f"{key}/parts", what))
