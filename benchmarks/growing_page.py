@@ -11,7 +11,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from benchmarks.growing import LIMIT, Run, StaticPair
+from benchmarks.growing_pairs import StaticPair
+from benchmarks.growing_runs import LIMIT, Run
 from benchmarks.learning import curves_svg
 from earl_jax.config import Config
 from earl_jax.telemetry.charts import Series

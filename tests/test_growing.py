@@ -7,22 +7,20 @@ import json
 
 import pytest
 
-from benchmarks.growing import (
+from benchmarks.growing_page import collapse, collapses, curves, page, standings, static_words
+from benchmarks.growing_pairs import StaticPair, fitting, static_pairs
+from benchmarks.growing_runs import (
     FREE,
     Arm,
     Run,
-    StaticPair,
     arms,
     collapse_arms,
-    fitting,
     make_runs,
     pairs_of,
     read_rows,
     read_run,
-    static_pairs,
     write_rows,
 )
-from benchmarks.growing_page import collapse, collapses, curves, page, standings, static_words
 from earl_jax.config_file import make_config
 from earl_jax.loop import foresee
 from earl_jax.rollout.config import RolloutConfig
