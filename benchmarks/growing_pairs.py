@@ -7,8 +7,9 @@ import itertools
 from collections.abc import Sequence
 
 from benchmarks.growing_runs import SMALL, Arm
-from earl_jax.calibrate import Calibration, open_table
+from earl_jax.calibrate import Calibration
 from earl_jax.config import Config
+from earl_jax.measurements import open_table
 from earl_jax.survival import Ladder
 from earl_jax.world import World
 

@@ -5,19 +5,18 @@
     uv run python -m benchmarks.plan
 
 Bytes: every row of benchmarks/compile.md (what the chips' own compilers say of real models) beside
-what earl_jax/selector/footprint.py computes. Speed: EARL (arXiv 2510.05943) measured by how many
-per cent tensor parallelism over 8 GPUs is faster than over 4 in tokens per second and GPU, for a
-context length and a number of responses; earl_jax/selector/roofline.py predicts the sign from the
-model's sizes and the H100's data sheet. Prints Markdown. Takes a second, and no chip.
+what earl_jax/selector/footprint.py computes, and those of other pages that were compiled after it
+was written. Speed: benchmarks/earl_cells.py. Prints Markdown. Takes a second, and no chip.
 """
 
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import earl_cells
 from benchmarks.compile import BURST, CHUNK, PAGE, VOCAB_SIZES
 from earl_jax.models.presets import PRESETS
 from earl_jax.scene import model_sizes
@@ -25,15 +24,19 @@ from earl_jax.selector.footprint import (
     ModelSizes,
     Workload,
     rollout_footprint,
-    row_bytes,
     train_footprint,
 )
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.roofline import decode_s, waves
 from earl_jax.sharding.layout import MeshShape
 
 GIB = 2**30
-MEASURED = [Path(__file__).parent / name for name in ("compile.md", "context.md")]
+# How far computed bytes may be off.
+CLOSE = 0.10
+PAGES = Path(__file__).parent
+MEASURED = [PAGES / name for name in ("compile.md", "context.md")]
+# Of benchmarks/decode.py: the room behind a context, and the chips of its pages.
+DECODED = 64
+DECODING = {"H100": ("h100:1x1", "tensor=1"), "v5e, one of four": ("v5e:2x2", "tensor=4")}
 
 
 class Point(NamedTuple):
@@ -45,8 +48,6 @@ class Point(NamedTuple):
     mesh: MeshShape
     rows: int
     length: int
-    arguments: float
-    temporaries: float
     together: float
 
 
@@ -64,10 +65,42 @@ def measured_points() -> Iterator[Point]:
             mesh=MeshShape.parse(cells[3]),
             rows=rows,
             length=length,
-            arguments=float(cells[6]),
-            temporaries=float(cells[8]),
             together=float(cells[9]),
         )
+
+
+def later_points() -> Iterator[Point]:
+    """Updates of the second table of plan.md."""
+    for cells in _rows("plan.md"):
+        if len(cells) != 8 or cells[0] not in PRESETS or not cells[2].startswith("update"):
+            continue
+        rows, length = (int(number.replace(",", "")) for number in cells[4].split(" x "))
+        mesh = MeshShape.parse(cells[3])
+        yield Point(cells[0], cells[1], cells[2], mesh, rows, length, float(cells[5]))
+
+
+def decode_points() -> Iterator[Point]:
+    """Rounds of decode.md that fit their chip."""
+    for cells in _rows("decode.md"):
+        if len(cells) < 12 or cells[0] not in DECODING or not cells[6]:
+            continue
+        topology, mesh = DECODING[cells[0]]
+        yield Point(
+            model=cells[1],
+            topology=topology,
+            program="round, chunks of 512",
+            mesh=MeshShape.parse(mesh),
+            rows=int(cells[2]),
+            length=int(cells[3].replace(",", "")) + DECODED,
+            together=float(cells[6]),
+        )
+
+
+def _rows(page: str) -> Iterator[list[str]]:
+    """The cells of all lines of a page's tables."""
+    for line in (PAGES / page).read_text().splitlines():
+        if line.startswith("|"):
+            yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
 @functools.cache
@@ -82,14 +115,16 @@ def predicted_gib(point: Point) -> float:
     """What the planner says that the point's program takes of a device."""
     platform = parse_topology(point.topology).platform
     shards = point.mesh.data * point.mesh.fsdp
-    if point.program == "update":
+    is_update = point.program.startswith("update")
+    if is_update:
         shards *= point.mesh.expert
     chunk = re.search(r"chunks of ([\d,]+)", point.program)
+    parts = re.search(r"(\d+) micro-batch", point.program)
     work = Workload(
         num_slots=point.rows * shards,
         num_rows=point.rows * shards,
-        micro_batches=point.rows,
-        remat=True,
+        micro_batches=int(parts[1]) if parts else point.rows,
+        remat="no remat" not in point.program,
         logprob_chunk=512,
         chunk_size=int(chunk[1].replace(",", "")) if chunk else CHUNK,
         append_rows=8,
@@ -98,102 +133,58 @@ def predicted_gib(point: Point) -> float:
         kv_itemsize=2,
     )
     sizes = sizes_of(point.model, "int8" if "int8" in point.program else "compute")
-    if point.program == "update":
+    if is_update:
         found = train_footprint(sizes, work, point.mesh, point.length, platform)
     else:
         found = rollout_footprint(sizes, work, point.mesh, point.length, point.rows, 0, platform)
     return found.total / GIB
 
 
-# EARL's table 1: gain of TP8 over TP4 in per cent, None where TP4 ran out of memory.
-RESPONSES = (8, 16, 32, 64, 128)
-GAINS: dict[int, tuple[float | None, ...]] = {
-    32768: (-1.5, 4.6, 5.0, 6.5, None),
-    16384: (-18.8, -5.0, 3.4, 5.5, 3.1),
-    8192: (-24.7, -20.8, -4.4, 6.4, 5.2),
-    4096: (-18.0, -25.2, -21.9, -5.9, 5.1),
-    2048: (-20.0, -28.6, -26.3, -16.6, -5.5),
-    1024: (-21.1, -32.2, -30.7, -29.1, -6.9),
-}
-# What vLLM takes of a GPU unless it is told otherwise.
-ENGINE_FRACTION = 0.9
-
-
-def predicted_gain(context: int, responses: int) -> float | None:
-    """Gain of TP8 over TP4 in per cent, None where TP4 has no room for all responses at all."""
-    four, eight = (tokens_per_s_and_gpu(context, responses, tensor) for tensor in (4, 8))
-    assert eight is not None, (context, responses)
-    return None if four is None else 100 * (eight / four - 1)
-
-
-def tokens_per_s_and_gpu(context: int, responses: int, tensor: int) -> float | None:
-    """Of decoding so many responses of Qwen2.5-72B at this context, on so many GPUs of a host.
-
-    Responses whose caches do not fit wait until those before them are through. None where those
-    that wait do not fit the GPUs' share of their host's memory either.
-    """
-    host = parse_topology("h100:1x8")
-    hardware = host.with_devices(tensor)
-    sizes, mesh = sizes_of("qwen2.5-72b"), MeshShape(tensor=tensor)
-    work = Workload(
-        num_slots=responses,
-        num_rows=0,
-        micro_batches=1,
-        remat=False,
-        logprob_chunk=512,
-        chunk_size=1,
-        append_rows=1,
-        burst=1,
-        page_size=16,
-        kv_itemsize=2,
-    )
-    bare = rollout_footprint(sizes, work, mesh, context, 0, 0, "gpu").total
-    each = row_bytes(sizes, work, mesh, context)
-    fit = int(host.memory_bytes * ENGINE_FRACTION - bare) // each
-    if (responses - fit) * each > host.host_memory_bytes / host.devices_a_host:
-        return None
-    steps = [decode_s(hardware, sizes, work, mesh, wave, context) for wave in waves(responses, fit)]
-    return responses / sum(step.total for step in steps) / tensor
-
-
-def cells_right() -> int:
-    """How many of the 30 cells are predicted: the sign of the gain, or that memory runs out."""
-    return sum(
-        _right(gain, predicted_gain(context, responses))
-        for context, gains in GAINS.items()
-        for responses, gain in zip(RESPONSES, gains, strict=True)
-    )
-
-
-def _right(measured: float | None, predicted: float | None) -> bool:
-    if measured is None or predicted is None:
-        return measured is predicted
-    return (measured > 0) == (predicted > 0)
-
-
 def main() -> None:
-    """Prints both tables."""
-    print("| model | topology | program | mesh | XLA, GiB | planner, GiB | off by |")
-    print("|---" * 7 + "|")
-    off = []
-    for point in measured_points():
-        found = predicted_gib(point)
-        off.append(found / point.together - 1)
-        cells = [point.model, point.topology, point.program, str(point.mesh)]
-        cells += [f"{point.together:.2f}", f"{found:.2f}", f"{off[-1]:+.1%}"]
+    """Prints all tables."""
+    measured, later, rounds = (
+        [*points] for points in (measured_points(), later_points(), decode_points())
+    )
+    header = ["model", "topology", "program", "mesh", "XLA, GiB", "planner, GiB", "off by"]
+    print(f"| {' | '.join(header)} |")
+    print("|---" * len(header) + "|")
+    for point in measured:
+        cells = [point.model, point.topology, point.program, str(point.mesh), *_compared(point)]
         print(f"| {' | '.join(cells)} |")
-    close = sum(abs(error) <= 0.1 for error in off)
-    print(f"\n{close} of {len(off)} within 10 %; the worst is off by {max(off, key=abs):+.1%}.\n")
-    print(f"| context | {' | '.join(map(str, RESPONSES))} |")
-    print("|---" * (1 + len(RESPONSES)) + "|")
-    for context, gains in GAINS.items():
-        cells = []
-        for responses, gain in zip(RESPONSES, gains, strict=True):
-            found = predicted_gain(context, responses)
-            words = [f"{g:+.1f}" if g is not None else "no room" for g in (gain, found)]
-            cells.append(f"{words[0]} ({words[1]}){'' if _right(gain, found) else ' wrong'}")
-        print(f"| {context // 1024}K | {' | '.join(cells)} |")
-    print(f"\n{cells_right()} of 30 cells.")
+    print(f"\n{agreement(measured)}.\n")
+    header.insert(4, "rows")
+    far = [point for point in rounds if abs(error(point)) > CLOSE]
+    for points in (later, far):
+        print(f"| {' | '.join(header)} |")
+        print("|---" * len(header) + "|")
+        for point in points:
+            rows = f"{point.rows} x {point.length:,}"
+            cells = [point.model, point.topology, point.program, str(point.mesh), rows]
+            print(f"| {' | '.join(cells + _compared(point))} |")
+        print()
+    together = [*measured, *later, *rounds]
+    print(f"Compiled afterwards: {agreement(later)}.\n")
+    print(f"Rounds of decode.md: {agreement(rounds)}.\n")
+    print(f"All: {agreement(together)}; the largest lack is {min(map(error, together)):+.1%}.\n")
+    for line in earl_cells.lines(sizes_of(earl_cells.MODEL)):
+        print(line)
+
+
+def error(point: Point) -> float:
+    """By what fraction more is computed than XLA says."""
+    return predicted_gib(point) / point.together - 1
+
+
+def agreement(points: Sequence[Point]) -> str:
+    """How many are close, and the worst."""
+    off = [error(point) for point in points]
+    close = sum(abs(one) <= CLOSE for one in off)
+    worst = max(off, key=abs)
+    return f"{close} of {len(off)} within {100 * CLOSE:.0f} %; the worst is off by {worst:+.1%}"
+
+
+def _compared(point: Point) -> list[str]:
+    return [f"{point.together:.2f}", f"{predicted_gib(point):.2f}", f"{error(point):+.1%}"]
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@
     python -m benchmarks.selector_regret [--config=FILE] [--config.key=value] [--rooms=24,40,72]
         [--minutes=20] [--to=FILE]
 
-At each room per episode, and for each kind of load, the step is measured on every candidate mesh of
-each stage: publishing and playing real episodes, and one step's updates, by turns. A pair of meshes
-takes what its stages take; pairs that the budget does not hold are no rivals. Then the selector
-chooses from its own measurements (of synthetic rounds, as at the start of a run) and from the load
-of such a step. Episodes are as long as the load says because their turns are limited; a policy of
-random weights seldom ends one.
+At each room per episode, and for each kind of load, the step is measured for every candidate of
+each stage: publishing and playing real episodes, and one step's updates, by turns. A candidate is a
+mesh, with --ways in every way to be used: with fewer slots and other page sizes
+(config.selector.page_sizes), in more micro-batches and with remat. A pair of candidates takes what
+its stages take; pairs that the budget does not hold are no rivals. Then the selector chooses from
+its own measurements (of synthetic rounds, as at the start of a run) and guesses, and from the load
+of such a step. Beside it stands what a rule without measurements loses: the first pair of the list
+that fits. Episodes are as long as the load says because their turns are limited; a policy of random
+weights seldom ends one.
 
 Prints each point as soon as it is known, and with --to appends it to a file, as JSON with the
 seconds of every candidate; behind --minutes no more are begun.
@@ -32,8 +35,6 @@ from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
 
 # Of each kind of load: lengths of the episodes' turns, as a part of the room.
 LOADS = ("even", "half", "tail")
-# For the guess at the start: a program of a tiny model on one core, compiled or loaded, and a run.
-PROGRAM_S, RUN_S = 5.0, 0.4
 
 
 def turn_tokens(kind: str, number: int, room: int) -> list[int]:
@@ -79,24 +80,20 @@ def pairs_within(
 class Bench:
     """The points of one config."""
 
-    def __init__(self, config: Any, repeats: int) -> None:
+    def __init__(self, config: Any, repeats: int, ways: bool) -> None:
         """Measures the candidates as the start of a run does."""
-        from earl_jax.calibrate import Calibration, open_table
+        from earl_jax.calibrate import Calibration
+        from earl_jax.selector.throughput import ThroughputTable
         from earl_jax.survival import Ladder
         from earl_jax.world import World
 
-        self.config, self.repeats = config, repeats
+        self.config, self.repeats, self.ways = config, repeats, ways
         self.world = World(config)
-        table, _ = open_table(self.world)
-        self.calibration = Calibration(self.world, table, lambda text: print(text, file=sys.stderr))
+        table = ThroughputTable(path=None, measurements={})
+        self.calibration = Calibration(self.world, table, _say)
+        # What is measured for the comparison, the choice must not know.
+        self.everything = Calibration(self.world, table, lambda _: None)
         self.ladder = Ladder(self.world)
-
-    @property
-    def guess_s(self) -> float:
-        """About how long a room's candidates and its points take."""
-        meshes = len(self.world.rollout_candidates) + len(self.world.train_candidates)
-        # Compiled to be measured, and loaded or compiled once more to be played with.
-        return meshes * (2 * PROGRAM_S + len(LOADS) * (self.repeats + 1) * RUN_S)
 
     def point(self, room: int, kind: str) -> dict[str, Any]:
         """A row: what was chosen and what is best at this room, for this kind of load."""
@@ -104,11 +101,9 @@ class Bench:
 
         world, tasks = self.world, _tasks(self.world, kind, room)
         pages = world.pool_for(room).pages
-        played = [self._player(mesh, room, tasks) for mesh in world.rollout_candidates]
-        load = played[0]()
+        load = self._player(world.rollout_candidates[0], self._whole(room), room, tasks)()
         length = world.config.rollout.places_for(load.context_tokens_max)
-        rollouts = self.calibration.rollout_options(room, 0, pages)
-        trains = self.calibration.train_options(length)
+        rollouts, trains = self._rollouts(room), self._trains(length)
         pairs = pairs_within(
             [option.bytes_per_device for option in rollouts],
             [option.bytes_per_device for option in trains],
@@ -122,42 +117,67 @@ class Bench:
         placement = Placement(world, self.calibration)
         placement.pages = pages
         decision = placement.choose_step(room, load)
-        if placement.rung:
-            return row | {"chosen": f"a lower rung: {placement.rung}"}
-        chosen = Pair(
-            [option.mesh for option in rollouts].index(decision.rollout.mesh),
-            [option.mesh for option in trains].index(decision.train.mesh),
-        )
+        chosen = Pair(_find(rollouts, decision.rollout), _find(trains, decision.train))
         some_r, some_t = (sorted({pair[n] for pair in pairs}) for n in (0, 1))
-        runs = [played[r] for r in some_r]
-        runs += [self._trainer(trains[t].mesh, length) for t in some_t]
+        runs = [self._player(rollouts[r].mesh, rollouts[r].rung, room, tasks) for r in some_r]
+        runs += [self._trainer(trains[t].mesh, trains[t].rung, length) for t in some_t]
         seconds = least_s(runs, self.repeats)
         rollout_s = dict(zip(some_r, seconds, strict=False))
         train_s = dict(zip(some_t, seconds[len(some_r) :], strict=True))
-        lost, best = regret({p: rollout_s[p.rollout] + train_s[p.train] for p in pairs}, chosen)
+        step_s = {p: rollout_s[p.rollout] + train_s[p.train] for p in pairs}
+        lost, best = regret(step_s, chosen)
 
         def words(pair: Pair) -> str:
-            return f"{rollouts[pair.rollout].mesh} + {trains[pair.train].mesh}"
+            return f"{rollouts[pair.rollout].words} + {trains[pair.train].words}"
 
         return row | {
             "chosen": words(chosen),
             "best": words(best),
-            "chosen s": rollout_s[chosen.rollout] + train_s[chosen.train],
-            "best s": rollout_s[best.rollout] + train_s[best.train],
+            "chosen s": step_s[chosen],
+            "best s": step_s[best],
             "slower by": lost,
-            "rollout_s": {str(rollouts[r].mesh): s for r, s in rollout_s.items()},
-            "train_s": {str(trains[t].mesh): s for t, s in train_s.items()},
+            "the first by": regret(step_s, pairs[0])[0],
+            "rollout_s": {rollouts[r].words: s for r, s in rollout_s.items()},
+            "train_s": {trains[t].words: s for t, s in train_s.items()},
         }
 
-    def _player(self, mesh: Any, room: int, tasks: Sequence[Any]) -> Callable[[], Any]:
+    def _whole(self, room: int) -> Any:
+        """The rung of a rollout that has pages for all slots."""
+        from earl_jax.selector.ladder import RolloutRung
+
+        world = self.world
+        return RolloutRung(world.own_rollout.num_slots, world.pool_for(room).pages)
+
+    def _rollouts(self, room: int) -> list[Any]:
+        """Each mesh, with --ways on all rungs that have pages for all of their slots."""
+        whole, world = self._whole(room), self.world
+        rungs = [whole]
+        for rung in self.ladder.rollout_ways(room, whole.pages) if self.ways else ():
+            dense = world.pool_for(room, rung.num_slots, rung.page_size).pages
+            if rung.pages >= dense and not rung.offload:
+                rungs.append(rung)
+        return [
+            dataclasses.replace(option, rung=rung)
+            for rung in dict.fromkeys(rungs)
+            for option in self.everything.rollout_options(
+                room, 0, rung.pages, rung.num_slots, page_size=rung.page_size
+            )
+        ]
+
+    def _trains(self, length: int) -> list[Any]:
+        """Each mesh, with --ways in all ways to learn."""
+        ways = self.ladder.train_ways(length) if self.ways else [self.world.first_train_rung]
+        return [o for way in ways for o in self.everything.train_options(length, way)]
+
+    def _player(self, mesh: Any, rung: Any, room: int, tasks: Sequence[Any]) -> Callable[[], Any]:
         """Publishes to this mesh and plays there; returns the load."""
         from earl_jax.loop import measure_load, play_all
         from earl_jax.placement import Placement
 
         world, trainer = self.world, self.world.train_candidates[0]
-        placement = Placement(world, self.calibration)
-        placement.rollout_mesh, placement.train_mesh = mesh, trainer
-        placement.places, placement.pages = room, world.pool_for(room).pages
+        placement = Placement(world, self.everything)
+        placement.rollout_mesh, placement.train_mesh, placement.places = mesh, trainer, room
+        placement.num_slots, placement.pages, _, placement.page_size = rung
         state = world.init_train_state(trainer)
 
         def run() -> Any:
@@ -166,7 +186,7 @@ class Bench:
 
         return run
 
-    def _trainer(self, mesh: Any, length: int) -> Callable[[], Any]:
+    def _trainer(self, mesh: Any, rung: Any, length: int) -> Callable[[], Any]:
         """A step's updates on rows of so many tokens."""
         import jax
 
@@ -178,7 +198,8 @@ class Bench:
         batch = jax.tree.map(
             lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
         )
-        program, state = world.train_step(mesh, "policy_gradient"), world.init_train_state(mesh)
+        program = world.train_step(mesh, "policy_gradient", rung)
+        state = world.init_train_state(mesh)
 
         def run() -> None:
             nonlocal state
@@ -187,6 +208,18 @@ class Bench:
                 read_metrics(metrics)
 
         return run
+
+
+def _find(options: Sequence[Any], decision: Any) -> int:
+    """The number of what was chosen; its rollout may have fewer pages than there are slots for."""
+    for number, option in enumerate(options):
+        if (option.mesh, _but_pages(option.rung)) == (decision.mesh, _but_pages(decision.rung)):
+            return number
+    raise ValueError(f"{decision.mesh} on {decision.rung} is none of the candidates measured")
+
+
+def _but_pages(rung: Any) -> Any:
+    return rung._replace(pages=0) if hasattr(rung, "pages") else rung
 
 
 def _tasks(world: Any, kind: str, room: int) -> list[Any]:
@@ -221,13 +254,13 @@ def least_s(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
 
 
 def measure(
-    config: Any, repeats: int, kinds: Sequence[str], minutes: float
+    config: Any, repeats: int, kinds: Sequence[str], minutes: float, ways: bool = False
 ) -> Iterator[dict[str, Any]]:
     """A row for each kind of load and room, until the time is over."""
     start_s = time.monotonic()
-    bench, rooms = Bench(config, repeats), config.rollout.context_buckets
+    bench, rooms = Bench(config, repeats, ways), config.rollout.context_buckets
     points = list(itertools.product(kinds, rooms))
-    _say(f"{len(points)} points, a guess: {len(rooms) * bench.guess_s / 60:.0f} min")
+    _say(f"{len(points)} points")
     bench.calibration.measure_all()
     took_s: list[float] = []
     for number, (kind, room) in enumerate(points, start=1):
@@ -263,6 +296,7 @@ def regret_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rooms", default="", help="tokens, by commas (the config's buckets)")
     parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--ways", action="store_true", help="not only meshes, but all ways")
     parser.add_argument("--minutes", type=float, default=20, help="no point is begun behind these")
     parser.add_argument("--to", type=Path, help="a file that points are appended to, as JSON")
     parser.add_argument("--json", action="store_true", help="an object a line")
@@ -278,7 +312,8 @@ def regret_command(arguments: Sequence[str]) -> None:
     lost: list[float] = []
 
     def kept() -> Iterator[dict[str, Any]]:
-        for row in measure(config, flags.repeats, flags.loads.split(","), flags.minutes):
+        kinds = flags.loads.split(",")
+        for row in measure(config, flags.repeats, kinds, flags.minutes, flags.ways):
             if "slower by" in row:
                 lost.append(row["slower by"])
             if flags.to:
@@ -291,7 +326,7 @@ def regret_command(arguments: Sequence[str]) -> None:
             print(json.dumps(row), flush=True)
     else:
         names = ("room", "load", "pairs", "left out", "chosen", "best", "chosen s", "best s")
-        shown = (*names, "slower by")
+        shown = (*names, "slower by", "the first by")
         write_table({name: row.get(name) for name in shown} for row in kept())
     _say(summary(lost))
 

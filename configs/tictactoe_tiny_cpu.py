@@ -10,7 +10,8 @@ wins and 0 to 5 % illegal moves at temperature 1 (random legal play wins 43.7 %,
 
 In its first 120 steps the policy is also trained on games of random legal moves, which teach what
 a reply looks like. As it comes to play longer games, its contexts outgrow the first room of 24
-tokens an episode; training on data=8 would then break the budget and moves to another mesh.
+tokens an episode; training as before would then break the budget. It goes on in two micro-batches
+or on another mesh, whichever is measured to be faster.
 """
 
 from ml_collections import ConfigDict

@@ -21,7 +21,7 @@ from earl_jax.estimates import rollout_estimate, train_estimate
 from earl_jax.measuring import lower_train
 from earl_jax.placement import Placement
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.pages import Pool, roomier_pages
+from earl_jax.rollout.pages import Pool, pages_for, roomier_pages
 from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import lower_moves
@@ -74,11 +74,12 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
             ("train", mesh, room, rung), lambda mesh=mesh: lower_train(world, mesh, room, rung)
         )
     for mesh in world.rollout_candidates_for(room):
-        whole = RolloutRung(slots, world.pool_for(room, slots).pages)
+        page = placement.page_size
+        whole = RolloutRung(slots, world.pool_for(room, slots, page).pages, page_size=page)
         if not rollout_estimate(world, mesh, room, whole).surely_exceeds(_most(world)):
-            candidate = world.engine(mesh, slots)
+            candidate = world.engine(mesh, slots, page)
             yield Wanted(
-                ("measured", mesh, slots, room),
+                ("measured", mesh, slots, page, room),
                 lambda candidate=candidate: candidate.lower_play(room),
             )
 
@@ -89,13 +90,13 @@ def _live_programs(world: World, placement: Placement, room: int, pages: int) ->
     The room in use is `placement.places`.
     """
     slots, places, lanes = placement.num_slots, placement.places, len(world.processes.lanes)
-    dense = world.pool_for(room, slots).pages
-    least = -(-room // world.config.rollout.tokens_a_page)
+    page = placement.page_size
+    dense, least = world.pool_for(room, slots, page).pages, pages_for(room, world.page(page))
     here, now = placement.in_rollout, Pool(lanes, placement.pages)
     mesh, pages = placement.foresee(room, max(min(pages, dense), least))
-    engine, pool = world.engine(mesh, slots), Pool(lanes, pages)
+    engine, pool = world.engine(mesh, slots, page), Pool(lanes, pages)
     if mesh != here and not world.config.dispatch.chunk_bytes:
-        before = world.engine(here, slots)
+        before = world.engine(here, slots, page)
         yield Wanted(
             ("move", here, mesh, slots, places, now),
             lambda: _lower_seat_move(before, engine, places, now),

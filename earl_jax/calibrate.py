@@ -2,129 +2,68 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the selector chooses from: the candidates' bytes and speeds, each measured once and kept.
 
-What runs out of memory while it is measured has failed, as it would in the run.
+What runs out of memory while it is measured has failed, as it would in the run. What need not be
+measured is guessed, by a roofline that what was measured corrects (`selector.guesses`).
 """
 
-import contextlib
 import dataclasses
-import importlib.metadata
-import math
-import os
-import platform
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Sequence
 
 import numpy as np
 
-from earl_jax.estimates import Estimate, rollout_estimate, train_estimate
-from earl_jax.measuring import (
-    NOTHING_KNOWN,
-    bytes_only,
-    lower_train,
-    measure_rollout,
-    measure_train,
-    pool_bytes,
+from earl_jax.estimates import (
+    Estimate,
+    has_data_sheet,
+    rollout_estimate,
+    rollout_speed,
+    train_estimate,
+    train_speed,
 )
+from earl_jax.measuring import lower_train, measure_rollout, measure_train, pool_bytes
+from earl_jax.remembered import Question, Remembered
 from earl_jax.selector.choose import Option
+from earl_jax.selector.guesses import Candidate, busy_tokens_per_s, fill_in
 from earl_jax.selector.ladder import (
-    Failure,
     RolloutRung,
     TrainRung,
     failure_of,
     rollout_size,
     train_size,
+    train_words,
 )
 from earl_jax.selector.memory import resident_bytes as resident_bytes_of
-from earl_jax.selector.memory import unless_out_of_memory
 from earl_jax.selector.tail import TailOption
-from earl_jax.selector.throughput import Measurement, ThroughputTable, load_table
+from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 
 
-def open_table(world: World) -> tuple[ThroughputTable, str | None]:
-    """The kept measurements for this world's model, programs, devices and versions.
-
-    Those of the first process, in every process; and what ran out of memory in any of them.
-    """
-    config = world.config
-    facts = {
-        "model": dataclasses.asdict(world.model),
-        "vocab_size": world.vocab_size,
-        "rollout": {
-            field: getattr(config.rollout, field)
-            for field in (
-                "num_slots",
-                "episodes_per_step",
-                "chunk_size",
-                "burst",
-                "step_rows",
-                "tokens_a_page",
-                "model_logprobs",
-                "compute_dtype",
-                "weight_dtype",
-                "kv_dtype",
-            )
-        }
-        | {
-            "choice_branches": world.choice_branches,
-            "draft": config.rollout.max_drafts,
-            "ngram": config.rollout.speculation.ngram if config.rollout.max_drafts else 0,
-        },
-        "train": {
-            field: getattr(config.train, field)
-            for field in ("micro_batches", "remat", "logprob_chunk", "epochs")
-        }
-        | {"lora": dataclasses.asdict(config.train.lora), "importance_cap": config.importance_cap},
-        "attention": [choice.kernel for choice in world.attention_choices],
-        "order": config.selector.order,
-        "measure_rounds": config.selector.measure_rounds,
-        "devices": {
-            stage: [f"{d.platform} {d.device_kind}" for d in devices]
-            for stage, devices in (
-                ("rollout", world.processes.rollout_devices),
-                ("train", world.processes.train_devices),
-            )
-        },
-        "processes": world.processes.count,
-        "host": [platform.machine(), os.cpu_count()],
-        "versions": {n: importlib.metadata.version(n) for n in ("jax", "jaxlib", "earl_jax")},
-    }
-    table, damage = load_table(facts)
-    told = [
-        ThroughputTable.from_dict(table.path, each)
-        for each in world.processes.gather(table.as_dict(), "the tables of measurements")
-    ]
-    failures = dict.fromkeys(failure for each in told for failure in each.failures)
-    return dataclasses.replace(told[0], failures=tuple(failures)), damage
-
-
-class Calibration:
-    """The table, filled in where an entry is missing. `say` tells the user what is measured."""
-
-    def __init__(self, world: World, table: ThroughputTable, say: Callable[[str], None]) -> None:
-        self._world, self.table, self._say = world, table, say
-        # What this process alone measured, while others did something else.
-        self._own: dict[str, Measurement] = {}
-        self._is_apart = False
-
-    @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside, of several processes each asks for itself: nothing is measured together.
-
-        What is missing is then known by its bytes alone, until all ask for it.
-        """
-        self._is_apart = self._world.processes.count > 1
-        try:
-            yield
-        finally:
-            self._is_apart = False
+class Calibration(Remembered):
+    """The options of both stages in one world: measured, or guessed from what was measured."""
 
     def measure_all(self) -> None:
-        """Measures what is missing for the configured rooms per episode, so that no step waits."""
-        for places in self._world.config.rollout.context_buckets:
-            self.train_options(places)
-            self.rollout_options(places, 0)
+        """Measures what is missing for the configured rooms per episode, so that no step waits.
+
+        Of meshes that are many, on chips with a data sheet, only those that are chosen from by
+        speed (`Chooser.measure_ahead`).
+        """
+        if self.measures_all:
+            for places in self._world.config.rollout.context_buckets:
+                self.train_options(places)
+                for page_size in self._world.page_sizes:
+                    self.rollout_options(places, 0, page_size=page_size)
+
+    @property
+    def measures_all(self) -> bool:
+        """Whether every mesh is timed that may fit, as the config says to use it."""
+        setting = self._world.config.selector.measure
+        return setting == "all" or setting == "auto" and not has_data_sheet(self._world)
+
+    @property
+    def by_order(self) -> bool:
+        """Whether no speed is asked for: meshes are taken in the order of their lists."""
+        return self._world.config.selector.order == "listed"
+
+    # What is asked for is measured.
 
     def rollout_options(
         self,
@@ -135,22 +74,32 @@ class Calibration:
         contexts: Sequence[float] = (),
         *,
         offload: bool = False,
+        page_size: int = 0,
         compiled: Container[MeshShape] = (),
+        asks: bool = True,
     ) -> list[Option]:
         """The rollout candidates at this room per episode, beside `resident_bytes` of others.
 
         With `pages` in each lane of the KV cache; None: enough for every episode to fill its room.
         `contexts` are lengths that episodes are expected to come to: the speed is then the mean of
         those measured at such rooms; without them it is that of episodes that fill their room.
-        Those on the `compiled` meshes have a compiler's bytes however much they take.
+        Those on the `compiled` meshes have a compiler's bytes however much they take; without
+        `asks` the others have computed bytes, and no speed, until something asks for them.
         """
         world = self._world
         slots = num_slots or world.own_rollout.num_slots
-        rung = RolloutRung(slots, pages or world.pool_for(places, slots).pages, offload)
-        return [
-            self._rollout_option(mesh, places, rung, resident_bytes, contexts, mesh in compiled)
-            for mesh in world.rollout_candidates_for(places)
-        ]
+        pages = pages or world.pool_for(places, slots, page_size).pages
+        rung = RolloutRung(slots, pages, offload, page_size)
+        options = []
+        for mesh in self._players(places, rung):
+            is_sure = mesh in compiled
+            found = self._rollout(
+                mesh, places, rung, contexts, asks=asks or is_sure, is_sure=is_sure
+            )
+            option = found.option
+            total = option.bytes_per_device + resident_bytes
+            options.append(dataclasses.replace(option, bytes_per_device=total))
+        return options
 
     def train_options(
         self,
@@ -158,15 +107,54 @@ class Calibration:
         rung: TrainRung | None = None,
         *,
         compiled: Container[MeshShape] = (),
+        asks: bool = True,
     ) -> list[Option]:
-        """The training candidates for rows of this length; `compiled` as for rollouts."""
-        world = self._world
-        rung = rung or world.first_train_rung
-        return [
-            self._train_option(mesh, places, rung, mesh in compiled)
-            for mesh in world.train_candidates_for(places)
-            if world.train_obstacle(mesh, rung.micro_batches) is None
-        ]
+        """The training candidates for rows of this length; the rest as for rollouts."""
+        rung, options = rung or self._world.first_train_rung, []
+        for mesh in self._trainers(places, rung):
+            is_sure = mesh in compiled
+            found = self._train(mesh, places, rung, asks=asks or is_sure, is_sure=is_sure)
+            options.append(found.option)
+        return options
+
+    # What was not measured is guessed.
+
+    def rollout_guesses(
+        self, places: int, rungs: Sequence[RolloutRung], contexts: Sequence[float]
+    ) -> list[Option]:
+        """The rollout candidates on all these rungs, beside nothing: rung by rung, in their order.
+
+        Where the first rung's pages are enough for what is expected, others let so many fewer
+        episodes run at once.
+        """
+        slots, wanted = self._world.own_rollout.num_slots, self._tokens(rungs[0])
+        found = []
+        for rung in rungs:
+            first = rung.num_slots == slots and self.measures_all
+            for mesh in self._players(places, rung):
+                candidate = self._rollout(mesh, places, rung, contexts, asks=first)
+                found.append(self._held_up(candidate, places, rung, wanted))
+        return fill_in(found)
+
+    def train_guesses(self, places: int, rungs: Sequence[TrainRung]) -> list[Option]:
+        """The training candidates on all these rungs, as for rollouts."""
+        first = self._world.first_train_rung
+        return fill_in(
+            [
+                self._train(mesh, places, rung, asks=rung == first and self.measures_all)
+                for rung in rungs
+                for mesh in self._trainers(places, rung)
+            ]
+        )
+
+    def measure(self, stage: str, option: Option, places: int) -> None:
+        """Measures this guess."""
+        if stage == "rollout":
+            assert isinstance(option.rung, RolloutRung)
+            self._rollout(option.mesh, places, option.rung, (), asks=True, is_sure=True)
+        else:
+            assert isinstance(option.rung, TrainRung)
+            self._train(option.mesh, places, option.rung, asks=True, is_sure=True)
 
     def tail_options(
         self, places: int, resident_bytes: int, rung: RolloutRung, current: MeshShape
@@ -177,229 +165,214 @@ class Calibration:
         rate at which new weights came when it was measured.
         """
         world, found = self._world, []
-        options = self.rollout_options(places, resident_bytes, rung.pages, rung.num_slots)
-        for option in options:
-            entry = self._rollout_entry(option.mesh, places, rung.num_slots)
-            measured = self.table.measurements.get(entry)
+        for mesh in self._players(places, rung):
+            measured = self.known(self._rollout_question(mesh, places, rung))
             alone = measured and measured.alone_tokens_per_s
-            if not option.tokens_per_s or not alone:
+            if measured is None or not measured.tokens_per_s or not alone:
                 continue
-            engine = world.engine(option.mesh, rung.num_slots)
+            option = self._rollout(mesh, places, rung, (), asks=True).option
+            engine = world.engine(mesh, rung.num_slots, rung.page_size)
             weights = resident_bytes_of(engine.parameter_shapes, engine.parameter_shardings)
-            moved = weights + pool_bytes(world, option.mesh, places, rung)
+            moved = weights + pool_bytes(world, mesh, places, rung)
             burst = world.config.rollout.round_tokens
             found.append(
                 TailOption(
-                    mesh=option.mesh,
-                    full_round_s=rung.num_slots * burst / option.tokens_per_s,
+                    mesh=mesh,
+                    full_round_s=rung.num_slots * burst / measured.tokens_per_s,
                     alone_round_s=burst / alone,
-                    move_s=option.move_s * moved / weights,
-                    bytes_per_device=option.bytes_per_device,
+                    move_s=measured.switch_s * moved / weights,
+                    bytes_per_device=option.bytes_per_device + resident_bytes,
                     impossible=option.impossible,
                 )
             )
         known = {option.mesh for option in found}
         return found if current in known else []
 
-    def note_failure(self, failure: Failure) -> None:
-        """This is impossible from now on, in later runs too."""
-        self._keep(lambda table: table.with_failure(failure))
-        self._say(f"{failure.stage} on {failure.mesh} {failure}; it is not tried again")
+    # One candidate.
 
-    def _rollout_option(
+    def _players(self, places: int, rung: RolloutRung) -> list[MeshShape]:
+        size = self._world.page(rung.page_size)
+        return [
+            mesh for mesh in self._world.rollout_candidates_for(places) if size % mesh.context == 0
+        ]
+
+    def _trainers(self, places: int, rung: TrainRung) -> list[MeshShape]:
+        return [
+            mesh
+            for mesh in self._world.train_candidates_for(places)
+            if self._world.train_obstacle(mesh, rung.micro_batches) is None
+        ]
+
+    def _rollout(
         self,
         mesh: MeshShape,
         places: int,
         rung: RolloutRung,
-        resident: int,
         contexts: Sequence[float],
-        compiled: bool,
-    ) -> Option:
-        world = self._world
-        words = self._slots_words(rung.num_slots)
-        dense = rung._replace(pages=world.pool_for(places, rung.num_slots).pages)
-        more = pool_bytes(world, mesh, places, rung) - pool_bytes(world, mesh, places, dense)
-        most = self._most_bytes - more
-        size = rollout_size(places, rung)
-        entry = self.table.entry("rollout", mesh, places, words)
-        estimate = rollout_estimate(world, mesh, places, dense)
-        if not compiled and self._is_hopeless(entry, estimate, most):
-            return self._computed_option("rollout", mesh, size, estimate.total + more + resident)
-        measured = self._measured(
-            "rollout",
-            mesh,
-            places,
-            words,
-            rollout_size(places, dense),
-            most,
-            lambda: measure_rollout(world, mesh, places, rung.num_slots, most),
-            lambda: world.engine(mesh, rung.num_slots).lower_play(places),
-        )
-        return Option(
+        *,
+        asks: bool,
+        is_sure: bool = False,
+    ) -> Candidate:
+        """A rollout beside nothing; with `asks` it is measured unless it is known or hopeless.
+
+        With `is_sure` also where it is hopeless.
+        """
+        question = self._rollout_question(mesh, places, rung)
+        estimate = rollout_estimate(self._world, mesh, places, rung)
+        measured = self._found(question, estimate, asks=asks, is_sure=is_sure)
+        option = Option(
             mesh=mesh,
-            bytes_per_device=max(0, measured.program_bytes + more) + resident,
-            tokens_per_s=self._speed(measured, mesh, places, words, contexts),
-            move_s=measured.switch_s,
-            impossible=failure_of(self.table.failures, "rollout", mesh, size),
+            bytes_per_device=estimate.total,
+            tokens_per_s=None,
+            impossible=failure_of(
+                self.table.failures, "rollout", mesh, self._rollout_size(places, rung)
+            ),
+            is_computed=True,
+            rung=rung,
+            way=self._rollout_words(rung, " and ").replace("=", " "),
+        )
+        if measured is not None:
+            more = self._more_bytes(mesh, places, rung)
+            option = dataclasses.replace(
+                option,
+                bytes_per_device=max(0, measured.program_bytes + more),
+                tokens_per_s=self._speed(measured, question, contexts),
+                move_s=measured.switch_s,
+                is_computed=False,
+            )
+        return Candidate(
+            option=option,
+            computed_bytes=estimate.total,
+            least_bytes=estimate.least,
+            computed_tokens_per_s=rollout_speed(self._world, mesh, places, rung),
         )
 
-    def _slots_words(self, num_slots: int) -> str:
-        return "" if num_slots == self._world.own_rollout.num_slots else f"slots={num_slots}"
-
-    def _rollout_entry(self, mesh: MeshShape, places: int, num_slots: int) -> str:
-        return self.table.entry("rollout", mesh, places, self._slots_words(num_slots))
-
-    def _speed(
+    def _train(
         self,
-        measured: Measurement,
         mesh: MeshShape,
         places: int,
-        words: str,
-        contexts: Sequence[float],
+        rung: TrainRung,
+        *,
+        asks: bool,
+        is_sure: bool = False,
+    ) -> Candidate:
+        """An update; `asks` and `is_sure` as for a rollout."""
+        question = self._train_question(mesh, places, rung)
+        estimate = train_estimate(self._world, mesh, places, rung)
+        measured = self._found(question, estimate, asks=asks, is_sure=is_sure)
+        option = Option(
+            mesh=mesh,
+            bytes_per_device=estimate.total if measured is None else measured.program_bytes,
+            tokens_per_s=None if measured is None else measured.tokens_per_s,
+            move_s=0.0 if measured is None else measured.switch_s,
+            impossible=failure_of(self.table.failures, "train", mesh, question.size),
+            is_computed=measured is None,
+            rung=rung,
+            way=train_words(rung, self._world.first_train_rung),
+        )
+        return Candidate(
+            option=option,
+            computed_bytes=estimate.total,
+            least_bytes=estimate.least,
+            computed_tokens_per_s=train_speed(self._world, mesh, places, rung),
+        )
+
+    def _found(
+        self, question: Question, estimate: Estimate, *, asks: bool, is_sure: bool
+    ) -> Measurement | None:
+        """What is known of it, or measured now; None where it has to be guessed, or is hopeless."""
+        known = self.known(question)
+        hopeless = known is None and not is_sure and estimate.surely_exceeds(self.most_bytes)
+        return self.answer(question) if asks and not hopeless else known
+
+    def _rollout_question(self, mesh: MeshShape, places: int, rung: RolloutRung) -> Question:
+        """With pages for all slots, in the most bytes that this rung has fewer."""
+        world = self._world
+        dense = rung._replace(pages=world.pool_for(places, rung.num_slots, rung.page_size).pages)
+        most = self.most_bytes - self._more_bytes(mesh, places, rung)
+        return Question(
+            stage="rollout",
+            mesh=mesh,
+            places=places,
+            size=self._rollout_size(places, dense),
+            most=most,
+            measure=lambda: measure_rollout(world, mesh, places, rung, most),
+            lower=lambda: world.engine(mesh, rung.num_slots, rung.page_size).lower_play(places),
+            words=self._rollout_words(rung, ","),
+        )
+
+    def _train_question(self, mesh: MeshShape, places: int, rung: TrainRung) -> Question:
+        world = self._world
+        first = rung == world.first_train_rung
+        return Question(
+            stage="train",
+            mesh=mesh,
+            places=places,
+            size=train_size(places, world.config.rollout.episodes_per_step, rung),
+            most=self.most_bytes,
+            measure=lambda: measure_train(world, mesh, places, rung, self.most_bytes),
+            lower=lambda: lower_train(world, mesh, places, rung),
+            words="" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}",
+        )
+
+    def _rollout_words(self, rung: RolloutRung, comma: str) -> str:
+        world, parts = self._world, []
+        if rung.num_slots != world.own_rollout.num_slots:
+            parts.append(f"slots={rung.num_slots}")
+        if (size := world.page(rung.page_size)) != world.page():
+            parts.append(f"page={size}")
+        return comma.join(parts)
+
+    def _rollout_size(self, places: int, rung: RolloutRung) -> tuple[int, ...]:
+        return rollout_size(places, rung, self._world.page(rung.page_size))
+
+    def _more_bytes(self, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
+        """By how much the rung's pages are more than pages for all slots; most often below 0."""
+        world = self._world
+        dense = world.pool_for(places, rung.num_slots, rung.page_size).pages
+        one = pool_bytes(world, mesh, places, rung._replace(pages=1, offload=False))
+        return (rung.pages - dense) * one
+
+    def _tokens(self, rung: RolloutRung) -> int:
+        """Tokens that a lane's pages hold."""
+        return rung.pages * self._world.page(rung.page_size)
+
+    def _held_up(
+        self, candidate: Candidate, places: int, rung: RolloutRung, wanted: int
+    ) -> Candidate:
+        """The candidate as fast as it is with episodes that wait for pages.
+
+        `wanted` tokens a lane are enough for all slots.
+        """
+        world, option = self._world, candidate.option
+        share = self._tokens(rung) * world.own_rollout.num_slots / (wanted * rung.num_slots)
+        busy = max(1.0, min(1.0, share) * rung.num_slots)
+        if busy == rung.num_slots:
+            return candidate
+        speed = option.tokens_per_s
+        if speed:
+            measured = self.known(self._rollout_question(option.mesh, places, rung))
+            scale = speed / measured.tokens_per_s if measured and measured.tokens_per_s else 1.0
+            alone = measured and measured.alone_tokens_per_s
+            speed = busy_tokens_per_s(speed, alone * scale if alone else None, rung.num_slots, busy)
+        return dataclasses.replace(
+            candidate,
+            option=dataclasses.replace(option, tokens_per_s=speed),
+            computed_tokens_per_s=candidate.computed_tokens_per_s * busy / rung.num_slots,
+        )
+
+    def _speed(
+        self, measured: Measurement, question: Question, contexts: Sequence[float]
     ) -> float | None:
         """Tokens per second of episodes of these lengths, from the rooms that were measured."""
-        speed, table = measured.tokens_per_s, self.table
+        speed, table, places = measured.tokens_per_s, self.table, question.places
         if speed is None or not contexts:
             return speed
         seconds = {places: 1.0 / speed}
         for room in {*self._world.config.rollout.context_buckets, places}:
-            found = table.measurements.get(table.entry("rollout", mesh, room, words))
+            entry = dataclasses.replace(question, places=room).entry
+            found = table.measurements.get(entry)
             if found and found.tokens_per_s and room <= places:
                 seconds[room] = 1.0 / found.tokens_per_s
         rooms = sorted(seconds)
         return 1.0 / float(np.interp(contexts, rooms, [seconds[room] for room in rooms]).mean())
-
-    def _train_option(
-        self, mesh: MeshShape, places: int, rung: TrainRung, compiled: bool
-    ) -> Option:
-        world, rows = self._world, self._world.config.rollout.episodes_per_step
-        size = train_size(places, rows, rung)
-        first = rung == world.first_train_rung
-        words = "" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}"
-        entry = self.table.entry("train", mesh, places, words)
-        estimate = train_estimate(world, mesh, places, rung)
-        if not compiled and self._is_hopeless(entry, estimate, self._most_bytes):
-            return self._computed_option("train", mesh, size, estimate.total)
-        measured = self._measured(
-            "train",
-            mesh,
-            places,
-            words,
-            size,
-            self._most_bytes,
-            lambda: measure_train(world, mesh, places, rung, self._most_bytes),
-            lambda: lower_train(world, mesh, places, rung),
-        )
-        return Option(
-            mesh=mesh,
-            bytes_per_device=measured.program_bytes,
-            tokens_per_s=measured.tokens_per_s,
-            move_s=measured.switch_s,
-            impossible=failure_of(self.table.failures, "train", mesh, size),
-        )
-
-    def _is_hopeless(self, entry: str, estimate: Estimate, most: float) -> bool:
-        """Whether it surely takes more than `most` bytes, and nothing was compiled for it yet."""
-        return entry not in self.table.measurements and estimate.surely_exceeds(most)
-
-    def _computed_option(
-        self, stage: str, mesh: MeshShape, size: tuple[int, ...], total: int
-    ) -> Option:
-        return Option(
-            mesh=mesh,
-            bytes_per_device=total,
-            tokens_per_s=None,
-            impossible=failure_of(self.table.failures, stage, mesh, size),
-            is_computed=True,
-        )
-
-    def _measured(
-        self,
-        stage: str,
-        mesh: MeshShape,
-        places: int,
-        words: str,
-        size: tuple[int, ...],
-        most: float,
-        measure: Callable[[], Measurement | None],
-        lower: Callable[[], Any],
-    ) -> Measurement:
-        """The entry, measured now if it is missing; running out of memory is noted as a failure.
-
-        Of what takes more than `most` bytes a device the speed is not asked for.
-        """
-        entry, table = self.table.entry(stage, mesh, places, words), self.table
-        found = table.measurements.get(entry)
-        if found is not None and (self._is_enough(found) or found.program_bytes > most):
-            return found
-        if failure_of(table.failures, stage, mesh, size):
-            return found or NOTHING_KNOWN
-        if self._is_apart:
-            if entry not in self._own:
-                self._own[entry] = _bytes_of(lower)()
-            return self._own[entry]
-        several = self._world.processes.count > 1
-        if several:
-            found = self._measured_together(stage, mesh, most, measure, lower)
-        else:
-            found = unless_out_of_memory(measure)
-        if found is None:
-            self.note_failure(Failure(stage=stage, mesh=str(mesh), size=size))
-            # Where it failed when it ran, its bytes can still be said.
-            asked = None if several else unless_out_of_memory(_bytes_of(lower))
-            found = asked or NOTHING_KNOWN
-        kept = found
-        self._keep(lambda table: table.with_measurement(entry, kept))
-        speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
-        self._say(
-            f"measured {stage} on {mesh} with room for {places} tokens an episode"
-            f"{words and ', '}{words}: {speed}{found.program_bytes / 2**20:.2f} MiB per device"
-        )
-        return found
-
-    def _measured_together(
-        self,
-        stage: str,
-        mesh: MeshShape,
-        most: float,
-        measure: Callable[[], Measurement | None],
-        lower: Callable[[], Any],
-    ) -> Measurement | None:
-        """What several processes measure; None where a compiler had too little memory for it.
-
-        The bytes first, of those who compile it: some others only send the weights, and all must
-        know whether it is to run.
-        """
-        processes, own = self._world.processes, None
-        if processes.plays if stage == "rollout" else processes.trains:
-            own = unless_out_of_memory(_bytes_of(lower)) or NOTHING_KNOWN
-        told = processes.gather(own, f"what {stage} on {mesh} takes")
-        known = [one for one in told if one is not None]
-        if NOTHING_KNOWN in known:
-            return None
-        if known[0].program_bytes > most or self._is_enough(known[0]):
-            return known[0]
-        told = processes.gather(measure(), f"how fast {stage} on {mesh} is")
-        # The first that has some of these devices.
-        return next(one for one in told if one is not None)
-
-    @property
-    def _most_bytes(self) -> float:
-        """What a program may take to be timed."""
-        return self._world.budget_bytes or math.inf
-
-    def _is_enough(self, found: Measurement) -> bool:
-        """Whether all is known of a candidate that this run asks for."""
-        return found.tokens_per_s is not None or self._world.config.selector.order == "listed"
-
-    def _keep(self, change: Callable[[ThroughputTable], ThroughputTable]) -> None:
-        try:
-            self.table = change(self.table)
-        except OSError as error:
-            self._say(f"measurements cannot be kept for later runs: {error}")
-            self.table = change(dataclasses.replace(self.table, path=None))
-
-
-def _bytes_of(lower: Callable[[], Any]) -> Callable[[], Measurement]:
-    """What asks a compiler for the bytes of a program."""
-    return lambda: bytes_only(lower().compile())

@@ -1,20 +1,30 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the selector: what it chooses from, in this world, on the first rung where anything fits.
+"""Asks the selector: what it chooses from, in this world.
 
 Nothing is remembered here but what is measured; placement.py knows where the stages are.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 from earl_jax.calibrate import Calibration
 from earl_jax.rollout.seat import Seat
-from earl_jax.selector.choose import BudgetTooSmall, Decision, Settings, choose, obstacle
+from earl_jax.selector.choose import (
+    BudgetTooSmall,
+    Decision,
+    Option,
+    Settings,
+    choose,
+    obstacle,
+)
+from earl_jax.selector.guesses import DOUBT, worth_measuring
 from earl_jax.selector.ladder import RolloutRung, TrainRung
-from earl_jax.selector.step_choice import Pair, StepDecision, Work, choose_step
+from earl_jax.selector.pairs import Pair, Work, possible_pairs, residents_of
+from earl_jax.selector.step_choice import StepDecision, choose_step
 from earl_jax.selector.tail import choose_tail
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.survival import Ladder
@@ -55,9 +65,7 @@ class Chooser:
 
         Raises BudgetTooSmall where no rung is left.
         """
-        rollout, contexts = self.world.config.rollout, _contexts(load)
-        down = self.ladder.rollout_rungs(places, [pages])
-        train_down = self.ladder.train_rungs(length)
+        rollout = self.world.config.rollout
         work = Work(
             load=load,
             rollout_places=places,
@@ -65,19 +73,93 @@ class Chooser:
             rollout_tokens=self._rollout_tokens(load),
             train_tokens=rollout.episodes_per_step * length * self.world.config.train.epochs,
         )
+        if self.calibration.by_order:
+            return self._first_pair(work, pages, pair, calm)
+        return self._fastest_pair(work, pages, pair, calm)
+
+    def _fastest_pair(self, work: Work, pages: int, pair: Pair | None, calm: int) -> StepChoice:
+        """Of all meshes on all rungs, guesses measured until what is chosen is none."""
+        ways = self._if_short(self.ladder.rollout_ways(work.rollout_places, pages))
+        train_ways = self._if_short(self.ladder.train_ways(work.train_places))
+        asked: set[Hashable] = set()
+        while True:
+            rollouts = self.calibration.rollout_guesses(
+                work.rollout_places, ways, _contexts(work.load)
+            )
+            trains = self.calibration.train_guesses(work.train_places, train_ways)
+            resident = [self.ladder.trainer_bytes(option.mesh) for option in trains]
+            kept = [self.ladder.kept(option.mesh) for option in trains]
+            decision = choose_step(
+                rollouts,
+                trains,
+                resident_bytes=resident,
+                kept=kept,
+                current=pair,
+                calm_steps=calm,
+                work=work,
+                settings=self.settings,
+            )
+            can_RT = possible_pairs(rollouts, trains, residents_of(resident, kept), self.settings)
+            doubtful = [
+                *self._doubtful("rollout", rollouts, can_RT.any(axis=1), decision.rollout),
+                *self._doubtful("train", trains, can_RT.any(axis=0), decision.train),
+            ]
+            if not self._ask(doubtful, asked):
+                break
+        rollout, train = decision.rollout.rung, decision.train.rung
+        assert isinstance(rollout, RolloutRung) and isinstance(train, TrainRung)
+        return StepChoice(decision=decision, rollout=rollout, train=train, work=work)
+
+    def _if_short(self, ways: list[Rung]) -> list[Rung]:
+        """All ways where memory has a limit; where none is known the first, which is the fastest.
+
+        But for other page sizes, which are read at another speed.
+        """
+        if self.settings.budget_bytes is not None or self.calibration.table.failures:
+            return ways
+        first = ways[0]
+        return [w for w in ways if w == first or _only_pages_differ(w, first)]
+
+    def _doubtful(
+        self, stage: str, options: Sequence[Option], possible: Any, chosen: Decision
+    ) -> list[tuple[str, Option, int]]:
+        """Options of a stage that should be measured before this is chosen, and for which room.
+
+        `possible` has a bool for each option.
+        """
+        number = next(
+            n
+            for n, option in enumerate(options)
+            if (option.mesh, option.rung) == (chosen.mesh, chosen.rung)
+        )
+        doubt = 0.0 if self.calibration.measures_all else DOUBT
+        found = worth_measuring(options, possible, number, doubt)
+        return [(stage, options[n], chosen.places) for n in found]
+
+    def _ask(self, doubtful: Sequence[tuple[str, Option, int]], asked: set[Hashable]) -> bool:
+        """Measures what was not asked for before; whether there was any."""
+        new = [one for one in doubtful if (one[0], one[1].mesh, one[1].rung) not in asked]
+        for stage, option, places in new:
+            asked.add((stage, option.mesh, option.rung))
+            self.calibration.measure(stage, option, places)
+        return bool(new)
+
+    def _first_pair(self, work: Work, pages: int, pair: Pair | None, calm: int) -> StepChoice:
+        """The first that fits, on the first rung where any does: nothing is measured."""
+        down = self.ladder.rollout_rungs(work.rollout_places, [pages])
+        train_down = self.ladder.train_rungs(work.train_places)
         while True:
             rung = down[0]
             options = self.calibration.rollout_options(
-                places, 0, rung.pages, rung.num_slots, contexts, offload=rung.offload
+                work.rollout_places, 0, rung.pages, rung.num_slots, offload=rung.offload
             )
-            trains = self.calibration.train_options(length, train_down[0])
+            trains = self.calibration.train_options(work.train_places, train_down[0])
             try:
                 decision = choose_step(
                     options,
                     trains,
-                    resident_bytes=[
-                        self.ladder.trainer_bytes(option.mesh, rung.offload) for option in trains
-                    ],
+                    resident_bytes=[self.ladder.trainer_bytes(option.mesh) for option in trains],
+                    kept=[self.ladder.kept(option.mesh) for option in trains],
                     current=pair,
                     calm_steps=calm,
                     work=work,
@@ -91,16 +173,31 @@ class Chooser:
                     raise
                 del shorter[0]
 
+    def measure_ahead(self) -> None:
+        """Measures what each configured room would be chosen by, so that no step waits.
+
+        On the way that a run goes through them. A room where nothing fits is left to who comes to
+        it.
+        """
+        pair = None
+        for places in (
+            () if self.calibration.by_order else self.world.config.rollout.context_buckets
+        ):
+            pages = self.ladder.wanted_pages(places, 0)
+            with contextlib.suppress(BudgetTooSmall):
+                choice = self.choose_step(places, places, None, pages, pair, 0)
+                pair = choice.decision.pair
+
     def choose_training(
         self, length: int, load: Load | None, current: MeshShape | None
     ) -> tuple[Decision, TrainRung]:
         """A mesh for rows of this length, if `current` must be left. Raises BudgetTooSmall."""
         tokens = self.world.config.rollout.episodes_per_step * length
 
-        def on(rung: TrainRung) -> Decision:
+        def among(options: Sequence[Option]) -> Decision:
             return choose(
                 "train",
-                self.calibration.train_options(length, rung),
+                options,
                 current=current,
                 places=length,
                 load=load,
@@ -109,7 +206,20 @@ class Chooser:
                 settings=self.settings,
             )
 
-        return _first_that_fits(self.ladder.train_rungs(length), on)
+        if self.calibration.by_order:
+            return _first_that_fits(
+                self.ladder.train_rungs(length),
+                lambda rung: among(self.calibration.train_options(length, rung)),
+            )
+        ways, asked = self._if_short(self.ladder.train_ways(length)), set[Hashable]()
+        while True:
+            options = self.calibration.train_guesses(length, ways)
+            decision = among(options)
+            possible = [not obstacle(option, self.settings) for option in options]
+            if not self._ask(self._doubtful("train", options, possible, decision), asked):
+                break
+        assert isinstance(decision.rung, TrainRung)
+        return decision, decision.rung
 
     def choose_rollout(
         self,
@@ -123,21 +233,40 @@ class Chooser:
         contexts = _contexts(load)
 
         def on(rung: RolloutRung) -> Decision:
-            resident = self.ladder.trainer_bytes(trainer, rung.offload)
-            return choose(
-                "rollout",
-                self.calibration.rollout_options(
-                    places, resident, rung.pages, rung.num_slots, contexts, offload=rung.offload
-                ),
-                current=current,
-                places=places,
-                load=load,
-                step_tokens=self._rollout_tokens(load),
-                switch_s=math.inf,
-                settings=self.settings,
-            )
+            asked: set[Hashable] = set()
+            while True:
+                options = self._rollouts_on(rung, places, trainer, contexts)
+                decision = choose(
+                    "rollout",
+                    options,
+                    current=current,
+                    places=places,
+                    load=load,
+                    step_tokens=self._rollout_tokens(load),
+                    switch_s=math.inf,
+                    settings=self.settings,
+                )
+                possible = [not obstacle(option, self.settings) for option in options]
+                if not self._ask(self._doubtful("rollout", options, possible, decision), asked):
+                    return decision
 
         return _first_that_fits(rungs, on)
+
+    def _rollouts_on(
+        self, rung: RolloutRung, places: int, trainer: MeshShape, contexts: Sequence[float]
+    ) -> list[Option]:
+        """The candidates on one rung, beside this trainer."""
+        resident = self.ladder.trainer_bytes(trainer, rung.offload)
+        if self.calibration.by_order:
+            slots, pages, offload, page_size = rung
+            return self.calibration.rollout_options(
+                places, resident, pages, slots, contexts, offload=offload, page_size=page_size
+            )
+        found = self.calibration.rollout_guesses(places, [rung], contexts)
+        return [
+            dataclasses.replace(option, bytes_per_device=option.bytes_per_device + resident)
+            for option in found
+        ]
 
     def choose_tail(
         self,
@@ -154,7 +283,9 @@ class Chooser:
         They go on until the longest is as long as episodes are expected to become.
         """
         current, slots = seat.engine.layout.shape, seat.engine.config.num_slots
-        rung = RolloutRung(slots, seat.pool.pages, offload)
+        page = seat.engine.config.page_size
+        page_size = 0 if page == self.world.page() else page
+        rung = RolloutRung(slots, seat.pool.pages, offload, page_size)
         resident = self.ladder.trainer_bytes(trainer, offload)
         options = [
             option
@@ -182,6 +313,11 @@ class Chooser:
 
 def _contexts(load: Load | None) -> tuple[float, ...]:
     return load.context_tokens_quantiles if load else ()
+
+
+def _only_pages_differ(way: Any, first: Any) -> bool:
+    sizes = {rung.page_size for rung in (way, first) if isinstance(rung, RolloutRung)}
+    return len(sizes) > 1 and way.num_slots == first.num_slots and way.offload == first.offload
 
 
 def _first_that_fits(

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a candidate would take of a device, before anything is compiled for it.
+"""What a candidate would take of a device and how fast it would be, before it is compiled.
 
 On most meshes of many devices a model takes far too much of each, and compiling for one of them can
 take minutes. Which surely do is known by arithmetic; of the others the compiler is asked.
@@ -13,11 +13,17 @@ from typing import NamedTuple
 from earl_jax.measuring import pool_bytes
 from earl_jax.scene import make_scene, model_sizes, workload
 from earl_jax.selector.enough import smallest_hardware
-from earl_jax.selector.footprint import ModelSizes, rollout_footprint, train_footprint
-from earl_jax.selector.hardware import hardware_of, parse_topology
+from earl_jax.selector.footprint import (
+    ModelSizes,
+    Workload,
+    rollout_footprint,
+    train_footprint,
+)
+from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.ladder import RolloutRung, TrainRung
+from earl_jax.selector.roofline import rollout_tokens_per_s, train_s
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.topology import Topology, chip_of
+from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.world import World
 
 # Computed bytes have been up to a fifth above a compiler's (benchmarks/plan.md). What is so many
@@ -30,6 +36,11 @@ class Estimate(NamedTuple):
 
     total: int
     given: int
+
+    @property
+    def least(self) -> int:
+        """What it takes at least, whatever the compiler makes of it."""
+        return max(self.given, int(self.total / FAR))
 
     def surely_exceeds(self, most: float) -> bool:
         """Whether no compiler could make it fit into so many bytes."""
@@ -51,17 +62,63 @@ def rollout_estimate(world: World, mesh: MeshShape, places: int, rung: RolloutRu
     On a CPU no more than these are counted: what else there is, is computed as on chips, and has
     been 1.4 times too much there.
     """
-    rollout, own = world.own_rollout, world.processes.own_mesh(mesh)
-    work = dataclasses.replace(
-        workload(world.config),
-        num_slots=rung.num_slots,
-        num_rows=rollout.episodes_per_step,
-        step_rows=rollout.step_rows,
-    )
+    own, work = world.processes.own_mesh(mesh), _rollout_work(world, rung)
     bare = rollout_footprint(_sizes(world), work, own, places, 0, 0, _platform(world))
     given = bare.weights + pool_bytes(world, mesh, places, rung)
     beside = 0 if _platform(world) == "cpu" else bare.activations
     return Estimate(given + beside, given)
+
+
+@functools.cache
+def train_speed(world: World, mesh: MeshShape, places: int, rung: TrainRung) -> float:
+    """Tokens per second of updates on rows of `places` tokens, by the devices' data sheet."""
+    work = dataclasses.replace(workload(world.config), **rung._asdict())
+    hardware = hardware_like(world).with_devices(mesh.num_devices)
+    seconds = train_s(hardware, _sizes(world), work, mesh, places).total
+    return work.num_rows * places / seconds
+
+
+@functools.cache
+def rollout_speed(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> float:
+    """Tokens per second of all slots, with pages for all, at the end of their room; of all players.
+
+    By the devices' data sheet.
+    """
+    own, work = world.processes.own_mesh(mesh), _rollout_work(world, rung)
+    hardware, rows = hardware_like(world).with_devices(own.num_devices), work.num_slots // own.data
+    speed = rollout_tokens_per_s(hardware, _sizes(world), work, own, places, rows)
+    return len(world.processes.players) * speed
+
+
+def _rollout_work(world: World, rung: RolloutRung) -> Workload:
+    """A rollout of this process on this rung."""
+    rollout = world.own_rollout
+    return dataclasses.replace(
+        workload(world.config),
+        num_slots=rung.num_slots,
+        num_rows=rollout.episodes_per_step,
+        step_rows=rollout.step_rows,
+        page_size=rung.page_size or rollout.tokens_a_page,
+    )
+
+
+def has_data_sheet(world: World) -> bool:
+    """Whether the devices are chips whose rates are known."""
+    return chip_of(world.processes.devices[0].device_kind) is not None
+
+
+@functools.cache
+def hardware_like(world: World) -> Hardware:
+    """The devices' data sheet; of chips without one an H100's, of CPUs an order of magnitude.
+
+    Where it is not theirs only ratios count (`selector.guesses`).
+    """
+    device = world.processes.devices[0]
+    chip, number = chip_of(device.device_kind), len(world.processes.devices)
+    if chip is None and device.platform == "cpu":
+        return parse_topology(f"cpu:{number}")
+    known = chip or CHIPS["h100"]
+    return hardware_of(Topology(chip=known, grid=(1,) * known.axes)).with_devices(number)
 
 
 def enough_words(world: World, places: int) -> str:
@@ -69,20 +126,18 @@ def enough_words(world: World, places: int) -> str:
 
     "" where there is no data sheet of the devices, or stages have devices of their own.
     """
-    processes, device = world.processes, world.processes.devices[0]
-    chip, number = chip_of(device.device_kind), len(processes.devices)
-    if processes.disjoint or chip is None and device.platform != "cpu":
+    processes = world.processes
+    if processes.disjoint or not has_data_sheet(world) and _platform(world) != "cpu":
         return ""
-    if chip is None:
-        hardware = parse_topology(f"cpu:{number}")
-    else:
-        one = hardware_of(Topology(chip=chip, grid=(1,) * chip.axes))
-        hardware = one.with_devices(number)
+    hardware = hardware_like(world)
     vocab_size = None if world.checkpoint else world.vocab_size
     budget = world.budget_bytes or hardware.usable_bytes
     found = smallest_hardware(make_scene(world.config, hardware, vocab_size, budget), places)
     words = ", ".join(f"{number} {chip}" for chip, number in found)
-    return f"By computed bytes, with room for {places} tokens an episode, this would do: {words}"
+    return (
+        f"By computed bytes, with room for {places} tokens an episode, this would do, of numbers "
+        f"that are powers of two: {words}"
+    )
 
 
 @functools.cache

@@ -48,6 +48,8 @@ class Keeper:
     ahead: CompileAhead
     stopped: bool = False
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
+    # What the step before did otherwise than the config says.
+    _rung: str = ""
 
     def begin(self) -> Position:
         """A new run: its meshes, its first weights, and what these can do."""
@@ -57,6 +59,7 @@ class Keeper:
             check_weights(self.world.checkpoint)
         self.placement.calibration.measure_all()
         self.placement.check_budget()
+        self.placement.measure_ahead()
         self.placement.choose_step(expected_tokens(self.world, None), None)
         state = self.world.first_train_state(self.placement.in_training)
         state = self.placement.move_state(state, to_play=True)
@@ -163,6 +166,14 @@ class Keeper:
         if self.world.processes.is_first:
             keep_exports(self.workdir, newest=checkpoint.keep)
 
+    def _new_rung(self) -> list[str]:
+        """What a run does otherwise than its config says, if that is another than a step before."""
+        rung = self.placement.rung
+        if rung == self._rung:
+            return []
+        self._rung = rung
+        return [rung or "all as the config says again"]
+
     def _report(self) -> None:
         if not self.world.processes.is_first:
             return
@@ -231,7 +242,10 @@ class Keeper:
             ),
             "out_of_memory": log.failures or None,
             "rung": self.placement.rung or None,
-            "switch_notes": [f"{decision.stage} {decision.reason}" for decision in switches],
+            "switch_notes": [
+                *(f"{decision.stage} {decision.reason}" for decision in switches),
+                *self._new_rung(),
+            ],
             "dispatch_bytes": record.dispatch_bytes,
             "dispatch_host_bytes": record.dispatch_host_bytes,
             "publish_bytes": record.publish_bytes,

@@ -43,21 +43,23 @@ NOTHING_KNOWN = Measurement(tokens_per_s=None, program_bytes=0, switch_s=0.0)
 @functools.cache
 def pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
     """Bytes per device of the KV cache with so many pages a lane."""
-    engine = world.engine(mesh, rung.num_slots)
+    engine = world.engine(mesh, rung.num_slots, rung.page_size)
     pool = Pool(lanes=len(world.processes.lanes), pages=rung.pages)
     layers = engine.state_shapes(places, pool).cache.layers
     return resident_bytes(layers, engine.state_shardings.cache.layers)
 
 
 def measure_rollout(
-    world: World, mesh: MeshShape, places: int, slots: int, most: float = math.inf
+    world: World, mesh: MeshShape, places: int, rung: RolloutRung, most: float = math.inf
 ) -> Measurement | None:
     """Rounds with every slot busy, at the end of its room: a chunk appended, a burst sampled.
 
-    Every process sends and receives the weights; None in one that does not play.
+    The bytes are those with pages for all slots; where the budget does not hold so many, rounds
+    have the rung's, of which slots of a lane then read the same. Every process sends and receives
+    the weights; None in one that does not play.
     """
-    processes, config = world.processes, world.config
-    engine, plays = world.engine(mesh, slots), processes.plays
+    processes, config, slots = world.processes, world.config, rung.num_slots
+    engine, plays = world.engine(mesh, slots, rung.page_size), processes.plays
     compiled = engine.lower_play(places).compile() if plays else None
     if plays and program_bytes(compiled) > most or config.selector.order == "listed":
         return bytes_only(compiled) if plays else None
@@ -92,7 +94,9 @@ def measure_rollout(
         placed = jax.device_put(read, engine.state_shardings.cached)
         return jax.block_until_ready(dataclasses.replace(state, cached=placed))
 
-    state = engine.empty_state(places)
+    fits = compiled is not None and program_bytes(compiled) <= (world.budget_bytes or math.inf)
+    pool = None if fits else Pool(lanes=len(processes.lanes), pages=rung.pages)
+    state = engine.empty_state(places, pool)
 
     def speed_with(busy: int) -> float:
         """Tokens per second with so many slots at work."""

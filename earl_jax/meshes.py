@@ -60,6 +60,8 @@ class Meshes:
         self.train_mesh: MeshShape | None = None
         self.places = self.pages = 0
         self.num_slots = world.own_rollout.num_slots
+        # Tokens of a page, 0: as the config says.
+        self.page_size = 0
         self.train_rung = world.first_train_rung
         # Whether the optimizer's moments are in host memory while episodes are played.
         self.offload = False
@@ -84,18 +86,24 @@ class Meshes:
             "places": self.places,
             "pages": self.pages,
             "num_slots": self.num_slots,
+            "page_size": self.page_size,
             "train_rung": list(self.train_rung),
             "calm_steps": self.calm_steps,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """The inverse of `as_dict`. Raises ValueError where something is missing."""
+        """The inverse of `as_dict`. Raises ValueError where something is missing.
+
+        But for the page size: runs that do not say it had the config's.
+        """
+        saved = {"page_size": 0, **saved}
         if absent := self.as_dict().keys() - saved.keys():
             raise ValueError(f"its placement is without {', '.join(sorted(absent))}")
         self.rollout_mesh = MeshShape.parse(saved["rollout_mesh"])
         self.train_mesh = MeshShape.parse(saved["train_mesh"])
         self.places, self.pages = saved["places"], saved["pages"]
-        self.num_slots, self.calm_steps = saved["num_slots"], saved["calm_steps"]
+        self.num_slots, self.page_size = saved["num_slots"], saved["page_size"]
+        self.calm_steps = saved["calm_steps"]
         self.train_rung = TrainRung(*saved["train_rung"])
 
     @property
@@ -117,14 +125,23 @@ class Meshes:
         return max(configured, self.places, self._outgrown)
 
     @property
+    def rollout_rung(self) -> RolloutRung:
+        """On which rung the rollout is."""
+        return RolloutRung(self.num_slots, self.pages, self.offload, self.page_size)
+
+    @property
     def rung(self) -> str:
-        """What a run does with less than its config says, because memory is short; "" for no."""
-        return self._ladder.words(self.num_slots, self.train_rung, self.offload)
+        """What a run does otherwise than its config says, because memory is short; "" for no."""
+        return self._ladder.words(self.rollout_rung, self.train_rung)
 
     def take_log(self) -> SwitchLog:
         """What was decided since the last call."""
         log, self.log = self.log, SwitchLog()
         return log
+
+    def measure_ahead(self) -> None:
+        """Measures what each configured room would be chosen by, so that no step waits for it."""
+        self._chooser.measure_ahead()
 
     def check_budget(self) -> None:
         """Raises BudgetTooSmall where some room that is configured fits no mesh on any rung."""
@@ -156,7 +173,7 @@ class Meshes:
         rollout = self._world.config.rollout
         places = max(rollout.places_for(tokens), self._outgrown)
         length = rollout.places_for(load.context_tokens_max if load else 1)
-        pages = self._ladder.wanted_pages(places, self.pages)
+        pages = self._wanted_pages(places, load)
         known = self.rollout_mesh is not None and self.train_mesh is not None
         pair = Pair(self.in_rollout, self.in_training) if known else None
         choice = self._chooser.choose_step(places, length, load, pages, pair, self.calm_steps)
@@ -165,11 +182,17 @@ class Meshes:
         self.calm_steps = 0 if switched else self.calm_steps + 1
         self.rollout_mesh, self.train_mesh = decision.pair
         self.places, self._length, self._expected = places, length, choice
-        (self.num_slots, self.pages, self.offload), self.train_rung = choice.rollout, choice.train
+        self.num_slots, self.pages, self.offload, self.page_size = choice.rollout
+        self.train_rung = choice.train
         self._note(decision.rollout)
         self._note(decision.train)
         self.log.comparison = decision.reason
         return decision
+
+    def _wanted_pages(self, places: int, load: Load | None) -> int:
+        """Pages of the config's size that a lane should have."""
+        tokens, page = self.pages * self._world.page(self.page_size), self._world.page()
+        return self._ladder.wanted_pages(places, -(-tokens // page), load)
 
     def unexplained_s(self, load: Load, stage_s: Mapping[str, float]) -> float:
         """Seconds of a step's rollout and training that its meshes' speeds do not explain."""
@@ -213,8 +236,8 @@ class Meshes:
         unless it must be left.
         """
         places = max(self._world.config.rollout.places_for(tokens), self._outgrown)
-        pages = self._ladder.wanted_pages(places, self.pages)
-        rungs = self._ladder.rungs_as(self.offload, places, [pages])
+        pages = self._wanted_pages(places, None)
+        rungs = self._ladder.rungs_as(self.rollout_rung, places, pages)
         return self._choose_rollout(places, rungs, load, self.rollout_mesh)
 
     def _choose_rollout(
@@ -230,7 +253,7 @@ class Meshes:
         self._note(decision)
         if decision.switched or self.rollout_mesh is None:
             self.rollout_mesh, self.calm_steps = decision.mesh, 0
-        self.places, (self.num_slots, self.pages, _) = places, rung
+        self.places, self.num_slots, self.pages = places, rung.num_slots, rung.pages
         return decision
 
     # The ladder.
@@ -315,8 +338,8 @@ class Meshes:
             return
         if stage == "rollout":
             mesh = self.in_rollout
-            rung = RolloutRung(self.num_slots, self.pages, self.offload)
-            size = rollout_size(self.places, rung)
+            page = self._world.page(self.page_size)
+            size = rollout_size(self.places, self.rollout_rung, page)
             self._outgrown = self.places
         else:
             mesh, size = self.in_training, train_size(length, rows, self.train_rung)

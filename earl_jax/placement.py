@@ -19,7 +19,6 @@ from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat, open_seat, vacate
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.ladder import RolloutRung
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
@@ -93,7 +92,7 @@ class Placement(Meshes):
             device, of all processes.
         """
         world = self._world
-        engine = world.engine(self.in_rollout, self.num_slots)
+        engine = world.engine(self.in_rollout, self.num_slots, self.page_size)
         published = send_weights(
             world, params, self.in_rollout, self.num_slots, chunk_bytes=self._chunk_bytes
         )
@@ -133,12 +132,14 @@ class Placement(Meshes):
         """
         slots = seat.engine.config.num_slots
         places = self._world.config.rollout.places_for(tokens)
-        roomy = min(roomier_pages(pages), self._world.pool_for(places, slots).pages)
+        dense = self._world.pool_for(places, slots, seat.engine.config.page_size)
+        roomy = min(roomier_pages(pages), dense.pages)
         has = seat.pool.pages
         wanted = [max(roomy, pages), pages, has] if pages > has else [has]
-        least = self._ladder.least_pages(places)
+        least = self._ladder.least_pages(places, seat.engine.config.page_size)
         numbers = dict.fromkeys(max(number, least) for number in wanted)
-        rungs = [RolloutRung(slots, number, self.offload) for number in numbers]
+        now = self.rollout_rung._replace(num_slots=slots)
+        rungs = [now._replace(pages=number) for number in numbers]
         self._outgrown = places
         grown = None
         while grown is None:
@@ -155,13 +156,11 @@ class Placement(Meshes):
         """
         world, here = self._world, self.in_rollout
         known = room <= world.config.rollout.context_buckets[-1]
-        known &= self.num_slots == world.own_rollout.num_slots
+        known &= self.num_slots == world.own_rollout.num_slots and not self.page_size
         if world.budget_bytes is None or not known:
             return here, pages
-        least = min(pages, max(self.pages, self._ladder.least_pages(room)))
-        rungs = [
-            RolloutRung(self.num_slots, n, self.offload) for n in dict.fromkeys((pages, least))
-        ]
+        least = min(pages, max(self.pages, self._ladder.least_pages(room, self.page_size)))
+        rungs = [self.rollout_rung._replace(pages=n) for n in dict.fromkeys((pages, least))]
         try:
             found = self._chooser.choose_rollout(room, rungs, None, here, self.in_training)
         except BudgetTooSmall:
@@ -207,7 +206,8 @@ class Placement(Meshes):
 
     def move_seat(self, seat: Seat, mesh: MeshShape) -> Seat:
         """The same weights and live episodes on this mesh. `seat` stays as it is."""
-        engine = self._world.engine(mesh, seat.engine.config.num_slots)
+        config = seat.engine.config
+        engine = self._world.engine(mesh, config.num_slots, config.page_size)
         self._played.add((mesh, seat.places, seat.pool))
         if engine is seat.engine:
             return seat

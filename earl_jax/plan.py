@@ -6,14 +6,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from earl_jax.main import DEFAULT_CONFIG, exit_status
-
-if TYPE_CHECKING:
-    from earl_jax.selector.throughput import Measurement
 
 _HELP = """\
 Says which meshes a run's stages fit on hardware that need not be here: bytes per device by kind,
@@ -74,8 +70,9 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument(
         "--table",
         type=Path,
-        help="a throughput table of a run on such devices (JSON, from the cache folder that a run "
-        "measures into): computed speeds are multiplied by one factor a stage",
+        help="a throughput table of a run of this model on such chips (JSON, from the folder "
+        "throughput in the cache folder that a run measures into): computed speeds are multiplied "
+        "by one factor a stage",
     )
     parser.add_argument(
         "--exact", action="store_true", help="let XLA compile what is chosen, for its bytes"
@@ -90,10 +87,11 @@ def plan_command(arguments: Sequence[str]) -> None:
     flags, overrides = parse_flags(arguments)
 
     from earl_jax.config_file import load_config_file, make_config
+    from earl_jax.measurements import calibrated_by
     from earl_jax.scene import make_scene
     from earl_jax.selector.enough import smallest_hardware
     from earl_jax.selector.hardware import parse_topology
-    from earl_jax.selector.schedule import calibrated, make_schedule
+    from earl_jax.selector.schedule import make_schedule
     from earl_jax.selector.schedule_text import (
         hardware_lines,
         hardware_values,
@@ -109,8 +107,9 @@ def plan_command(arguments: Sequence[str]) -> None:
         raise ValueError(f"--vocab_size={flags.vocab_size}; give a number of at least 1")
     budget = _budget(flags.hbm_gib, config.selector.budget_bytes_per_device, hardware.usable_bytes)
     scene = make_scene(config, hardware, flags.vocab_size, budget)
+    notes: list[str] = []
     if flags.table:
-        scene = calibrated(scene, _measured(flags.table))
+        scene, notes = calibrated_by(flags.table, scene, config)
     rooms = {context: config.rollout.places_for(context) for context in contexts}
     exactly = None
     if flags.exact:
@@ -125,12 +124,15 @@ def plan_command(arguments: Sequence[str]) -> None:
     if flags.json:
         values = hardware_values(scene, exact=flags.exact)
         values |= schedule_values(scene, schedule, rooms)
+        values |= {"table_notes": notes} if flags.table else {}
         if broken:
             values["enough"] = {"places": broken.places, "devices": dict(enough)}
         print(json.dumps(values))
         return
     for line in hardware_lines(scene, exact=flags.exact):
         print(line)
+    for note in notes:
+        print(f"--table={flags.table}: {note}")
     for line in schedule_lines(scene, schedule, rooms):
         print(line)
     if broken:
@@ -172,16 +174,6 @@ def _budget(hbm_gib: float | None, setting: int, usable_bytes: int) -> int:
     if not 0 < hbm_gib < math.inf:
         raise ValueError(f"--hbm_gib={hbm_gib}; give GiB of a device's memory, above 0")
     return int(hbm_gib * 2**30)
-
-
-def _measured(path: Path) -> "Mapping[str, Measurement]":
-    """The entries of a throughput table. Raises ValueError for what is none."""
-    from earl_jax.selector.throughput import ThroughputTable
-
-    try:
-        return ThroughputTable.from_dict(None, json.loads(path.read_text())).measurements
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--table={path} cannot be read: {error}") from error
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from earl_jax.agreement import check_same, open_shared_workdir
 from earl_jax.ahead import CompileAhead
-from earl_jax.calibrate import Calibration, open_table
+from earl_jax.calibrate import Calibration
 from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
 from earl_jax.estimates import enough_words
@@ -27,11 +27,12 @@ from earl_jax.export import keep_exports
 from earl_jax.joint import from_checkpoint
 from earl_jax.keeper import Keeper
 from earl_jax.loop import Position, train
+from earl_jax.measurements import open_table
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement import Placement
 from earl_jax.processes import find_processes
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.selector.throughput import ThroughputTable, differences, stale_words
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
@@ -101,9 +102,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
 
 def _new_placement(world: World, progress: Progress) -> Placement:
-    table, damage = open_table(world)
-    if damage:
-        progress.note(damage)
+    table, note = open_table(world)
+    if note:
+        progress.note(note)
     return Placement(world, Calibration(world, table, progress.note))
 
 
@@ -205,8 +206,7 @@ def _restore(
     if absent:
         raise DamagedCheckpoint(f"its position is without {', '.join(sorted(absent))}")
     try:
-        # What this run chose by comes before what others have measured since.
-        table = ThroughputTable.from_dict(None, saved["throughput"]).over(kept)
+        table = _measured_before(ThroughputTable.from_dict(None, saved["throughput"]), kept, say)
         placement = Placement(world, Calibration(world, table, say))
         placement.restore(saved["placement"])
     except ValueError as error:
@@ -217,6 +217,17 @@ def _restore(
     state = _with_base(world, saved, state, placement)
     history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement
+
+
+def _measured_before(
+    saved: ThroughputTable, kept: ThroughputTable, say: Callable[[str], None]
+) -> ThroughputTable:
+    """What this run chose by before what others have measured since, unless it is stale by now."""
+    found = differences(saved.facts, kept.facts) if saved.facts else []
+    if found:
+        say(stale_words(found))
+        return kept
+    return saved.over(kept)
 
 
 def _with_base(

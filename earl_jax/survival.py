@@ -15,13 +15,23 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.calibrate import Calibration
+from earl_jax.estimates import hardware_like
 from earl_jax.rest import HOST_MEMORY, has_host_memory, to_memory
 from earl_jax.rollout.pages import pages_for
 from earl_jax.selector.choose import BudgetTooSmall, Option, size_words
-from earl_jax.selector.ladder import RolloutRung, TrainRung, rollout_rungs, train_rungs
+from earl_jax.selector.ladder import (
+    RolloutRung,
+    TrainRung,
+    rollout_rungs,
+    train_rungs,
+    train_ways,
+    train_words,
+)
 from earl_jax.selector.memory import resident_bytes, unless_out_of_memory
+from earl_jax.selector.pairs import Kept
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
+from earl_jax.telemetry.load import Load
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
@@ -67,16 +77,37 @@ class Ladder:
             )
         ]
 
+    def train_ways(self, length: int) -> list[TrainRung]:
+        """All ways to train on such rows, of which the fastest that fits is to be chosen."""
+        world = self.world
+        return train_ways(world.config.rollout.episodes_per_step, *world.first_train_rung)
+
+    def rollout_ways(self, places: int, wanted: int) -> list[RolloutRung]:
+        """All ways to play, the first with so many pages of the config's size, as for training."""
+        world, ways = self.world, list[RolloutRung]()
+        for rung in self.rollout_rungs(places, [wanted]):
+            ways.append(rung)
+            tokens = rung.pages * world.page()
+            for size in world.page_sizes[1:]:
+                pages = max(self.least_pages(places, size), -(-tokens // size))
+                ways.append(rung._replace(pages=pages, page_size=size))
+        return list(dict.fromkeys(ways))
+
     def rollout_rungs(self, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
         """With the pages wanted first, and always those of one whole episode a lane."""
         slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
         return rollout_rungs(slots, lanes, wanted, self.least_pages(places), self._can_offload)
 
-    def rungs_as(self, offload: bool, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
-        """Those with the optimizer's moments where they are now."""
+    def rungs_as(self, now: RolloutRung, places: int, wanted: int) -> list[RolloutRung]:
+        """Those with the moments where they are now, and pages as large; `wanted` of the config's.
+
+        Another number of slots may follow, but no other pages: what they hold stays there.
+        """
         slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
-        rungs = rollout_rungs(slots, lanes, wanted, self.least_pages(places))
-        return [rung._replace(offload=offload) for rung in rungs]
+        size = self.world.page(now.page_size)
+        pages = -(-wanted * self.world.page() // size)
+        rungs = rollout_rungs(slots, lanes, [pages], self.least_pages(places, size))
+        return [rung._replace(offload=now.offload, page_size=now.page_size) for rung in rungs]
 
     @functools.cached_property
     def _can_offload(self) -> bool:
@@ -87,15 +118,37 @@ class Ladder:
         device = next(d for d in processes.train_devices if d.process_index == processes.index)
         return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
 
-    def wanted_pages(self, places: int, before: int) -> int:
-        """As many as the rollout before had in the end, or as the first room takes."""
+    def wanted_pages(self, places: int, before: int, load: Load | None = None) -> int:
+        """As many pages a lane, of the config's size, as the next rollout is expected to need.
+
+        No fewer than the one before had in the end, `before`, or than the first room takes; more
+        where so many tokens are expected in flight.
+        """
         world = self.world
         first = world.pool_for(world.config.rollout.context_buckets[0])
-        return min(max(before, first.pages), world.pool_for(places).pages)
+        most = world.pool_for(places).pages
+        return min(max(before, first.pages, self._pages_in_flight(load)), most)
 
-    def least_pages(self, places: int) -> int:
+    def _pages_in_flight(self, load: Load | None) -> int:
+        """Pages of a lane that the expected tokens in flight take: half of a slot's last is empty.
+
+        In lanes that have a tenth more than their share.
+        """
+        if load is None:
+            return 0
+        world, lanes = self.world, len(self.world.processes.rollout_devices)
+        slots = world.config.rollout.num_slots / lanes
+        return math.ceil(1.1 * load.tokens_in_flight_max / lanes / world.page() + slots / 2)
+
+    def least_pages(self, places: int, page_size: int = 0) -> int:
         """A lane has pages for one whole episode."""
-        return pages_for(places, self.world.config.rollout.tokens_a_page)
+        return pages_for(places, self.world.page(page_size))
+
+    def kept(self, mesh: MeshShape) -> Kept:
+        """What such a trainer leaves on each device while its moments wait in host memory."""
+        left = self.trainer_bytes(mesh, offload=True)
+        moments = self.trainer_bytes(mesh) - left
+        return Kept(left, 2 * moments / hardware_like(self.world).host_bytes_per_s)
 
     @functools.cache  # noqa: B019 - a World lives as long as the run
     def trainer_bytes(self, mesh: MeshShape, offload: bool = False) -> int:
@@ -108,14 +161,15 @@ class Ladder:
             trees = [dataclasses.replace(tree, optimizer=None) for tree in trees]
         return resident_bytes(*trees)
 
-    def words(self, num_slots: int, rung: TrainRung, offload: bool) -> str:
-        """What a run does with less than its config says; "" for nothing."""
-        parts = ["the moments in host memory during rollouts"] if offload else []
-        if num_slots != (most := self.world.own_rollout.num_slots):
-            parts.append(f"rollout with {num_slots} of {most} slots")
-        if rung != self.world.first_train_rung:
-            remat = " with remat" if rung.remat else ""
-            parts.append(f"training in {rung.micro_batches} micro-batches{remat}")
+    def words(self, rollout: RolloutRung, train: TrainRung) -> str:
+        """What a run does otherwise than its config says; "" for nothing."""
+        parts = ["the moments in host memory during rollouts"] if rollout.offload else []
+        if rollout.num_slots != (most := self.world.own_rollout.num_slots):
+            parts.append(f"rollout with {rollout.num_slots} of {most} slots")
+        if (size := self.world.page(rollout.page_size)) != self.world.page():
+            parts.append(f"rollout with pages of {size} tokens")
+        if way := train_words(train, self.world.first_train_rung):
+            parts.append(f"training {way}")
         return "; ".join(parts)
 
 
@@ -127,7 +181,7 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     """
     if budget is None:
         return
-    world = ladder.world
+    world, asks = ladder.world, calibration.measures_all or calibration.by_order
     least_state = {
         offload: min(ladder.trainer_bytes(mesh, offload) for mesh in world.train_candidates)
         for offload in (False, True)
@@ -136,12 +190,18 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
     for places in reversed(world.config.rollout.context_buckets):
 
         def on_train_rung(rung: TrainRung, meshes: Container[MeshShape], places: int = places):
-            return calibration.train_options(places, rung, compiled=meshes)
+            return calibration.train_options(places, rung, compiled=meshes, asks=asks)
 
         def on_rollout_rung(rung: RolloutRung, meshes: Container[MeshShape], places: int = places):
             resident, pages = least_state[rung.offload], rung.pages
             return calibration.rollout_options(
-                places, resident, pages, rung.num_slots, offload=rung.offload, compiled=meshes
+                places,
+                resident,
+                pages,
+                rung.num_slots,
+                offload=rung.offload,
+                compiled=meshes,
+                asks=asks,
             )
 
         down = ladder.rollout_rungs(places, [ladder.least_pages(places)])

@@ -189,12 +189,26 @@ class World:
         """The trainer's layout of this shape over all devices that train."""
         return make_layout(shape, self.processes.train_devices, row_axes=TRAINING_ROWS)
 
-    def engine(self, shape: MeshShape, num_slots: int | None = None) -> PolicyEngine:
-        """This process's engine on this rollout mesh, with so many slots; None: its part of all."""
-        return self._engine(shape, num_slots or self.own_rollout.num_slots)
+    def engine(
+        self, shape: MeshShape, num_slots: int | None = None, page_size: int = 0
+    ) -> PolicyEngine:
+        """This process's engine on this rollout mesh, with so many slots; None: its part of all.
+
+        `page_size` 0 is that of the config.
+        """
+        return self._engine(shape, num_slots or self.own_rollout.num_slots, self.page(page_size))
+
+    def page(self, page_size: int = 0) -> int:
+        """Tokens of a page: so many, or for 0 as many as the config says."""
+        return page_size or self.config.rollout.tokens_a_page
+
+    @property
+    def page_sizes(self) -> list[int]:
+        """The page sizes that a rollout may have, the config's first."""
+        return list(dict.fromkeys((self.page(), *self.config.selector.page_sizes)))
 
     @functools.cache  # noqa: B019
-    def _engine(self, shape: MeshShape, num_slots: int) -> PolicyEngine:
+    def _engine(self, shape: MeshShape, num_slots: int, page_size: int) -> PolicyEngine:
         rollout = self.own_rollout
         rows = make_rows(
             num_rows=rollout.episodes_per_step,
@@ -223,17 +237,16 @@ class World:
                 ),
                 seed=self.config.seed,
                 step_rows=rollout.step_rows,
-                page_size=rollout.tokens_a_page,
+                page_size=page_size,
             ),
             self.rollout_layout(shape),
             self.tokenizer,
         )
 
-    def pool_for(self, places: int, num_slots: int | None = None) -> Pool:
+    def pool_for(self, places: int, num_slots: int | None = None, page_size: int = 0) -> Pool:
         """Pages for every slot to have `places` tokens, in a lane a device."""
-        rollout = self.own_rollout
-        slots = num_slots or rollout.num_slots
-        return dense_pool(len(self.processes.lanes), slots, places, rollout.tokens_a_page)
+        slots = num_slots or self.own_rollout.num_slots
+        return dense_pool(len(self.processes.lanes), slots, places, self.page(page_size))
 
     def train_step(
         self, shape: MeshShape, objective: Objective, rung: TrainRung | None = None

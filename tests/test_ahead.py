@@ -103,7 +103,7 @@ def test_a_room_that_no_config_names_is_wanted_where_contexts_grow_towards_it(wo
     assert found[5:] == [
         ("move", D8, CUBE),
         *(("train", mesh, 2 * LONG, rung) for mesh in world.train_candidates),
-        *(("measured", mesh, 8, 2 * LONG) for mesh in (D8, D4T2)),
+        *(("measured", mesh, 8, 0, 2 * LONG) for mesh in (D8, D4T2)),
     ]
 
 

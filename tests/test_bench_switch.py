@@ -61,7 +61,7 @@ def test_the_loads_of_the_regret():
 def test_switch_is_a_stage_of_bench():
     flags = parse_flags(["switch", "--config.model.width=32"])
     assert (flags.stage, flags.only, flags.overrides) == ("switch", "switch", ["model.width=32"])
-    assert parse_flags(["dispatch"]).only == "processes,within,weights,compiled,paper"
+    assert parse_flags(["dispatch"]).only == "processes,links,within,weights,compiled,paper"
 
 
 TINY = (

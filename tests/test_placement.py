@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from caches import rows_of
 
-from earl_jax.calibrate import Calibration, open_table
+from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.estimates import rollout_estimate, train_estimate
+from earl_jax.measurements import open_table
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import pack_orders
@@ -68,6 +69,7 @@ STANDING = {
     "places": SHORT,
     "pages": 1,
     "num_slots": 8,
+    "page_size": 0,
     "train_rung": [1, False],
     "calm_steps": 0,
 }
@@ -236,12 +238,40 @@ def test_training_is_measured_where_no_entry_is_and_chosen_from_all(tiny, monkey
     assert decision.bytes_per_device == found.program_bytes
     estimate = train_estimate(tiny.world, D8, SHORT, TrainRung(1, False))
     assert estimate.given == state - 8 and not estimate.surely_exceeds(found.program_bytes)
-    monkeypatch.setattr(tiny.world, "budget_bytes", found.program_bytes - 1)
+    # Parameters and moments alone are too much, however rows come.
+    monkeypatch.setattr(tiny.world, "budget_bytes", state - 9)
     smaller = Placement(tiny.world, calibration)
     smaller.train_mesh = D8
     decision = smaller.choose_training(None)
     assert (decision.mesh, decision.switched) == (CUBE, True)
-    assert f"needs {kib(found.program_bytes)} of a budget" in decision.reason
+    assert f"{D8}, which needs" in decision.reason and "of a budget" in decision.reason
+
+
+def test_training_stays_on_its_mesh_in_another_way_where_that_fits_and_is_faster(tiny, monkeypatch):
+    """In micro-batches, or with remat: computed to be faster than the other mesh, and measured."""
+    first = tiny.calibration.train_options(LONG)[0]
+    entry = f"train {CUBE} {LONG}"
+    slow = Measurement(tokens_per_s=1e-6, program_bytes=1, switch_s=0.5)
+    known = {**tiny.calibration.table.measurements, entry: slow}
+    said = []
+    calibration = Calibration(
+        tiny.world, ThroughputTable(path=None, measurements=known), said.append
+    )
+    monkeypatch.setattr(tiny.world, "budget_bytes", first.bytes_per_device - 1)
+    placement = Placement(tiny.world, calibration)
+    placement.train_mesh = D8
+    decision = placement._chooser.choose_training(LONG, None, D8)[0]
+    assert (decision.mesh, decision.switched) == (D8, False)
+    assert decision.rung in placement._ladder.train_ways(LONG)[1:]
+    assert decision.bytes_per_device < first.bytes_per_device
+    assert f"stays on {D8} in {decision.rung.micro_batches} micro-batches" in decision.reason
+    # What was chosen was measured, and on the other mesh nothing had to be.
+    assert all(f"measured train on {D8}" in text for text in said)
+    micro_batches, remat = decision.rung
+    words = f"micro_batches={micro_batches},remat={remat}"
+    found = calibration.table.measurements[f"train {D8} {LONG} {words}"]
+    assert decision.predicted_s == pytest.approx(16 * LONG / found.tokens_per_s)
+    assert len(said) < len(placement._ladder.train_ways(LONG))
 
 
 def test_a_run_by_the_order_of_its_list_measures_bytes_only(tiny):

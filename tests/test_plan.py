@@ -371,12 +371,6 @@ def test_one_factor_calibrates_a_stage():
     assert calibration([(50.0, 100.0), (80.0, 100.0), (60.0, 100.0)]) == 0.6
 
 
-def test_earls_table_is_predicted_from_sizes_and_a_data_sheet():
-    """All 30 cells: which tensor parallelism is faster, and where there is no room."""
-    assert benchmark.cells_right() == 30
-    assert benchmark.predicted_gain(32768, 128) is None
-
-
 # The schedule.
 
 
@@ -624,10 +618,50 @@ def test_json_has_every_candidate_and_where_meshes_change(capsys):
 def test_where_nothing_fits_the_plan_says_what_would_do(capsys):
     out = run(capsys, *BIG, "--hbm_gib=22")
     assert "no mesh fits; the least, " in out and " over the budget" in out
-    assert "the smallest that would do: " in out
+    assert "the smallest that would do: " in out and "(quick mode, powers of two)" in out
     values = json.loads(run(capsys, *BIG, "--hbm_gib=22", "--json"))
     assert values["enough"]["devices"]["v5p"] > 64
     assert values["contexts"][0]["train"]["shortfall_bytes"] > 0
+
+
+def grid(chip, number):
+    """The topology of so many chips, as the planner takes it."""
+    if chip == "h100":
+        return f"h100:{max(1, number // 8)}x{min(8, number)}"
+    side = 2 ** (number.bit_length() // 2)
+    return f"{chip}:{number // side}x{side}"
+
+
+@pytest.mark.parametrize(
+    ("preset", "chip", "parameters"),
+    [("qwen2.5-7b", "v5e", 7.6e9), ("qwen2.5-7b", "h100", 7.6e9), ("qwen2.5-72b", "h100", 72.7e9)],
+)
+def test_the_smallest_that_would_do_is_planned_to_fit_and_half_of_it_is_not(
+    preset, chip, parameters
+):
+    """Contexts of 32K. By hand: parameters, moments and gradients in fp32 are 16 bytes each."""
+
+    def scene(number):
+        hardware = parse_topology(grid(chip, number))
+        assert hardware.num_devices == number
+        overrides = (
+            f"model.preset={preset}",
+            "model.compute_dtype=bfloat16",
+            "train.remat=True",
+            "rollout.context_buckets=(32768,)",
+        )
+        budget = hardware.usable_bytes
+        return scene_of(hardware.name, *overrides, budget=budget, vocab_size=152_064)
+
+    found = dict(smallest_hardware(scene(8), 32_768))
+    number = found[chip]
+    assert number in (2, 4, 8, 16, 32, 64)
+    assert number * scene(8).budget_bytes > 16 * parameters
+    # As a run on such hardware would choose.
+    assert make_schedule(scene(number), [32_768])[0].fits
+    assert not make_schedule(scene(number // 2), [32_768])[0].fits
+    # More memory of the same kind is not more chips.
+    assert found["b200"] <= found["h200"] <= found["h100"]
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,6 @@ BAD_INPUT = [
     (["--config=configs/tictactoe_tiny_cpuu.py"], "did you mean tictactoe_tiny_cpu.py"),
     (["--config.selector.train_meshes=('data=3',)"], "this run has 8. Possible here: 'data=8'"),
     (["--config.selector.rollout_meshes=('data=1,tensor=8',)"], "does not divide by 8"),
-    (["--config.selector.budget_bytes_per_device=1000"], "smallest budget that would do is"),
     (["--config.env.game=tic_tac_to"], "tic_tac_toe"),
     (["--config.rollout.num_slots=12"], "choose a multiple of 8"),
     (["--workdir=/dev/null/below"], "--workdir=/dev/null/below cannot be used"),
@@ -360,6 +359,22 @@ def test_a_mistake_gets_one_clear_message_and_status_2(cache, tmp_path, flags, w
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_would_do(
+    cache, tmp_path
+):
+    done = run(cache, *tiny(tmp_path / "w", **{"selector.budget_bytes_per_device": 1000}))
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    message = " ".join(done.stderr.split())
+    assert re.search(r"the smallest budget that would do is \d+", message)
+    assert re.search(
+        r"By computed bytes, with room for \d+ tokens an episode, this would do, of numbers that "
+        r"are powers of two: 1 v5e, 1 v5p, 1 v6e, 1 h100, 1 h200, 1 b200$",
+        message,
+    )
 
 
 @pytest.mark.slow

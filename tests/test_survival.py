@@ -203,7 +203,7 @@ def test_what_failed_is_impossible_and_so_is_what_is_no_smaller():
     assert not failure_of([failure], "rollout", D4T2, (48, 6, 16, 1))
     assert not failure_of([failure], "train", D8, (48, 6, 16, 1))
     assert failure_of([failure], "rollout", D8, (48, 6, 16, 1)) == (
-        "ran out of memory with 16 slots, 6 pages a lane and room for 48 tokens an episode"
+        "ran out of memory with 16 slots, pages for 6 tokens a lane and room for 48 an episode"
     )
     table = ThroughputTable(path=None, measurements={}, failures=(failure,))
     again = ThroughputTable.from_dict(None, json.loads(json.dumps(table.as_dict())))

@@ -8,6 +8,7 @@ For a whole step, with both stages, see step_choice.py.
 import dataclasses
 from collections.abc import Sequence
 
+from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
@@ -22,14 +23,17 @@ class BudgetTooSmall(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """One candidate at one room per episode.
+    """One candidate at one room per episode: a mesh, and on which rung the stage is there.
 
     `bytes_per_device` is all that the stage takes of a device: its program's arguments (weights,
     KV cache, buffers), temporaries and results, and what other stages leave there meanwhile.
-    `tokens_per_s` was measured; None where the run goes by the order of its list of meshes.
-    `move_s` is what going there takes: the policy's weights to a rollout mesh, all that the trainer
-    holds to a training mesh. `impossible` says why it is no candidate whatever the budget, "" where
-    it is one. With `is_computed` the bytes are not a compiler's: they are far above the budget.
+    `tokens_per_s` is None where the run goes by the order of its list of meshes. `move_s` is what
+    going there takes: the policy's weights to a rollout mesh, all that the trainer holds to a
+    training mesh. `impossible` says why it is no candidate whatever the budget, "" where it is one.
+
+    With `is_computed` nothing was compiled: it may take `slack_bytes` less than these bytes, or
+    more. With `is_guess` its speed was not measured but computed. `way` is the rung in words, ""
+    for that of the config.
     """
 
     mesh: MeshShape
@@ -38,6 +42,15 @@ class Option:
     move_s: float = 0.0
     impossible: str = ""
     is_computed: bool = False
+    is_guess: bool = False
+    slack_bytes: int = 0
+    rung: RolloutRung | TrainRung | None = None
+    way: str = ""
+
+    @property
+    def words(self) -> str:
+        """The mesh, and the way if it is not the config's."""
+        return f"{self.mesh} {self.way}" if self.way else str(self.mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +64,10 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was chosen, and why. `predicted_s` is for a step's tokens, None if not measured."""
+    """What was chosen, and why. `predicted_s` is for a step's tokens, None if not measured.
+
+    `rung` is that of the option; `switched` says that the mesh is another than before.
+    """
 
     stage: str
     mesh: MeshShape
@@ -60,6 +76,7 @@ class Decision:
     reason: str
     bytes_per_device: int
     predicted_s: float | None
+    rung: RolloutRung | TrainRung | None = None
 
 
 def choose(
@@ -83,7 +100,7 @@ def choose(
 
     Args:
         stage: "rollout" or "train", for the words.
-        options: one per candidate, in the order of preference.
+        options: the candidates, in the order of preference.
         current: the mesh in use, None at the start.
         places: tokens of room per episode that the options are for.
         load: what recent steps were like, for the words; None at the start.
@@ -98,7 +115,7 @@ def choose(
     if not fitting:
         raise BudgetTooSmall(_too_small(stage, options, places, settings))
     best = _best(fitting, settings)
-    here = next((option for option in options if option.mesh == current), None)
+    here = _best_on(current, options, settings)
 
     def decide(option: Option, reason: str) -> Decision:
         return Decision(
@@ -109,14 +126,15 @@ def choose(
             reason=reason,
             bytes_per_device=option.bytes_per_device,
             predicted_s=step_tokens / option.tokens_per_s if option.tokens_per_s else None,
+            rung=option.rung,
         )
 
     why = f"{context_words(places, load)}, {option_words(best, settings)}"
     if here is None:
         merit = "fastest" if best.tokens_per_s else "first of the list"
-        return decide(best, f"starts on {best.mesh}: {merit} that fits; {why}")
+        return decide(best, f"starts on {best.words}: {merit} that fits; {why}")
     if problem := obstacle(here, settings):
-        return decide(best, f"leaves {here.mesh}, which {problem}, for {best.mesh}: {why}")
+        return decide(best, f"leaves {here.mesh}, which {problem}, for {best.words}: {why}")
     gain = saved_s = 0.0
     if best.tokens_per_s and here.tokens_per_s:
         gain = best.tokens_per_s / here.tokens_per_s - 1.0
@@ -124,11 +142,11 @@ def choose(
     if gain <= settings.hysteresis or saved_s * settings.horizon_steps <= switch_s:
         return decide(
             here,
-            f"stays on {here.mesh}: {context_words(places, load)}, {option_words(here, settings)}",
+            f"stays on {here.words}: {context_words(places, load)}, {option_words(here, settings)}",
         )
     return decide(
         best,
-        f"leaves {here.mesh} for {best.mesh}, {gain:.0%} faster, the switch of {switch_s:.2f} s "
+        f"leaves {here.mesh} for {best.words}, {gain:.0%} faster, the switch of {switch_s:.2f} s "
         f"earned back in {switch_s / saved_s:.0f} steps: {why}",
     )
 
@@ -143,12 +161,23 @@ def _best(fitting: Sequence[Option], settings: Settings) -> Option:
     return next(o for o in fitting if (o.tokens_per_s or 0.0) * slack >= top)
 
 
+def _best_on(
+    mesh: MeshShape | None, options: Sequence[Option], settings: Settings
+) -> Option | None:
+    """The best option of this mesh; where none fits, the one that takes the least."""
+    there = [option for option in options if option.mesh == mesh]
+    fitting = [option for option in there if not obstacle(option, settings)]
+    if fitting:
+        return _best(fitting, settings)
+    return min(there, key=lambda option: option.bytes_per_device, default=None)
+
+
 def obstacle(option: Option, settings: Settings) -> str:
     """Why the option cannot be used, as the end of a sentence; "" where it can."""
     if option.impossible:
         return option.impossible
     budget = settings.budget_bytes
-    if budget is None or option.bytes_per_device <= budget:
+    if budget is None or option.bytes_per_device - option.slack_bytes <= budget:
         return ""
     needs, has = size_words(option.bytes_per_device), size_words(budget)
     about = "about " if option.is_computed else ""
@@ -160,7 +189,7 @@ def _too_small(stage: str, options: Sequence[Option], places: int, settings: Set
     possible = [option for option in options if not option.impossible]
     what = f"{stage} fits it with {places} tokens of room per episode"
     if not possible:
-        tried = "; ".join(f"{option.mesh} {option.impossible}" for option in options)
+        tried = "; ".join(f"{option.words} {option.impossible}" for option in options)
         return (
             f"no mesh for {what}: {tried}. Use devices with "
             f"{more_than([option.bytes_per_device for option in options])} memory each, or more "
@@ -171,7 +200,7 @@ def _too_small(stage: str, options: Sequence[Option], places: int, settings: Set
     return (
         f"config.selector.budget_bytes_per_device is {settings.budget_bytes}, and no mesh for "
         f"{what}; the smallest budget that would do is {about}{least.bytes_per_device} (mesh "
-        f"{least.mesh}), {more_words(least.bytes_per_device, settings)}. Raise the budget, use "
+        f"{least.words}), {more_words(least.bytes_per_device, settings)}. Raise the budget, use "
         "more devices, or lower config.rollout.num_slots or the model's size"
     )
 
@@ -202,7 +231,8 @@ def option_words(option: Option, settings: Settings) -> str:
     """What an option takes and gives, in words."""
     budget = settings.budget_bytes
     of = "" if budget is None else f" of {size_words(budget)}"
-    speed = f", {option.tokens_per_s:,.0f} tokens/s measured" if option.tokens_per_s else ""
+    known = "computed" if option.is_guess else "measured"
+    speed = f", {option.tokens_per_s:,.0f} tokens/s {known}" if option.tokens_per_s else ""
     return f"{size_words(option.bytes_per_device)}{of} per device{speed}"
 
 

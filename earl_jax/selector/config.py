@@ -23,6 +23,11 @@ class SelectorConfig:
     same fraction the last episodes of a rollout move to another mesh. Speeds are the best of
     `measure_rounds` rounds, or of more where these are short.
 
+    `measure` "all" times every mesh that may fit, as the config says to use it, before the first
+    step; other numbers of slots, micro-batches or remat only where these are computed to be faster
+    than what else fits. "likely" computes all of them (a roofline, corrected by what was measured)
+    and times those that may be the fastest. "auto" is "likely" on chips with a known data sheet.
+
     `order` "measured" goes by these speeds. "listed" measures none: a stage is on the first mesh of
     its list that fits, until that does not fit any more. Such a run does the same on every machine,
     and two of them can be compared bit for bit.
@@ -42,6 +47,7 @@ class SelectorConfig:
     rollout_meshes: tuple[str, ...] = ()
     train_meshes: tuple[str, ...] = ()
     page_sizes: tuple[int, ...] = ()
+    measure: Literal["auto", "all", "likely"] = "auto"
     order: Literal["measured", "listed"] = "measured"
     hysteresis: float = 0.15
     horizon_steps: int = 20

@@ -12,8 +12,9 @@ Data sheets are those of `sharding.topology.CHIPS`. What is added here, and from
   as "How to Scale Your Model" (jax-ml.github.io/scaling-book) counts.
 - A collective of TPUs over one mesh axis goes along one axis of the torus, with that axis's share
   of the links; NVSwitch gives a GPU all of its links for any of them.
-- `host_memory_bytes`: 2 TB in NVIDIA's DGX H100, H200 and B200; TPU virtual machines by
-  cloud.google.com/tpu/docs/{v5e,v5p,v6e}, for the four chips that one of a larger slice has.
+- `host_memory_bytes`: 2 TB for the eight GPUs of NVIDIA's DGX H100, H200 and B200; TPU virtual
+  machines by cloud.google.com/tpu/docs/{v5e,v5p,v6e}, for the four chips that one of a larger slice
+  has. Hosts with fewer devices have as much less.
 """
 
 import dataclasses
@@ -88,13 +89,14 @@ _CPU = Hardware(
     host_memory_bytes=16 * _GB,
 )
 
+# For each device that it has.
 _HOST_MEMORY_BYTES = {
-    "v5e": 192 * _GB,
-    "v5p": 448 * _GB,
-    "v6e": 720 * _GB,
-    "h100": 2000 * _GB,
-    "h200": 2000 * _GB,
-    "b200": 2000 * _GB,
+    "v5e": 192 * _GB // 4,
+    "v5p": 448 * _GB // 4,
+    "v6e": 720 * _GB // 4,
+    "h100": 2000 * _GB // 8,
+    "h200": 2000 * _GB // 8,
+    "b200": 2000 * _GB // 8,
 }
 _TPU_CHIPS_A_HOST = 4
 
@@ -124,12 +126,13 @@ def hardware_of(topology: Topology) -> Hardware:
     """What a plan needs to know of this topology."""
     chip = topology.chip
     gpu = chip.platform == "gpu"
+    devices_a_host = topology.grid[-1] if gpu else min(_TPU_CHIPS_A_HOST, topology.num_devices)
     return Hardware(
         name=str(topology),
         chip=chip.name,
         platform=chip.platform,
         num_devices=topology.num_devices,
-        devices_a_host=topology.grid[-1] if gpu else min(_TPU_CHIPS_A_HOST, topology.num_devices),
+        devices_a_host=devices_a_host,
         memory_bytes=chip.hbm_bytes,
         usable_fraction=0.75 if gpu else 0.97,
         flops_per_s=chip.bf16_flops_per_s,
@@ -140,5 +143,5 @@ def hardware_of(topology: Topology) -> Hardware:
         hop_s=0.6e-6 if gpu else 1e-6,
         network_hop_s=2.7e-6 if gpu else 1e-6,
         host_bytes_per_s=chip.host_bytes_per_s,
-        host_memory_bytes=_HOST_MEMORY_BYTES[chip.name],
+        host_memory_bytes=devices_a_host * _HOST_MEMORY_BYTES[chip.name],
     )

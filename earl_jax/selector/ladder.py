@@ -83,8 +83,8 @@ def train_ways(rows: int, micro_batches: int, remat: bool) -> list[TrainRung]:
 class Failure:
     """A candidate of a stage that ran out of memory on the devices, at this size.
 
-    `size` is (places, pages, slots, 1 beside the moments) of a rollout, (places, rows at a time, 1
-    without remat) of training.
+    `size` is (places, tokens that a lane's pages hold, slots, 1 beside the moments) of a rollout,
+    (places, rows at a time, 1 without remat) of training.
     """
 
     stage: str
@@ -99,10 +99,10 @@ class Failure:
     def __str__(self) -> str:
         """As the end of a sentence."""
         if self.stage == "rollout":
-            places, pages, slots, whole = self.size
+            places, tokens, slots, whole = self.size
             return (
-                f"ran out of memory with {slots} slots, {pages} pages a lane and room for {places} "
-                f"tokens an episode{'' if whole else ', the moments in host memory'}"
+                f"ran out of memory with {slots} slots, pages for {tokens} tokens a lane and room "
+                f"for {places} an episode{'' if whole else ', the moments in host memory'}"
             )
         places, rows, plain = self.size
         return (
@@ -119,14 +119,21 @@ class Failure:
         return failure
 
 
-def rollout_size(places: int, rung: RolloutRung) -> tuple[int, ...]:
-    """The size of a rollout, as in `Failure`."""
-    return (places, rung.pages, rung.num_slots, int(not rung.offload))
+def rollout_size(places: int, rung: RolloutRung, page_size: int) -> tuple[int, ...]:
+    """The size of a rollout with pages of so many tokens, as in `Failure`."""
+    return (places, rung.pages * page_size, rung.num_slots, int(not rung.offload))
 
 
 def train_size(places: int, rows: int, rung: TrainRung) -> tuple[int, ...]:
     """The size of an update on `rows` rows, as in `Failure`."""
     return (places, rows // rung.micro_batches, int(not rung.remat))
+
+
+def train_words(rung: TrainRung, first: TrainRung) -> str:
+    """How a batch is learnt from, in words; "" for the first way."""
+    if rung == first:
+        return ""
+    return f"in {rung.micro_batches} micro-batches{' with remat' if rung.remat else ''}"
 
 
 def failure_of(

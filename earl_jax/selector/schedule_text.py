@@ -64,7 +64,7 @@ def size_words(stop: Stop, enough: Iterable[tuple[str, int]]) -> str:
     """Which hardware would do for a room that fits no mesh."""
     words = ", ".join(f"{number} {chip}" for chip, number in enough)
     found = f"the smallest that would do: {words}" if words else "no number of known chips would do"
-    return f"  room for {stop.places:,} tokens: {found} (quick mode)"
+    return f"  room for {stop.places:,} tokens: {found} (quick mode, powers of two)"
 
 
 def schedule_lines(

@@ -1,0 +1,141 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured of each candidate, once and for all processes; and what ran out of memory."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from earl_jax.measuring import NOTHING_KNOWN, bytes_only
+from earl_jax.selector.ladder import Failure, failure_of
+from earl_jax.selector.memory import unless_out_of_memory
+from earl_jax.selector.throughput import Measurement, ThroughputTable
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.world import World
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked of a candidate: `size` as in `Failure`, `words` its rung, "" for the first.
+
+    `measure` runs its program and `lower` makes it from shapes alone. Of what takes more than
+    `most` bytes a device the speed is not asked for.
+    """
+
+    stage: str
+    mesh: MeshShape
+    places: int
+    size: tuple[int, ...]
+    most: float
+    measure: Callable[[], Measurement | None]
+    lower: Callable[[], Any]
+    words: str = ""
+
+    @property
+    def entry(self) -> str:
+        """Its key in the table."""
+        return ThroughputTable.entry(self.stage, self.mesh, self.places, self.words)
+
+
+class Remembered:
+    """The table, filled in where an entry is missing. `say` tells the user what is measured."""
+
+    def __init__(self, world: World, table: ThroughputTable, say: Callable[[str], None]) -> None:
+        self._world, self.table, self._say = world, table, say
+        # What this process alone measured, while others did something else.
+        self._own: dict[str, Measurement] = {}
+        self._is_apart = False
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, of several processes each asks for itself: nothing is measured together.
+
+        What is missing is then known by its bytes alone, until all ask for it.
+        """
+        self._is_apart = self._world.processes.count > 1
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
+    @property
+    def most_bytes(self) -> float:
+        """What a program may take to be timed."""
+        return self._world.budget_bytes or math.inf
+
+    def note_failure(self, failure: Failure) -> None:
+        """This is impossible from now on, in later runs too."""
+        self._keep(lambda table: table.with_failure(failure))
+        self._say(f"{failure.stage} on {failure.mesh} {failure}; it is not tried again")
+
+    def known(self, question: Question) -> Measurement | None:
+        """The answer, if it is there."""
+        return self.table.measurements.get(question.entry)
+
+    def answer(self, question: Question) -> Measurement:
+        """The entry, measured now if it is missing; running out of memory is noted as a failure."""
+        entry, found = question.entry, self.known(question)
+        if found is not None and (self._is_enough(found) or found.program_bytes > question.most):
+            return found
+        if failure_of(self.table.failures, question.stage, question.mesh, question.size):
+            return found or NOTHING_KNOWN
+        if self._is_apart:
+            if entry not in self._own:
+                self._own[entry] = _bytes_of(question.lower)()
+            return self._own[entry]
+        several = self._world.processes.count > 1
+        found = self._together(question) if several else unless_out_of_memory(question.measure)
+        if found is None:
+            self.note_failure(
+                Failure(stage=question.stage, mesh=str(question.mesh), size=question.size)
+            )
+            # Where it failed when it ran, its bytes can still be said.
+            asked = None if several else unless_out_of_memory(_bytes_of(question.lower))
+            found = asked or NOTHING_KNOWN
+        kept = found
+        self._keep(lambda table: table.with_measurement(entry, kept))
+        speed = f"{found.tokens_per_s:,.0f} tokens/s, " if found.tokens_per_s else ""
+        self._say(
+            f"measured {question.stage} on {question.mesh} with room for {question.places} tokens "
+            f"an episode{question.words and ', '}{question.words}: "
+            f"{speed}{found.program_bytes / 2**20:.2f} MiB per device"
+        )
+        return found
+
+    def _together(self, question: Question) -> Measurement | None:
+        """What several processes measure; None where a compiler had too little memory for it.
+
+        The bytes first, of those who compile it: some others only send the weights, and all must
+        know whether it is to run.
+        """
+        processes, own = self._world.processes, None
+        if processes.plays if question.stage == "rollout" else processes.trains:
+            own = unless_out_of_memory(_bytes_of(question.lower)) or NOTHING_KNOWN
+        told = processes.gather(own, f"what {question.stage} on {question.mesh} takes")
+        known = [one for one in told if one is not None]
+        if NOTHING_KNOWN in known:
+            return None
+        if known[0].program_bytes > question.most or self._is_enough(known[0]):
+            return known[0]
+        words = f"how fast {question.stage} on {question.mesh} is"
+        told = processes.gather(question.measure(), words)
+        # The first that has some of these devices.
+        return next(one for one in told if one is not None)
+
+    def _is_enough(self, found: Measurement) -> bool:
+        """Whether all is known of a candidate that this run asks for."""
+        return found.tokens_per_s is not None or self._world.config.selector.order == "listed"
+
+    def _keep(self, change: Callable[[ThroughputTable], ThroughputTable]) -> None:
+        try:
+            self.table = change(self.table)
+        except OSError as error:
+            self._say(f"measurements cannot be kept for later runs: {error}")
+            self.table = change(dataclasses.replace(self.table, path=None))
+
+
+def _bytes_of(lower: Callable[[], Any]) -> Callable[[], Measurement]:
+    """What asks a compiler for the bytes of a program."""
+    return lambda: bytes_only(lower().compile())

@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Computed bytes against every figure of XLA's that the pages in benchmarks/ have."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+
+from benchmarks import plan as benchmark
+from earl_jax.config_file import load_config_file, make_config
+from earl_jax.main import DEFAULT_CONFIG
+from earl_jax.scene import make_scene
+from earl_jax.selector.footprint import (
+    Footprint,
+    rollout_footprint,
+    train_footprint,
+    trainer_bytes,
+)
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.schedule import Scene, make_schedule
+from earl_jax.selector.schedule_text import _is_safe
+from earl_jax.sharding.layout import MeshShape
+
+GIB, MIB = 2**30, 2**20
+PAGE = (benchmark.PAGES / "plan.md").read_text()
+# Of the command in plan.md, "Exact mode".
+EXACT = (
+    "model.preset=qwen2.5-1.5b",
+    "model.compute_dtype=bfloat16",
+    "train.remat=True",
+    "train.micro_batches=4",
+    "rollout.num_slots=64",
+    "rollout.episodes_per_step=64",
+    "rollout.context_buckets=(1024,)",
+    "selector.budget_bytes_per_device=0",
+    "selector.rollout_meshes=()",
+    "selector.train_meshes=()",
+)
+
+
+class Program(NamedTuple):
+    """What it is, and its bytes per device: computed, and by XLA, to what a page rounds to."""
+
+    name: str
+    computed: int
+    compiled: float
+    rounding: float
+
+
+@functools.cache
+def scene_on(topology: str, *overrides: str, vocab_size: int | None = None) -> Scene:
+    """The default config with these overrides, on this hardware."""
+    hardware = parse_topology(topology)
+    config = make_config(load_config_file(DEFAULT_CONFIG), [*overrides])
+    return make_scene(config, hardware, vocab_size, hardware.usable_bytes)
+
+
+def update_bytes(scene: Scene, mesh: MeshShape, length: int) -> int:
+    platform = scene.hardware.platform
+    return train_footprint(scene.sizes, scene.work, mesh, length, platform).total
+
+
+def exact_programs() -> Iterator[tuple[Program, str]]:
+    """The rows of exact mode, with what the page says that quick mode computes."""
+    trainer = MeshShape()
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 8 or cells[1] not in ("update", "round beside the trainer"):
+            continue
+        scene = scene_on(cells[0], *EXACT, vocab_size=152_064)
+        sizes, work, platform = scene.sizes, scene.work, scene.hardware.platform
+        mesh, places = MeshShape.parse(cells[2]), int(cells[3].replace(",", ""))
+        if cells[1] == "update":
+            trainer, computed = mesh, update_bytes(scene, mesh, places)
+        else:
+            rows, beside = work.num_slots // mesh.data, sum(trainer_bytes(sizes, trainer))
+            found = rollout_footprint(sizes, work, mesh, places, rows, beside, platform)
+            computed = found.total
+        name = " ".join(cells[:4])
+        yield Program(name, computed, float(cells[4]) * GIB, 0.005 * GIB), cells[5]
+
+
+def cpu_programs() -> Iterator[Program]:
+    """The default config's updates at their longest; XLA's MiB as in plan.md."""
+    scene = scene_on("cpu:8")
+    for mesh, compiled in (("data=8", 17.28), ("fsdp=8", 15.55)):
+        computed = update_bytes(scene, MeshShape.parse(mesh), 40)
+        assert f"{computed / MIB:.2f}" in PAGE and f"{compiled}" in PAGE
+        yield Program(f"cpu {mesh}", computed, compiled * MIB, 0.005 * MIB)
+
+
+@functools.cache
+def stored_points() -> tuple[benchmark.Point, ...]:
+    found = benchmark.measured_points(), benchmark.later_points(), benchmark.decode_points()
+    return tuple(point for points in found for point in points)
+
+
+def programs() -> Iterator[Program]:
+    """All of them."""
+    for point in stored_points():
+        computed = round(benchmark.predicted_gib(point) * GIB)
+        yield Program(str(point), computed, point.together * GIB, 0.005 * GIB)
+    yield from (program for program, _ in exact_programs())
+    yield from cpu_programs()
+
+
+def is_safe(computed: int, budget: float, *, exact: bool = False) -> bool:
+    """What the planner says of a program that is computed to take so much."""
+    scene = scene_on("cpu:8")
+    settings = dataclasses.replace(scene.settings, budget_bytes=int(budget))
+    prospect = dataclasses.replace(
+        some_prospect(), footprint=Footprint(weights=computed), exact=exact
+    )
+    return _is_safe(dataclasses.replace(scene, settings=settings), prospect)
+
+
+@functools.cache
+def some_prospect():
+    return make_schedule(scene_on("cpu:8"), [40])[0].train.prospects[0]
+
+
+def test_nothing_that_the_planner_calls_safe_runs_out():
+    """No stored program is safe with a budget below XLA's figure, which its page has rounded."""
+    found = [*programs()]
+    assert len(found) >= 110
+    for program in found:
+        budgets = [program.compiled * percent / 100 for percent in (*range(75, 100, 5), 98, 99)]
+        budgets += [program.compiled - program.rounding - 1]
+        called_safe = [budget for budget in budgets if is_safe(program.computed, budget)]
+        assert not called_safe, program
+        # And it is no empty word: with a half more than it takes each of them is.
+        assert is_safe(program.computed, 1.5 * program.compiled), program
+
+
+def test_exact_bytes_are_safe_to_the_last():
+    assert is_safe(1000, 1000, exact=True) and not is_safe(1001, 1000, exact=True)
+    assert is_safe(1000, 1150) and not is_safe(1000, 1149)
+
+
+def test_computed_bytes_are_within_a_tenth_but_for_small_programs_of_a_tpu():
+    """Those that are further off are on v5e, computed as too much, and by a GiB at most."""
+    far = [point for point in stored_points() if abs(benchmark.error(point)) > benchmark.CLOSE]
+    assert len(far) <= 5
+    for point in far:
+        assert point.topology.startswith("v5e") and point.together < 6.0, point
+        assert 0 < benchmark.predicted_gib(point) - point.together < 1.0, point
+
+
+@pytest.mark.parametrize("model", ["qwen3-4b", "llama3.2-3b"])
+def test_updates_by_which_nothing_was_chosen_are_within_a_twentieth(model):
+    """Of the second table."""
+    (point,) = (point for point in benchmark.later_points() if point.model == model)
+    assert benchmark.error(point) == pytest.approx(0.0, abs=0.05)
+
+
+def test_exact_mode_is_met_by_quick_mode_as_the_page_says():
+    rows = [*exact_programs()]
+    assert len(rows) >= 8
+    for program, quick in rows:
+        assert f"{program.computed / GIB:.2f}" == quick, program
+        assert program.computed == pytest.approx(program.compiled, rel=benchmark.CLOSE), program
+
+
+def test_the_page_says_what_the_benchmark_prints(capsys):
+    """Every line, figures of both tables and sums: paste them again where this fails."""
+    benchmark.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(printed) > 90
+    page = set(PAGE.splitlines())
+    assert [line for line in printed if line not in page] == []

@@ -1,0 +1,244 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run chooses how many slots, which pages, micro-batches and remat by speed, beside the mesh."""
+
+import itertools
+
+import pytest
+
+from earl_jax.calibrate import Calibration
+from earl_jax.config_file import make_config
+from earl_jax.loop import Position, rl_step
+from earl_jax.placement import Placement
+from earl_jax.selector.ladder import RolloutRung, TrainRung
+from earl_jax.selector.throughput import Measurement, ThroughputTable
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.world import World
+
+D8 = MeshShape(data=8)
+D4T2 = MeshShape(data=4, tensor=2)
+FSDP = MeshShape(data=1, fsdp=8)
+PLACES = 32
+
+GIVEN = {
+    "model": {
+        "num_layers": 1,
+        "width": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "ffn_size": 16,
+    },
+    "rollout": {
+        "num_slots": 16,
+        "episodes_per_step": 16,
+        "burst": 2,
+        "max_turn_tokens": 4,
+        "max_episode_tokens": PLACES,
+        "context_buckets": (PLACES,),
+        "patience_s": 60.0,
+    },
+    "selector": {
+        "rollout_meshes": (str(D8), str(D4T2)),
+        "train_meshes": (str(D8), str(FSDP)),
+        "page_sizes": (8, 32),
+    },
+}
+# Of a trainer on data=8 and its rollout there is this much on a device, and room for no more.
+BUDGET = 200_000
+
+
+@pytest.fixture(scope="module")
+def world():
+    given = GIVEN["selector"] | {"budget_bytes_per_device": BUDGET}
+    return World(make_config(GIVEN | {"selector": given}))
+
+
+def entry(speed, num_bytes=1000, alone=None):
+    return Measurement(
+        tokens_per_s=speed, program_bytes=num_bytes, switch_s=0.0, alone_tokens_per_s=alone
+    )
+
+
+def placed(world, changes, said=None):
+    """A placement that knows all candidates: as fast as each other, but for the changes."""
+    rollouts = [
+        f"rollout {mesh} {PLACES}{words}"
+        for mesh, words in itertools.product(
+            (D8, D4T2),
+            ["", " slots=8", *(f" {s}page={p}" for s in ("", "slots=8,") for p in (8, 32))],
+        )
+    ]
+    trains = [
+        f"train {mesh} {PLACES}{'' if (n, again) == (1, False) else words}"
+        for mesh in (D8, FSDP)
+        for n, again in itertools.product((1, 2, 4, 8, 16), (False, True))
+        for words in [f" micro_batches={n},remat={again}"]
+    ]
+    known = dict.fromkeys([*rollouts, *trains], entry(100.0))
+    unheard = changes.keys() - known.keys()
+    assert not unheard
+    table = ThroughputTable(path=None, measurements=known | changes)
+    say = said.append if said is not None else lambda _: None
+    return Placement(world, Calibration(world, table, say))
+
+
+def load(in_flight=64):
+    return Load(
+        context_tokens_max=PLACES - 8,
+        context_tokens_mean=20.0,
+        tokens_in_flight_max=in_flight,
+        rollout_tokens=64,
+    )
+
+
+def test_the_first_of_equal_ways_is_the_configs(world):
+    placement = placed(world, {})
+    decision = placement.choose_step(PLACES, None)
+    assert (placement.in_rollout, placement.in_training) == (D8, D8)
+    assert placement.rollout_rung == RolloutRung(16, 4) and placement.rung == ""
+    assert placement.train_rung == TrainRung(1, False)
+    assert "micro-batches" not in decision.train.reason
+
+
+@pytest.mark.parametrize(
+    ("faster", "rung", "words"),
+    [
+        (" page=32", RolloutRung(16, 2, False, 32), "rollout with pages of 32 tokens"),
+        (" page=8", RolloutRung(16, 8, False, 8), "rollout with pages of 8 tokens"),
+        (" slots=8", RolloutRung(8, 4), "rollout with 8 of 16 slots"),
+        (
+            " slots=8,page=32",
+            RolloutRung(8, 2, False, 32),
+            "rollout with 8 of 16 slots; rollout with pages of 32 tokens",
+        ),
+    ],
+)
+def test_the_way_of_a_rollout_that_is_faster_is_taken(world, faster, rung, words):
+    placement = placed(world, {f"rollout {D8} {PLACES}{faster}": entry(1000.0)})
+    decision = placement.choose_step(PLACES, None).rollout
+    assert (decision.mesh, placement.rollout_rung, placement.rung) == (D8, rung, words)
+    # 16 episodes of 4 tokens.
+    assert decision.predicted_s == pytest.approx(64 / 1000)
+
+
+def test_the_way_to_train_that_is_faster_is_taken_and_by_less_than_noise_is_not(world):
+    two = f"train {D8} {PLACES} micro_batches=2,remat=False"
+    assert placed(world, {two: entry(104.0)}).choose_step(PLACES, None).train.rung == (1, False)
+    placement = placed(world, {two: entry(130.0)})
+    decision = placement.choose_step(PLACES, None)
+    assert (decision.train.mesh, placement.train_rung) == (D8, TrainRung(2, False))
+    assert f"starts on {D8} in 2 micro-batches: fastest" in decision.train.reason
+    assert placement.rung == "training in 2 micro-batches"
+
+
+def test_a_way_that_fits_keeps_the_mesh_where_the_other_mesh_is_no_faster(world):
+    """What no longer fits as the config says goes on in another way, and nothing moves."""
+    changes = {
+        f"train {D8} {PLACES}": entry(100.0, num_bytes=BUDGET + 1),
+        f"train {D8} {PLACES} micro_batches=1,remat=True": entry(80.0),
+        f"train {D8} {PLACES} micro_batches=2,remat=False": entry(95.0),
+    }
+    placement = placed(world, changes)
+    placement.rollout_mesh = placement.train_mesh = D8
+    decision = placement.choose_step(PLACES, load())
+    assert (placement.in_training, placement.train_rung) == (D8, TrainRung(2, False))
+    assert not decision.train.switched
+    # At the start the other mesh is as good, and before it in the order of ways.
+    fresh = placed(world, changes)
+    fresh.choose_step(PLACES, load())
+    assert (fresh.in_training, fresh.train_rung) == (FSDP, TrainRung(1, False))
+    # Where the way is much slower than the other mesh, the mesh is left.
+    slow = {key: entry(50.0) for key in changes} | {
+        f"train {D8} {PLACES}": entry(100.0, num_bytes=BUDGET + 1)
+    }
+    slow |= {
+        f"train {D8} {PLACES} micro_batches={n},remat={again}": entry(50.0)
+        for n, again in itertools.product((2, 4, 8, 16), (False, True))
+    }
+    left = placed(world, slow)
+    left.rollout_mesh, left.train_mesh, left.calm_steps = D8, D8, 100
+    assert left.choose_step(PLACES, load()).train.switched and left.in_training == FSDP
+
+
+def test_fewer_pages_are_slower_by_the_episodes_that_wait(world):
+    """All 16 say 160 a second, one alone 40: 8 of them take 0.1 - 8/15 x (0.1 - 0.025) s a token.
+
+    Twice as many as two pages a lane hold.
+    """
+    placement = placed(world, {f"rollout {D8} {PLACES}": entry(160.0, alone=40.0)})
+    rungs = [RolloutRung(16, 4), RolloutRung(16, 2)]
+    options = placement.calibration.rollout_guesses(PLACES, rungs, ())
+    by_rung = {o.rung: o.tokens_per_s for o in options if o.mesh == D8}
+    assert by_rung[rungs[0]] == pytest.approx(160.0)
+    alone_s, full_s = 1 / 40, 16 / 160
+    assert by_rung[rungs[1]] == pytest.approx(8 / (alone_s + 7 / 15 * (full_s - alone_s)))
+
+
+def test_tokens_in_flight_say_how_many_pages_are_wanted(world):
+    """300 tokens over 8 devices, a tenth more, in pages of 16: 2.6, and half a page a slot."""
+    placement = placed(world, {})
+    placement.choose_step(PLACES, load())
+    few = placement.pages
+    ladder = placement._ladder
+    assert ladder.wanted_pages(4 * PLACES, 0, load(300)) == 4 == few
+    assert ladder.wanted_pages(4 * PLACES, 0, load(600)) == 7
+    # No more than all slots can fill.
+    assert ladder.wanted_pages(PLACES, 0, load(10_000)) == 4
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_whatever_the_pages_and_the_slots():
+    """Token for token, and its loss: by the listed order, and in ways that were chosen."""
+    config = make_config(GIVEN)
+    records = []
+    for changes in (
+        {},
+        {f"rollout {D8} {PLACES} page=32": entry(500.0)},
+        {f"rollout {D8} {PLACES} slots=8,page=8": entry(500.0)},
+        {f"train {D8} {PLACES} micro_batches=2,remat=True": entry(500.0)},
+    ):
+        world = World(config)
+        # Without a limit no way but other pages is looked at.
+        world.budget_bytes = 10**9
+        placement = placed(world, changes)
+        state = world.init_train_state(D8)
+        position, record = rl_step(
+            world, placement, Position(step=0, state=state, history=LoadHistory())
+        )
+        records.append((record, placement.rung))
+    first = records[0][0]
+    assert [rung for _, rung in records] == [
+        "",
+        "rollout with pages of 32 tokens",
+        "rollout with 8 of 16 slots; rollout with pages of 8 tokens",
+        "training in 2 micro-batches with remat",
+    ]
+    for record, _ in records[1:]:
+        for played, wanted in zip(record.trajectories, first.trajectories, strict=True):
+            assert [t.token_ids for t in played.turns] == [t.token_ids for t in wanted.turns]
+        assert record.updates[0].loss == pytest.approx(first.updates[0].loss, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_likely_candidates_alone_are_measured_where_the_config_says_so():
+    selector = GIVEN["selector"] | {"measure": "likely", "measure_rounds": 1, "page_sizes": ()}
+    meshes = ("data=8", "data=4,tensor=2", "data=1,fsdp=8", "data=1,fsdp=4,tensor=2")
+    selector["train_meshes"] = meshes
+    world = World(make_config(GIVEN | {"selector": selector}))
+    said = []
+    table = ThroughputTable(path=None, measurements={})
+    placement = Placement(world, Calibration(world, table, said.append))
+    placement.calibration.measure_all()
+    assert said == []
+    decision = placement.choose_step(PLACES, None)
+    measured = {
+        key.split(" ")[1] for key in placement.calibration.table.measurements if "train" in key
+    }
+    # By the data sheet of virtual devices many small collectives take longest.
+    assert str(decision.train.mesh) in measured and measured < set(meshes)
+    assert "measured" in decision.train.reason and "measured" in decision.rollout.reason
+    # What is known is not measured again.
+    before = list(said)
+    assert placement.choose_step(PLACES, None).pair == decision.pair and said == before
