@@ -4,6 +4,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from benchmarks.growing_runs import (
     Run,
     arms,
     collapse_arms,
+    make_run,
     make_runs,
     pairs_of,
     read_rows,
@@ -137,7 +139,8 @@ RUN = Run(
 )
 
 
-def test_a_run_is_read_from_what_it_wrote(tmp_path):
+def write_step(workdir: Path) -> None:
+    """What a run of one step leaves, with four episodes."""
     step = {
         "step": 1,
         "reward_mean": -0.05,
@@ -151,20 +154,70 @@ def test_a_run_is_read_from_what_it_wrote(tmp_path):
         "rung": "training in 8 micro-batches",
     }
     lines = [{"step": 0, "eval": {"win": 0.0}}, step]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     ends = [("loss", 3), ("win", 5), ("episode_too_long", 4), ("illegal", 1)]
     episodes = [
         {"stop_reason": why, "num_turns": turns, "reward": 0.0, "logprobs": [], "turn_rewards": []}
         for why, turns in ends
     ]
-    (tmp_path / "trajectories").mkdir()
-    path = tmp_path / "trajectories" / "step_000001.jsonl"
-    path.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+    (workdir / "trajectories").mkdir(parents=True, exist_ok=True)
+    for name, kept in (("metrics", lines), ("trajectories/step_000001", episodes)):
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        (workdir / f"{name}.jsonl").write_text(text)
+
+
+def test_a_run_is_read_from_what_it_wrote(tmp_path):
+    write_step(tmp_path)
     found = read_run(tmp_path, arm="held a + b", seed=4)
     assert found.tokens == [82.0] and found.seconds == [3.5]
     assert found.where == ["data=8 + data=1,fsdp=8, training in 8 micro-batches"]
     # 2 right steps and a wrong one, 5, 4 and then no room for another, none.
     assert found.cut == [0.25] and found.walked == [11 / 4]
+
+
+@pytest.mark.parametrize(
+    ("kept", "compiled", "walls", "expected"),
+    [
+        # An empty folder: the run is made again, and the first one's time is kept.
+        (0, (9, 2), (90.0, 40.0), (90.0, 40.0, 2)),
+        # Programs of another seed are there: once, or again where many were not.
+        (9, (3,), (40.0,), (None, 40.0, 3)),
+        (9, (4, 0), (50.0, 41.0), (None, 41.0, 0)),
+    ],
+)
+def test_a_timed_run_counts_when_its_programs_are_there(
+    tmp_path, monkeypatch, kept, compiled, walls, expected
+):
+    arm = Arm(name="held a + b", overrides=("num_steps=1",))
+    programs = tmp_path / "held_a_+_b" / "caches" / "earl_jax" / "xla"
+    programs.mkdir(parents=True)
+    left = list(zip(compiled, walls, strict=True))
+
+    def compile_programs(number: int) -> None:
+        for _ in range(number):
+            (programs / f"jit_f{len(list(programs.iterdir()))}-cache").touch()
+
+    def process(arm: Arm, seed: int, workdir: Path, caches: Path) -> tuple[float, str]:
+        number, wall_s = left.pop(0)
+        compile_programs(number)
+        write_step(workdir)
+        return wall_s, ""
+
+    compile_programs(kept)
+    monkeypatch.setattr("benchmarks.growing_runs._run", process)
+    found = make_run(arm, 0, tmp_path)
+    assert not left
+    assert (found.cold_s, found.wall_s, found.compiled) == expected
+
+
+def test_a_run_that_is_refused_memory_says_what_would_do(tmp_path, monkeypatch):
+    arm = Arm(name="held a + b", overrides=("num_steps=1",))
+    words = "no candidate fits it; the smallest budget that would do is 4100, 200 bytes more"
+    monkeypatch.setattr("benchmarks.growing_runs._run", lambda *_: (5.0, words))
+    found = make_run(arm, 0, tmp_path)
+    assert (found.refused, found.needs, found.reward) == (words, 4100, [])
+    monkeypatch.setattr("benchmarks.growing_runs._run", lambda *_: (5.0, ""))
+    with pytest.raises(ValueError, match="was stopped; the same command goes on"):
+        make_run(arm, 0, tmp_path)
 
 
 def in_place_of(run: Run, arm: str, **changes) -> Run:
