@@ -343,7 +343,9 @@ class World:
 
     def make_environment(self, task: Task) -> Environment:
         """A fresh environment for this task."""
-        return make_environment(self.config.env, seed=task.env_seed, player=task.player)
+        env = self.config.env
+        env = dataclasses.replace(env, trail=env.trail.at(task.episode))
+        return make_environment(env, seed=task.env_seed, player=task.player)
 
     def training_tasks(self, step: int) -> list[Task]:
         """The episodes of RL step `step`: groups alternate sides, each group shares a seed."""

@@ -105,3 +105,24 @@ def test_the_corpus_has_every_stone():
     assert corpus == game_corpus(FOUR_STEPS, 20, seed=3)
     assert corpus[:5] == list("01234")
     assert sum("a trail of 5 stones" in text for text in corpus) == 20
+
+
+def test_trails_lengthen_with_the_episodes_of_a_run():
+    config = TrailConfig(num_steps=6, first_steps=4, longer_every=10)
+    steps = {episode: config.at(episode).num_steps for episode in (0, 9, 10, 19, 20, 10_000)}
+    assert steps == {0: 4, 9: 4, 10: 5, 19: 5, 20: 6, 10_000: 6}
+    assert FOUR_STEPS.trail.at(10_000) == FOUR_STEPS.trail
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"first_steps": 4}, "trail.first_steps is 4, and without .*longer_every it has no effect"),
+        ({"first_steps": 61, "longer_every": 10}, "first_steps is 61; it must be at most"),
+        ({"first_steps": 0, "longer_every": 10}, "first_steps is 0; it must be at least 1"),
+        ({"longer_every": -1}, "longer_every is -1; it must be at least 0"),
+    ],
+)
+def test_trails_that_cannot_lengthen_so_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        TrailConfig(**fields).validate()

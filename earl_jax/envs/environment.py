@@ -201,19 +201,43 @@ def _brief(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrailConfig:
-    """A trail (envs/trail.py) of `num_steps` steps, each to one of `num_stones` stones."""
+    """A trail (envs/trail.py) of `num_steps` steps, each to one of `num_stones` stones.
+
+    With `longer_every` above 0 a run's first trails have `first_steps` steps, and one more for each
+    `longer_every` episodes that were played: contexts lengthen then whatever the policy does.
+    """
 
     num_stones: int = 8
     num_steps: int = 60
+    first_steps: int = 1
+    longer_every: int = 0
+
+    def at(self, episode: int) -> "TrailConfig":
+        """The trail of an episode: with 4 `first_steps`, and longer every 10, episode 19 has 5."""
+        if not self.longer_every:
+            return self
+        grown = self.first_steps + episode // self.longer_every
+        return dataclasses.replace(self, num_steps=min(grown, self.num_steps))
 
     def validate(self) -> None:
         """Raises ValueError that names the field, what it holds and what it may hold."""
-        for field, least in (("num_stones", 2), ("num_steps", 1)):
+        fields = (("num_stones", 2), ("num_steps", 1), ("first_steps", 1), ("longer_every", 0))
+        for field, least in fields:
             if getattr(self, field) < least:
                 raise ValueError(
                     f"config.env.trail.{field} is {getattr(self, field)}; it must be at least "
                     f"{least}"
                 )
+        if not self.longer_every and self.first_steps != 1:
+            raise ValueError(
+                f"config.env.trail.first_steps is {self.first_steps}, and without "
+                "config.env.trail.longer_every it has no effect; set that above 0, or remove it"
+            )
+        if self.first_steps > self.num_steps:
+            raise ValueError(
+                f"config.env.trail.first_steps is {self.first_steps}; it must be at most "
+                f"config.env.trail.num_steps ({self.num_steps})"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
