@@ -4,11 +4,12 @@
 
     uv run python -m benchmarks.plan
 
-Bytes: every row of benchmarks/compile.md (what the chips' own compilers say of real models) beside
-what earl_jax/selector/footprint.py computes. Speed: EARL (arXiv 2510.05943) measured by how many
-per cent tensor parallelism over 8 GPUs is faster than over 4 in tokens per second and GPU, for a
-context length and a number of responses; earl_jax/selector/roofline.py predicts the sign from the
-model's sizes and the H100's data sheet. Prints Markdown. Takes a second, and no chip.
+Bytes: every row of benchmarks/compile.md, context.md and ways.md (what the chips' own compilers say
+of real models) beside what earl_jax/selector/footprint.py computes. Speed: EARL (arXiv 2510.05943)
+measured by how many per cent tensor parallelism over 8 GPUs is faster than over 4 in tokens per
+second and GPU, for a context length and a number of responses; earl_jax/selector/roofline.py
+predicts the sign from the model's sizes and the H100's data sheet. Prints Markdown. Takes a second,
+and no chip.
 """
 
 import dataclasses
@@ -33,11 +34,11 @@ from earl_jax.selector.roofline import decode_s, waves
 from earl_jax.sharding.layout import MeshShape
 
 GIB = 2**30
-MEASURED = [Path(__file__).parent / name for name in ("compile.md", "context.md")]
+MEASURED = [Path(__file__).parent / name for name in ("compile.md", "context.md", "ways.md")]
 
 
 class Point(NamedTuple):
-    """A row of compile.md or context.md: the case, and XLA's GiB per device."""
+    """A row of one of MEASURED: the case, and XLA's GiB per device."""
 
     model: str
     topology: str
@@ -51,7 +52,7 @@ class Point(NamedTuple):
 
 
 def measured_points() -> Iterator[Point]:
-    """All rows of compile.md and context.md."""
+    """All rows of the files in MEASURED."""
     for line in "\n".join(path.read_text() for path in MEASURED).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) < 12 or cells[0] not in PRESETS:
@@ -82,14 +83,16 @@ def predicted_gib(point: Point) -> float:
     """What the planner says that the point's program takes of a device."""
     platform = parse_topology(point.topology).platform
     shards = point.mesh.data * point.mesh.fsdp
-    if point.program == "update":
+    is_update = point.program.startswith("update")
+    if is_update:
         shards *= point.mesh.expert
     chunk = re.search(r"chunks of ([\d,]+)", point.program)
+    parts = re.search(r"(\d+) micro-batch", point.program)
     work = Workload(
         num_slots=point.rows * shards,
         num_rows=point.rows * shards,
-        micro_batches=point.rows,
-        remat=True,
+        micro_batches=int(parts[1]) if parts else point.rows,
+        remat="no remat" not in point.program,
         logprob_chunk=512,
         chunk_size=int(chunk[1].replace(",", "")) if chunk else CHUNK,
         append_rows=8,
@@ -98,7 +101,7 @@ def predicted_gib(point: Point) -> float:
         kv_itemsize=2,
     )
     sizes = sizes_of(point.model, "int8" if "int8" in point.program else "compute")
-    if point.program == "update":
+    if is_update:
         found = train_footprint(sizes, work, point.mesh, point.length, platform)
     else:
         found = rollout_footprint(sizes, work, point.mesh, point.length, point.rows, 0, platform)

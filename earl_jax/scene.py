@@ -90,6 +90,7 @@ def model_sizes(
         engine=_alike(_engine_parameters(specs, engine_dtype)),
         trained=_alike(_parameters(trained, 4)),
         frozen=_alike(_parameters(frozen, jnp.dtype(train.lora.base_dtype).itemsize)),
+        activation=model.activation,
     )
 
 
