@@ -35,9 +35,9 @@ CHUNK, BURST, PAGE = 128, 16, 128
 class Case:
     """What is compiled: `rows` of `length` tokens a device group that holds whole rows.
 
-    In training `rows` are those of one update and row shard, in as many micro-batches; in a rollout
-    they are slots with room for `length` tokens, and `chunk` tokens of a prompt are read at a time,
-    of eight slots. `weight_dtype` is the engine's.
+    In training `rows` are those of one update and row shard, in as many micro-batches where
+    `micro_batches` is 0; in a rollout they are slots with room for `length` tokens, and `chunk`
+    tokens of a prompt are read at a time, of eight slots. `weight_dtype` is the engine's.
     """
 
     model: str
@@ -48,6 +48,8 @@ class Case:
     length: int
     weight_dtype: Literal["compute", "int8"] = "compute"
     chunk: int = CHUNK
+    micro_batches: int = 0
+    remat: bool = True
 
     @property
     def config(self) -> ModelConfig:
@@ -62,6 +64,9 @@ class Case:
     def __str__(self) -> str:
         what = "update" if self.stage == "train" else "round"
         what += ", int8 weights" if self.weight_dtype == "int8" else ""
+        if self.micro_batches:
+            what += f", {self.micro_batches} micro-batch{'es' if self.micro_batches > 1 else ''}"
+        what += "" if self.remat else ", no remat"
         what += f", chunks of {self.chunk:,}" if self.chunk != CHUNK else ""
         return (
             f"{self.model} | {self.topology} | {what} | {self.mesh} | {self.rows} x {self.length:,}"
@@ -113,7 +118,7 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
     from earl_jax.train import step as train_step
     from earl_jax.train.config import TrainConfig
 
-    config = TrainConfig(remat=True, micro_batches=case.rows)
+    config = TrainConfig(remat=case.remat, micro_batches=case.micro_batches or case.rows)
     step = train_step.make_train_step(
         case.config,
         config,

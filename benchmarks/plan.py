@@ -4,9 +4,10 @@
 
     uv run python -m benchmarks.plan
 
-Bytes: every row of benchmarks/compile.md (what the chips' own compilers say of real models) beside
-what earl_jax/selector/footprint.py computes, and those of other pages that were compiled after it
-was written. Speed: benchmarks/earl_cells.py. Prints Markdown. Takes a second, and no chip.
+Bytes: every row of benchmarks/compile.md, context.md and ways.md (what the chips' own compilers say
+of real models) beside what earl_jax/selector/footprint.py computes, and those of other pages that
+were compiled after it was written. Speed: benchmarks/earl_cells.py. Prints Markdown. Takes a second,
+and no chip.
 """
 
 import dataclasses
@@ -33,14 +34,14 @@ GIB = 2**30
 # How far computed bytes may be off.
 CLOSE = 0.10
 PAGES = Path(__file__).parent
-MEASURED = [PAGES / name for name in ("compile.md", "context.md")]
+MEASURED = [PAGES / name for name in ("compile.md", "context.md", "ways.md")]
 # Of benchmarks/decode.py: the room behind a context, and the chips of its pages.
 DECODED = 64
 DECODING = {"H100": ("h100:1x1", "tensor=1"), "v5e, one of four": ("v5e:2x2", "tensor=4")}
 
 
 class Point(NamedTuple):
-    """A row of compile.md or context.md: the case, and XLA's GiB per device."""
+    """A row of one of MEASURED: the case, and XLA's GiB per device."""
 
     model: str
     topology: str
@@ -52,7 +53,7 @@ class Point(NamedTuple):
 
 
 def measured_points() -> Iterator[Point]:
-    """All rows of compile.md and context.md."""
+    """All rows of the files in MEASURED."""
     for line in "\n".join(path.read_text() for path in MEASURED).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) < 12 or cells[0] not in PRESETS:

@@ -90,6 +90,7 @@ def model_sizes(
         engine=_alike(_engine_parameters(specs, engine_dtype)),
         trained=_alike(_parameters(trained, 4)),
         frozen=_alike(_parameters(frozen, jnp.dtype(train.lora.base_dtype).itemsize)),
+        activation=model.activation,
     )
 
 
@@ -199,6 +200,9 @@ def make_scene(
         rollout_obstacle=rollout_obstacle,
         by_speed=selector.order == "measured",
         offload=selector.offload,
+        parked_bytes=0
+        if config.rollout.parking == "recompute"
+        else int(config.rollout.parking_host_gib * 2**30),
         page_sizes=selector.page_sizes,
         rollout_meshes=tuple(
             rollout_candidates(num_devices, selector.rollout_meshes, rollout_obstacle, experts)

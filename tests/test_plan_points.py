@@ -13,6 +13,7 @@ from benchmarks import plan as benchmark
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.scene import make_scene
+from earl_jax.selector import schedule_text
 from earl_jax.selector.footprint import (
     Footprint,
     rollout_footprint,
@@ -163,6 +164,11 @@ def test_exact_mode_is_met_by_quick_mode_as_the_page_says():
     for program, quick in rows:
         assert f"{program.computed / GIB:.2f}" == quick, program
         assert program.computed == pytest.approx(program.compiled, rel=benchmark.CLOSE), program
+
+
+def test_the_planner_says_of_itself_what_was_counted():
+    counted = benchmark.agreement([*stored_points()])
+    assert counted.startswith(f"{schedule_text.WITHIN} of {schedule_text.PROGRAMS} within 10 %")
 
 
 def test_the_page_says_what_the_benchmark_prints(capsys):

@@ -65,7 +65,7 @@ def test_remat_on_whole_layers_beats_none_on_layers_that_are_cut():
 
     The ladder tries all meshes without remat first.
     """
-    scene = small_scene(*TWO_MESHES, "train.micro_batches=2", budget=30 * GIB)
+    scene = small_scene(*TWO_MESHES, "train.micro_batches=2", budget=32 * GIB)
     plain, cut = update_on(scene, D8, 2, False), update_on(scene, T8, 2, False)
     again = update_on(scene, D8, 2, True)
     assert plain.footprint.total > scene.budget_bytes

@@ -87,13 +87,15 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
     ]
     if not resident:
         return False
-    offload = scene.can_offload
-    least = min(resident, key=lambda both: both[0] if offload else sum(both))
+    least = {False: min(resident, key=sum)}
+    if scene.can_offload:
+        resting = [both for both in resident if not scene.host_obstacle(both[1])]
+        least |= {True: min(resting)} if resting else {}
     few = scene.ways_to_play[-1].num_slots
-    ways = [way for way in scene.ways_to_play if way.num_slots == few and way.offload == offload]
+    ways = [way for way in scene.ways_to_play if way.num_slots == few and way.offload in least]
     return any(
-        rollout_prospect(on_rung, mesh, places, least, offload).footprint.total <= budget
-        for on_rung in [on_rollout_rung(scene, way) for way in ways]
+        rollout_prospect(on_rung, mesh, places, least[offload], offload).footprint.total <= budget
+        for on_rung, offload in [(on_rollout_rung(scene, way), way.offload) for way in ways]
         for mesh in players
         if on_rung.work.page_size % mesh.context == 0
     )

@@ -22,6 +22,10 @@ EXPERIENCE_BYTES = 16
 PLACES_AT_A_TIME = 1024
 # Of the logits of all slots while tokens are drawn: as they are, tempered, added up.
 LOGIT_COPIES = 3
+# Rows of so many tokens are attended to in one piece (models/attention.py).
+BLOCK_TOKENS = 128
+# What is kept of a gated network for its gradient: arrays of its width, by activation.
+GATE_ARRAYS = {"silu": 6, "gelu_tanh": 8}
 
 
 class Parameter(NamedTuple):
@@ -59,6 +63,7 @@ class ModelSizes:
     engine: tuple[Parameter, ...]
     trained: tuple[Parameter, ...]
     frozen: tuple[Parameter, ...] = ()
+    activation: str = "silu"
 
     @property
     def is_tied(self) -> bool:
@@ -221,10 +226,12 @@ def train_footprint(
     tokens = rows * length // mesh.context
     block = tokens * _block_width(sizes, mesh, 1) * sizes.compute_bytes
     kept = tokens * sizes.num_layers * sizes.compute_bytes
-    kept *= sizes.width if work.remat else _kept_width(sizes, mesh)
+    kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
     summed = numbers * 4 if work.micro_batches > 1 else 0
     apart = numbers * sizes.compute_bytes
-    head = _head_bytes(sizes, work, mesh, rows, length // mesh.context)
+    # On TPUs the embedding gathered, and once more in the other order of axes.
+    embeddings = 2 if platform == "tpu" else 0
+    head = _head_bytes(sizes, work, mesh, rows, length // mesh.context, embeddings)
     layer = 2 * _layer_bytes(sizes, mesh) + block
     # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
     zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
@@ -234,9 +241,7 @@ def train_footprint(
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
         # By what compilers say, which do not say why: benchmarks/plan.md.
-        together = (
-            kept * (2 if work.remat and summed else 1) + head + _head_copies(sizes, mesh) + block
-        )
+        together = kept * (2 if work.remat and summed else 1) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
     gradients, working = max(phases, key=sum)
     return Footprint(
@@ -260,31 +265,52 @@ def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     return stream + pairs * (6 * sizes.width + inside)
 
 
-def _kept_width(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Numbers that a layer keeps of a token for the backward pass, without remat."""
+def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
+    """Numbers that a layer keeps of a token of a row for the backward pass, without remat.
+
+    What JAX saves, in numbers of the compute type: of a norm its input and what is normalised, both
+    in fp32, and what it gives where that goes into a matrix.
+    """
+    fp32 = 4 // sizes.compute_bytes
+    names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
-    stream, inside = 8 * sizes.width + 6 * heads, 6 * sizes.ffn_size // mesh.tensor
-    if any(parameter.name == "query_norm" for parameter in sizes.engine):
-        # Queries and keys before and after, in fp32 in between.
-        stream += 4 * (heads + sizes.num_kv_heads * sizes.head_size // mesh.tensor)
+    kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
+    # Queries, keys and values, and what attention gives.
+    width = 2 * (2 * fp32 + 1) * sizes.width + 2 * heads + 2 * kv_heads
+    # Attention's weights, in fp32 and as they weigh values; or what a kernel gives, as it does.
+    weights = (fp32 + 1) * sizes.num_heads // mesh.tensor * length
+    width += weights if length <= BLOCK_TOKENS else heads
+    if "post_ffn_norm" in names:
+        width += 2 * 2 * fp32 * sizes.width
+    if "query_norm" in names:
+        width += 2 * fp32 * (heads + kv_heads)
+    if len(set(sizes.windows)) > 1:
+        # Sines and cosines, which are of a layer then: for queries, and for keys.
+        width += 2 * fp32 * sizes.head_size
+    inside = GATE_ARRAYS[sizes.activation] * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
-        return stream + inside
-    return stream + sizes.experts_per_token * mesh.expert * (6 * sizes.width + inside)
+        return width + inside
+    # Before and behind the experts, there in fp32 too, and which of them are here.
+    stream = (2 + fp32) * sizes.width + sizes.width // sizes.compute_bytes
+    return width + sizes.experts_per_token * mesh.expert * (stream + inside)
 
 
-def _head_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int) -> int:
-    """The head gathered, its gradient in fp32, both as they are cut; logits of a chunk."""
+def _head_bytes(
+    sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int, embeddings: int
+) -> int:
+    """Of what is fuller: a chunk's logits and gradients of these, or gradients of the head.
+
+    For logits there is room three times, beside the head and its gradient in the compute type. For
+    the other the head is gathered, its gradient in fp32, both are there as they are cut too, with
+    so many `embeddings` in the compute type.
+    """
     numbers = sizes.width * sizes.vocab_size // mesh.tensor
     matrices, parts = 4 * numbers, parts_of("D", mesh)
     if parts > 1:
         matrices = (sizes.compute_bytes + 4) * (numbers + numbers // parts)
-    chunk = min(work.logprob_chunk, length)
-    return matrices + rows * chunk * sizes.vocab_size // mesh.tensor * 4
-
-
-def _head_copies(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """The embedding gathered, and once more in the other order of axes."""
-    return 2 * sizes.width * sizes.vocab_size // mesh.tensor * sizes.compute_bytes
+    head = numbers * sizes.compute_bytes
+    logits = rows * min(work.logprob_chunk, length) * sizes.vocab_size // mesh.tensor * 4
+    return max(3 * logits + 2 * head, logits + matrices + embeddings * head)
 
 
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:

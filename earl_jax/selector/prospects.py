@@ -21,6 +21,7 @@ from earl_jax.selector.footprint import (
     train_footprint,
 )
 from earl_jax.selector.hardware import Hardware
+from earl_jax.selector.host_memory import host_obstacle
 from earl_jax.selector.ladder import (
     RolloutRung,
     TrainRung,
@@ -45,7 +46,7 @@ class Scene:
     candidates beside that of `work`. Without `by_speed` meshes are taken in the order that they are
     listed in (config.selector.order), and what a stage does with less in that of its ladder.
     `factors` are measured speeds by computed ones, of a stage; 1 where there is none. `offload` is
-    that of the config.
+    that of the config. `parked_bytes` of pages may lie in a host's memory beside the moments.
     """
 
     hardware: Hardware
@@ -62,12 +63,17 @@ class Scene:
     page_sizes: tuple[int, ...] = ()
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     offload: Literal["auto", "on", "off"] = "off"
+    parked_bytes: int = 0
 
     @property
     def can_offload(self) -> bool:
         """Whether the optimizer's moments may wait in host memory while episodes are played."""
         chips = self.hardware.platform != "cpu"
         return self.offload == "on" or self.offload == "auto" and chips
+
+    def host_obstacle(self, moments: int) -> str:
+        """Why hosts have no room for so many bytes of each device, in words; "" where they have."""
+        return host_obstacle(self.hardware, moments, self.parked_bytes)
 
     @property
     def ways_to_train(self) -> list[TrainRung]:
@@ -201,8 +207,12 @@ def train_prospects(scene: Scene, ways: Sequence[TrainRung], places: int) -> Pro
 def rollout_prospects(
     scene: Scene, ways: Sequence[RolloutRung], places: int, trainer: tuple[int, int]
 ) -> Prospects:
-    """Rollouts in these ways on all meshes; `trainer` as in `rollout_prospect`."""
-    scenes = [(on_rollout_rung(scene, way), way) for way in ways]
+    """Rollouts in these ways on all meshes; `trainer` as in `rollout_prospect`.
+
+    Those with the moments in host memory only where there is room for them.
+    """
+    no_room = scene.host_obstacle(trainer[1])
+    scenes = [(on_rollout_rung(scene, way), way) for way in ways if not (way.offload and no_room)]
     found = [
         rollout_prospect(on_rung, mesh, places, trainer, way.offload)
         for on_rung, way in scenes
