@@ -6,8 +6,8 @@
 
 Bytes: every row of benchmarks/compile.md, context.md and ways.md (what the chips' own compilers say
 of real models) beside what earl_jax/selector/footprint.py computes, and those of other pages that
-were compiled after it was written. Speed: benchmarks/earl_cells.py. Prints Markdown. Takes a second,
-and no chip.
+were compiled after it was written. Speed: benchmarks/earl_cells.py. Prints Markdown. Takes a
+second, and no chip.
 """
 
 import dataclasses
