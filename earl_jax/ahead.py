@@ -46,7 +46,7 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
     More pages in the room in use; the next room with the pages there are, and with more, and if the
     budget holds it on another mesh alone, the way of live episodes there; the move of the trainer
     to each mesh that may hold such rows; and, for a room that no config names, the training on rows
-    of its length, and every other candidate.
+    of its length, as it would be chosen now first, and every other candidate.
     """
     slots, places = placement.num_slots, placement.places
     more = roomier_pages(placement.pages + 1)
@@ -67,11 +67,14 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
     if configured:
         # Its candidates were compiled before the first step.
         return
-    for mesh in (here, *others):
+    likely = placement.foresee_training(room)
+    ways = [likely] if likely else []
+    for mesh, way in dict.fromkeys([*ways, *((mesh, rung) for mesh in (here, *others))]):
         # Jitted here: two threads would make two of it.
-        world.train_step(mesh, "policy_gradient", rung)
+        world.train_step(mesh, "policy_gradient", way)
         yield Wanted(
-            ("train", mesh, room, rung), lambda mesh=mesh: lower_train(world, mesh, room, rung)
+            ("train", mesh, room, way),
+            lambda mesh=mesh, way=way: lower_train(world, mesh, room, way),
         )
     for mesh in world.rollout_candidates_for(room):
         page = placement.page_size

@@ -136,9 +136,14 @@ class Calibration(Remembered):
                 found.append(self._held_up(candidate, places, rung, wanted))
         return fill_in(found)
 
-    def train_guesses(self, places: int, rungs: Sequence[TrainRung]) -> list[Option]:
-        """The training candidates on all these rungs, as for rollouts."""
-        first = self._world.first_train_rung
+    def train_guesses(
+        self, places: int, rungs: Sequence[TrainRung], *, asks: bool = True
+    ) -> list[Option]:
+        """The training candidates on all these rungs, as for rollouts.
+
+        Without `asks` nothing is measured that is not known.
+        """
+        first = self._world.first_train_rung if asks else None
         return fill_in(
             [
                 self._train(mesh, places, rung, asks=rung == first and self.measures_all)

@@ -192,34 +192,59 @@ class Chooser:
         self, length: int, load: Load | None, current: MeshShape | None
     ) -> tuple[Decision, TrainRung]:
         """A mesh for rows of this length, if `current` must be left. Raises BudgetTooSmall."""
-        tokens = self.world.config.rollout.episodes_per_step * length
-
-        def among(options: Sequence[Option]) -> Decision:
-            return choose(
-                "train",
-                options,
-                current=current,
-                places=length,
-                load=load,
-                step_tokens=tokens,
-                switch_s=math.inf,
-                settings=self.settings,
-            )
-
         if self.calibration.by_order:
             return _first_that_fits(
                 self.ladder.train_rungs(length),
-                lambda rung: among(self.calibration.train_options(length, rung)),
+                lambda rung: self._trainer_of(
+                    self.calibration.train_options(length, rung), length, load, current
+                ),
             )
         ways, asked = self._if_short(self.ladder.train_ways(length)), set[Hashable]()
         while True:
             options = self.calibration.train_guesses(length, ways)
-            decision = among(options)
+            decision = self._trainer_of(options, length, load, current)
             possible = [not obstacle(option, self.settings) for option in options]
             if not self._ask(self._doubtful("train", options, possible, decision), asked):
                 break
         assert isinstance(decision.rung, TrainRung)
         return decision, decision.rung
+
+    def guess_training(
+        self, length: int, current: MeshShape | None
+    ) -> tuple[MeshShape, TrainRung] | None:
+        """What would be chosen for such rows by what is known now; nothing is compiled or measured.
+
+        None where nothing would fit, and where meshes are taken in the order of their list.
+        """
+        if self.calibration.by_order:
+            return None
+        ways = self._if_short(self.ladder.train_ways(length))
+        options = self.calibration.train_guesses(length, ways, asks=False)
+        try:
+            decision = self._trainer_of(options, length, None, current)
+        except BudgetTooSmall:
+            return None
+        assert isinstance(decision.rung, TrainRung)
+        return decision.mesh, decision.rung
+
+    def _trainer_of(
+        self,
+        options: Sequence[Option],
+        length: int,
+        load: Load | None,
+        current: MeshShape | None,
+    ) -> Decision:
+        """One of these options for rows of this length. Raises BudgetTooSmall."""
+        return choose(
+            "train",
+            options,
+            current=current,
+            places=length,
+            load=load,
+            step_tokens=self.world.config.rollout.episodes_per_step * length,
+            switch_s=math.inf,
+            settings=self.settings,
+        )
 
     def choose_rollout(
         self,

@@ -19,6 +19,7 @@ from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat, open_seat, vacate
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
@@ -166,6 +167,10 @@ class Placement(Meshes):
         except BudgetTooSmall:
             return here, pages
         return found[0].mesh, found[1].pages
+
+    def foresee_training(self, length: int) -> tuple[MeshShape, TrainRung] | None:
+        """Where and how rows of this length would be trained on, as far as that is known."""
+        return self._chooser.guess_training(length, self.train_mesh)
 
     def _mesh_of(self, seat: Seat) -> MeshShape:
         """The rollout mesh that a seat is on. Of several processes none goes its own way."""

@@ -23,6 +23,7 @@ from test_placement import (
 from earl_jax.ahead import CompileAhead, Wanted, wanted_programs
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
+from earl_jax.estimates import train_estimate
 from earl_jax.placement import Placement
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.selector.throughput import Measurement, ThroughputTable
@@ -105,6 +106,17 @@ def test_a_room_that_no_config_names_is_wanted_where_contexts_grow_towards_it(wo
         *(("train", mesh, 2 * LONG, rung) for mesh in world.train_candidates),
         *(("measured", mesh, 8, 0, 2 * LONG) for mesh in (D8, D4T2)),
     ]
+
+
+def test_the_way_to_train_that_would_be_chosen_is_compiled_first():
+    """The first way surely breaks the budget in the next room: one that may not is next."""
+    world = World(make_config(GIVEN | {"selector": LISTED | {"compile_ahead": "on"}}))
+    first, room = world.first_train_rung, 2 * LONG
+    world.budget_bytes = train_estimate(world, D8, room, first).least - 1
+    found = keys(world, LONG, history_of(15, 18, 21, 24), 2)
+    _, mesh, length, way = next(key for key in found if key[0] == "train")
+    assert (mesh, length) == (D8, room) and way != first
+    assert train_estimate(world, D8, room, way).least <= world.budget_bytes
 
 
 def outgrown(world, monkeypatch):
