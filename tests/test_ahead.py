@@ -149,6 +149,8 @@ def programs(tmp_path):
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = [getattr(jax.config, name) for name in names]
     compilation_cache.reset_cache()
+    # What other tests compiled in this process would not be compiled again.
+    jax.clear_caches()
     for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
         jax.config.update(name, value)
     kinds = ("jit_on_shard-*", "jit_step-*", "jit_grow-*", "jit_move_all-*")

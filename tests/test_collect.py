@@ -832,8 +832,13 @@ def test_one_thread_alone_speaks_to_the_devices(pool):
             speakers.add(threading.get_ident())
             return super().__getattribute__(name)
 
+    def think():
+        thinkers.add(threading.get_ident())
+        # Long enough for the other one to take the next.
+        time.sleep(0.002)
+
     def make(task):
-        return Watched(task, lambda: thinkers.add(threading.get_ident()))
+        return Watched(task, think)
 
     player = Noting(engine().config, engine().layout)
     rollout = collect(pool, tasks(20), make, player=player, patience_s=0.0)
