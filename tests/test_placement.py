@@ -35,15 +35,16 @@ D4T2 = MeshShape(data=4, tensor=2)
 CUBE = MeshShape(data=2, fsdp=2, tensor=2)
 SHORT, LONG = 16, 32
 
+TINY = {
+    "num_layers": 1,
+    "width": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "ffn_size": 16,
+}
 GIVEN = {
-    "model": {
-        "num_layers": 1,
-        "width": 16,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "ffn_size": 16,
-    },
+    "model": TINY,
     "rollout": {
         "num_slots": 8,
         "episodes_per_step": 16,

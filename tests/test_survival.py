@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import Processes
+from test_placement import D4T2, D8, TINY
 
 from earl_jax import survival
 from earl_jax.calibrate import Calibration
@@ -40,20 +41,11 @@ from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import batch_shapes
 from earl_jax.world import World
 
-D8 = MeshShape(data=8)
-D4T2 = MeshShape(data=4, tensor=2)
 CUBE = MeshShape(data=2, fsdp=2, tensor=2)
 PLACES = 32
 
 GIVEN = {
-    "model": {
-        "num_layers": 1,
-        "width": 16,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "ffn_size": 16,
-    },
+    "model": TINY,
     "rollout": {
         "num_slots": 16,
         "episodes_per_step": 16,

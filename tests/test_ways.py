@@ -5,6 +5,7 @@
 import itertools
 
 import pytest
+from test_placement import D4T2, D8, TINY
 
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
@@ -16,20 +17,11 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
 
-D8 = MeshShape(data=8)
-D4T2 = MeshShape(data=4, tensor=2)
 FSDP = MeshShape(data=1, fsdp=8)
 PLACES = 32
 
 GIVEN = {
-    "model": {
-        "num_layers": 1,
-        "width": 16,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "head_size": 8,
-        "ffn_size": 16,
-    },
+    "model": TINY,
     "rollout": {
         "num_slots": 16,
         "episodes_per_step": 16,
