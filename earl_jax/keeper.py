@@ -166,13 +166,17 @@ class Keeper:
         if self.world.processes.is_first:
             keep_exports(self.workdir, newest=checkpoint.keep)
 
-    def _new_rung(self) -> list[str]:
-        """What a run does otherwise than its config says, if that is another than a step before."""
+    def _new_rung(self, comparison: str) -> list[str]:
+        """What a run does otherwise than its config says, if that is another than a step before.
+
+        With how what was chosen compares with the others.
+        """
         rung = self.placement.rung
         if rung == self._rung:
             return []
         self._rung = rung
-        return [rung or "all as the config says again"]
+        words = rung or "all as the config says again"
+        return [f"{words}: {comparison}" if comparison else words]
 
     def _report(self) -> None:
         if not self.world.processes.is_first:
@@ -244,7 +248,7 @@ class Keeper:
             "rung": self.placement.rung or None,
             "switch_notes": [
                 *(f"{decision.stage} {decision.reason}" for decision in switches),
-                *self._new_rung(),
+                *self._new_rung(log.comparison),
             ],
             "dispatch_bytes": record.dispatch_bytes,
             "dispatch_host_bytes": record.dispatch_host_bytes,
