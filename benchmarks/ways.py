@@ -35,6 +35,9 @@ CASES = (
     *_ways("qwen3-0.6b", "h100:1x8", "data=2,fsdp=2,tensor=2", 4, 4096),
     *_ways("qwen2.5-1.5b", "v5p:2x2x2", "fsdp=8", 4, 1024),
     *_ways("qwen2.5-0.5b", "v5p:2x2x1", "fsdp=4", 4, 1024),
+    # Twice the length, twice the bytes, without remat too.
+    *_ways("qwen3-0.6b", "h100:1x8", "data=2,fsdp=2,tensor=2", 1, 16_384)[:1],
+    *_ways("qwen3-0.6b", "h100:1x8", "data=2,fsdp=2,tensor=2", 1, 32_768)[:1],
 )
 
 

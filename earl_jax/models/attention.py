@@ -63,6 +63,12 @@ def attention(
     if length <= BLOCK_SIZE:
         return attend(query_BTKGH, key_BKSH, value_BKSH, query_places, key_places)
     blocks = -(-length // BLOCK_SIZE)
+    # JAX takes out of a scan over layers what is the same in all of them, and keeps it: the masks
+    # of all blocks, a byte for each head and pair of tokens. Places that come with the queries are
+    # a layer's own.
+    _, query_places = jax.lax.optimization_barrier(
+        (jax.lax.stop_gradient(query_BTKGH), query_places)
+    )
 
     def split(array: jax.Array) -> jax.Array:
         pad = [(0, 0), (0, blocks * BLOCK_SIZE - length)] + [(0, 0)] * (array.ndim - 2)
