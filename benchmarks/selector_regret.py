@@ -9,14 +9,18 @@ At each room per episode, and for each kind of load, the step is measured for ev
 each stage: publishing and playing real episodes, and one step's updates, by turns. A candidate is a
 mesh, with --ways in every way to be used: with fewer slots and other page sizes
 (config.selector.page_sizes), in more micro-batches and with remat. A pair of candidates takes what
-its stages take; pairs that the budget does not hold are no rivals. Then the selector chooses from
-its own measurements (of synthetic rounds, as at the start of a run) and guesses, and from the load
-of such a step. Beside it stands what a rule without measurements loses: the first pair of the list
-that fits. Episodes are as long as the load says because their turns are limited; a policy of random
-weights seldom ends one.
+its stages take; pairs that the budget does not hold are no rivals. Pairs that are far behind after
+a round or two get no more of them; the best and the chosen one have all. Updates are of full rows
+whatever the load, so that those of a length are measured once. Compilations are not counted.
 
-Prints each point as soon as it is known, and with --to appends it to a file, as JSON with the
-seconds of every candidate; behind --minutes no more are begun.
+The selector chooses from its own measurements (of synthetic rounds, as at the start of a run) and
+guesses, and from the load of such a step. Beside it stands what a rule without measurements loses:
+the first pair of the list that fits. Episodes are as long as the load says because their turns are
+limited; a policy of random weights seldom ends one.
+
+Prints each point as soon as it is known; behind --minutes no more are begun. With --to they are
+appended to a file, as JSON with the seconds of every candidate, and the selector's measurements
+are kept beside it: the same command then goes on where it was stopped.
 """
 
 import argparse
@@ -25,12 +29,21 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from benchmarks.regret_points import (
+    Kept,
+    Pair,
+    Timed,
+    pairs_within,
+    regret,
+    summary,
+    time_pairs,
+)
 from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
 
 # Of each kind of load: lengths of the episodes' turns, as a part of the room.
@@ -48,40 +61,11 @@ def turn_tokens(kind: str, number: int, room: int) -> list[int]:
     return [max(1, room if kind == "even" else room // 2)] * number
 
 
-class Pair(NamedTuple):
-    """The numbers of a rollout mesh and of a training mesh, in the order of the candidates."""
-
-    rollout: int
-    train: int
-
-
-def regret(step_s: Mapping[Pair, float], chosen: Pair) -> tuple[float, Pair]:
-    """By what fraction the chosen pair's step is longer than the best one's, and which that is."""
-    best = min(step_s, key=lambda pair: step_s[pair])
-    return step_s[chosen] / step_s[best] - 1.0, best
-
-
-def pairs_within(
-    rollout_bytes: Sequence[int],
-    train_bytes: Sequence[int],
-    resident_bytes: Sequence[int],
-    budget: int | None,
-) -> list[Pair]:
-    """The pairs that the budget holds: the rollout beside what its trainer leaves on a device."""
-    most = float("inf") if budget is None else budget
-    pairs = itertools.product(range(len(rollout_bytes)), range(len(train_bytes)))
-    return [
-        Pair(r, t)
-        for r, t in pairs
-        if train_bytes[t] <= most and rollout_bytes[r] + resident_bytes[t] <= most
-    ]
-
-
 class Bench:
     """The points of one config."""
 
-    def __init__(self, config: Any, repeats: int, ways: bool) -> None:
-        """Measures the candidates as the start of a run does."""
+    def __init__(self, config: Any, repeats: int, ways: bool, table: Any = None) -> None:
+        """With the selector's measurements so far, if there are any."""
         from earl_jax.calibrate import Calibration
         from earl_jax.selector.throughput import ThroughputTable
         from earl_jax.survival import Ladder
@@ -89,42 +73,48 @@ class Bench:
 
         self.config, self.repeats, self.ways = config, repeats, ways
         self.world = World(config)
-        table = ThroughputTable(path=None, measurements={})
-        self.calibration = Calibration(self.world, table, _say)
+        empty = ThroughputTable(path=None, measurements={})
+        self.calibration = Calibration(self.world, table or empty, _say)
         # What is measured for the comparison, the choice must not know.
-        self.everything = Calibration(self.world, table, lambda _: None)
+        self.everything = Calibration(self.world, empty, lambda _: None)
         self.ladder = Ladder(self.world)
+        # Updates by mesh, rung and length: they are the same for all loads.
+        self._updates: dict[Any, Timed] = {}
+
+    def measure_ahead(self) -> None:
+        """What a run measures before its first step."""
+        from earl_jax.placement import Placement
+
+        self.calibration.measure_all()
+        Placement(self.world, self.calibration).measure_ahead()
 
     def point(self, room: int, kind: str) -> dict[str, Any]:
         """A row: what was chosen and what is best at this room, for this kind of load."""
-        from earl_jax.placement import Placement
-
         world, tasks = self.world, _tasks(self.world, kind, room)
-        pages = world.pool_for(room).pages
         load = self._player(world.rollout_candidates[0], self._whole(room), room, tasks)()
         length = world.config.rollout.places_for(load.context_tokens_max)
-        rollouts, trains = self._rollouts(room), self._trains(length)
+        decision = self._choose(room, load)
+        if decision is None:
+            return {"room": room, "load": kind, "chosen": "no pair fits without a lower rung"}
+        rollouts = self._rollouts(room, decision.rollout.rung)
+        trains = self._trains(length, decision.train.rung)
         pairs = pairs_within(
             [option.bytes_per_device for option in rollouts],
             [option.bytes_per_device for option in trains],
             [self.ladder.trainer_bytes(option.mesh) for option in trains],
             world.budget_bytes,
         )
+        chosen = Pair(_find(rollouts, decision.rollout), _find(trains, decision.train))
         row: dict[str, Any] = {"room": room, "load": kind, "pairs": len(pairs)}
         row["left out"] = len(rollouts) * len(trains) - len(pairs)
-        if not pairs:
-            return row | {"chosen": "no pair fits without a lower rung"}
-        placement = Placement(world, self.calibration)
-        placement.pages = pages
-        decision = placement.choose_step(room, load)
-        chosen = Pair(_find(rollouts, decision.rollout), _find(trains, decision.train))
-        some_r, some_t = (sorted({pair[n] for pair in pairs}) for n in (0, 1))
-        runs = [self._player(rollouts[r].mesh, rollouts[r].rung, room, tasks) for r in some_r]
-        runs += [self._trainer(trains[t].mesh, trains[t].rung, length) for t in some_t]
-        seconds = least_s(runs, self.repeats)
-        rollout_s = dict(zip(some_r, seconds, strict=False))
-        train_s = dict(zip(some_t, seconds[len(some_r) :], strict=True))
-        step_s = {p: rollout_s[p.rollout] + train_s[p.train] for p in pairs}
+        if chosen not in pairs:
+            return row | {"chosen": "what fits with fewer pages than there are slots for"}
+        playing = {
+            n: Timed(self._player(rollouts[n].mesh, rollouts[n].rung, room, tasks))
+            for n in sorted({pair.rollout for pair in pairs})
+        }
+        training = {n: self._update(trains[n], length) for n in sorted({p.train for p in pairs})}
+        step_s = time_pairs(playing, training, pairs, chosen, self.repeats)
         lost, best = regret(step_s, chosen)
 
         def words(pair: Pair) -> str:
@@ -137,9 +127,27 @@ class Bench:
             "best s": step_s[best],
             "slower by": lost,
             "the first by": regret(step_s, pairs[0])[0],
-            "rollout_s": {rollouts[r].words: s for r, s in rollout_s.items()},
-            "train_s": {trains[t].words: s for t, s in train_s.items()},
+            "rollout_s": {rollouts[n].words: timed.least_s for n, timed in playing.items()},
+            "train_s": {trains[n].words: timed.least_s for n, timed in training.items()},
         }
+
+    def _choose(self, room: int, load: Any) -> Any:
+        """The selector's decision; None where nothing fits."""
+        from earl_jax.placement import Placement
+        from earl_jax.selector.choose import BudgetTooSmall
+
+        placement = Placement(self.world, self.calibration)
+        placement.pages = self.world.pool_for(room).pages
+        try:
+            return placement.choose_step(room, load)
+        except BudgetTooSmall:
+            return None
+
+    def _update(self, option: Any, length: int) -> Timed:
+        key = (option.mesh, option.rung, length)
+        if key not in self._updates:
+            self._updates[key] = Timed(self._trainer(option.mesh, option.rung, length))
+        return self._updates[key]
 
     def _whole(self, room: int) -> Any:
         """The rung of a rollout that has pages for all slots."""
@@ -148,14 +156,16 @@ class Bench:
         world = self.world
         return RolloutRung(world.own_rollout.num_slots, world.pool_for(room).pages)
 
-    def _rollouts(self, room: int) -> list[Any]:
-        """Each mesh, with --ways on all rungs that have pages for all of their slots."""
+    def _rollouts(self, room: int, chosen: Any) -> list[Any]:
+        """Each mesh as the config says and as is chosen, with --ways in all ways.
+
+        With pages for all slots.
+        """
         whole, world = self._whole(room), self.world
         rungs = [whole]
-        for rung in self.ladder.rollout_ways(room, whole.pages) if self.ways else ():
+        for rung in (chosen, *(self.ladder.rollout_ways(room, whole.pages) if self.ways else ())):
             dense = world.pool_for(room, rung.num_slots, rung.page_size).pages
-            if rung.pages >= dense and not rung.offload:
-                rungs.append(rung)
+            rungs.append(rung._replace(pages=dense, offload=False))
         return [
             dataclasses.replace(option, rung=rung)
             for rung in dict.fromkeys(rungs)
@@ -164,10 +174,15 @@ class Bench:
             )
         ]
 
-    def _trains(self, length: int) -> list[Any]:
-        """Each mesh, with --ways in all ways to learn."""
-        ways = self.ladder.train_ways(length) if self.ways else [self.world.first_train_rung]
-        return [o for way in ways for o in self.everything.train_options(length, way)]
+    def _trains(self, length: int, chosen: Any) -> list[Any]:
+        """Each mesh as the config says and as is chosen, with --ways in all ways to learn."""
+        ways = [self.world.first_train_rung, chosen]
+        ways += self.ladder.train_ways(length) if self.ways else []
+        return [
+            option
+            for way in dict.fromkeys(ways)
+            for option in self.everything.train_options(length, way)
+        ]
 
     def _player(self, mesh: Any, rung: Any, room: int, tasks: Sequence[Any]) -> Callable[[], Any]:
         """Publishes to this mesh and plays there; returns the load."""
@@ -237,35 +252,18 @@ def _tasks(world: Any, kind: str, room: int) -> list[Any]:
     ]
 
 
-def least_s(runs: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
-    """The shortest of so many times of each, behind one that compiles: disturbance only adds to it.
-
-    They take turns, so that what else the machine does falls on all of them.
-    """
-    for run in runs:
-        run()
-    least = [float("inf")] * len(runs)
-    for _ in range(repeats):
-        for n, run in enumerate(runs):
-            start_s = time.perf_counter()
-            run()
-            least[n] = min(least[n], time.perf_counter() - start_s)
-    return least
-
-
 def measure(
-    config: Any, repeats: int, kinds: Sequence[str], minutes: float, ways: bool = False
+    bench: Bench, points: Sequence[tuple[str, int]], minutes: float
 ) -> Iterator[dict[str, Any]]:
     """A row for each kind of load and room, until the time is over."""
     start_s = time.monotonic()
-    bench, rooms = Bench(config, repeats, ways), config.rollout.context_buckets
-    points = list(itertools.product(kinds, rooms))
     _say(f"{len(points)} points")
-    bench.calibration.measure_all()
+    if points:
+        bench.measure_ahead()
     took_s: list[float] = []
     for number, (kind, room) in enumerate(points, start=1):
         begun_s = time.monotonic()
-        if took_s and begun_s - start_s + max(took_s[-len(rooms) :]) > 60 * minutes:
+        if took_s and begun_s - start_s + max(took_s) > 60 * minutes:
             _say(f"the {minutes:g} minutes are over; {len(points) - number + 1} points are left")
             return
         yield bench.point(room, kind)
@@ -278,17 +276,6 @@ def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def summary(lost: Sequence[float]) -> str:
-    """How many points are within 5 and 10 % of the best, in words."""
-    if not lost:
-        return "no point was measured"
-    shares = [np.mean([one <= most for one in lost]) for most in (0.05, 0.10)]
-    return (
-        f"{len(lost)} points: {shares[0]:.0%} at most 5 % slower than the best, {shares[1]:.0%} "
-        f"at most 10 %, the worst {max(lost):.1%}"
-    )
-
-
 def regret_command(arguments: Sequence[str]) -> None:
     """The whole command."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
@@ -298,7 +285,7 @@ def regret_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--loads", default=",".join(LOADS))
     parser.add_argument("--ways", action="store_true", help="not only meshes, but all ways")
     parser.add_argument("--minutes", type=float, default=20, help="no point is begun behind these")
-    parser.add_argument("--to", type=Path, help="a file that points are appended to, as JSON")
+    parser.add_argument("--to", type=Path, help="a file of points as JSON, to append to; goes on")
     parser.add_argument("--json", action="store_true", help="an object a line")
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
     from earl_jax.bench import write_table
@@ -309,26 +296,32 @@ def regret_command(arguments: Sequence[str]) -> None:
         overrides.append(f"rollout.context_buckets=({flags.rooms},)")
     config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    lost: list[float] = []
+    kept = Kept(flags.to, config, repeats=flags.repeats, ways=flags.ways)
+    rooms = config.rollout.context_buckets
+    points = [
+        (kind, room)
+        for room, kind in itertools.product(rooms, flags.loads.split(","))
+        if not kept.has(kind, room)
+    ]
+    bench = Bench(config, flags.repeats, flags.ways, kept.table())
 
-    def kept() -> Iterator[dict[str, Any]]:
-        kinds = flags.loads.split(",")
-        for row in measure(config, flags.repeats, kinds, flags.minutes, flags.ways):
-            if "slower by" in row:
-                lost.append(row["slower by"])
-            if flags.to:
-                with flags.to.open("a") as file:
-                    file.write(json.dumps({"config": flags.config.name, **row}) + "\n")
+    def rows() -> Iterator[dict[str, Any]]:
+        for row in measure(bench, points, flags.minutes):
+            kept.append({"config": flags.config.name, "arguments": overrides, **row})
             yield row
 
     if flags.json:
-        for row in kept():
+        for row in rows():
             print(json.dumps(row), flush=True)
     else:
         names = ("room", "load", "pairs", "left out", "chosen", "best", "chosen s", "best s")
         shown = (*names, "slower by", "the first by")
-        write_table({name: row.get(name) for name in shown} for row in kept())
-    _say(summary(lost))
+        write_table({name: row.get(name) for name in shown} for row in rows())
+    for same in dict.fromkeys(row.get("same") for row in kept.rows):
+        of_this = [row for row in kept.rows if row.get("same") == same]
+        words = " ".join(of_this[0].get("arguments", ()))
+        _say(f"{summary([r['slower by'] for r in of_this if 'slower by' in r])}: {words}")
+    _say(f"all: {summary([row['slower by'] for row in kept.rows if 'slower by' in row])}")
 
 
 if __name__ == "__main__":

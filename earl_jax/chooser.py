@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from earl_jax.calibrate import Calibration
 from earl_jax.rollout.seat import Seat
 from earl_jax.selector.choose import (
@@ -21,9 +23,16 @@ from earl_jax.selector.choose import (
     choose,
     obstacle,
 )
-from earl_jax.selector.guesses import DOUBT, worth_measuring
+from earl_jax.selector.guesses import (
+    DOUBT,
+    MOST_TRIED,
+    beside_fastest,
+    tried_ways,
+    worth_measuring,
+    worth_trying,
+)
 from earl_jax.selector.ladder import RolloutRung, TrainRung
-from earl_jax.selector.pairs import Pair, Work, residents_of, room_of
+from earl_jax.selector.pairs import Offers, Pair, Work
 from earl_jax.selector.step_choice import StepDecision, choose_step
 from earl_jax.selector.tail import choose_tail
 from earl_jax.sharding.layout import MeshShape
@@ -79,36 +88,48 @@ class Chooser:
 
     def _fastest_pair(self, work: Work, pages: int, pair: Pair | None, calm: int) -> StepChoice:
         """Of all meshes on all rungs, guesses measured until what is chosen is none."""
-        ways = self._if_short(self.ladder.rollout_ways(work.rollout_places, pages))
-        train_ways = self._if_short(self.ladder.train_ways(work.train_places))
         asked: set[Hashable] = set()
         while True:
-            rollouts = self.calibration.rollout_guesses(
-                work.rollout_places, ways, _contexts(work.load)
-            )
-            trains = self.calibration.train_guesses(work.train_places, train_ways)
-            resident = [self.ladder.trainer_bytes(option.mesh) for option in trains]
-            kept = [self.ladder.kept(option.mesh) for option in trains]
+            offers = self._offers(work, pages)
             decision = choose_step(
-                rollouts,
-                trains,
-                resident_bytes=resident,
-                kept=kept,
+                offers.rollouts,
+                offers.trains,
+                resident_bytes=offers.resident_bytes,
+                kept=offers.kept,
                 current=pair,
                 calm_steps=calm,
                 work=work,
                 settings=self.settings,
             )
-            room = room_of(rollouts, trains, residents_of(resident, kept), self.settings)
+            room = offers.room(self.settings)
             doubtful = [
-                *self._doubtful("rollout", rollouts, room.possible_R, decision.rollout),
-                *self._doubtful("train", trains, room.possible_T, decision.train),
+                *self._doubtful("rollout", offers.rollouts, room.possible_R, decision.rollout),
+                *self._doubtful("train", offers.trains, room.possible_T, decision.train),
             ]
             if not self._ask(doubtful, asked):
                 break
         rollout, train = decision.rollout.rung, decision.train.rung
         assert isinstance(rollout, RolloutRung) and isinstance(train, TrainRung)
         return StepChoice(decision=decision, rollout=rollout, train=train, work=work)
+
+    def _offers(self, work: Work, pages: int) -> Offers:
+        """All meshes in all ways, as far as they are known."""
+        ways = self._if_short(self.ladder.rollout_ways(work.rollout_places, pages))
+        train_ways = self._ways_to_train(work.train_places)
+        trains = self.calibration.train_guesses(work.train_places, train_ways)
+        return Offers(
+            rollouts=self.calibration.rollout_guesses(
+                work.rollout_places, ways, _contexts(work.load)
+            ),
+            trains=trains,
+            resident_bytes=[self.ladder.trainer_bytes(option.mesh) for option in trains],
+            kept=[self.ladder.kept(option.mesh) for option in trains],
+        )
+
+    def _ways_to_train(self, length: int) -> list[TrainRung]:
+        """Where ways are tried (`_try_ways`) all; else all that memory may ask for."""
+        ways = self.ladder.train_ways(length)
+        return ways if self.calibration.measures_all else self._if_short(ways)
 
     def _if_short(self, ways: list[Rung]) -> list[Rung]:
         """All ways where memory has a limit; where none is known the first, which is the fastest.
@@ -177,16 +198,49 @@ class Chooser:
         """Measures what each configured room would be chosen by, so that no step waits.
 
         On the way that a run goes through them. A room where nothing fits is left to who comes to
-        it.
+        it. Ways to train are tried beside what is chosen, where that pays.
         """
-        pair = None
+        pair, tries_s = None, 0.0
         for places in (
             () if self.calibration.by_order else self.world.config.rollout.context_buckets
         ):
             pages = self.ladder.wanted_pages(places, 0)
             with contextlib.suppress(BudgetTooSmall):
                 choice = self.choose_step(places, places, None, pages, pair, 0)
+                tries_s += self._try_ways(choice, pages, tries_s)
+                choice = self.choose_step(places, places, None, pages, pair, 0)
                 pair = choice.decision.pair
+
+    def _try_ways(self, choice: StepChoice, pages: int, before_s: float) -> float:
+        """Measures ways to train that are beside the fastest, uphill, until none is faster.
+
+        As long as the run's steps pay for it, beside the seconds `before_s` of other rooms. Returns
+        the seconds that it took, then or in an earlier run: one that knows them tries no others.
+        """
+        if not self.calibration.measures_all:
+            return 0.0
+        config, length, asked = self.world.config, choice.work.train_places, set[Hashable]()
+        step_s = choice.decision.predicted_s or 0.0
+
+        def try_s(option: Option) -> float:
+            assert isinstance(option.rung, TrainRung)
+            return self.calibration.try_s(option.mesh, length, option.rung)
+
+        while True:
+            offers = self._offers(choice.work, pages)
+            tried = tried_ways(offers.trains, self.world.first_train_rung)
+            tries_s = sum(map(try_s, tried))
+            failed = [o.is_guess and ("train", o.mesh, o.rung) in asked for o in offers.trains]
+            possible = offers.room(self.settings).possible_T & ~np.array(failed)
+            number = beside_fastest(offers.trains, possible)
+            if number is None or len(tried) >= MOST_TRIED:
+                return tries_s
+            wanted = offers.trains[number]
+            would_s = before_s + tries_s + try_s(wanted)
+            is_worth = worth_trying(would_s, step_s, config.num_steps)
+            if config.selector.measure == "auto" and not is_worth:
+                return tries_s
+            self._ask([("train", wanted, length)], asked)
 
     def choose_training(
         self, length: int, load: Load | None, current: MeshShape | None
@@ -199,7 +253,7 @@ class Chooser:
                     self.calibration.train_options(length, rung), length, load, current
                 ),
             )
-        ways, asked = self._if_short(self.ladder.train_ways(length)), set[Hashable]()
+        ways, asked = self._ways_to_train(length), set[Hashable]()
         while True:
             options = self.calibration.train_guesses(length, ways)
             decision = self._trainer_of(options, length, load, current)
@@ -218,7 +272,7 @@ class Chooser:
         """
         if self.calibration.by_order:
             return None
-        ways = self._if_short(self.ladder.train_ways(length))
+        ways = self._ways_to_train(length)
         options = self.calibration.train_guesses(length, ways, asks=False)
         try:
             decision = self._trainer_of(options, length, None, current)

@@ -5,19 +5,25 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from benchmarks.selector_regret import (
+from benchmarks.regret_points import (
+    Kept,
     Pair,
-    least_s,
+    Timed,
     pairs_within,
     regret,
+    rivals,
     summary,
-    turn_tokens,
+    time_pairs,
 )
+from benchmarks.selector_regret import turn_tokens
 from earl_jax.bench import parse_flags
+from earl_jax.config import Config
+from earl_jax.selector.throughput import Measurement
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,14 +48,54 @@ def test_pairs_that_the_budget_does_not_hold_are_no_rivals():
     assert pairs_within(*arguments, 34) == []
 
 
-def test_points_are_counted_and_runs_take_turns():
+def test_points_are_counted():
     assert summary([0.0, 0.05, 0.08, 0.2]) == (
-        "4 points: 50% at most 5 % slower than the best, 75% at most 10 %, the worst 20.0%"
+        "2 of 4 points at most 5 % slower than the best (50%), 3 at most 10 %, the worst 20.0%"
     )
     assert summary([]) == "no point was measured"
+
+
+def test_pairs_that_are_far_behind_get_no_more_rounds_but_the_chosen_one():
+    step_s = {Pair(0, 0): 1.0, Pair(0, 1): 1.25, Pair(1, 0): 1.9, Pair(1, 1): 2.1}
+    assert rivals(step_s, Pair(0, 0), 1) == [(0, 0), (0, 1), (1, 0)]
+    assert rivals(step_s, Pair(0, 0), 2) == rivals(step_s, Pair(0, 0), 3) == [(0, 0), (0, 1)]
+    assert rivals(step_s, Pair(1, 1), 2) == [(0, 0), (0, 1), (1, 1)]
+
+
+def test_the_rounds_of_pairs_take_turns():
     seen = []
-    seconds = least_s([lambda: seen.append(0), lambda: seen.append(1)], 2)
-    assert seen == [0, 1, 0, 1, 0, 1] and all(0 <= one < 1 for one in seconds)
+
+    def timed(name, takes_s=0.0):
+        return Timed(lambda: (seen.append(name), time.sleep(takes_s)))
+
+    play, slow, learn = timed("play"), timed("slow", 0.05), timed("learn", 0.01)
+    pairs = [Pair(0, 0), Pair(1, 0)]
+    step_s = time_pairs({0: play, 1: slow}, {0: learn}, pairs, Pair(0, 0), 3)
+    # Each once to compile and once on the clock; then without what is five times as slow.
+    assert seen[:6] == ["play", "play", "slow", "slow", "learn", "learn"]
+    assert seen[6:] == ["play", "learn"] * 2
+    assert step_s[Pair(1, 0)] > 0.06 > 0.03 > step_s[Pair(0, 0)] > 0.01
+    # What has had its rounds is not run again, and who is chosen has all of them.
+    seen.clear()
+    time_pairs({0: play, 1: slow}, {0: learn}, pairs, Pair(1, 0), 3)
+    assert seen == ["slow"] * 2
+
+
+def test_points_that_are_in_the_file_are_known_by_their_config(tmp_path):
+    path = tmp_path / "points.jsonl"
+    kept = Kept(path, Config(), repeats=5)
+    assert not kept.has("even", 24)
+    kept.append({"load": "even", "room": 24, "slower by": 0.02})
+    again = Kept(path, Config(), repeats=5)
+    assert again.has("even", 24) and not again.has("even", 40) and not again.has("tail", 24)
+    assert not Kept(path, Config(num_steps=7), repeats=5).has("even", 24)
+    assert not Kept(path, Config(), repeats=3).has("even", 24)
+    # The selector's measurements are of this config alone, and come back.
+    entry = Measurement(tokens_per_s=1.0, program_bytes=1, switch_s=0.0)
+    kept.table().with_measurement("train data=8 24", entry)
+    assert again.table().measurements == {"train data=8 24": entry}
+    assert not Kept(path, Config(num_steps=7), repeats=5).table().measurements
+    assert Kept(None, Config()).table() is None
 
 
 def test_the_loads_of_the_regret():

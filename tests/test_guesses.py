@@ -5,7 +5,15 @@
 import pytest
 
 from earl_jax.selector.choose import Option
-from earl_jax.selector.guesses import Candidate, busy_tokens_per_s, fill_in, worth_measuring
+from earl_jax.selector.guesses import (
+    Candidate,
+    beside_fastest,
+    busy_tokens_per_s,
+    fill_in,
+    tried_ways,
+    worth_measuring,
+    worth_trying,
+)
 from earl_jax.selector.ladder import TrainRung
 from earl_jax.sharding.layout import MeshShape
 
@@ -88,6 +96,50 @@ def test_what_may_be_as_fast_is_measured_the_best_of_each_mesh_only():
     assert worth_measuring(options, everything, 0, doubt=1.5) == [1]
     # What cannot be is nobody's rival.
     assert worth_measuring(options, [True, False, True, True, True], 0, doubt=1.5) == [2]
+
+
+def ways(**speeds):
+    """All ways of two meshes, measured where a speed is given: "b2r" is ONE in 2 with remat."""
+    found = []
+    for letter, mesh in (("a", TWO), ("b", ONE)):
+        for number in (1, 2, 4, 8):
+            for again in (False, True):
+                speed = speeds.get(f"{letter}{number}{'r' if again else ''}")
+                rung = TrainRung(number, again)
+                found.append(option(mesh, speed or 9.0, guess=speed is None, rung=rung))
+    return found
+
+
+def tried(possible=lambda option: True, **speeds):
+    options = ways(**speeds)
+    number = beside_fastest(options, [possible(option) for option in options])
+    return None if number is None else (options[number].mesh, options[number].rung)
+
+
+def test_beside_the_fastest_way_are_the_other_remat_and_the_next_numbers_of_micro_batches():
+    assert tried() is None
+    assert tried(a1=10.0) == (TWO, (1, True))
+    assert tried(a1=10.0, b1=11.0) == (ONE, (1, True))
+    assert tried(a1=10.0, a1r=9.0) == (TWO, (2, False))
+    # From what is faster it goes on, and its neighbours are more and fewer.
+    assert tried(a1=10.0, a1r=9.0, a2=12.0) == (TWO, (2, True))
+    assert tried(a1=10.0, a1r=9.0, a2=12.0, a2r=8.0) == (TWO, (4, False))
+    assert tried(a4=10.0, a4r=9.0, a8=9.0) == (TWO, (2, False))
+    # A top: what is farther away is not asked for, however fast it was guessed.
+    assert tried(a1=10.0, a1r=9.0, a2=8.0) is None
+
+
+def test_what_cannot_be_is_no_neighbour_and_no_top():
+    few = dict(a1=10.0, a1r=9.0)
+    assert tried(lambda option: option.rung.micro_batches != 2, **few) == (TWO, (4, False))
+    assert tried(lambda option: option.mesh == ONE, a1=10.0, b1=1.0) == (ONE, (1, True))
+
+
+def test_ways_are_tried_for_a_tenth_of_the_steps_time():
+    # 400 steps of half a second.
+    assert worth_trying(20.0, 0.5, 400) and not worth_trying(20.1, 0.5, 400)
+    found = tried_ways(ways(a1=10.0, b1=9.0, a2=8.0, b1r=7.0), TrainRung(1, False))
+    assert [(o.mesh, o.rung) for o in found] == [(TWO, (2, False)), (ONE, (1, True))]
 
 
 def test_rounds_of_some_slots_are_on_the_line_between_one_and_all():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run chooses how many slots, which pages, micro-batches and remat by speed, beside the mesh."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -178,6 +179,72 @@ def test_tokens_in_flight_say_how_many_pages_are_wanted(world):
     assert ladder.wanted_pages(4 * PLACES, 0, load(600)) == 7
     # No more than all slots can fill.
     assert ladder.wanted_pages(PLACES, 0, load(10_000)) == 4
+
+
+class Told(Calibration):
+    """Measures nothing: it is told how fast the ways are that are asked for."""
+
+    def __init__(self, world, speeds, took_s=0.0):
+        first = dataclasses.replace(entry(100.0), took_s=took_s)
+        known = {
+            f"{stage} {mesh} {PLACES}{words}": first
+            for stage, meshes in (("rollout", (D8, D4T2)), ("train", (D8, FSDP)))
+            for mesh in meshes
+            for words in ("", " page=8", " page=32")
+        }
+        super().__init__(world, ThroughputTable(path=None, measurements=known), lambda _: None)
+        self.asked, self._speeds = [], speeds
+
+    def measure(self, stage, option, places):
+        words = "micro_batches={},remat={}".format(*option.rung)
+        self.asked.append((stage, option.mesh, option.rung))
+        key = ThroughputTable.entry(stage, option.mesh, places, words)
+        speed = self._speeds.get(option.rung, 50.0)
+        self.table = self.table.with_measurement(key, entry(speed))
+
+
+def ahead(selector="all", budget=0, speeds=None, took_s=0.0, **more):
+    """What is tried before the first step, and the way that it then takes, of 128 rows."""
+    given = {
+        "rollout": GIVEN["rollout"] | {"episodes_per_step": 128},
+        "selector": GIVEN["selector"] | {"budget_bytes_per_device": budget, "measure": selector},
+    }
+    world = World(make_config(GIVEN | given | more))
+    ways = {TrainRung(*rung): speed for rung, speed in (speeds or {}).items()}
+    told = Told(world, ways, took_s)
+    Placement(world, told).measure_ahead()
+    assert {stage for stage, _, _ in told.asked} <= {"train"}
+    # What is known is not asked for again, and nothing else instead.
+    first = list(told.asked)
+    placement = Placement(world, told)
+    placement.measure_ahead()
+    placement.choose_step(PLACES, None)
+    assert told.asked == first
+    return [(mesh, tuple(rung)) for _, mesh, rung in first], tuple(placement.train_rung)
+
+
+def test_ways_beside_the_fastest_are_tried_uphill_with_a_limit_and_without():
+    """8 micro-batches are the fastest; computed they are as fast as one, which comes first."""
+    rising = {(2, False): 110.0, (4, False): 120.0, (8, False): 130.0, (16, False): 90.0}
+    path = [(1, True), (2, False), (2, True), (4, False), (4, True), (8, False), (8, True)]
+    for budget in (10**9, 0):
+        asked, chosen = ahead(budget=budget, speeds=rising)
+        assert asked == [(D8, rung) for rung in (*path, (16, False))] and chosen == (8, False)
+    # Of ways that are slower the next ones are not tried.
+    assert ahead() == ([(D8, (1, True)), (D8, (2, False))], (1, False))
+
+
+def test_ways_are_tried_as_far_as_the_steps_pay_for_it():
+    """A step is (128 x 4 + 128 x 32) / 100 = 46.08 s: a tenth of four is 18 s, of one 4.6 s.
+
+    A try takes as long as the config's way on its mesh took, 5 s where nobody knows.
+    """
+    rising = {(2, False): 110.0, (4, False): 120.0, (8, False): 130.0}
+    path = [(D8, (1, True)), (D8, (2, False)), (D8, (2, True))]
+    assert ahead("auto", speeds=rising, num_steps=4)[0] == path
+    assert ahead("auto", speeds=rising, took_s=9.0, num_steps=4)[0] == path[:2]
+    assert ahead("auto", speeds=rising, num_steps=1) == ([], (1, False))
+    assert ahead("likely", speeds=rising, num_steps=1000) == ([], (1, False))
 
 
 @pytest.mark.slow

@@ -24,9 +24,11 @@ class SelectorConfig:
     `measure_rounds` rounds, or of more where these are short.
 
     `measure` "all" times every mesh that may fit, as the config says to use it, before the first
-    step; other numbers of slots, micro-batches or remat only where these are computed to be faster
-    than what else fits. "likely" computes all of them (a roofline, corrected by what was measured)
-    and times those that may be the fastest. "auto" is "likely" on chips with a known data sheet.
+    step; then ways to train beside the fastest (remat, the next number of micro-batches), on from
+    what is faster, up to 8 at a room. Others, and fewer slots, only where these are computed to be
+    faster than what else fits. "likely" computes all of them (a roofline, corrected by what was
+    measured) and times those that may be the fastest. "auto" is "likely" on chips with a known data
+    sheet, else "all", but no more ways are tried than a tenth of the steps' time pays for.
 
     `order` "measured" goes by these speeds. "listed" measures none: a stage is on the first mesh of
     its list that fits, until that does not fit any more. Such a run does the same on every machine,

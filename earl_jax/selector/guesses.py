@@ -4,16 +4,18 @@
 
 A roofline says what each candidate would take and how fast it would be; what was measured of the
 same stage at the same room says by how much that is wrong: on the same mesh where there is such a
-measurement, else of the meshes together (their median).
+measurement, else of the meshes together (their median). What a roofline cannot know (how large a
+core's cache is) is found by trying: ways to train that are beside the fastest.
 """
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from earl_jax.selector.choose import Option
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.sharding.layout import MeshShape
 
 # Of bytes that are corrected by another program on the same mesh so much less may be enough.
@@ -21,6 +23,10 @@ CORRECTED_SLACK = 0.1
 # A candidate is measured before others are preferred where its computed speed, so many times, is
 # that of the best: rooflines of chips have been up to a half wrong (benchmarks/plan.md).
 DOUBT = 1.5
+# Ways to train are tried for at most a tenth of what the run's steps will take, and so many at a
+# room.
+TRIED_SHARE = 0.1
+MOST_TRIED = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +105,49 @@ def worth_measuring(
         if _speed(options[number]) * doubt > _speed(options[chosen]):
             wanted.add(number)
     return sorted(number for number in wanted if options[number].is_guess)
+
+
+def beside_fastest(options: Sequence[Option], possible: Sequence[bool] | np.ndarray) -> int | None:
+    """The guess to try next: of those beside the fastest way to train that was measured, the first.
+
+    On its mesh, with remat instead of without or the other way round; or in the next number of
+    micro-batches up or down that is possible. None where all of them are known: it is a top.
+    """
+    known = [n for n, o in enumerate(options) if possible[n] and o.tokens_per_s and not o.is_guess]
+    if not known:
+        return None
+    fastest = options[max(known, key=lambda n: _speed(options[n]))]
+    there = {
+        option.rung: number
+        for number, option in enumerate(options)
+        if possible[number] and option.mesh == fastest.mesh
+    }
+    beside = (there.get(rung) for rung in _beside(fastest.rung, there))
+    return next((n for n in beside if n is not None and options[n].is_guess), None)
+
+
+def _beside(rung: object, ways: Iterable[object]) -> list[TrainRung]:
+    """One step from this way: the other remat, more micro-batches, fewer."""
+    assert isinstance(rung, TrainRung)
+    numbers = [
+        way.micro_batches for way in ways if isinstance(way, TrainRung) and way.remat == rung.remat
+    ]
+    more = [min((n for n in numbers if n > rung.micro_batches), default=0)]
+    fewer = [max((n for n in numbers if n < rung.micro_batches), default=0)]
+    return [
+        rung._replace(remat=not rung.remat),
+        *(rung._replace(micro_batches=n) for n in more + fewer if n),
+    ]
+
+
+def worth_trying(tries_s: float, step_s: float, num_steps: int) -> bool:
+    """Whether a run of so many steps may try ways for so many seconds before it begins."""
+    return tries_s <= TRIED_SHARE * num_steps * step_s
+
+
+def tried_ways(options: Sequence[Option], first: TrainRung) -> list[Option]:
+    """Options that were measured though the config does not say to train so."""
+    return [o for o in options if o.rung != first and o.tokens_per_s and not o.is_guess]
 
 
 def _speed(option: Option) -> float:

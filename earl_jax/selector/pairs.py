@@ -222,6 +222,21 @@ def room_of(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offers:
+    """What a step's meshes are chosen from, and what each trainer leaves on a device meanwhile."""
+
+    rollouts: list[Option]
+    trains: list[Option]
+    resident_bytes: list[int]
+    kept: list[Kept]
+
+    def room(self, settings: Settings) -> Room:
+        """Which of them can be together."""
+        residents = residents_of(self.resident_bytes, self.kept)
+        return room_of(self.rollouts, self.trains, residents, settings)
+
+
 def is_offload(rollout: Option) -> bool:
     """Whether the trainer's moments wait in host memory while episodes are played so."""
     return isinstance(rollout.rung, RolloutRung) and rollout.rung.offload
