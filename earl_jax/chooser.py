@@ -132,7 +132,8 @@ class Chooser:
             for n, option in enumerate(options)
             if (option.mesh, option.rung) == (chosen.mesh, chosen.rung)
         )
-        doubt = 0.0 if self.calibration.measures_all else DOUBT
+        likely = not (self.calibration.measures_all or self.calibration.is_urgent)
+        doubt = DOUBT if likely else 0.0
         found = worth_measuring(options, possible, number, doubt)
         return [(stage, options[n], chosen.places) for n in found]
 
@@ -176,17 +177,22 @@ class Chooser:
     def measure_ahead(self) -> None:
         """Measures what each configured room would be chosen by, so that no step waits.
 
-        On the way that a run goes through them. A room where nothing fits is left to who comes to
-        it.
+        On the way that a run goes through them.
         """
         pair = None
-        for places in (
-            () if self.calibration.by_order else self.world.config.rollout.context_buckets
-        ):
-            pages = self.ladder.wanted_pages(places, 0)
-            with contextlib.suppress(BudgetTooSmall):
-                choice = self.choose_step(places, places, None, pages, pair, 0)
-                pair = choice.decision.pair
+        for places in self.world.config.rollout.context_buckets:
+            pair = self.measure_room(places, self.ladder.wanted_pages(places, 0), pair)
+
+    def measure_room(self, places: int, pages: int, pair: Pair | None) -> Pair | None:
+        """Measures what this room would be chosen by, by someone who comes from `pair`.
+
+        Returns the pair that would be chosen; a room where nothing fits is left to who comes to it.
+        """
+        if self.calibration.by_order:
+            return pair
+        with contextlib.suppress(BudgetTooSmall):
+            return self.choose_step(places, places, None, pages, pair, 0).decision.pair
+        return pair
 
     def choose_training(
         self, length: int, load: Load | None, current: MeshShape | None
@@ -261,33 +267,68 @@ class Chooser:
             asked: set[Hashable] = set()
             while True:
                 options = self._rollouts_on(rung, places, trainer, contexts)
-                decision = choose(
-                    "rollout",
-                    options,
-                    current=current,
-                    places=places,
-                    load=load,
-                    step_tokens=self._rollout_tokens(load),
-                    switch_s=math.inf,
-                    settings=self.settings,
-                )
+                decision = self._player_of(options, places, load, current)
                 possible = [not obstacle(option, self.settings) for option in options]
                 if not self._ask(self._doubtful("rollout", options, possible, decision), asked):
                     return decision
 
         return _first_that_fits(rungs, on)
 
+    def guess_rollout(
+        self, places: int, rungs: Sequence[RolloutRung], current: MeshShape, trainer: MeshShape
+    ) -> tuple[MeshShape, RolloutRung]:
+        """What `choose_rollout` would choose by what is known now: nothing is measured.
+
+        Where meshes are taken in the order of their list, bytes are asked for. Raises
+        BudgetTooSmall where nothing would fit.
+        """
+        if self.calibration.by_order:
+            decision, rung = self.choose_rollout(places, rungs, None, current, trainer)
+            return decision.mesh, rung
+
+        def on(rung: RolloutRung) -> Decision:
+            options = self._rollouts_on(rung, places, trainer, (), asks=False)
+            return self._player_of(options, places, None, current)
+
+        decision, rung = _first_that_fits(rungs, on)
+        return decision.mesh, rung
+
+    def _player_of(
+        self,
+        options: Sequence[Option],
+        places: int,
+        load: Load | None,
+        current: MeshShape | None,
+    ) -> Decision:
+        """One of these options for this room, if `current` must be left. Raises BudgetTooSmall."""
+        return choose(
+            "rollout",
+            options,
+            current=current,
+            places=places,
+            load=load,
+            step_tokens=self._rollout_tokens(load),
+            switch_s=math.inf,
+            settings=self.settings,
+        )
+
     def _rollouts_on(
-        self, rung: RolloutRung, places: int, trainer: MeshShape, contexts: Sequence[float]
+        self,
+        rung: RolloutRung,
+        places: int,
+        trainer: MeshShape,
+        contexts: Sequence[float],
+        *,
+        asks: bool = True,
     ) -> list[Option]:
-        """The candidates on one rung, beside this trainer."""
+        """The candidates on one rung, beside this trainer; without `asks` nothing is measured."""
         resident = self.ladder.trainer_bytes(trainer, rung.offload)
         if self.calibration.by_order:
             slots, pages, offload, page_size = rung
             return self.calibration.rollout_options(
                 places, resident, pages, slots, contexts, offload=offload, page_size=page_size
             )
-        found = self.calibration.rollout_guesses(places, [rung], contexts)
+        found = self.calibration.rollout_guesses(places, [rung], contexts, asks=asks)
         return [
             dataclasses.replace(option, bytes_per_device=option.bytes_per_device + resident)
             for option in found

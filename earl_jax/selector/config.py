@@ -23,8 +23,9 @@ class SelectorConfig:
     same fraction the last episodes of a rollout move to another mesh. Speeds are the best of
     `measure_rounds` rounds, or of more where these are short.
 
-    `measure` "all" times every mesh that may fit, as the config says to use it, before the first
-    step; other numbers of slots, micro-batches or remat only where these are computed to be faster
+    `measure` "all" times every mesh that may fit, as the config says to use it: for the first room
+    before the first step, for each other one between two steps when contexts come near to it; other
+    numbers of slots, micro-batches or remat only where these are computed to be faster
     than what else fits. "likely" computes all of them (a roofline, corrected by what was measured)
     and times those that may be the fastest. "auto" is "likely" on chips with a known data sheet.
 
