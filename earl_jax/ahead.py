@@ -290,14 +290,14 @@ class CompileAhead:
         with self._changed:
             self._known.add(key)
             self._pending.pop(key, None)
-            start = time.perf_counter()
-            while self._begun == key:
-                self._changed.wait()
-            waited = time.perf_counter() - start
+            waited = 0.0
+            if self._begun == key:
+                start = time.perf_counter()
+                self._changed.wait_for(lambda: self._begun != key)
+                waited = time.perf_counter() - start
             seconds = self._seconds.pop(key, 0.0)
-            if seconds:
-                self._waited_s += min(waited, seconds)
-                self._hidden_s += max(0.0, seconds - waited)
+            self._waited_s += min(waited, seconds)
+            self._hidden_s += max(0.0, seconds - waited)
 
     def take_times(self) -> Times:
         """Of the programs that were used for the first time since the last call.
