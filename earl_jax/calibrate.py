@@ -26,6 +26,7 @@ from earl_jax.measuring import (
     on_the_clock,
     pool_bytes,
 )
+from earl_jax.program_keys import measured_key, train_key
 from earl_jax.remembered import Question, Remembered
 from earl_jax.selector.choose import Option
 from earl_jax.selector.guesses import Candidate, busy_tokens_per_s, fill_in
@@ -41,6 +42,8 @@ from earl_jax.selector.memory import resident_bytes as resident_bytes_of
 from earl_jax.selector.tail import TailOption
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
+
+Rung = RolloutRung | TrainRung
 
 # What it takes to measure a candidate where nobody has written it down: most of it is a compiler's
 # (a tiny model on one core).
@@ -69,9 +72,22 @@ class Calibration(Remembered):
         return setting == "all" or setting == "auto" and not has_data_sheet(self._world)
 
     @property
-    def by_order(self) -> bool:
-        """Whether no speed is asked for: meshes are taken in the order of their lists."""
-        return self._world.config.selector.order == "listed"
+    def measures_later(self) -> bool:
+        """Whether rooms are measured when the run comes near to them: the first one at the start.
+
+        Several processes measure all configured rooms before the first step: none of them compiles
+        in the background, and a lack of memory beside the run's own arrays would end the run. Where
+        meshes go by the order of their lists, the bytes of all rooms are asked for at the start.
+        """
+        return not self.by_order and not self._several
+
+    def is_timed(self, mesh: MeshShape, places: int, rung: Rung) -> bool:
+        """Whether this candidate was timed, in this run or an earlier one."""
+        if isinstance(rung, RolloutRung):
+            found = self.known(self._rollout_question(mesh, places, rung))
+        else:
+            found = self.known(self._train_question(mesh, places, rung))
+        return found is not None and found.tokens_per_s is not None
 
     # What is asked for is measured.
 
@@ -130,17 +146,22 @@ class Calibration(Remembered):
     # What was not measured is guessed.
 
     def rollout_guesses(
-        self, places: int, rungs: Sequence[RolloutRung], contexts: Sequence[float]
+        self,
+        places: int,
+        rungs: Sequence[RolloutRung],
+        contexts: Sequence[float],
+        *,
+        asks: bool = True,
     ) -> list[Option]:
         """The rollout candidates on all these rungs, beside nothing: rung by rung, in their order.
 
         Where the first rung's pages are enough for what is expected, others let so many fewer
-        episodes run at once.
+        episodes run at once. Without `asks` nothing is measured that is not known.
         """
         slots, wanted = self._world.own_rollout.num_slots, self._tokens(rungs[0])
         found = []
         for rung in rungs:
-            first = rung.num_slots == slots and self.measures_all
+            first = rung.num_slots == slots and self._measures_now(asks)
             for mesh in self._players(places, rung):
                 candidate = self._rollout(mesh, places, rung, contexts, asks=first)
                 found.append(self._held_up(candidate, places, rung, wanted))
@@ -153,14 +174,17 @@ class Calibration(Remembered):
 
         Without `asks` nothing is measured that is not known.
         """
-        first = self._world.first_train_rung if asks else None
+        first = self._world.first_train_rung if self._measures_now(asks) else None
         return fill_in(
             [
-                self._train(mesh, places, rung, asks=rung == first and self.measures_all)
+                self._train(mesh, places, rung, asks=rung == first)
                 for rung in rungs
                 for mesh in self._trainers(places, rung)
             ]
         )
+
+    def _measures_now(self, asks: bool) -> bool:
+        return asks and self.measures_all and not self.is_urgent
 
     def measure(self, stage: str, option: Option, places: int) -> None:
         """Measures this guess."""
@@ -319,6 +343,7 @@ class Calibration(Remembered):
             places=places,
             size=self._rollout_size(places, dense),
             most=most,
+            program=measured_key(mesh, rung.num_slots, rung.page_size, places),
             measure=lambda: on_the_clock(lambda: measure_rollout(world, mesh, places, rung, most)),
             lower=lambda: world.engine(mesh, rung.num_slots, rung.page_size).lower_play(places),
             words=self._rollout_words(rung, ","),
@@ -333,6 +358,7 @@ class Calibration(Remembered):
             places=places,
             size=train_size(places, world.config.rollout.episodes_per_step, rung),
             most=self.most_bytes,
+            program=train_key(mesh, places, rung),
             measure=lambda: on_the_clock(
                 lambda: measure_train(world, mesh, places, rung, self.most_bytes)
             ),

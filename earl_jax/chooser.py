@@ -58,12 +58,16 @@ class StepChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The selector's questions for one world."""
+    """The selector's questions for one world.
+
+    `_tries_s` are the seconds that trying ways took, by room.
+    """
 
     world: World
     calibration: Calibration
     ladder: Ladder
     settings: Settings
+    _tries_s: dict[int, float] = dataclasses.field(default_factory=dict, init=False)
 
     def choose_step(
         self, places: int, length: int, load: Load | None, pages: int, pair: Pair | None, calm: int
@@ -153,7 +157,8 @@ class Chooser:
             for n, option in enumerate(options)
             if (option.mesh, option.rung) == (chosen.mesh, chosen.rung)
         )
-        doubt = 0.0 if self.calibration.measures_all else DOUBT
+        likely = not (self.calibration.measures_all or self.calibration.is_urgent)
+        doubt = DOUBT if likely else 0.0
         found = worth_measuring(options, possible, number, doubt)
         return [(stage, options[n], chosen.places) for n in found]
 
@@ -197,30 +202,37 @@ class Chooser:
     def measure_ahead(self) -> None:
         """Measures what each configured room would be chosen by, so that no step waits.
 
-        On the way that a run goes through them. A room where nothing fits is left to who comes to
-        it. Ways to train are tried beside what is chosen, where that pays.
+        On the way that a run goes through them.
         """
-        pair, tries_s = None, 0.0
-        for places in (
-            () if self.calibration.by_order else self.world.config.rollout.context_buckets
-        ):
-            pages = self.ladder.wanted_pages(places, 0)
-            with contextlib.suppress(BudgetTooSmall):
-                choice = self.choose_step(places, places, None, pages, pair, 0)
-                tries_s += self._try_ways(choice, pages, tries_s)
-                choice = self.choose_step(places, places, None, pages, pair, 0)
-                pair = choice.decision.pair
+        pair = None
+        for places in self.world.config.rollout.context_buckets:
+            pair = self.measure_room(places, self.ladder.wanted_pages(places, 0), pair)
 
-    def _try_ways(self, choice: StepChoice, pages: int, before_s: float) -> float:
+    def measure_room(self, places: int, pages: int, pair: Pair | None) -> Pair | None:
+        """Measures what this room would be chosen by, by someone who comes from `pair`.
+
+        Ways to train are tried beside what would be chosen, where that pays. Returns the pair that
+        is then; a room where nothing fits is left to who comes to it.
+        """
+        if self.calibration.by_order:
+            return pair
+        with contextlib.suppress(BudgetTooSmall):
+            choice = self.choose_step(places, places, None, pages, pair, 0)
+            self._try_ways(choice, pages)
+            return self.choose_step(places, places, None, pages, pair, 0).decision.pair
+        return pair
+
+    def _try_ways(self, choice: StepChoice, pages: int) -> None:
         """Measures ways to train that are beside the fastest, uphill, until none is faster.
 
-        As long as the run's steps pay for it, beside the seconds `before_s` of other rooms. Returns
-        the seconds that it took, then or in an earlier run: one that knows them tries no others.
+        As long as the run's steps pay for it and for what was tried at other rooms, now or in an
+        earlier run: one that knows them tries no others.
         """
         if not self.calibration.measures_all:
-            return 0.0
+            return
         config, length, asked = self.world.config, choice.work.train_places, set[Hashable]()
         step_s = choice.decision.predicted_s or 0.0
+        before_s = sum(s for room, s in self._tries_s.items() if room != length)
 
         def try_s(option: Option) -> float:
             assert isinstance(option.rung, TrainRung)
@@ -229,17 +241,17 @@ class Chooser:
         while True:
             offers = self._offers(choice.work, pages)
             tried = tried_ways(offers.trains, self.world.first_train_rung)
-            tries_s = sum(map(try_s, tried))
+            self._tries_s[length] = sum(map(try_s, tried))
             failed = [o.is_guess and ("train", o.mesh, o.rung) in asked for o in offers.trains]
             possible = offers.room(self.settings).possible_T & ~np.array(failed)
             number = beside_fastest(offers.trains, possible)
             if number is None or len(tried) >= MOST_TRIED:
-                return tries_s
+                return
             wanted = offers.trains[number]
-            would_s = before_s + tries_s + try_s(wanted)
+            would_s = before_s + self._tries_s[length] + try_s(wanted)
             is_worth = worth_trying(would_s, step_s, config.num_steps)
             if config.selector.measure == "auto" and not is_worth:
-                return tries_s
+                return
             self._ask([("train", wanted, length)], asked)
 
     def choose_training(
@@ -315,33 +327,68 @@ class Chooser:
             asked: set[Hashable] = set()
             while True:
                 options = self._rollouts_on(rung, places, trainer, contexts)
-                decision = choose(
-                    "rollout",
-                    options,
-                    current=current,
-                    places=places,
-                    load=load,
-                    step_tokens=self._rollout_tokens(load),
-                    switch_s=math.inf,
-                    settings=self.settings,
-                )
+                decision = self._player_of(options, places, load, current)
                 possible = [not obstacle(option, self.settings) for option in options]
                 if not self._ask(self._doubtful("rollout", options, possible, decision), asked):
                     return decision
 
         return _first_that_fits(rungs, on)
 
+    def guess_rollout(
+        self, places: int, rungs: Sequence[RolloutRung], current: MeshShape, trainer: MeshShape
+    ) -> tuple[MeshShape, RolloutRung]:
+        """What `choose_rollout` would choose by what is known now: nothing is measured.
+
+        Where meshes are taken in the order of their list, bytes are asked for. Raises
+        BudgetTooSmall where nothing would fit.
+        """
+        if self.calibration.by_order:
+            decision, rung = self.choose_rollout(places, rungs, None, current, trainer)
+            return decision.mesh, rung
+
+        def on(rung: RolloutRung) -> Decision:
+            options = self._rollouts_on(rung, places, trainer, (), asks=False)
+            return self._player_of(options, places, None, current)
+
+        decision, rung = _first_that_fits(rungs, on)
+        return decision.mesh, rung
+
+    def _player_of(
+        self,
+        options: Sequence[Option],
+        places: int,
+        load: Load | None,
+        current: MeshShape | None,
+    ) -> Decision:
+        """One of these options for this room, if `current` must be left. Raises BudgetTooSmall."""
+        return choose(
+            "rollout",
+            options,
+            current=current,
+            places=places,
+            load=load,
+            step_tokens=self._rollout_tokens(load),
+            switch_s=math.inf,
+            settings=self.settings,
+        )
+
     def _rollouts_on(
-        self, rung: RolloutRung, places: int, trainer: MeshShape, contexts: Sequence[float]
+        self,
+        rung: RolloutRung,
+        places: int,
+        trainer: MeshShape,
+        contexts: Sequence[float],
+        *,
+        asks: bool = True,
     ) -> list[Option]:
-        """The candidates on one rung, beside this trainer."""
+        """The candidates on one rung, beside this trainer; without `asks` nothing is measured."""
         resident = self.ladder.trainer_bytes(trainer, rung.offload)
         if self.calibration.by_order:
             slots, pages, offload, page_size = rung
             return self.calibration.rollout_options(
                 places, resident, pages, slots, contexts, offload=offload, page_size=page_size
             )
-        found = self.calibration.rollout_guesses(places, [rung], contexts)
+        found = self.calibration.rollout_guesses(places, [rung], contexts, asks=asks)
         return [
             dataclasses.replace(option, bytes_per_device=option.bytes_per_device + resident)
             for option in found

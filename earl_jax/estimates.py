@@ -32,10 +32,14 @@ FAR = 1.5
 
 
 class Estimate(NamedTuple):
-    """Bytes per device of a program: computed; and of the arrays that it is given, exactly."""
+    """Bytes per device of a program: computed; and of the arrays that it is given, exactly.
+
+    `uncounted` are computed bytes that are left out of `total`, because they are often too many.
+    """
 
     total: int
     given: int
+    uncounted: int = 0
 
     @property
     def least(self) -> int:
@@ -45,6 +49,10 @@ class Estimate(NamedTuple):
     def surely_exceeds(self, most: float) -> bool:
         """Whether no compiler could make it fit into so many bytes."""
         return self.given > most or self.total > FAR * most
+
+    def surely_fits(self, most: float) -> bool:
+        """Whether it fits into so many bytes, whatever the compiler makes of it."""
+        return FAR * (self.total + self.uncounted) <= most
 
 
 @functools.cache
@@ -65,8 +73,9 @@ def rollout_estimate(world: World, mesh: MeshShape, places: int, rung: RolloutRu
     own, work = world.processes.own_mesh(mesh), _rollout_work(world, rung)
     bare = rollout_footprint(_sizes(world), work, own, places, 0, 0, _platform(world))
     given = bare.weights + pool_bytes(world, mesh, places, rung)
-    beside = 0 if _platform(world) == "cpu" else bare.activations
-    return Estimate(given + beside, given)
+    if _platform(world) == "cpu":
+        return Estimate(given, given, uncounted=bare.activations)
+    return Estimate(given + bare.activations, given)
 
 
 @functools.cache

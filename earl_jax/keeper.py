@@ -57,10 +57,10 @@ class Keeper:
         if self.world.checkpoint:
             # Now, and not after the measurements: they take minutes.
             check_weights(self.world.checkpoint)
-        self.placement.calibration.measure_all()
-        self.placement.check_budget()
-        self.placement.measure_ahead()
-        self.placement.choose_step(expected_tokens(self.world, None), None)
+        tokens = expected_tokens(self.world, None)
+        self.placement.prepare(tokens)
+        self.placement.choose_step(tokens, None)
+        self._take_over()
         state = self.world.first_train_state(self.placement.in_training)
         state = self.placement.move_state(state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
@@ -70,9 +70,19 @@ class Keeper:
 
     def go_on(self, position: Position) -> Position:
         """A run that was stopped: what was not written behind its last step is written now."""
+        self._take_over()
         if self._is_due(position.step):
             self._export(position)
         return position
+
+    def _take_over(self) -> None:
+        """From here on the run's own arrays are on the devices, and programs are said to be used.
+
+        What was compiled before counts for no step.
+        """
+        calibration = self.placement.calibration
+        calibration.is_beside_run, calibration.about_to_use = True, self.ahead.hand_over
+        self.ahead.take_times()
 
     def after_step(self, position: Position, record: StepRecord) -> bool:
         """Metrics, episodes, evaluation, checkpoint, report; in this order. True to stop."""
@@ -80,11 +90,19 @@ class Keeper:
         last = step == config.num_steps
         log = self._hear()
         line = self._metrics(record, log)
+        line |= self._compile_times()
         for decision in line.pop("switch_notes"):
             self.progress.note(f"step {step}: {decision}")
+        if line["switched"] and "compile_s" in line:
+            self.progress.note(
+                f"step {step}: its new programs took {line['compile_s']:.2f} s to compile, "
+                f"of which the run waited {line['compile_waited_s']:.2f} s"
+            )
         self._write(line)
         if not last:
             self.ahead.look(self.world, self.placement, position.history)
+            if room := self.ahead.room_to_measure(self.world, self.placement, position.history):
+                self.placement.measure_room(room)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             self._write_trajectories(step, record)
         if last or step % config.eval.every_steps == 0:
@@ -112,6 +130,18 @@ class Keeper:
             switch_s=max(log.switch_s for log in told),
             bytes_per_device=max(log.bytes_per_device for log in told),
         )
+
+    def _compile_times(self) -> dict[str, float]:
+        """What programs used for the first time took, for metrics.jsonl; nothing where none was.
+
+        `compile_s` is what it took to compile them, `compile_waited_s` the part of it that the run
+        waited for; the rest was compiled while it did something else.
+        """
+        told = self.world.processes.gather(self.ahead.take_times(), "what was compiled")
+        slowest = max(told, key=lambda times: times.waited_s)
+        if not slowest.total_s:
+            return {}
+        return {"compile_s": slowest.total_s, "compile_waited_s": slowest.waited_s}
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics_log is not None:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from earl_jax.placement import Placement
+from earl_jax.program_keys import train_key
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.step import Objective, TrainState, UpdateMetrics, read_metrics
@@ -76,6 +77,9 @@ def update(
     while True:
         mesh, rung = placement.in_training, placement.train_rung
         program = world.train_step(mesh, objective, rung)
+        if objective == "policy_gradient":
+            key = train_key(mesh, batch.tokens.shape[1], rung)
+            placement.calibration.about_to_use(key)
         spare = placement.spares.keep((mesh, objective, rung, batch.tokens.shape), state)
         again = functools.partial(_run_update, world, program, state, batch, controls)
         done = placement.survive("train", again, batch.tokens.shape[1])

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which mesh each stage is on: chosen, written down, and what the devices had no memory for."""
 
+import contextlib
 import dataclasses
 import gc
 import math
@@ -76,6 +77,10 @@ class Meshes:
         self._expected: StepChoice | None = None
         # What the rollout before has read, for another under the same weights.
         self._kept: Seat | None = None
+        # Rooms that were measured while the run went on.
+        self._measured_rooms: set[int] = set()
+        # Where the trainer's state was last.
+        self._trainer_on: MeshShape | None = None
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,13 +144,41 @@ class Meshes:
         log, self.log = self.log, SwitchLog()
         return log
 
+    def prepare(self, tokens: int) -> None:
+        """What is done before the first step: rooms that nothing fits are refused.
+
+        And the room of the first step, whose episodes have `tokens` tokens, is measured; where
+        others are not measured later (`Calibration.measures_later`), all that are configured are.
+
+        Raises:
+            BudgetTooSmall: some room that is configured fits no mesh on any rung.
+        """
+        if self.calibration.measures_later:
+            self.check_budget()
+            room = self._world.config.rollout.places_for(tokens)
+            self._chooser.measure_room(room, self._ladder.wanted_pages(room, 0), None)
+            return
+        self.calibration.measure_all()
+        self.check_budget()
+        self.measure_ahead()
+
     def measure_ahead(self) -> None:
-        """Measures what each configured room would be chosen by, so that no step waits for it."""
+        """Measures what each configured room would be chosen by."""
         self._chooser.measure_ahead()
 
     def check_budget(self) -> None:
         """Raises BudgetTooSmall where some room that is configured fits no mesh on any rung."""
-        check_budget(self._ladder, self.calibration, self._chooser.settings.budget_bytes)
+        later = self.calibration.measures_later
+        with self.calibration.apart() if later else contextlib.nullcontext():
+            check_budget(self._ladder, self.calibration, self._chooser.settings.budget_bytes)
+
+    def measure_room(self, room: int) -> None:
+        """Measures what this room would be chosen by, coming from the meshes in use; once."""
+        if room in self._measured_rooms or not self.calibration.measures_later:
+            return
+        self._measured_rooms.add(room)
+        pages = self._wanted_pages(room, None)
+        self._chooser.measure_room(room, pages, Pair(self.in_rollout, self.in_training))
 
     # Choosing.
 

@@ -15,7 +15,9 @@ import jax
 
 from earl_jax.joint import send_weights
 from earl_jax.meshes import Meshes
+from earl_jax.program_keys import grow_key, play_key, seat_move_key, trainer_move_key
 from earl_jax.rest import from_rest, is_at_rest, to_rest
+from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat, open_seat, vacate
 from earl_jax.selector.choose import BudgetTooSmall
@@ -55,7 +57,10 @@ class Placement(Meshes):
             if not world.processes.trains:
                 return absent_tree(world.train_state_shapes(), shardings)
             if is_placed(state, shardings):
-                return state
+                break
+            if self._trainer_on is not None:
+                key = trainer_move_key(self._trainer_on, self.in_training)
+                self.calibration.about_to_use(key)
             start = time.perf_counter()
             if world.processes.count > 1:
                 again = functools.partial(self._to_mesh_together, state, shardings)
@@ -68,6 +73,7 @@ class Placement(Meshes):
             if not whole:
                 self._fail("train", self._length)
                 self.choose_training_again()
+        self._trainer_on = self.in_training
         return state
 
     def _to_mesh_together(self, state: TrainState, shardings: Any) -> TrainState:
@@ -102,6 +108,7 @@ class Placement(Meshes):
         policy = Policy(params=published.params, version=version)
         pool = self._pool
         self._played.add((self.in_rollout, self.places, pool))
+        self._about_to_play(engine, self.places, pool)
         kept, self._kept = self._kept, None
         seat = open_seat(engine, policy, self.places, pool, kept)
         return seat, published.moved_bytes
@@ -153,7 +160,7 @@ class Placement(Meshes):
     def foresee(self, room: int, pages: int) -> tuple[MeshShape, int]:
         """The mesh where live episodes would go on with this room, and the pages of a lane there.
 
-        As `make_room` chooses, where it would for a room that is configured: there all is measured.
+        As `make_room` would choose for a room that is configured, by what is known now.
         """
         world, here = self._world, self.in_rollout
         known = room <= world.config.rollout.context_buckets[-1]
@@ -163,10 +170,10 @@ class Placement(Meshes):
         least = min(pages, max(self.pages, self._ladder.least_pages(room, self.page_size)))
         rungs = [self.rollout_rung._replace(pages=n) for n in dict.fromkeys((pages, least))]
         try:
-            found = self._chooser.choose_rollout(room, rungs, None, here, self.in_training)
+            mesh, rung = self._chooser.guess_rollout(room, rungs, here, self.in_training)
         except BudgetTooSmall:
             return here, pages
-        return found[0].mesh, found[1].pages
+        return mesh, rung.pages
 
     def foresee_training(self, length: int) -> tuple[MeshShape, TrainRung] | None:
         """Where and how rows of this length would be trained on, as far as that is known."""
@@ -179,6 +186,10 @@ class Placement(Meshes):
 
     def _grow_seat(self, seat: Seat) -> Seat:
         moved, pool = self.move_seat(seat, self.in_rollout), self._pool
+        engine, slots = moved.engine, moved.engine.config.num_slots
+        grow = grow_key(engine.layout.shape, slots, seat.places, seat.pool, self.places, pool)
+        self.calibration.about_to_use(grow)
+        self._about_to_play(engine, self.places, pool)
         state = moved.engine.grow(moved.state, self.places, seat.pool, pool)
         return dataclasses.replace(
             moved, state=jax.block_until_ready(state), places=self.places, pool=pool
@@ -209,6 +220,10 @@ class Placement(Meshes):
         moved = self._unless_short("tail", lambda: self.move_seat(seat, decision.mesh))
         return moved or seat
 
+    def _about_to_play(self, engine: PolicyEngine, places: int, pool: Pool) -> None:
+        key = play_key(engine.layout.shape, engine.config.num_slots, places, pool)
+        self.calibration.about_to_use(key)
+
     def move_seat(self, seat: Seat, mesh: MeshShape) -> Seat:
         """The same weights and live episodes on this mesh. `seat` stays as it is."""
         config = seat.engine.config
@@ -216,6 +231,8 @@ class Placement(Meshes):
         self._played.add((mesh, seat.places, seat.pool))
         if engine is seat.engine:
             return seat
+        slots, here = seat.engine.config.num_slots, seat.engine.layout.shape
+        self.calibration.about_to_use(seat_move_key(here, mesh, slots, seat.places, seat.pool))
         start = time.perf_counter()
         params, state = jax.block_until_ready(
             reshard(

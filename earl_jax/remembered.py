@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from earl_jax.measuring import NOTHING_KNOWN, bytes_only
@@ -20,8 +20,8 @@ from earl_jax.world import World
 class Question:
     """What is asked of a candidate: `size` as in `Failure`, `words` its rung, "" for the first.
 
-    `measure` runs its program and `lower` makes it from shapes alone. Of what takes more than
-    `most` bytes a device the speed is not asked for.
+    `measure` runs its program, `lower` makes it from shapes alone, and `program` is its name. Of
+    what takes more than `most` bytes a device the speed is not asked for.
     """
 
     stage: str
@@ -31,6 +31,7 @@ class Question:
     most: float
     measure: Callable[[], Measurement | None]
     lower: Callable[[], Any]
+    program: Hashable = None
     words: str = ""
 
     @property
@@ -46,24 +47,46 @@ class Remembered:
         self._world, self.table, self._say = world, table, say
         # What this process alone measured, while others did something else.
         self._own: dict[str, Measurement] = {}
-        self._is_apart = False
+        # Whether nothing is timed now (`apart`).
+        self.is_apart = False
+        # What there was no memory to time beside the run's own arrays.
+        self._untimed: set[str] = set()
+        # Whether weights and moments of a run are on the devices while something is measured.
+        self.is_beside_run = False
+        # Hears what is compiled next to be measured (`CompileAhead.hand_over`).
+        self.about_to_use: Callable[[Hashable], None] = lambda key: None
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, of several processes each asks for itself: nothing is measured together.
+        """Inside, nothing is timed: what is missing is known by its bytes, until it is asked for.
 
-        What is missing is then known by its bytes alone, until all ask for it.
+        Live episodes wait meanwhile, and of several processes each asks for itself. Where meshes go
+        by the order of their list nothing is ever timed, and one process asks as always.
         """
-        self._is_apart = self._world.processes.count > 1
+        self.is_apart = self._several or not self.by_order
         try:
             yield
         finally:
-            self._is_apart = False
+            self.is_apart = False
 
     @property
     def most_bytes(self) -> float:
         """What a program may take to be timed."""
         return self._world.budget_bytes or math.inf
+
+    @property
+    def by_order(self) -> bool:
+        """Whether no speed is asked for: meshes are taken in the order of their lists."""
+        return self._world.config.selector.order == "listed"
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether one process's live episodes wait for the answer: only what is chosen is asked."""
+        return self.is_apart and not self._several
+
+    @property
+    def _several(self) -> bool:
+        return self._world.processes.count > 1
 
     def note_failure(self, failure: Failure) -> None:
         """This is impossible from now on, in later runs too."""
@@ -77,16 +100,18 @@ class Remembered:
     def answer(self, question: Question) -> Measurement:
         """The entry, measured now if it is missing; running out of memory is noted as a failure."""
         entry, found = question.entry, self.known(question)
-        if found is not None and (self._is_enough(found) or found.program_bytes > question.most):
+        if found is not None and (
+            self._is_enough(found) or found.program_bytes > question.most or entry in self._untimed
+        ):
             return found
         if failure_of(self.table.failures, question.stage, question.mesh, question.size):
             return found or NOTHING_KNOWN
-        if self._is_apart:
+        if self.is_apart and self._several:
             if entry not in self._own:
                 self._own[entry] = _bytes_of(question.lower)()
             return self._own[entry]
-        several = self._world.processes.count > 1
-        found = self._together(question) if several else unless_out_of_memory(question.measure)
+        several = self._several
+        found = self._together(question) if several else self._alone(question)
         if found is None:
             self.note_failure(
                 Failure(stage=question.stage, mesh=str(question.mesh), size=question.size)
@@ -103,6 +128,20 @@ class Remembered:
             f"{speed}{found.program_bytes / 2**20:.2f} MiB per device"
         )
         return found
+
+    def _alone(self, question: Question) -> Measurement | None:
+        """What one process measures; None where there was too little memory for it.
+
+        Beside a run's own arrays that is no failure of the candidate, which would replace some of
+        them: its bytes are then all that is known, and its speed stays a guess.
+        """
+        self.about_to_use(question.program)
+        if not self.is_urgent:
+            found = unless_out_of_memory(question.measure)
+            if found is not None or not self.is_beside_run:
+                return found
+            self._untimed.add(question.entry)
+        return unless_out_of_memory(_bytes_of(question.lower))
 
     def _together(self, question: Question) -> Measurement | None:
         """What several processes measure; None where a compiler had too little memory for it.
@@ -126,7 +165,7 @@ class Remembered:
 
     def _is_enough(self, found: Measurement) -> bool:
         """Whether all is known of a candidate that this run asks for."""
-        return found.tokens_per_s is not None or self._world.config.selector.order == "listed"
+        return found.tokens_per_s is not None or self.by_order or self.is_apart
 
     def _keep(self, change: Callable[[ThroughputTable], ThroughputTable]) -> None:
         try:

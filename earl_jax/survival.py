@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.calibrate import Calibration
-from earl_jax.estimates import hardware_like
+from earl_jax.estimates import hardware_like, rollout_estimate, train_estimate
 from earl_jax.rest import HOST_MEMORY, has_host_memory, to_memory
 from earl_jax.rollout.pages import pages_for
 from earl_jax.selector.choose import BudgetTooSmall, Option, size_words
@@ -176,12 +176,16 @@ class Ladder:
 def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -> None:
     """Sees that every configured room per episode has a mesh for both stages, on some rung.
 
+    Where rooms are measured later, only the bytes of the smallest candidates are asked for, and
+    those of a room that has a mesh by arithmetic are not.
+
     Raises:
         BudgetTooSmall: one has none; names the smallest budget that would do for all.
     """
     if budget is None:
         return
-    world, asks = ladder.world, calibration.measures_all or calibration.by_order
+    world, later = ladder.world, calibration.measures_later
+    asks = calibration.by_order or calibration.measures_all and not later
     least_state = {
         offload: min(ladder.trainer_bytes(mesh, offload) for mesh in world.train_candidates)
         for offload in (False, True)
@@ -205,6 +209,8 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
             )
 
         down = ladder.rollout_rungs(places, [ladder.least_pages(places)])
+        if later and _surely_fits(ladder, calibration, places, budget):
+            continue
         needs = [
             (_least_need(ladder.train_rungs(places), on_train_rung, budget), "training"),
             (_least_need(down, on_rollout_rung, budget), "rollout"),
@@ -217,6 +223,24 @@ def check_budget(ladder: Ladder, calibration: Calibration, budget: int | None) -
                 f"that would do is {need}, {size_words(need - budget)} more. Raise the budget, use "
                 "more devices, or lower config.rollout.num_slots or the model's size"
             )
+
+
+def _surely_fits(ladder: Ladder, calibration: Calibration, places: int, budget: int) -> bool:
+    """Whether by arithmetic some mesh trains, and plays, in this room on the last of its rungs."""
+    if calibration.table.failures:
+        return False
+    world, train = ladder.world, ladder.train_rungs(places)[-1]
+    rollout = ladder.rollout_rungs(places, [ladder.least_pages(places)])[-1]
+    trainers, players = world.train_candidates_for(places), world.rollout_candidates_for(places)
+    resident = min(ladder.trainer_bytes(mesh, rollout.offload) for mesh in trainers)
+    return any(
+        train_estimate(world, mesh, places, train).surely_fits(budget)
+        for mesh in trainers
+        if world.train_obstacle(mesh, train.micro_batches) is None
+    ) and any(
+        rollout_estimate(world, mesh, places, rollout).surely_fits(budget - resident)
+        for mesh in players
+    )
 
 
 def _least_need(

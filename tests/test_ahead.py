@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What longer contexts need is compiled in the background, and the run finds it."""
 
+import threading
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from test_placement import (
@@ -25,6 +27,7 @@ from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.estimates import train_estimate
 from earl_jax.placement import Placement
+from earl_jax.remembered import Question
 from earl_jax.rollout.pages import Pool, roomier_pages
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.telemetry.load import Load, LoadHistory
@@ -207,3 +210,165 @@ def test_what_cannot_be_compiled_is_said_and_the_run_goes_on(world):
         ahead.settle()
         ahead.ask([])
     assert said == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
+
+
+# What compiling took, and how much of it the run waited for.
+
+
+def small(name, scale, wait=None):
+    """A program that no other test has; it is lowered when `wait` is set."""
+
+    def lower():
+        if wait is not None:
+            assert wait.wait(60)
+        return jax.jit(lambda x: jnp.sin(x * scale).sum()).lower(jnp.ones(7))
+
+    return Wanted(name, lower)
+
+
+def test_what_was_compiled_before_it_is_needed_is_hidden():
+    with CompileAhead(print) as ahead:
+        ahead.ask([small("a", 1.25), small("b", 1.375)])
+        ahead.settle()
+        jnp.ones(7).block_until_ready()
+        ahead.take_times()
+        # Nothing of it is said before it is used, and then once.
+        assert ahead.take_times() == (0.0, 0.0)
+        ahead.hand_over("a")
+        first = ahead.take_times()
+        assert first.total_s > 0 and first.waited_s == 0
+        ahead.hand_over("a")
+        assert ahead.take_times() == (0.0, 0.0)
+        # What nobody compiled ahead the run waits for.
+        small("c", 1.5).lower().compile()
+        own = ahead.take_times()
+        assert own.total_s == own.waited_s > 0
+
+
+def test_the_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
+    go, said = threading.Event(), []
+    with CompileAhead(said.append) as ahead:
+        ahead.ask([small("first", 1.625, go), small("second", 1.75, go)])
+        while ahead.is_idle or "first" in ahead._pending:
+            pass
+        ahead.hand_over("second")
+        ahead.take_times()
+        threading.Timer(0.2, go.set).start()
+        ahead.hand_over("first")
+        assert ahead.is_idle
+        times = ahead.take_times()
+        assert 0 < times.waited_s <= times.total_s
+        # It was given to the run.
+        ahead.ask([small("second", 1.75)])
+        assert ahead.is_idle
+
+
+# Rooms that are measured while the run goes on.
+
+
+@pytest.fixture(scope="module")
+def measuring():
+    """A world whose meshes go by their speeds."""
+    return World(make_config(GIVEN | {"selector": GIVEN["selector"] | {"compile_ahead": "on"}}))
+
+
+def speeds(*rooms, without=()):
+    """Equal speeds of all candidates in these rooms, but for some entries."""
+    entries = [
+        ThroughputTable.entry(stage, mesh, room)
+        for room in rooms
+        for stage, other in (("rollout", D4T2), ("train", CUBE))
+        for mesh in (D8, other)
+    ]
+    known = Measurement(tokens_per_s=100.0, program_bytes=1000, switch_s=0.0)
+    return {entry: known for entry in entries if entry not in without}
+
+
+def test_the_next_configured_room_is_compiled_as_far_as_it_is_not_timed(measuring):
+    def found(table):
+        placement = placed(measuring, SHORT, 1, table)
+        wanted = wanted_programs(measuring, placement, LoadHistory())
+        return [key[:4] for key in (w.key for w in wanted) if key[0] in ("train", "measured")]
+
+    rung = measuring.first_train_rung
+    trains = [("train", mesh, LONG, rung) for mesh in (D8, CUBE)]
+    rollouts = [("measured", mesh, 8, 0) for mesh in (D8, D4T2)]
+    assert found(speeds(SHORT)) == [*trains, *rollouts]
+    # What is most likely in use then is wanted all the same.
+    assert found(speeds(SHORT, LONG, without=[f"rollout {D4T2} {LONG}"])) == [
+        trains[0],
+        rollouts[1],
+    ]
+
+
+@pytest.mark.slow
+def test_only_the_first_room_is_measured_before_the_first_step(measuring):
+    missing = f"train {D8} {LONG}"
+    placement = placed(measuring, SHORT, 1, speeds(SHORT, LONG, without=[missing]))
+    used, table = [], placement.calibration.table
+    placement.calibration.about_to_use = used.append
+    placement.prepare(SHORT)
+    placement.choose_step(SHORT, None)
+    assert placement.calibration.table is table and used == []
+    placement.measure_room(LONG)
+    assert used == [("train", D8, LONG, measuring.first_train_rung)]
+    found = placement.calibration.table.measurements
+    assert found.keys() - table.measurements.keys() == {missing}
+    assert found[missing].tokens_per_s > 0
+    # The meshes in use are those that they were.
+    assert (placement.places, placement.in_rollout, placement.in_training) == (SHORT, D8, D8)
+
+
+def test_a_room_is_measured_when_contexts_come_near_and_nothing_is_compiled(measuring):
+    placement = placed(measuring, SHORT, 1, speeds(SHORT))
+    near, far = history_of(4, 6, 8, 10), history_of(2, 3, 4, 5)
+    go = threading.Event()
+    with CompileAhead(print) as ahead:
+        rooms = [ahead.room_to_measure(measuring, placement, h) for h in (near, far)]
+        # In three steps they are 16, and 8; by 3 tokens a step 19.
+        assert rooms == [None, None]
+        near = history_of(4, 7, 10, 13)
+        assert ahead.room_to_measure(measuring, placement, near) == LONG
+        ahead.ask([small("other", 1.875, go)])
+        assert ahead.room_to_measure(measuring, placement, near) is None
+        go.set()
+        ahead.settle()
+        assert ahead.room_to_measure(measuring, placement, near) == LONG
+
+
+@pytest.mark.slow
+def test_live_episodes_do_not_wait_for_a_room_to_be_timed(measuring):
+    """Of the mesh that they stay on the compiler says the bytes; the next step asks for speeds."""
+    placement = placed(measuring, SHORT, 1, speeds(SHORT))
+    seat = live_seat(types.SimpleNamespace(world=measuring), placement)
+    before = placement.calibration.table.measurements.keys()
+    grown = placement.make_room(seat, SHORT + 1, 2, None)
+    assert (grown.engine.layout.shape, grown.places) == (D8, LONG)
+    after = placement.calibration.table.measurements
+    assert after.keys() - before == {f"rollout {D8} {LONG}"}
+    found = after[f"rollout {D8} {LONG}"]
+    assert found.tokens_per_s is None and found.program_bytes > 0
+
+
+def test_what_there_is_no_memory_to_time_beside_the_run_has_not_failed(measuring):
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
+
+    def answered(is_beside_run):
+        calibration, asked = placed(measuring, SHORT, 1).calibration, []
+        calibration.is_beside_run = is_beside_run
+        question = Question(
+            stage="train",
+            mesh=D8,
+            places=LONG,
+            size=(LONG, 16, 1),
+            most=10**9,
+            measure=lambda: asked.append(1) or fail(),
+            lower=small("", 2.0).lower,
+        )
+        answers = [calibration.answer(question) for _ in range(2)]
+        assert answers[0] == answers[1] and answers[0].tokens_per_s is None
+        assert answers[0].program_bytes > 0 and len(asked) == 1
+        return len(calibration.table.failures)
+
+    assert [answered(beside) for beside in (True, False)] == [0, 1]

@@ -21,6 +21,7 @@ from benchmarks.regret_points import (
     time_pairs,
 )
 from benchmarks.selector_regret import turn_tokens
+from benchmarks.switch_ahead import row_of, until_switch
 from earl_jax.bench import parse_flags
 from earl_jax.config import Config
 from earl_jax.selector.throughput import Measurement
@@ -139,3 +140,27 @@ def test_switches_of_a_tiny_model(tmp_path):
     for row in rows:
         assert row["stalled ms"] > 0 and row["program ms"] > 0
         assert row["times writing"] == pytest.approx(row["stalled ms"] / row["writing ms"])
+
+
+def test_what_a_run_waited_for_by_hand():
+    """Of two steps, the second of which has more room; what the first step took is its own."""
+    steps = [
+        {"step": 1, "time_s": 50.0, "compile_s": 40.0, "compile_waited_s": 40.0},
+        {"step": 2, "time_s": 52.0, "compile_s": 1.0, "compile_waited_s": 1.0},
+        {"step": 3, "time_s": 60.0, "compile_s": 9.0, "compile_waited_s": 3.0},
+        {"step": 4, "time_s": 61.0},
+    ]
+    steps = [step | {"rollout_places": 24 if step["step"] < 3 else 40} for step in steps]
+    assert until_switch([{"step": 0, "eval": {}}, *steps[:2]]) == []
+    found = until_switch([{"step": 0, "eval": {}}, *steps])
+    assert found == steps[:3]
+    assert row_of(found) == {
+        "step": 3,
+        "room": "24 to 40",
+        "compile s": 10.0,
+        "hidden s": 6.0,
+        "waited s": 4.0,
+        "that step s": 8.0,
+        "a step s": 2.0,
+        "first step s": 50.0,
+    }

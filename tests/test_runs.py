@@ -44,6 +44,8 @@ TIMES = {
     "time_s",
     "stage_s",
     "switch_s",
+    "compile_s",
+    "compile_waited_s",
     "env_wait_s",
     "rollout_tokens_per_s",
     "train_tokens_per_s",
@@ -145,6 +147,8 @@ def test_a_run_writes_what_the_contract_says(uninterrupted):
         assert line["dispatch_host_bytes"] == line["publish_host_bytes"] == 0
         assert line["peak_bytes_per_device"] <= line["budget_bytes_per_device"] == BUDGET
         assert line["version_lag_max"] == 0
+    # What the first step needs nobody has compiled ahead.
+    assert steps[0]["compile_s"] == steps[0]["compile_waited_s"] > 0
     evaluations = [line for line in lines if "eval" in line]
     assert [line["step"] for line in evaluations] == [0, 4, 8, 10]
     assert {"name", "games", "win", "draw", "loss", "illegal"} <= set(evaluations[-1]["eval"])

@@ -23,12 +23,14 @@ class SelectorConfig:
     same fraction the last episodes of a rollout move to another mesh. Speeds are the best of
     `measure_rounds` rounds, or of more where these are short.
 
-    `measure` "all" times every mesh that may fit, as the config says to use it, before the first
-    step; then ways to train beside the fastest (remat, the next number of micro-batches), on from
-    what is faster, up to 8 at a room. Others, and fewer slots, only where these are computed to be
-    faster than what else fits. "likely" computes all of them (a roofline, corrected by what was
-    measured) and times those that may be the fastest. "auto" is "likely" on chips with a known data
-    sheet, else "all", but no more ways are tried than a tenth of the steps' time pays for.
+    `measure` "all" times every mesh that may fit, as the config says to use it (or, of one that
+    does not fit so, the way that may be the fastest): for the first room before the first step, for
+    each other one between two steps when contexts come near to it. Then ways to train beside the
+    fastest (remat, the next number of micro-batches), on from what is faster, up to 8 at a room.
+    Others, and fewer slots, only where these are computed to be faster than what else fits.
+    "likely" computes all of them (a roofline, corrected by what was measured) and times those that
+    may be the fastest. "auto" is "likely" on chips with a known data sheet, else "all", but no more
+    ways are tried than a tenth of the steps' time pays for.
 
     `order` "measured" goes by these speeds. "listed" measures none: a stage is on the first mesh of
     its list that fits, until that does not fit any more. Such a run does the same on every machine,
