@@ -13,8 +13,8 @@ from earl_jax.main import DEFAULT_CONFIG, exit_status
 
 _HELP = """\
 Says which meshes a run's stages fit on hardware that need not be here: bytes per device by kind,
-predicted times, the meshes that would be chosen as contexts grow, in which way they would be used
-(micro-batches, remat, slots, pages), and where that would change.
+predicted times, the pairs of meshes that a run would choose as contexts grow, in which way they
+would be used (micro-batches, remat, slots, pages), and where that would change.
 
 examples:
   python -m earl_jax.plan --topology=cpu:8
@@ -73,7 +73,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         type=Path,
         help="a throughput table of a run of this model on such chips (JSON, from the folder "
         "throughput in the cache folder that a run measures into): computed speeds are multiplied "
-        "by one factor a stage",
+        "by one factor a stage, and what it has of the same work on a mesh at a room stands as it "
+        "was measured",
     )
     parser.add_argument(
         "--exact", action="store_true", help="let XLA compile what is chosen, for its bytes"
