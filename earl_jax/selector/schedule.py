@@ -91,7 +91,7 @@ def make_schedule(scene: Scene, rooms: Iterable[int], exactly: Exactly | None = 
     pair = None
     for places in rooms:
         field, decision = _settled(scene, places, pair, exactly)
-        schedule.append(_stop(field, decision))
+        schedule.append(_stop(field, decision, pair))
         pair = schedule[-1].pair or pair
     return schedule
 
@@ -169,7 +169,7 @@ def _decided(
 ) -> tuple[_Field, StepDecision | None]:
     """The choice, again whenever a compiler has said what one half of it takes of a device."""
     while True:
-        decision = _decision(field, pair)
+        decision = _lasting(field, pair)
         chosen = _chosen(field, decision) if decision else _nearest(field)
         asked = next((prospect for prospect in chosen if not prospect.exact), None)
         if exactly is None or asked is None:
@@ -177,8 +177,20 @@ def _decided(
         field = field.replaced(exactly(asked))
 
 
+def _lasting(field: _Field, pair: Pair | None) -> StepDecision | None:
+    """What a run stays at in this room: when its trainer has moved, ways are weighed without that.
+
+    None where no pair fits.
+    """
+    decision = _decision(field, pair)
+    while decision and decision.pair != pair:
+        pair = decision.pair
+        decision = _decision(field, pair)
+    return decision
+
+
 def _decision(field: _Field, pair: Pair | None) -> StepDecision | None:
-    """As a run decides; None where no pair fits."""
+    """As a run decides once; None where no pair fits."""
     scene, places, residents = field.scene, field.places, field.residents
     tokens = scene.work.num_rows * places
     try:
@@ -230,7 +242,7 @@ def _nearest(field: _Field) -> tuple[Prospect, ...]:
     return _preferred(field.scene, [t for t in field.trainable if t.mesh == mesh]), player
 
 
-def _stop(field: _Field, decision: StepDecision | None) -> Stop:
+def _stop(field: _Field, decision: StepDecision | None, before: Pair | None) -> Stop:
     scene, places = field.scene, field.places
     trains = _with_room(field)
     if decision is None:
@@ -247,10 +259,11 @@ def _stop(field: _Field, decision: StepDecision | None) -> Stop:
     chosen, player = _chosen(field, decision)
     rollouts = [beside(scene, rollout, chosen.mesh) for rollout in field.rollouts.kept]
     player = beside(scene, player, chosen.mesh)
+    was = before or decision.pair
     return Stop(
         places=places,
-        train=_choice(scene, trains, field.trains.number, chosen, decision.train.switched),
-        rollout=_choice(scene, rollouts, field.rollouts.number, player, decision.rollout.switched),
+        train=_choice(scene, trains, field.trains.number, chosen, chosen.mesh != was.train),
+        rollout=_choice(scene, rollouts, field.rollouts.number, player, player.mesh != was.rollout),
         step_s=decision.predicted_s,
         second=decision.second,
     )
