@@ -5,6 +5,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import time
 
 import jax
@@ -627,6 +628,14 @@ def test_the_default_config_is_planned_for_this_machine(capsys):
         assert words in out
     # Its rooms are those of its context_buckets.
     assert "24: also fit" in out and "40: " in out
+    # What a step of both takes, and which pair is next.
+    assert "steps, of episodes that fill their room:\n  24: " in out
+    assert "s; second: rollout on data=" in out
+
+
+def test_what_the_text_leaves_out_json_has(capsys):
+    """Of v5p:4x4x4 four other meshes are named, and how to see the rest is said."""
+    assert re.search(r" and \d+ more \(--json has all\)", run(capsys, *BIG))
 
 
 def test_json_has_every_candidate_and_where_meshes_change(capsys):
@@ -649,6 +658,12 @@ def test_json_has_every_candidate_and_where_meshes_change(capsys):
     assert [stop["places"] for stop in values["schedule"]] == [1024, 2048, 4096, 8192]
     # 72 billion parameters of 2 bytes on four v5p and more.
     assert all("tensor=" in stop["rollout_mesh"] for stop in values["schedule"])
+    # A step is no shorter than its update.
+    for entry, stop in zip(
+        values["contexts"], (values["schedule"][n] for n in (0, 1, 3)), strict=True
+    ):
+        (update,) = (m for m in entry["train"]["meshes"] if m["mesh"] == stop["train_mesh"])
+        assert stop["step_s"] > update["update_s"] and stop["second"].startswith("second: rollout")
 
 
 def test_where_nothing_fits_the_plan_says_what_would_do(capsys):
