@@ -26,9 +26,11 @@ examples:
       --config.rollout.num_slots=256 --config.rollout.episodes_per_step=256
       what is in no file: --config.section.key=value changes one setting, as when training
 
-Bytes and times are computed from the model's shapes and the chips' data sheets (quick mode). With
---exact XLA compiles what is chosen for the real topology, minutes a program, which needs no chip
-but the extra tpu-topology or gpu-topology. Exit status 2 for a mistake in what was given.
+Episodes are taken to fill their room with tokens that the policy samples, at each context for
+longer than a run takes to settle there. Bytes and times are computed from the model's shapes and
+the chips' data sheets (quick mode). With --exact XLA compiles what is chosen for the real topology,
+minutes a program, which needs no chip but the extra tpu-topology or gpu-topology. Exit status 2 for
+a mistake in what was given.
 """
 DEFAULT_CONTEXTS = "1024,2048,4096,8192,16384,32768,65536,131072"
 

@@ -491,8 +491,12 @@ def test_the_moments_leave_where_no_rollout_fits_beside_them():
         assert stop.rollout.chosen.offload
     # Nor do they leave where the config says so, or devices have no memory of their own.
     # There are fewer pages then, and slots, down to one a device.
-    off = make_schedule(with_budget(need - 1, offload="off"), [512])[0].rollout.chosen
-    assert off.rows_at_once == 4 and not off.offload
+    half = rollout_prospect(scene, mesh, 512, RolloutRung(64, 4 * 32))
+    for by_speed in (True, False):
+        held_up = with_budget(need - 1, offload="off", by_speed=by_speed)
+        off = make_schedule(held_up, [512])[0].rollout.chosen
+        assert off == beside(held_up, half, MeshShape(fsdp=8))
+        assert off.rows_at_once == 4 and off.tokens_per_s < whole.tokens_per_s
     eight = on_rollout_rung(scene, RolloutRung(8, 0))
     least = rollout_prospect(eight, mesh, 512, RolloutRung(8, 32)).footprint.total + sum(both)
     none = make_schedule(with_budget(least - 1, offload="off"), [512])[0]

@@ -362,9 +362,9 @@ def test_entries_of_a_table_count_for_the_way_that_they_name():
         assert factors((unknown, 1.0)) == {}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(1, 12))
 def test_nothing_that_fits_is_faster_than_what_is_chosen(seed):
-    """By more than noise, or where a mesh was in use before by more than what keeps it."""
+    """Of all pairs, one by one: by more than noise, or by more than what keeps those in use."""
     draw = random.Random(seed)
     rows = 2 ** draw.randint(4, 7)
     scene = scene_of(

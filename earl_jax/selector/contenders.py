@@ -95,7 +95,7 @@ def train_contenders(scene: Scene, ways: Sequence[TrainRung], places: int) -> Co
 def rollout_contenders(
     scene: Scene, ways: Sequence[RolloutRung], places: int, beside: tuple[int, int] = (0, 0)
 ) -> Contenders:
-    """Rollouts in these ways on all meshes, each by itself; the first has pages for all slots.
+    """Rollouts in these ways on all meshes, each by itself.
 
     Left out is what does not fit beside a trainer that leaves so many bytes on a device: the first
     number with its moments, the second without.
@@ -110,7 +110,8 @@ def rollout_contenders(
             more = (way.pages - dense) * page_bytes(on_rung, mesh)
             found.append(_Entrant(on_rung, mesh, places, way, footprint, known, more))
     kept, computed = [], []
-    wanted = _lane_tokens(on_rollout_rung(scene, ways[0]), ways[0])
+    first = scene.ways_to_play(places)[0]
+    wanted = _lane_tokens(on_rollout_rung(scene, first), first)
     for entrant in _worth_a_look(scene, found, *beside):
         on_rung, rung, known = entrant.scene, entrant.rung, entrant.known
         assert isinstance(rung, RolloutRung)
