@@ -16,6 +16,7 @@ from earl_jax.estimates import (
     has_data_sheet,
     rollout_estimate,
     rollout_speed,
+    rollout_speed_alone,
     train_estimate,
     train_speed,
 )
@@ -29,7 +30,7 @@ from earl_jax.measuring import (
 from earl_jax.program_keys import measured_key, train_key
 from earl_jax.remembered import Question, Remembered
 from earl_jax.selector.choose import Option
-from earl_jax.selector.guesses import Candidate, busy_tokens_per_s, fill_in
+from earl_jax.selector.guesses import Candidate, busy_slots, busy_tokens_per_s, fill_in
 from earl_jax.selector.ladder import (
     RolloutRung,
     TrainRung,
@@ -396,20 +397,21 @@ class Calibration(Remembered):
         `wanted` tokens a lane are enough for all slots.
         """
         world, option = self._world, candidate.option
-        share = self._tokens(rung) * world.own_rollout.num_slots / (wanted * rung.num_slots)
-        busy = max(1.0, min(1.0, share) * rung.num_slots)
-        if busy == rung.num_slots:
+        slots = rung.num_slots
+        busy = busy_slots(self._tokens(rung), wanted, world.own_rollout.num_slots, slots)
+        if busy == slots:
             return candidate
-        speed = option.tokens_per_s
+        speed, computed = option.tokens_per_s, candidate.computed_tokens_per_s
         if speed:
             measured = self.known(self._rollout_question(option.mesh, places, rung))
             scale = speed / measured.tokens_per_s if measured and measured.tokens_per_s else 1.0
             alone = measured and measured.alone_tokens_per_s
-            speed = busy_tokens_per_s(speed, alone * scale if alone else None, rung.num_slots, busy)
+            speed = busy_tokens_per_s(speed, alone * scale if alone else None, slots, busy)
+        alone = rollout_speed_alone(world, option.mesh, places, rung)
         return dataclasses.replace(
             candidate,
             option=dataclasses.replace(option, tokens_per_s=speed),
-            computed_tokens_per_s=candidate.computed_tokens_per_s * busy / rung.num_slots,
+            computed_tokens_per_s=busy_tokens_per_s(computed, alone, slots, busy),
         )
 
     def _speed(

@@ -64,12 +64,10 @@ def compiler_for(scene: Scene, config: Config, topology: str, vocab_size: int | 
 
 
 def with_total(prospect: Prospect, program: int) -> Prospect:
-    """The prospect with a program's bytes: what is resident stays, the rest are activations."""
-    footprint = prospect.footprint
-    # Gradients are temporaries of the program, and it does not know of the trainer beside it.
-    resident = footprint.weights + footprint.optimizer + footprint.cache
-    exact = dataclasses.replace(footprint, gradients=0, activations=max(0, program - resident))
-    return dataclasses.replace(prospect, footprint=exact, exact=True)
+    """The prospect with a program's bytes, which knows of no trainer beside it."""
+    return dataclasses.replace(
+        prospect, footprint=prospect.footprint.with_total(program), exact=True
+    )
 
 
 def _devices(scene: Scene, topology: str) -> list[Any]:

@@ -21,7 +21,7 @@ from earl_jax.selector.footprint import (
 )
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.ladder import RolloutRung, TrainRung
-from earl_jax.selector.roofline import rollout_tokens_per_s, train_s
+from earl_jax.selector.roofline import alone_tokens_per_s, rollout_tokens_per_s, train_s
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.world import World
@@ -97,6 +97,14 @@ def rollout_speed(world: World, mesh: MeshShape, places: int, rung: RolloutRung)
     hardware, rows = hardware_like(world).with_devices(own.num_devices), work.num_slots // own.data
     speed = rollout_tokens_per_s(hardware, _sizes(world), work, own, places, rows)
     return len(world.processes.players) * speed
+
+
+@functools.cache
+def rollout_speed_alone(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> float:
+    """As `rollout_speed`, with one slot at work."""
+    own, work = world.processes.own_mesh(mesh), _rollout_work(world, rung)
+    hardware = hardware_like(world).with_devices(own.num_devices)
+    return alone_tokens_per_s(hardware, _sizes(world), work, own, places)
 
 
 def _rollout_work(world: World, rung: RolloutRung) -> Workload:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from earl_jax.config import Config
 from earl_jax.models.config import ModelConfig
 from earl_jax.scene import find_model
-from earl_jax.selector.prospects import Scene, calibrated
+from earl_jax.selector.contenders import calibrated
+from earl_jax.selector.prospects import Scene
 from earl_jax.selector.throughput import (
     ThroughputTable,
     difference_words,
@@ -149,6 +150,9 @@ def _flags(text: str) -> list[str]:
 def calibrated_by(path: Path, scene: Scene, config: Config) -> tuple[Scene, list[str]]:
     """The scene with speeds as a table of measurements has them, and what to know of that.
 
+    Computed speeds are multiplied by one factor a stage. Of the same work what was measured of a
+    mesh at a room stands as it is, and what ran out of memory there is impossible.
+
     Raises:
         ValueError: it cannot be read, or is not of this chip and this model.
     """
@@ -162,6 +166,9 @@ def calibrated_by(path: Path, scene: Scene, config: Config) -> tuple[Scene, list
     notes = []
     if found := differences({name: table.facts.get(name, {}) for name in work}, work):
         notes.append(f"its speeds are of other work than is planned for: {difference_words(found)}")
+    elif table.facts.get("processes", 1) == 1:
+        # Of several each measures its own part of a rollout.
+        scene = dataclasses.replace(scene, known=table.measurements, failures=table.failures)
     if found := differences(known, versions):
         notes.append(f"its speeds are of other versions: {difference_words(found)}")
     return scene, [*notes, *_misses(table, scene)]

@@ -13,8 +13,8 @@ from earl_jax.main import DEFAULT_CONFIG, exit_status
 
 _HELP = """\
 Says which meshes a run's stages fit on hardware that need not be here: bytes per device by kind,
-predicted times, the meshes that would be chosen as contexts grow, in which way they would be used
-(micro-batches, remat, slots, pages), and where that would change.
+predicted times, the pairs of meshes that a run would choose as contexts grow, in which way they
+would be used (micro-batches, remat, slots, pages), and where that would change.
 
 examples:
   python -m earl_jax.plan --topology=cpu:8
@@ -26,9 +26,11 @@ examples:
       --config.rollout.num_slots=256 --config.rollout.episodes_per_step=256
       what is in no file: --config.section.key=value changes one setting, as when training
 
-Bytes and times are computed from the model's shapes and the chips' data sheets (quick mode). With
---exact XLA compiles what is chosen for the real topology, minutes a program, which needs no chip
-but the extra tpu-topology or gpu-topology. Exit status 2 for a mistake in what was given.
+Episodes are taken to fill their room with tokens that the policy samples, at each context for
+longer than a run takes to settle there. Bytes and times are computed from the model's shapes and
+the chips' data sheets (quick mode). With --exact XLA compiles what is chosen for the real topology,
+minutes a program, which needs no chip but the extra tpu-topology or gpu-topology. Exit status 2 for
+a mistake in what was given.
 """
 DEFAULT_CONTEXTS = "1024,2048,4096,8192,16384,32768,65536,131072"
 
@@ -73,7 +75,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         type=Path,
         help="a throughput table of a run of this model on such chips (JSON, from the folder "
         "throughput in the cache folder that a run measures into): computed speeds are multiplied "
-        "by one factor a stage",
+        "by one factor a stage, and what it has of the same work on a mesh at a room stands as it "
+        "was measured",
     )
     parser.add_argument(
         "--exact", action="store_true", help="let XLA compile what is chosen, for its bytes"

@@ -132,6 +132,7 @@ def workload(config: Config) -> Workload:
         micro_batches=train.micro_batches,
         remat=train.remat,
         logprob_chunk=train.logprob_chunk,
+        epochs=train.epochs,
         chunk_size=rollout.chunk_size,
         append_rows=rollout.append_rows,
         step_rows=rollout.step_rows,

@@ -26,6 +26,7 @@ from earl_jax.selector.ladder import (
     train_rungs,
     train_ways,
     train_words,
+    with_page_sizes,
 )
 from earl_jax.selector.memory import resident_bytes, unless_out_of_memory
 from earl_jax.selector.pairs import Kept
@@ -84,14 +85,8 @@ class Ladder:
 
     def rollout_ways(self, places: int, wanted: int) -> list[RolloutRung]:
         """All ways to play, the first with so many pages of the config's size, as for training."""
-        world, ways = self.world, list[RolloutRung]()
-        for rung in self.rollout_rungs(places, [wanted]):
-            ways.append(rung)
-            tokens = rung.pages * world.page()
-            for size in world.page_sizes[1:]:
-                pages = max(self.least_pages(places, size), -(-tokens // size))
-                ways.append(rung._replace(pages=pages, page_size=size))
-        return list(dict.fromkeys(ways))
+        rungs = self.rollout_rungs(places, [wanted])
+        return with_page_sizes(rungs, self.world.page(), self.world.page_sizes[1:], places)
 
     def rollout_rungs(self, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
         """With the pages wanted first, and always those of one whole episode a lane."""

@@ -8,6 +8,7 @@ from earl_jax.selector.choose import Option
 from earl_jax.selector.guesses import (
     Candidate,
     beside_fastest,
+    busy_slots,
     busy_tokens_per_s,
     fill_in,
     tried_ways,
@@ -149,3 +150,13 @@ def test_rounds_of_some_slots_are_on_the_line_between_one_and_all():
     # 4.5 slots are half of the way: 0.075 s.
     assert busy_tokens_per_s(80.0, 20.0, 8, 4.5) == pytest.approx(60.0)
     assert busy_tokens_per_s(80.0, None, 8, 4) == pytest.approx(40.0)
+
+
+def test_slots_are_busy_as_far_as_there_are_pages_for_them():
+    # 64 slots want 800 tokens a lane: 12.5 for each of them.
+    assert busy_slots(800, 800, 64, 64) == busy_slots(1600, 800, 64, 64) == 64
+    assert busy_slots(400, 800, 64, 64) == 32
+    # Half of the slots want half of the pages.
+    assert busy_slots(400, 800, 64, 32) == 32
+    assert busy_slots(200, 800, 64, 32) == 16
+    assert busy_slots(1, 800, 64, 64) == 1

@@ -15,14 +15,17 @@ from caches import rows_of
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.estimates import rollout_estimate, train_estimate
-from earl_jax.measurements import open_table
+from earl_jax.measurements import calibrated_by, open_table
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.orders import pack_orders
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.run import _new_placement
+from earl_jax.scene import make_scene
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.ladder import RolloutRung, TrainRung
+from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -544,3 +547,31 @@ def test_a_page_more_takes_its_bytes(tiny, place):
     page = 2 * 2 * 16 * 8 * 4
     assert {mesh: three[mesh] - two[mesh] for mesh in shapes} == {D8: page, D4T2: page}
     assert all(five[mesh] - two[mesh] == 3 * page for mesh in shapes)
+
+
+@pytest.mark.slow
+def test_a_plan_with_the_table_of_a_run_names_its_meshes_and_ways(tiny, place):
+    """Measured on these devices. What a run knows of its load is as a plan assumes it."""
+    config, budget = tiny.world.config, 10**9
+    placement, ran = place(budget), []
+    placement.rollout_mesh = placement.train_mesh = None
+    for places in (SHORT, LONG):
+        load = Load(
+            context_tokens_max=places,
+            context_tokens_mean=float(places),
+            tokens_in_flight_max=8 * places,
+            rollout_tokens=16 * places,
+        )
+        for _ in range(2):
+            decision = placement.choose_step(places, load)
+        ran.append((decision.pair, placement.num_slots, placement.train_rung))
+    scene = make_scene(config, parse_topology("cpu:8"), tiny.world.vocab_size, budget)
+    scene, notes = calibrated_by(tiny.calibration.table.path, scene, config)
+    stops = make_schedule(scene, [SHORT, LONG])
+    chosen = [(stop.rollout.chosen, stop.train.chosen) for stop in stops]
+    assert notes == [] and ran == [
+        (stop.pair, rollout.rung.num_slots, train.rung)
+        for stop, (rollout, train) in zip(stops, chosen, strict=True)
+    ]
+    assert decision.predicted_s == pytest.approx(stops[1].step_s, rel=1e-3)
+    assert all(prospect.is_measured for both in chosen for prospect in both)

@@ -5,6 +5,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import time
 
 import jax
@@ -18,6 +19,7 @@ from earl_jax.rollout.engine import EngineConfig, PolicyEngine
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.scene import make_scene, model_sizes
 from earl_jax.selector.choose import Settings
+from earl_jax.selector.contenders import calibrated
 from earl_jax.selector.enough import smallest_hardware
 from earl_jax.selector.footprint import (
     Footprint,
@@ -33,7 +35,7 @@ from earl_jax.selector.footprint import (
 from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.selector.memory import resident_bytes
-from earl_jax.selector.prospects import Prospect, calibrated, on_rollout_rung, rollout_prospect
+from earl_jax.selector.prospects import Prospect, beside, on_rollout_rung, rollout_prospect
 from earl_jax.selector.roofline import (
     MATMUL_REACHED,
     MEMORY_REACHED,
@@ -473,27 +475,33 @@ def test_the_moments_leave_where_no_rollout_fits_beside_them():
         settings = dataclasses.replace(scene.settings, budget_bytes=budget)
         return dataclasses.replace(scene, settings=settings, **changes)
 
-    need = rollout_prospect(with_budget(1), mesh, 512, both).footprint.total
+    # Eight rows a device, each of 32 pages of 16 tokens.
+    whole = rollout_prospect(scene, mesh, 512, RolloutRung(64, 8 * 32))
+    need = whole.footprint.total + weights + moments
     tight = with_budget(need - 1)
     short, long = (stop.rollout.chosen for stop in make_schedule(tight, [64, 512]))
     assert (short.offload, short.footprint.trainer) == (False, weights + moments)
     assert (long.offload, long.footprint.trainer) == (True, weights)
     assert short.moments == long.moments == moments
-    # Beside them there is room for one of eight rows at a time: listed, that is taken.
-    listed = make_schedule(with_budget(need, by_speed=False), [512])[0].rollout.chosen
-    assert (listed.offload, listed.rows_at_once) == (False, 1)
-    quick = make_schedule(with_budget(need), [512])[0].rollout.chosen
-    assert quick.offload and quick.tokens_per_s > 2 * listed.tokens_per_s
-    all_rows = rollout_prospect(with_budget(10**12), mesh, 512, both).footprint.total
-    assert not make_schedule(with_budget(all_rows), [512])[0].rollout.chosen.offload
+    assert short.rows_at_once == long.rows_at_once == 8
+    for by_speed in (True, False):
+        (stop,) = make_schedule(with_budget(need, by_speed=by_speed), [512])
+        assert stop.rollout.chosen == beside(scene, whole, MeshShape(fsdp=8))
+        (stop,) = make_schedule(with_budget(need - 1, by_speed=by_speed), [512])
+        assert stop.rollout.chosen.offload
     # Nor do they leave where the config says so, or devices have no memory of their own.
-    # There are fewer slots then, down to one a device.
-    off = make_schedule(with_budget(need - 1, offload="off"), [512])[0].rollout.chosen
-    assert off.rung.num_slots < 64 and not off.offload
-    eight = on_rollout_rung(with_budget(1), RolloutRung(8, 0))
-    least = rollout_prospect(eight, mesh, 512, both).footprint.total
+    # There are fewer pages then, and slots, down to one a device.
+    half = rollout_prospect(scene, mesh, 512, RolloutRung(64, 4 * 32))
+    for by_speed in (True, False):
+        held_up = with_budget(need - 1, offload="off", by_speed=by_speed)
+        off = make_schedule(held_up, [512])[0].rollout.chosen
+        assert off == beside(held_up, half, MeshShape(fsdp=8))
+        assert off.rows_at_once == 4 and off.tokens_per_s < whole.tokens_per_s
+    eight = on_rollout_rung(scene, RolloutRung(8, 0))
+    least = rollout_prospect(eight, mesh, 512, RolloutRung(8, 32)).footprint.total + sum(both)
     none = make_schedule(with_budget(least - 1, offload="off"), [512])[0]
     assert not none.fits and none.rollout.shortfall_bytes == 1
+    assert none.train.chosen.mesh == MeshShape(fsdp=8)
     assert not scene_of("cpu:8", *held).can_offload
     assert scene_of("cpu:8", *held, "selector.offload=on").can_offload
 
@@ -517,8 +525,8 @@ def test_the_moments_stay_where_hosts_have_no_room_for_them():
     scene, mesh = scene_of("h100:1x8", *held, *deep), MeshShape(data=8)
     assert scene.parked_bytes == 4 * 2**30
     both = trainer_bytes(scene.sizes, MeshShape(fsdp=8))
-    one = dataclasses.replace(scene, settings=dataclasses.replace(scene.settings, budget_bytes=1))
-    need = rollout_prospect(one, mesh, 512, both).footprint.total
+    whole = rollout_prospect(scene, mesh, 512, RolloutRung(64, 8 * 32))
+    need = whole.footprint.total + sum(both)
 
     def stop_with(host_bytes):
         settings = dataclasses.replace(scene.settings, budget_bytes=need - 1)
@@ -624,6 +632,14 @@ def test_the_default_config_is_planned_for_this_machine(capsys):
         assert words in out
     # Its rooms are those of its context_buckets.
     assert "24: also fit" in out and "40: " in out
+    # What a step of both takes, and which pair is next.
+    assert "steps, of episodes that fill their room:\n  24: " in out
+    assert "s; second: rollout on data=" in out
+
+
+def test_what_the_text_leaves_out_json_has(capsys):
+    """Of v5p:4x4x4 four other meshes are named, and how to see the rest is said."""
+    assert re.search(r" and \d+ more \(--json has all\)", run(capsys, *BIG))
 
 
 def test_json_has_every_candidate_and_where_meshes_change(capsys):
@@ -646,6 +662,12 @@ def test_json_has_every_candidate_and_where_meshes_change(capsys):
     assert [stop["places"] for stop in values["schedule"]] == [1024, 2048, 4096, 8192]
     # 72 billion parameters of 2 bytes on four v5p and more.
     assert all("tensor=" in stop["rollout_mesh"] for stop in values["schedule"])
+    # A step is no shorter than its update.
+    for entry, stop in zip(
+        values["contexts"], (values["schedule"][n] for n in (0, 1, 3)), strict=True
+    ):
+        (update,) = (m for m in entry["train"]["meshes"] if m["mesh"] == stop["train_mesh"])
+        assert stop["step_s"] > update["update_s"] and stop["second"].startswith("second: rollout")
 
 
 def test_where_nothing_fits_the_plan_says_what_would_do(capsys):

@@ -11,15 +11,14 @@ from earl_jax.selector.candidates import (
     rollout_context_candidates,
     train_candidates,
 )
-from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import Hardware, hardware_of
 from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.prospects import (
     Scene,
     on_rollout_rung,
     on_train_rung,
-    rollout_prospect,
-    train_prospect,
+    round_footprint,
+    update_footprint,
 )
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology
@@ -80,22 +79,16 @@ def _holds(scene: Scene, hardware: Hardware, places: int) -> bool:
         # A row at a time takes least, but for the sum of gradients that one micro-batch has not.
         numbers = {n for n in (a_row_each, work.micro_batches) if a_row_each % n == 0}
         scenes = [on_train_rung(scene, TrainRung(number, True)) for number in numbers]
-        return min(train_prospect(scene, mesh, places).footprint.total for scene in scenes)
+        return min(update_footprint(scene, mesh, places).total for scene in scenes)
 
-    resident = [
-        trainer_bytes(scene.sizes, mesh) for mesh in trainers if update_bytes(mesh) <= budget
-    ]
+    resident = [scene.resident_of(mesh).least for mesh in trainers if update_bytes(mesh) <= budget]
     if not resident:
         return False
-    least = {False: min(resident, key=sum)}
-    if scene.can_offload:
-        resting = [both for both in resident if not scene.host_obstacle(both[1])]
-        least |= {True: min(resting)} if resting else {}
-    few = scene.ways_to_play[-1].num_slots
-    ways = [way for way in scene.ways_to_play if way.num_slots == few and way.offload in least]
+    ways = scene.ways_to_play(places)
+    fewest = {way for way in ways if way.num_slots == ways[-1].num_slots}
     return any(
-        rollout_prospect(on_rung, mesh, places, least[offload], offload).footprint.total <= budget
-        for on_rung, offload in [(on_rollout_rung(scene, way), way.offload) for way in ways]
+        round_footprint(on_rung, mesh, places, way).total + min(resident) <= budget
+        for on_rung, way in [(on_rollout_rung(scene, way), way) for way in fewest]
         for mesh in players
         if on_rung.work.page_size % mesh.context == 0
     )

@@ -90,6 +90,7 @@ class Workload:
     page_size: int
     kv_itemsize: int
     step_rows: int = 0
+    epochs: int = 1
 
     def rows_a_step(self, mesh: MeshShape, rows: int) -> int:
         """Rows of a decode step where so many of a row shard's are busy."""
@@ -115,6 +116,18 @@ class Footprint:
         """All of them."""
         resident = self.weights + self.optimizer + self.gradients + self.cache + self.trainer
         return resident + self.activations
+
+    def with_total(self, num_bytes: int) -> "Footprint":
+        """With so many bytes of the stage's own program.
+
+        What is resident stays, the trainer beside it too; the rest are activations, gradients among
+        them: they are temporaries of the program.
+        """
+        own = self.total - self.trainer
+        if num_bytes == own:
+            return self
+        resident = self.weights + self.optimizer + self.cache
+        return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
 
     def as_dict(self) -> dict[str, int]:
         """By kind, those that there are."""

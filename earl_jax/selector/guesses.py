@@ -154,6 +154,15 @@ def _speed(option: Option) -> float:
     return option.tokens_per_s or 0.0
 
 
+def busy_slots(tokens: int, wanted: int, all_slots: int, slots: int) -> float:
+    """How many of `slots` find pages in lanes that hold so many tokens, at least one.
+
+    Of `wanted` tokens a lane all of `all_slots` find theirs.
+    """
+    share = tokens * all_slots / (wanted * slots)
+    return max(1.0, min(1.0, share) * slots)
+
+
 def busy_tokens_per_s(full: float, alone: float | None, slots: int, busy: float) -> float:
     """Tokens that `busy` of so many slots say in a second.
 

@@ -60,6 +60,22 @@ def rollout_rungs(
         slots //= 2
 
 
+def with_page_sizes(
+    rungs: Sequence[RolloutRung], page_size: int, others: Sequence[int], places: int
+) -> list[RolloutRung]:
+    """Each rung, and then the same with as many tokens in pages of other sizes.
+
+    A rung's own are of `page_size` tokens, and a lane has pages for an episode of `places`.
+    """
+    ways: list[RolloutRung] = []
+    for rung in rungs:
+        ways.append(rung)
+        for size in others:
+            pages = -(-max(places, rung.pages * page_size) // size)
+            ways.append(rung._replace(pages=pages, page_size=size))
+    return list(dict.fromkeys(ways))
+
+
 def train_rungs(rows: int, micro_batches: int, remat: bool) -> list[TrainRung]:
     """From what the config says, over activations computed again, to a row at a time."""
     rungs = [TrainRung(micro_batches, remat), TrainRung(micro_batches, True)]

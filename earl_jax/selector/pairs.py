@@ -63,12 +63,17 @@ class Resident(NamedTuple):
     num_bytes: int
     kept: Kept | None = None
 
+    @property
+    def least(self) -> int:
+        """The bytes with the moments away, if they may be."""
+        return self.kept.num_bytes if self.kept else self.num_bytes
+
     def beside(self, rollout: Option) -> int:
         """The bytes beside this option."""
-        return self.kept.num_bytes if self.kept and is_offload(rollout) else self.num_bytes
+        return self.least if is_offload(rollout) else self.num_bytes
 
 
-def residents_of(num_bytes: Sequence[int], kept: Sequence[Kept]) -> list[Resident]:
+def residents_of(num_bytes: Sequence[int], kept: Sequence[Kept | None]) -> list[Resident]:
     """A record for each trainer."""
     if not kept:
         return [Resident(each) for each in num_bytes]
@@ -211,7 +216,7 @@ def room_of(
 ) -> Room:
     """Which options of the two stages can be together."""
     whole = [resident.num_bytes for resident in residents]
-    kept = [r.kept.num_bytes if r.kept else r.num_bytes for r in residents]
+    kept = [resident.least for resident in residents]
     return Room(
         bytes_R=np.array([o.bytes_per_device - o.slack_bytes for o in rollouts], np.float64),
         can_R=np.array([not option.impossible for option in rollouts]),

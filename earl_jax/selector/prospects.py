@@ -3,12 +3,13 @@
 """What each candidate of a plan would take of a device, and how fast it would be. Pure.
 
 A candidate is a mesh and a way to use it: of an update the micro-batches and remat, of a rollout
-the slots, the tokens of a page, and where the optimizer's moments are meanwhile.
+the slots, the pages of a lane, their tokens, and where the optimizer's moments are meanwhile.
+contenders.py has all of them at one room.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from earl_jax.selector.candidates import Check, for_rows
 from earl_jax.selector.choose import Option, Settings
@@ -16,20 +17,32 @@ from earl_jax.selector.footprint import (
     Footprint,
     ModelSizes,
     Workload,
+    cache_token_bytes,
+    engine_bytes,
     rollout_footprint,
-    row_bytes,
     train_footprint,
+    trainer_bytes,
 )
+from earl_jax.selector.guesses import busy_slots, busy_tokens_per_s
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.host_memory import host_obstacle
 from earl_jax.selector.ladder import (
+    Failure,
     RolloutRung,
     TrainRung,
     rollout_rungs,
     train_rungs,
     train_ways,
+    train_words,
+    with_page_sizes,
 )
-from earl_jax.selector.roofline import calibration, decode_s, rollout_tokens_per_s, train_s
+from earl_jax.selector.pairs import Kept, Resident
+from earl_jax.selector.roofline import (
+    alone_tokens_per_s,
+    decode_s,
+    rollout_tokens_per_s,
+    train_s,
+)
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
 
@@ -47,6 +60,9 @@ class Scene:
     listed in (config.selector.order), and what a stage does with less in that of its ladder.
     `factors` are measured speeds by computed ones, of a stage; 1 where there is none. `offload` is
     that of the config. `parked_bytes` of pages may lie in a host's memory beside the moments.
+
+    `known` is what was measured of just this work on such devices, and `failures` what ran out of
+    memory there: the entries of a table (throughput.py).
     """
 
     hardware: Hardware
@@ -64,6 +80,8 @@ class Scene:
     factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     offload: Literal["auto", "on", "off"] = "off"
     parked_bytes: int = 0
+    known: Mapping[str, Measurement] = dataclasses.field(default_factory=dict)
+    failures: tuple[Failure, ...] = ()
 
     @property
     def can_offload(self) -> bool:
@@ -81,19 +99,26 @@ class Scene:
         work, ways = self.work, train_ways if self.by_speed else train_rungs
         return ways(work.num_rows, work.micro_batches, work.remat)
 
-    @property
-    def ways_to_play(self) -> list[RolloutRung]:
+    def ways_to_play(self, places: int) -> list[RolloutRung]:
         """How a rollout may go about its episodes, in the order of preference.
 
-        By speed the moments leave after all else, in a run's ladder before there are fewer slots.
-        Pages are as many as there is room for: 0 here.
+        First with pages for all slots: that episodes fill their room is what a plan is for.
         """
-        slots, lanes = self.work.num_slots, self.hardware.num_devices
-        rungs = rollout_rungs(slots, lanes, [0], 0, self.can_offload and not self.by_speed)
-        if self.can_offload and self.by_speed:
-            rungs += [rung._replace(offload=True) for rung in rungs]
-        sizes = dict.fromkeys((self.work.page_size, *self.page_sizes))
-        return [rung._replace(page_size=size) for rung in rungs for size in sizes]
+        work, lanes = self.work, self.hardware.num_devices
+        least = -(-places // work.page_size)
+        dense = work.num_slots // lanes * least
+        rungs = rollout_rungs(work.num_slots, lanes, [dense], least, self.can_offload)
+        others = dict.fromkeys(size for size in self.page_sizes if size != work.page_size)
+        if self.by_speed:
+            rungs = with_page_sizes(rungs, work.page_size, [*others], places)
+        return [rung._replace(page_size=rung.page_size or work.page_size) for rung in rungs]
+
+    def resident_of(self, trainer: MeshShape) -> Resident:
+        """What a trainer leaves on each device while episodes are played."""
+        rest, moments = trainer_bytes(self.sizes, trainer)
+        leaves = self.can_offload and not self.host_obstacle(moments)
+        kept = Kept(rest, to_and_fro_s(self.hardware, moments)) if leaves else None
+        return Resident(rest + moments, kept)
 
     def train_meshes_for(self, places: int) -> list[MeshShape]:
         """The candidates for the training of rows of so many tokens."""
@@ -115,9 +140,12 @@ class Prospect:
     """A candidate at one room per episode: what a device would hold, and how fast it would be.
 
     `rung` is the way. `seconds` are those of an update, or of a decode step of all slots that run
-    at once: `rows_at_once` of each row shard, 0 in training. `moments` are the trainer's bytes that
-    a rollout has no need of; where they are in host memory meanwhile, `tokens_per_s` counts their
-    way there and back, once a step. `exact` bytes are a compiler's.
+    at once: `rows_at_once` of each row shard, 0 in training. A rollout is by itself, or `beside` a
+    trainer: then `moments` are the trainer's bytes that it has no need of, and where they are in
+    host memory meanwhile `tokens_per_s` counts their way there and back, once a step. `move_s` is
+    what going to the mesh takes. `exact` bytes are a compiler's, a speed `is_measured` or computed.
+    `impossible` says what ran out of memory before; an update that leaves no rollout enough room
+    does not `leave_room`.
     """
 
     stage: str
@@ -129,20 +157,49 @@ class Prospect:
     rung: Rung
     rows_at_once: int = 0
     moments: int = 0
+    move_s: float = 0.0
     exact: bool = False
+    is_measured: bool = False
+    impossible: str = ""
+    leaves_room: bool = True
 
     @property
     def offload(self) -> bool:
         """Whether the optimizer's moments are in host memory."""
         return isinstance(self.rung, RolloutRung) and self.rung.offload
 
-    def option(self, by_speed: bool) -> Option:
-        """As `choose` takes it."""
+    def fits(self, budget_bytes: int) -> bool:
+        """Whether a device has room for it."""
+        return not self.impossible and self.footprint.total <= budget_bytes
+
+    def option(self, scene: Scene) -> Option:
+        """As `choose_step` takes it."""
         return Option(
             mesh=self.mesh,
             bytes_per_device=self.footprint.total,
-            tokens_per_s=self.tokens_per_s if by_speed else None,
+            tokens_per_s=self.tokens_per_s if scene.by_speed else None,
+            move_s=self.move_s,
+            impossible=self.impossible,
+            is_computed=not self.exact,
+            is_guess=not self.is_measured,
+            rung=self.rung,
+            way=way_of(scene.work, self.rung),
         )
+
+
+def way_of(work: Workload, rung: Rung) -> str:
+    """In which way a mesh is used, in words, as far as the config does not say so."""
+    if isinstance(rung, TrainRung):
+        return train_words(rung, TrainRung(work.micro_batches, work.remat))
+    away = "the moments in host memory" if rung.offload else ""
+    return ", ".join(filter(None, (slots_words(work, rung), away)))
+
+
+def slots_words(work: Workload, rung: RolloutRung) -> str:
+    """Of a rollout without its moments."""
+    slots = f"with {rung.num_slots} slots" if rung.num_slots != work.num_slots else ""
+    pages = f"pages of {rung.page_size} tokens" if rung.page_size != work.page_size else ""
+    return ", ".join(filter(None, (slots, pages)))
 
 
 def on_train_rung(scene: Scene, rung: TrainRung) -> Scene:
@@ -175,156 +232,109 @@ def on_rollout_rung(scene: Scene, rung: RolloutRung) -> Scene:
     )
 
 
-class Prospects(NamedTuple):
-    """All meshes of the first way, then of the next; `number` counts those left out too.
-
-    Left out may be what could never be chosen: what does not fit where the mesh takes fewer bytes
-    in another way.
-    """
-
-    kept: list[Prospect]
-    number: int
-
-
-def train_prospects(scene: Scene, ways: Sequence[TrainRung], places: int) -> Prospects:
-    """Updates in these ways on all meshes; the times of what is left out are not computed."""
-    found = [
-        (on_rung, mesh, _train_footprint(on_rung, mesh, places))
-        for on_rung in [on_train_rung(scene, way) for way in ways]
-        for mesh in on_rung.train_meshes_for(places)
-    ]
-    least: dict[MeshShape, int] = {}
-    for _, mesh, footprint in found:
-        least[mesh] = min(footprint.total, least.get(mesh, footprint.total))
-    kept = [
-        _train_prospect(on_rung, mesh, places, footprint)
-        for on_rung, mesh, footprint in found
-        if footprint.total <= max(scene.budget_bytes, least[mesh])
-    ]
-    return Prospects(kept, len(found))
-
-
-def rollout_prospects(
-    scene: Scene, ways: Sequence[RolloutRung], places: int, trainer: tuple[int, int]
-) -> Prospects:
-    """Rollouts in these ways on all meshes; `trainer` as in `rollout_prospect`.
-
-    Those with the moments in host memory only where there is room for them.
-    """
-    no_room = scene.host_obstacle(trainer[1])
-    scenes = [(on_rollout_rung(scene, way), way) for way in ways if not (way.offload and no_room)]
-    found = [
-        rollout_prospect(on_rung, mesh, places, trainer, way.offload)
-        for on_rung, way in scenes
-        for mesh in on_rung.rollout_meshes_for(places)
-    ]
-    return Prospects(found, len(found))
-
-
-def train_prospect(scene: Scene, mesh: MeshShape, places: int) -> Prospect:
+def train_prospect(
+    scene: Scene, mesh: MeshShape, places: int, footprint: Footprint | None = None
+) -> Prospect:
     """An update on rows of so many tokens, as the scene's work says."""
-    return _train_prospect(scene, mesh, places, _train_footprint(scene, mesh, places))
-
-
-def _train_footprint(scene: Scene, mesh: MeshShape, places: int) -> Footprint:
-    return train_footprint(scene.sizes, scene.work, mesh, places, scene.hardware.platform)
-
-
-def _train_prospect(scene: Scene, mesh: MeshShape, places: int, footprint: Footprint) -> Prospect:
     seconds = train_s(scene.hardware, scene.sizes, scene.work, mesh, places).total
     seconds /= scene.factors.get("train", 1.0)
     return Prospect(
         stage="train",
         mesh=mesh,
         places=places,
-        footprint=footprint,
+        footprint=footprint or update_footprint(scene, mesh, places),
         tokens_per_s=scene.work.num_rows * places / seconds,
         seconds=seconds,
         rung=TrainRung(scene.work.micro_batches, scene.work.remat),
+        move_s=_arrival_s(scene.hardware, sum(trainer_bytes(scene.sizes, mesh))),
     )
 
 
-def rollout_prospect(
-    scene: Scene, mesh: MeshShape, places: int, trainer: tuple[int, int], offload: bool = False
-) -> Prospect:
-    """With pages for as many rows at once as the budget holds, for one a device at least.
+def update_footprint(scene: Scene, mesh: MeshShape, places: int) -> Footprint:
+    """The bytes of an update, as the scene's work says."""
+    return train_footprint(scene.sizes, scene.work, mesh, places, scene.hardware.platform)
 
-    `trainer` are the bytes per device of its parameters and of its moments.
+
+def rollout_prospect(
+    scene: Scene, mesh: MeshShape, places: int, rung: RolloutRung, busy: float | None = None
+) -> Prospect:
+    """A rollout by itself on this rung, as the scene's work says (`on_rollout_rung`).
+
+    With `busy` slots at work, None: as many as have pages.
     """
     hardware, sizes, work = scene.hardware, scene.sizes, scene.work
-    kept, moments = trainer
-    resident = kept if offload else kept + moments
-    rows, a_row_shard = work.num_slots // mesh.data, hardware.num_devices // mesh.data
-    least = min(rows, a_row_shard)
-    bare = rollout_footprint(sizes, work, mesh, places, 0, resident, hardware.platform)
-    room, a_row = scene.budget_bytes - bare.total, row_bytes(sizes, work, mesh, places)
-    at_once = min(rows, max(least, room // a_row))
-    step = decode_s(hardware, sizes, work, mesh, work.rows_a_step(mesh, at_once), places)
+    slots, lanes = work.num_slots, hardware.num_devices // mesh.data
+    rows, a_row = slots // mesh.data, -(-places // work.page_size)
+    if busy is None:
+        dense = slots // hardware.num_devices * a_row
+        busy = busy_slots(rung.pages, dense, slots, slots)
+    at_once = min(rows, rung.pages * lanes // a_row)
     factor = scene.factors.get("rollout", 1.0)
-    speed = factor * rollout_tokens_per_s(hardware, sizes, work, mesh, places, at_once)
-    away_s = to_and_fro_s(hardware, moments) / (work.num_rows * places) if offload else 0.0
-    pages = at_once * -(-places // work.page_size)
+    speed = full_tokens_per_s(scene, mesh, places)
+    if busy < slots:
+        alone = factor * alone_tokens_per_s(hardware, sizes, work, mesh, places)
+        speed = busy_tokens_per_s(speed, alone, slots, busy)
+    step = decode_s(hardware, sizes, work, mesh, work.rows_a_step(mesh, at_once), places)
     return Prospect(
         stage="rollout",
         mesh=mesh,
         places=places,
-        footprint=dataclasses.replace(bare, cache=at_once * a_row),
-        tokens_per_s=1.0 / (1.0 / speed + away_s),
+        footprint=round_footprint(scene, mesh, places, rung),
+        tokens_per_s=speed,
         seconds=step.total / factor,
-        rung=RolloutRung(work.num_slots, -(-pages // a_row_shard), offload, work.page_size),
+        rung=rung._replace(page_size=work.page_size),
         rows_at_once=at_once,
-        moments=moments,
+        move_s=_arrival_s(hardware, engine_bytes(sizes.engine, mesh)),
     )
+
+
+def full_tokens_per_s(scene: Scene, mesh: MeshShape, places: int) -> float:
+    """Tokens per second of a rollout with pages for all slots, at the end of their room."""
+    rows = scene.work.num_slots // mesh.data
+    speed = rollout_tokens_per_s(scene.hardware, scene.sizes, scene.work, mesh, places, rows)
+    return scene.factors.get("rollout", 1.0) * speed
+
+
+def round_footprint(scene: Scene, mesh: MeshShape, places: int, rung: RolloutRung) -> Footprint:
+    """The bytes of a rollout by itself, as the scene's work says, with the pages of this rung."""
+    sizes, work, platform = scene.sizes, scene.work, scene.hardware.platform
+    bare = rollout_footprint(sizes, work, mesh, places, 0, 0, platform)
+    return dataclasses.replace(bare, cache=rung.pages * page_bytes(scene, mesh))
+
+
+def page_bytes(scene: Scene, mesh: MeshShape) -> int:
+    """Bytes of a device where each lane has one page; there is a lane a device."""
+    lanes = scene.hardware.num_devices // mesh.data
+    tokens = scene.work.page_size // mesh.context
+    return lanes * tokens * cache_token_bytes(scene.sizes, scene.work, mesh)
+
+
+def beside(scene: Scene, rollout: Prospect, trainer: MeshShape) -> Prospect:
+    """The rollout beside what this trainer leaves on a device.
+
+    Its moments stay where hosts have no room for them.
+    """
+    resident, rung = scene.resident_of(trainer), rollout.rung
+    assert isinstance(rung, RolloutRung)
+    kept = resident.kept if rung.offload else None
+    tokens = scene.work.num_rows * rollout.places
+    away_s = kept.moments_s / tokens if kept else 0.0
+    left = kept.num_bytes if kept else resident.num_bytes
+    return dataclasses.replace(
+        rollout,
+        footprint=dataclasses.replace(rollout.footprint, trainer=left),
+        tokens_per_s=1.0 / (1.0 / rollout.tokens_per_s + away_s),
+        rung=rung._replace(offload=kept is not None),
+        moments=trainer_bytes(scene.sizes, trainer)[1],
+    )
+
+
+def _arrival_s(hardware: Hardware, num_bytes: int) -> float:
+    """Seconds in which so many bytes come to each device over its slowest link."""
+    several = hardware.num_hosts > 1
+    return num_bytes / (hardware.network_bytes_per_s if several else hardware.link_bytes_per_s)
 
 
 def to_and_fro_s(hardware: Hardware, moments: int) -> float:
     """Seconds a step in which so many bytes a device go to the host's memory and come back."""
     return 2 * moments / hardware.host_bytes_per_s
-
-
-def calibrated(scene: Scene, measured: Mapping[str, Measurement]) -> Scene:
-    """The scene with one factor a stage, by what a throughput table has of its meshes.
-
-    Each entry is compared with what is computed for the way that it names. Entries without a speed,
-    of other meshes, and of ways that this scene cannot have count for nothing.
-    """
-    pairs: dict[str, list[tuple[float, float]]] = {"train": [], "rollout": []}
-    for entry, measurement in measured.items():
-        stage, mesh, places, *words = entry.split(" ")
-        rung = _rung_named(scene, stage, " ".join(words))
-        if measurement.tokens_per_s is None or rung is None:
-            continue
-        shape, room = MeshShape.parse(mesh), int(places)
-        if isinstance(rung, TrainRung):
-            on_rung = on_train_rung(scene, rung)
-            meshes = on_rung.train_meshes + on_rung.context_meshes
-            found = train_prospect(on_rung, shape, room) if shape in meshes else None
-        else:
-            on_rung = on_rollout_rung(scene, rung)
-            meshes = on_rung.rollout_meshes + on_rung.rollout_context_meshes
-            found = rollout_prospect(on_rung, shape, room, (0, 0)) if shape in meshes else None
-        if found:
-            pairs[stage].append((measurement.tokens_per_s, found.tokens_per_s))
-    factors = {stage: calibration(found) for stage, found in pairs.items() if found}
-    return dataclasses.replace(scene, factors=factors)
-
-
-def _rung_named(scene: Scene, stage: str, words: str) -> Rung | None:
-    """The way of a table's entry, "micro_batches=2,remat=True" or "slots=32,page=64".
-
-    "" is the config's; None for what this scene cannot have.
-    """
-    work = scene.work
-    ways: list[Rung] = [*scene.ways_to_play]
-    if stage == "train":
-        ways = [*train_ways(work.num_rows, work.micro_batches, work.remat)]
-    return next((way for way in ways if _entry_words(work, way) == words), None)
-
-
-def _entry_words(work: Workload, rung: Rung) -> str:
-    if isinstance(rung, TrainRung):
-        first = rung == (work.micro_batches, work.remat)
-        return "" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}"
-    slots = f"slots={rung.num_slots}" if rung.num_slots != work.num_slots else ""
-    page = f"page={rung.page_size}" if rung.page_size != work.page_size else ""
-    return ",".join(filter(None, (slots, page)))

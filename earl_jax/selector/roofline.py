@@ -133,6 +133,13 @@ def rollout_tokens_per_s(
     return work.num_slots * work.burst / seconds
 
 
+def alone_tokens_per_s(
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int
+) -> float:
+    """Tokens that one slot says in a second while the others are idle, as above."""
+    return work.burst / round_s(hardware, sizes, work, mesh, 1, context)
+
+
 def waves(rows: int, rows_that_fit: int) -> list[int]:
     """How many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
     full, rest = divmod(rows, rows_that_fit)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from earl_jax.selector.footprint import device_bytes
-from earl_jax.selector.ladder import RolloutRung, TrainRung, train_words
-from earl_jax.selector.prospects import Prospect, Scene, to_and_fro_s
+from earl_jax.selector.ladder import RolloutRung
+from earl_jax.selector.prospects import Prospect, Scene, slots_words, to_and_fro_s, way_of
 from earl_jax.selector.schedule import Choice, Stop
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text, table_lines
@@ -92,6 +92,10 @@ def schedule_lines(
         f"rollout: {work.num_slots} slots, every context at the end of its room; bytes per device"
     )
     yield from _table(scene, {c: stops[room].rollout for c, room in contexts.items()}, "rollout")
+    if lines := [*_steps({c: stops[room] for c, room in contexts.items()})]:
+        yield ""
+        yield "steps, of episodes that fill their room:"
+        yield from lines
     yield ""
     yield "schedule:"
     yield from _changes(scene, schedule)
@@ -115,35 +119,26 @@ def _table(scene: Scene, choices: Mapping[int, Choice | None], stage: str) -> It
     yield from notes
 
 
+def _steps(stops: Mapping[int, Stop]) -> Iterator[str]:
+    """What both stages take together, and the next best pair, where speeds are compared."""
+    for context, stop in stops.items():
+        if stop.step_s is not None:
+            yield f"  {context:,}: {stop.step_s:,.2f} s; {stop.second}"
+
+
 def way_words(scene: Scene, prospect: Prospect) -> str:
     """In which way a mesh is used, in brackets; "" where it is as the config says."""
-    words = _way(scene, prospect)
+    words = way_of(scene.work, prospect.rung)
     return f" ({words})" if words else ""
-
-
-def _way(scene: Scene, prospect: Prospect) -> str:
-    """In which way a mesh is used, as far as the config does not say so."""
-    rung, work = prospect.rung, scene.work
-    if isinstance(rung, RolloutRung):
-        away = "the moments in host memory" if rung.offload else ""
-        return ", ".join(filter(None, (_slots_words(scene, rung), away)))
-    return train_words(rung, TrainRung(work.micro_batches, work.remat))
-
-
-def _slots_words(scene: Scene, rung: RolloutRung) -> str:
-    work = scene.work
-    slots = f"with {rung.num_slots} slots" if rung.num_slots != work.num_slots else ""
-    pages = f"pages of {rung.page_size} tokens" if rung.page_size != work.page_size else ""
-    return ", ".join(filter(None, (slots, pages)))
 
 
 def _chosen_words(scene: Scene, choice: Choice) -> str:
     """How the stage goes about its work; of a rollout too what the moments take or would free."""
     prospect = choice.chosen or choice.least
     if isinstance(prospect.rung, RolloutRung):
-        words = (_slots_words(scene, prospect.rung), _moments_words(scene, prospect))
+        words = (slots_words(scene.work, prospect.rung), _moments_words(scene, prospect))
     else:
-        words = (_way(scene, prospect),)
+        words = (way_of(scene.work, prospect.rung),)
     return "".join(f"{part}; " for part in words if part)
 
 
@@ -199,19 +194,24 @@ def _others(scene: Scene, choice: Choice) -> str:
             f"{prospect.footprint.total / scene.budget_bytes:.0%} of budget)"
         )
 
-    fits = [p for p in choice.prospects if p.footprint.total <= scene.budget_bytes]
+    fits = [p for p in choice.prospects if p.fits(scene.budget_bytes)]
     fits.sort(key=lambda p: -p.tokens_per_s)
-    others = [p for p in fits if p.mesh != chosen.mesh]
-    named = [" ".join(filter(None, (str(p.mesh), _way(scene, p), compared(p)))) for p in others]
-    more = f" and {len(others) - _OTHERS} more" if len(others) > _OTHERS else ""
+    others = [p for p in fits if p.mesh != chosen.mesh and p.leaves_room]
+    ways = {p.mesh: way_of(scene.work, p.rung) for p in others}
+    named = [" ".join(filter(None, (str(p.mesh), ways[p.mesh], compared(p)))) for p in others]
+    hidden = len(others) - _OTHERS
+    more = f" and {hidden} more (--json has all)" if hidden > 0 else ""
     words = f"also fit: {', '.join(named[:_OTHERS])}{more}" if others else "no other mesh fits"
     if second := choice.second:
-        words += f"; here {_way(scene, second) or 'as the config says'} too {compared(second)}"
-    lost = [p for p in choice.prospects if p.footprint.total > scene.budget_bytes]
+        way = way_of(scene.work, second.rung) or "as the config says"
+        words += f"; here {way} too {compared(second)}"
+    if full := sum(not p.leaves_room for p in fits):
+        words += f"; beside {full} no rollout fits"
+    lost = [p for p in choice.prospects if not p.fits(scene.budget_bytes)]
     if lost:
         near = min(lost, key=lambda p: p.footprint.total)
-        over = bytes_text(near.footprint.total - scene.budget_bytes)
-        words += f"; {len(lost)} do not, {near.mesh} by {over}"
+        over = bytes_text(max(0, near.footprint.total - scene.budget_bytes))
+        words += f"; {len(lost)} do not, {near.mesh} {near.impossible or f'by {over}'}"
     return words
 
 
@@ -275,6 +275,8 @@ def schedule_values(
                 ],
             }
             | {f"{prospect.stage}_mesh": str(prospect.mesh) for prospect in _chosen(stop)}
+            | ({"step_s": stop.step_s} if stop.step_s is not None else {})
+            | ({"second": stop.second} if stop.second else {})
             for stop in schedule
         ],
     }
@@ -293,7 +295,7 @@ def _choice_values(scene: Scene, choice: Choice) -> dict[str, Any]:
 def _prospect_values(scene: Scene, prospect: Prospect) -> dict[str, Any]:
     values: dict[str, Any] = {
         "mesh": str(prospect.mesh),
-        "fits": prospect.footprint.total <= scene.budget_bytes,
+        "fits": prospect.fits(scene.budget_bytes),
         "safe": _is_safe(scene, prospect),
         "exact": prospect.exact,
         "bytes_per_device": prospect.footprint.total,
@@ -302,7 +304,8 @@ def _prospect_values(scene: Scene, prospect: Prospect) -> dict[str, Any]:
     }
     rung = prospect.rung
     if not isinstance(rung, RolloutRung):
-        return values | {"update_s": prospect.seconds} | rung._asdict()
+        values |= {"update_s": prospect.seconds, "leaves_room": prospect.leaves_room}
+        return values | rung._asdict()
     values |= {"token_s": prospect.seconds, "rows_at_once": prospect.rows_at_once}
     values |= {"num_slots": rung.num_slots, "page_size": rung.page_size}
     values |= {"moments_bytes": prospect.moments, "moments_on_host": rung.offload}

@@ -30,12 +30,14 @@ from earl_jax.telemetry.load import WINDOW
 class StepDecision:
     """What was chosen for both stages; `reason` compares it with the others, in words.
 
-    `predicted_s` is the step's time, None where speeds were not measured.
+    `second` is the part of it that says what comes next. `predicted_s` is the step's time, None
+    where speeds were not measured.
     """
 
     rollout: Decision
     train: Decision
     reason: str
+    second: str
     predicted_s: float | None
 
     @property
@@ -49,7 +51,7 @@ def choose_step(
     trains: Sequence[Option],
     *,
     resident_bytes: Sequence[int],
-    kept: Sequence[Kept] = (),
+    kept: Sequence[Kept | None] = (),
     current: Pair | None,
     calm_steps: int,
     work: Work,
@@ -74,8 +76,8 @@ def choose_step(
         rollouts: the rollout's options, without what the trainer leaves on a device meanwhile.
         trains: the trainer's options.
         resident_bytes: what the trainer leaves on a device, in the order of `trains`.
-        kept: of each of these what stays there where its moments wait in host memory; needed where
-            a rollout's rung says so.
+        kept: of each of these what stays there where its moments wait in host memory, None where
+            they cannot; needed where a rollout's rung says so.
         current: the meshes in use, None at the start.
         calm_steps: for how many steps they have been.
         work: the step to come.
@@ -104,15 +106,13 @@ def choose_step(
         if chosen != here and (gain <= settings.hysteresis or calm_steps < WINDOW):
             chosen, second = here, chosen
     words = Words(rollouts, trains, residents, table, work, settings, current, gain, measured)
-    parts = (
-        words.step(chosen, here, lasts),
-        words.second(chosen, second, cost),
-        words.impossible(),
-    )
+    next_best = words.second(chosen, second, cost)
+    parts = (words.step(chosen, here, lasts), next_best, words.impossible())
     return StepDecision(
         rollout=words.decision("rollout", chosen),
         train=words.decision("train", chosen),
         reason="; ".join(filter(None, parts)),
+        second=next_best,
         predicted_s=table.step_s.of(chosen, room) if measured else None,
     )
 

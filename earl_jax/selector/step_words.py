@@ -262,7 +262,7 @@ def _room_within(
 ) -> Room:
     """By all bytes, without what computed ones may be too much."""
     whole = [resident.num_bytes for resident in residents]
-    kept = [r.kept.num_bytes if r.kept else r.num_bytes for r in residents]
+    kept = [resident.least for resident in residents]
     return Room(
         bytes_R=np.array([option.bytes_per_device for option in rollouts], np.float64),
         can_R=can_R,
