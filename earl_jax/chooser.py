@@ -24,7 +24,6 @@ from earl_jax.selector.choose import (
     obstacle,
 )
 from earl_jax.selector.guesses import (
-    DOUBT,
     MOST_TRIED,
     beside_fastest,
     num_tried,
@@ -153,8 +152,8 @@ class Chooser:
             for n, option in enumerate(options)
             if (option.mesh, option.rung) == (chosen.mesh, chosen.rung)
         )
-        doubt = 0.0 if self.calibration.measures_all else DOUBT
-        found = worth_measuring(options, possible, number, doubt)
+        doubts_all = not self.calibration.measures_all
+        found = worth_measuring(options, possible, number, doubts_all=doubts_all)
         return [(stage, options[n], chosen.places) for n in found]
 
     def _ask(self, doubtful: Sequence[tuple[str, Option, int]], asked: set[Hashable]) -> bool:
