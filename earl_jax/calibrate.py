@@ -19,7 +19,13 @@ from earl_jax.estimates import (
     train_estimate,
     train_speed,
 )
-from earl_jax.measuring import lower_train, measure_rollout, measure_train, pool_bytes
+from earl_jax.measuring import (
+    lower_train,
+    measure_rollout,
+    measure_train,
+    on_the_clock,
+    pool_bytes,
+)
 from earl_jax.remembered import Question, Remembered
 from earl_jax.selector.choose import Option
 from earl_jax.selector.guesses import Candidate, busy_tokens_per_s, fill_in
@@ -35,6 +41,10 @@ from earl_jax.selector.memory import resident_bytes as resident_bytes_of
 from earl_jax.selector.tail import TailOption
 from earl_jax.selector.throughput import Measurement
 from earl_jax.sharding.layout import MeshShape
+
+# What it takes to measure a candidate where nobody has written it down: most of it is a compiler's
+# (a tiny model on one core).
+USUAL_S = 5.0
 
 
 class Calibration(Remembered):
@@ -160,6 +170,14 @@ class Calibration(Remembered):
         else:
             assert isinstance(option.rung, TrainRung)
             self._train(option.mesh, places, option.rung, asks=True, is_sure=True)
+
+    def try_s(self, mesh: MeshShape, places: int, rung: TrainRung) -> float:
+        """How long it took to measure such an update, or may take: as long as the first way."""
+        for way in (rung, self._world.first_train_rung):
+            known = self.known(self._train_question(mesh, places, way))
+            if known and known.took_s:
+                return known.took_s
+        return USUAL_S
 
     def tail_options(
         self, places: int, resident_bytes: int, rung: RolloutRung, current: MeshShape
@@ -301,7 +319,7 @@ class Calibration(Remembered):
             places=places,
             size=self._rollout_size(places, dense),
             most=most,
-            measure=lambda: measure_rollout(world, mesh, places, rung, most),
+            measure=lambda: on_the_clock(lambda: measure_rollout(world, mesh, places, rung, most)),
             lower=lambda: world.engine(mesh, rung.num_slots, rung.page_size).lower_play(places),
             words=self._rollout_words(rung, ","),
         )
@@ -315,7 +333,9 @@ class Calibration(Remembered):
             places=places,
             size=train_size(places, world.config.rollout.episodes_per_step, rung),
             most=self.most_bytes,
-            measure=lambda: measure_train(world, mesh, places, rung, self.most_bytes),
+            measure=lambda: on_the_clock(
+                lambda: measure_train(world, mesh, places, rung, self.most_bytes)
+            ),
             lower=lambda: lower_train(world, mesh, places, rung),
             words="" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}",
         )

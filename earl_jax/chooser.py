@@ -26,7 +26,7 @@ from earl_jax.selector.choose import (
 from earl_jax.selector.guesses import (
     MOST_TRIED,
     beside_fastest,
-    num_tried,
+    tried_ways,
     worth_measuring,
     worth_trying,
 )
@@ -199,39 +199,47 @@ class Chooser:
         On the way that a run goes through them. A room where nothing fits is left to who comes to
         it. Ways to train are tried beside what is chosen, where that pays.
         """
-        pair, tried = None, 0
+        pair, tries_s = None, 0.0
         for places in (
             () if self.calibration.by_order else self.world.config.rollout.context_buckets
         ):
             pages = self.ladder.wanted_pages(places, 0)
             with contextlib.suppress(BudgetTooSmall):
                 choice = self.choose_step(places, places, None, pages, pair, 0)
-                tried += self._try_ways(choice, pages, tried)
+                tries_s += self._try_ways(choice, pages, tries_s)
                 choice = self.choose_step(places, places, None, pages, pair, 0)
                 pair = choice.decision.pair
 
-    def _try_ways(self, choice: StepChoice, pages: int, before: int) -> int:
+    def _try_ways(self, choice: StepChoice, pages: int, before_s: float) -> float:
         """Measures ways to train that are beside the fastest, uphill, until none is faster.
 
-        Not more of them than the run's steps pay for, with those tried `before` at other rooms.
-        Returns how many are known then; a later run, which knows them, tries no others.
+        As long as the run's steps pay for it, beside the seconds `before_s` of other rooms. Returns
+        the seconds that it took, then or in an earlier run: one that knows them tries no others.
         """
         if not self.calibration.measures_all:
-            return 0
-        config, work, asked = self.world.config, choice.work, set[Hashable]()
-        most = MOST_TRIED
-        if config.selector.measure == "auto":
-            paid = worth_trying(choice.decision.predicted_s or 0.0, config.num_steps)
-            most = min(most, paid - before)
+            return 0.0
+        config, length, asked = self.world.config, choice.work.train_places, set[Hashable]()
+        step_s = choice.decision.predicted_s or 0.0
+
+        def try_s(option: Option) -> float:
+            assert isinstance(option.rung, TrainRung)
+            return self.calibration.try_s(option.mesh, length, option.rung)
+
         while True:
-            offers = self._offers(work, pages)
-            tried = num_tried(offers.trains, self.world.first_train_rung)
+            offers = self._offers(choice.work, pages)
+            tried = tried_ways(offers.trains, self.world.first_train_rung)
+            tries_s = sum(map(try_s, tried))
             failed = [o.is_guess and ("train", o.mesh, o.rung) in asked for o in offers.trains]
             possible = offers.room(self.settings).possible_T & ~np.array(failed)
             number = beside_fastest(offers.trains, possible)
-            if tried >= most or number is None:
-                return tried
-            self._ask([("train", offers.trains[number], work.train_places)], asked)
+            if number is None or len(tried) >= MOST_TRIED:
+                return tries_s
+            wanted = offers.trains[number]
+            would_s = before_s + tries_s + try_s(wanted)
+            is_worth = worth_trying(would_s, step_s, config.num_steps)
+            if config.selector.measure == "auto" and not is_worth:
+                return tries_s
+            self._ask([("train", wanted, length)], asked)
 
     def choose_training(
         self, length: int, load: Load | None, current: MeshShape | None

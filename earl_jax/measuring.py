@@ -171,6 +171,13 @@ def measure_train(
     )
 
 
+def on_the_clock(measure: Callable[[], Measurement | None]) -> Measurement | None:
+    """What it measures, and how long that took."""
+    start = time.perf_counter()
+    found = measure()
+    return found and dataclasses.replace(found, took_s=time.perf_counter() - start)
+
+
 def bytes_only(compiled: Any) -> Measurement:
     """What is known of a program that is not run."""
     return dataclasses.replace(NOTHING_KNOWN, program_bytes=program_bytes(compiled))

@@ -10,7 +10,7 @@ from earl_jax.selector.guesses import (
     beside_fastest,
     busy_tokens_per_s,
     fill_in,
-    num_tried,
+    tried_ways,
     worth_measuring,
     worth_trying,
 )
@@ -149,9 +149,10 @@ def test_what_cannot_be_is_no_neighbour_and_no_top():
 
 
 def test_ways_are_tried_for_a_tenth_of_the_steps_time():
-    # 400 steps of half a second: 20 s are four tries of 5 s.
-    assert worth_trying(0.5, 400) == 4 and worth_trying(0.5, 99) == 0
-    assert num_tried(ways(a1=10.0, b1=9.0, a2=8.0, b1r=7.0), TrainRung(1, False)) == 2
+    # 400 steps of half a second.
+    assert worth_trying(20.0, 0.5, 400) and not worth_trying(20.1, 0.5, 400)
+    found = tried_ways(ways(a1=10.0, b1=9.0, a2=8.0, b1r=7.0), TrainRung(1, False))
+    assert [(o.mesh, o.rung) for o in found] == [(TWO, (2, False)), (ONE, (1, True))]
 
 
 def test_rounds_of_some_slots_are_on_the_line_between_one_and_all():

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run chooses how many slots, which pages, micro-batches and remat by speed, beside the mesh."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -183,9 +184,10 @@ def test_tokens_in_flight_say_how_many_pages_are_wanted(world):
 class Told(Calibration):
     """Measures nothing: it is told how fast the ways are that are asked for."""
 
-    def __init__(self, world, speeds):
+    def __init__(self, world, speeds, took_s=0.0):
+        first = dataclasses.replace(entry(100.0), took_s=took_s)
         known = {
-            f"{stage} {mesh} {PLACES}{words}": entry(100.0)
+            f"{stage} {mesh} {PLACES}{words}": first
             for stage, meshes in (("rollout", (D8, D4T2)), ("train", (D8, FSDP)))
             for mesh in meshes
             for words in ("", " page=8", " page=32")
@@ -201,14 +203,15 @@ class Told(Calibration):
         self.table = self.table.with_measurement(key, entry(speed))
 
 
-def ahead(selector="all", budget=0, speeds=None, **more):
+def ahead(selector="all", budget=0, speeds=None, took_s=0.0, **more):
     """What is tried before the first step, and the way that it then takes, of 128 rows."""
     given = {
         "rollout": GIVEN["rollout"] | {"episodes_per_step": 128},
         "selector": GIVEN["selector"] | {"budget_bytes_per_device": budget, "measure": selector},
     }
     world = World(make_config(GIVEN | given | more))
-    told = Told(world, {TrainRung(*rung): speed for rung, speed in (speeds or {}).items()})
+    ways = {TrainRung(*rung): speed for rung, speed in (speeds or {}).items()}
+    told = Told(world, ways, took_s)
     Placement(world, told).measure_ahead()
     assert {stage for stage, _, _ in told.asked} <= {"train"}
     # What is known is not asked for again, and nothing else instead.
@@ -232,10 +235,14 @@ def test_ways_beside_the_fastest_are_tried_uphill_with_a_limit_and_without():
 
 
 def test_ways_are_tried_as_far_as_the_steps_pay_for_it():
-    """A step is (128 x 4 + 128 x 32) / 100 = 46.08 s: a tenth of four is 18 s, of one 4.6 s."""
+    """A step is (128 x 4 + 128 x 32) / 100 = 46.08 s: a tenth of four is 18 s, of one 4.6 s.
+
+    A try takes as long as the config's way on its mesh took, 5 s where nobody knows.
+    """
     rising = {(2, False): 110.0, (4, False): 120.0, (8, False): 130.0}
     path = [(D8, (1, True)), (D8, (2, False)), (D8, (2, True))]
     assert ahead("auto", speeds=rising, num_steps=4)[0] == path
+    assert ahead("auto", speeds=rising, took_s=9.0, num_steps=4)[0] == path[:2]
     assert ahead("auto", speeds=rising, num_steps=1) == ([], (1, False))
     assert ahead("likely", speeds=rising, num_steps=1000) == ([], (1, False))
 

@@ -28,7 +28,7 @@ class SelectorConfig:
     what is faster, up to 8 at a room. Others, and fewer slots, only where these are computed to be
     faster than what else fits. "likely" computes all of them (a roofline, corrected by what was
     measured) and times those that may be the fastest. "auto" is "likely" on chips with a known data
-    sheet, else "all", but it tries no more ways than a tenth of the steps' time pays for, 5 s each.
+    sheet, else "all", but no more ways are tried than a tenth of the steps' time pays for.
 
     `order` "measured" goes by these speeds. "listed" measures none: a stage is on the first mesh of
     its list that fits, until that does not fit any more. Such a run does the same on every machine,

@@ -23,9 +23,8 @@ CORRECTED_SLACK = 0.1
 # A candidate is measured before others are preferred where its computed speed, so many times, is
 # that of the best: rooflines of chips have been up to a half wrong (benchmarks/plan.md).
 DOUBT = 1.5
-# To try a way to train takes some 5 s, most of them a compiler's (a tiny model on one core). Ways
-# are tried for at most a tenth of what the run's steps will take, and so many at a room.
-TRY_S = 5.0
+# Ways to train are tried for at most a tenth of what the run's steps will take, and so many at a
+# room.
 TRIED_SHARE = 0.1
 MOST_TRIED = 8
 
@@ -148,14 +147,14 @@ def _beside(rung: object, ways: Iterable[object]) -> list[TrainRung]:
     ]
 
 
-def worth_trying(step_s: float, num_steps: int) -> int:
-    """How many ways a run of so many steps may try before it begins."""
-    return int(TRIED_SHARE * num_steps * step_s / TRY_S)
+def worth_trying(tries_s: float, step_s: float, num_steps: int) -> bool:
+    """Whether a run of so many steps may try ways for so many seconds before it begins."""
+    return tries_s <= TRIED_SHARE * num_steps * step_s
 
 
-def num_tried(options: Sequence[Option], first: TrainRung) -> int:
+def tried_ways(options: Sequence[Option], first: TrainRung) -> list[Option]:
     """Options that were measured though the config does not say to train so."""
-    return sum(1 for o in options if o.rung != first and o.tokens_per_s and not o.is_guess)
+    return [o for o in options if o.rung != first and o.tokens_per_s and not o.is_guess]
 
 
 def _speed(option: Option) -> float:

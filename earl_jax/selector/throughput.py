@@ -30,13 +30,15 @@ class Measurement:
     """One candidate at one room per episode; bytes as in `memory.program_bytes`.
 
     `tokens_per_s` is None where only the bytes were asked for; `switch_s` is 0 then. Of a rollout,
-    `alone_tokens_per_s` is the speed of one busy slot, None where it was not measured.
+    `alone_tokens_per_s` is the speed of one busy slot, None where it was not measured. It took
+    `took_s` to measure all this, a compiler's time with it; 0 where that is not known.
     """
 
     tokens_per_s: float | None
     program_bytes: int
     switch_s: float
     alone_tokens_per_s: float | None = None
+    took_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +112,7 @@ class ThroughputTable:
                 ThroughputTable.check_entry(entry)
                 speeds = [m.tokens_per_s, m.alone_tokens_per_s]
                 speed = min([speed for speed in speeds if speed is not None], default=1.0)
-                if not (speed > 0 and m.program_bytes >= 0 and m.switch_s >= 0):
+                if not (speed > 0 and min(m.program_bytes, m.switch_s, m.took_s) >= 0):
                     raise TypeError(f"{entry}: {m}")
             failures = tuple(Failure.from_dict(failure) for failure in failed)
         except (TypeError, AttributeError, KeyError, ValueError) as error:
