@@ -73,6 +73,7 @@ STANDING = {
     "page_size": 0,
     "train_rung": [1, False],
     "calm_steps": 0,
+    "most_places": SHORT,
 }
 
 
