@@ -4,15 +4,16 @@
 
     uv run python -m benchmarks.growing [--seeds=0,1,2] [--in=DIR] [--only=ARMS] [--again]
 
-The arms, each a run of configs/trail_tiny_cpu.py as its own process:
+The arms, each a run of configs/trail_tiny_cpu.py as its own process, with four training meshes to
+choose from by speed and more episodes a step (`GROWING` in growing_runs.py):
 
-- `ours`: as the config is; `unconstrained`: without a budget;
+- `ours`: that; `unconstrained`: without a budget;
 - `held A + B`: on these two meshes from the first step to the last, under the same budget, for
-  every pair of the meshes that the config may choose from. The ladder's rungs are allowed: less at
-  a time, activations computed again;
-- `small A + B`: these two meshes and the smallest way to train that the page's table has from the
-  first step to the last, for the pairs that so fit the budget at every length: what somebody
-  would set by hand who knows how long contexts become;
+  every pair of the meshes that `ours` may choose from. How they are used may change, as in `ours`:
+  fewer slots and pages, more micro-batches, activations computed again;
+- `fixed A + B, WAY`: these two meshes in one way from the first step to the last, for the pairs
+  that so fit the budget at every length: what somebody would set by hand who knows how long
+  contexts become;
 - `limit N` and `no limit`: EARL's collapse, on one device (see growing_runs.py).
 
 A run that is timed counts all that its steps take, choosing, moving and loading programs included.
@@ -22,7 +23,7 @@ folder, is said too.
 
 Each run is a line of benchmarks/growing.jsonl as soon as it is made. The same command goes on where
 it was stopped and makes none of these again; with --again it starts over. Arms that are timed and
-arms that are not may be made side by side on two cores, with --only=ours,held,small and
+arms that are not may be made side by side on two cores, with --only=ours,held,fixed and
 --only=unconstrained,limit,no; the command without it then writes growing.svg and growing.md. DIR is
 where runs and cache folders are (default: a temporary folder).
 """
@@ -34,8 +35,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.growing_page import curves, page
-from benchmarks.growing_pairs import all_pairs, fitting
-from benchmarks.growing_runs import Arm, arms, make_runs, write_rows
+from benchmarks.growing_pairs import fitting, static_pairs
+from benchmarks.growing_runs import arms, growing_config, make_runs, pairs_of, write_rows
 from earl_jax.main import exit_status, start_jax
 
 HERE = Path(__file__).parent
@@ -57,13 +58,14 @@ def command(arguments: Sequence[str]) -> None:
     flags = parser.parse_args(arguments)
     if flags.again:
         ROWS.unlink(missing_ok=True)
-    config = Arm(name="ours").config(0)
+    config = growing_config()
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="earl_jax_growing_"))
     seeds = [int(seed) for seed in flags.seeds.split(",")]
     only = flags.only.split(",") if flags.only else []
-    pairs = [] if only and "small" not in only else all_pairs(config)
-    all_arms = arms(config, fitting(pairs, config.selector.budget_bytes_per_device))
+    pairs = [] if only and "fixed" not in only else static_pairs(config)
+    fixed = fitting(pairs, config.selector.budget_bytes_per_device)
+    all_arms = arms(pairs_of(config), fixed)
     if only:
         make_runs(ROWS, [arm for arm in all_arms if arm.kind in only], seeds, folder)
         return

@@ -86,7 +86,7 @@ def need_of(run: Run, budget: int) -> int:
 def standings(runs: Sequence[Run], budget: int) -> list[Standing]:
     """Every static arm that was run."""
     ours = [run for run in runs if run.kind == "ours"]
-    return [standing(found, ours, budget) for found in by_arm(runs, "held", "small").values()]
+    return [standing(found, ours, budget) for found in by_arm(runs, "held", "fixed").values()]
 
 
 def static_words(found: Sequence[Standing]) -> list[str]:
@@ -240,9 +240,9 @@ _ABOUT_TABLE = (
     "speeds measured before, but for the programs in the column 'compiled'; seconds of the whole",
     "process are said for that run too, and, of the first seed, for the one before, which began",
     "with an empty cache folder. 'held' is one pair of meshes from the",
-    "first step to the last, under the same budget, with the ladder's rungs allowed (less at a",
-    "time, activations computed again); 'small' is the pair with the smallest of the two ways to",
-    "train below from the first step on, which somebody must know beforehand.",
+    "first step to the last, under the same budget, and may be used as ours may (less at",
+    "a time, activations computed again); 'fixed' is a pair in one way of the table below from the",
+    "first step on, which somebody must know beforehand.",
 )
 
 _READING = (
@@ -294,11 +294,11 @@ def _pairs_table(pairs: Sequence[StaticPair], runs: Sequence[Run], config: Confi
     budget, rooms = config.selector.budget_bytes_per_device, config.rollout.context_buckets
     free = [run for run in runs if run.kind == "unconstrained"]
     lines = [
-        "Without a selector: a pair of meshes and a way to train that stay, MiB per device by room",
+        "Without a selector: a pair of meshes and a way that stay, MiB per device by room",
         f"per episode, and the step at which they break the budget of {budget / 2**20:.2f} MiB,",
         "seed by seed:",
         "",
-        "| rollout + training | way to train "
+        "| rollout + training | way "
         f"| {' | '.join(f'{room} tokens' for room in rooms)} | breaks it at |",
         "|---|---|" + "---|" * (len(rooms) + 1),
     ]

@@ -33,8 +33,19 @@ ALWAYS = (
     "eval.final_games=2",
 )
 FREE = "selector.budget_bytes_per_device=0"
-# What the ladder comes to where contexts are longest.
-SMALL = ("train.remat=True", "train.micro_batches=8")
+# Of the growing runs: more episodes a step than a laptop would want, so that a step is work and not
+# the start of programs; four ways to cut training, of which the last takes the least memory and is
+# the slowest for short rows; all chosen from by speed.
+TRAIN_MESHES = ("data=8", "data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
+GROWING = (
+    "num_steps=20",
+    "rollout.episodes_per_step=256",
+    "train.micro_batches=16",
+    f"selector.train_meshes={TRAIN_MESHES!r}",
+    "selector.order=measured",
+    "selector.measure=all",
+    "selector.budget_bytes_per_device=2600000",
+)
 # EARL's collapse, of a task whose transcripts lengthen under a policy that can do it: trails of 4
 # steps, and one more every other RL step, to 24. It has nothing to do with meshes: one device.
 COLLAPSE = (
@@ -93,23 +104,41 @@ def pairs_of(config: Config) -> list[tuple[str, str]]:
     return list(itertools.product(meshes.rollout_meshes, meshes.train_meshes))
 
 
-def arms(config: Config, small: Sequence[tuple[str, str]] = ()) -> list[Arm]:
-    """All of them; `small` are the pairs that fit at every length on the smallest way."""
+def growing_config() -> Config:
+    """The config of `ours`."""
+    return arms([])[0].config(0)
+
+
+def arms(pairs: Sequence[tuple[str, str]], fixed: Sequence[Arm] = ()) -> list[Arm]:
+    """All of them: `pairs` are held, and `fixed` are pairs with a way to use them."""
     held = [
-        Arm(name=f"held {' + '.join(pair)}", overrides=pair_overrides(*pair))
-        for pair in pairs_of(config)
-    ]
-    by_hand = [
-        Arm(name=f"small {' + '.join(pair)}", overrides=(*pair_overrides(*pair), *SMALL, FREE))
-        for pair in small
+        Arm(name=f"held {' + '.join(pair)}", overrides=(*GROWING, *pair_overrides(*pair)))
+        for pair in pairs
     ]
     return [
-        Arm(name="ours"),
+        Arm(name="ours", overrides=GROWING),
         *held,
-        *by_hand,
-        Arm(name="unconstrained", overrides=(FREE,), timed=False),
+        *fixed,
+        Arm(name="unconstrained", overrides=(*GROWING, FREE), timed=False),
         *collapse_arms(),
     ]
+
+
+def fixed_arm(rollout: str, train: str, slots: int, micro_batches: int, remat: bool) -> Arm:
+    """A pair in one way from the first step on, whatever memory there is: nothing is chosen."""
+    way = f"{slots} slots, {micro_batches} micro-batches{', remat' if remat else ''}"
+    return Arm(
+        name=f"fixed {rollout} + {train}, {way}",
+        overrides=(
+            *GROWING,
+            *pair_overrides(rollout, train),
+            f"rollout.num_slots={slots}",
+            f"train.micro_batches={micro_batches}",
+            f"train.remat={remat}",
+            "selector.order=listed",
+            FREE,
+        ),
+    )
 
 
 def collapse_arms() -> list[Arm]:

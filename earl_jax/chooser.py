@@ -24,7 +24,6 @@ from earl_jax.selector.choose import (
     obstacle,
 )
 from earl_jax.selector.guesses import (
-    DOUBT,
     MOST_TRIED,
     beside_fastest,
     tried_ways,
@@ -157,9 +156,11 @@ class Chooser:
             for n, option in enumerate(options)
             if (option.mesh, option.rung) == (chosen.mesh, chosen.rung)
         )
-        likely = not (self.calibration.measures_all or self.calibration.is_urgent)
-        doubt = DOUBT if likely else 0.0
-        found = worth_measuring(options, possible, number, doubt)
+        if self.calibration.is_urgent:
+            found = [number] if options[number].is_guess else []
+        else:
+            doubts_all = not self.calibration.measures_all
+            found = worth_measuring(options, possible, number, doubts_all=doubts_all)
         return [(stage, options[n], chosen.places) for n in found]
 
     def _ask(self, doubtful: Sequence[tuple[str, Option, int]], asked: set[Hashable]) -> bool:

@@ -22,7 +22,7 @@ from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.step_choice import Pair, StepDecision
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.survival import Ladder, ShortAlone, Spares, check_budget
-from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.world import World
 
 Result = TypeVar("Result")
@@ -67,6 +67,8 @@ class Meshes:
         # Whether the optimizer's moments are in host memory while episodes are played.
         self.offload = False
         self.calm_steps = 0
+        # The largest room that a step was chosen for.
+        self._most_places = 0
         # Tokens a row of the batches that the training mesh was chosen for.
         self._length = 0
         # Room that a rollout came to which ran out of memory: it is played again from the start.
@@ -94,21 +96,22 @@ class Meshes:
             "page_size": self.page_size,
             "train_rung": list(self.train_rung),
             "calm_steps": self.calm_steps,
+            "most_places": self._most_places,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """The inverse of `as_dict`. Raises ValueError where something is missing.
 
-        But for the page size: runs that do not say it had the config's.
+        But for what earlier versions did not say: they had pages of the config's size.
         """
-        saved = {"page_size": 0, **saved}
+        saved = {"page_size": 0, "most_places": saved.get("places", 0), **saved}
         if absent := self.as_dict().keys() - saved.keys():
             raise ValueError(f"its placement is without {', '.join(sorted(absent))}")
         self.rollout_mesh = MeshShape.parse(saved["rollout_mesh"])
         self.train_mesh = MeshShape.parse(saved["train_mesh"])
         self.places, self.pages = saved["places"], saved["pages"]
         self.num_slots, self.page_size = saved["num_slots"], saved["page_size"]
-        self.calm_steps = saved["calm_steps"]
+        self.calm_steps, self._most_places = saved["calm_steps"], saved["most_places"]
         self.train_rung = TrainRung(*saved["train_rung"])
 
     @property
@@ -209,7 +212,12 @@ class Meshes:
         pages = self._wanted_pages(places, load)
         known = self.rollout_mesh is not None and self.train_mesh is not None
         pair = Pair(self.in_rollout, self.in_training) if known else None
-        choice = self._chooser.choose_step(places, length, load, pages, pair, self.calm_steps)
+        # A room that was never come to is chosen for at once: what is known of the smaller ones,
+        # and that this pair was new there, says nothing of it.
+        is_new = max(places, length) > self._most_places
+        calm = max(WINDOW, self.calm_steps) if is_new else self.calm_steps
+        choice = self._chooser.choose_step(places, length, load, pages, pair, calm)
+        self._most_places = max(self._most_places, places, length)
         decision = choice.decision
         switched = decision.rollout.switched or decision.train.switched
         self.calm_steps = 0 if switched else self.calm_steps + 1

@@ -79,9 +79,10 @@ def option(mesh, speed, guess=True, rung=None):
 
 
 def test_what_is_chosen_by_a_guess_is_measured_first():
-    options = [option(ONE, 10.0, guess=False), option(TWO, 12.0)]
-    assert worth_measuring(options, [True, True], 1, doubt=0) == [1]
-    assert worth_measuring(options, [True, True], 0, doubt=0) == []
+    options = [option(ONE, 10.0, guess=False), option(ONE, 12.0, rung=TrainRung(1, True))]
+    assert worth_measuring(options, [True, True], 1, doubts_all=False) == [1]
+    assert worth_measuring(options, [True, True], 0, doubts_all=False) == []
+    assert worth_measuring(options, [True, True], 0, doubts_all=True) == [1]
 
 
 def test_what_may_be_as_fast_is_measured_the_best_of_each_mesh_only():
@@ -94,9 +95,21 @@ def test_what_may_be_as_fast_is_measured_the_best_of_each_mesh_only():
     ]
     everything = [True] * 5
     # 8 x 1.5 is more than 10, 6 x 1.5 is not; 7 is not the best of its mesh, nor is 9.
-    assert worth_measuring(options, everything, 0, doubt=1.5) == [1]
-    # What cannot be is nobody's rival.
-    assert worth_measuring(options, [True, False, True, True, True], 0, doubt=1.5) == [2]
+    for doubts_all in (True, False):
+        assert worth_measuring(options, everything, 0, doubts_all=doubts_all) == [1]
+        # What cannot be is nobody's rival.
+        some = [True, False, True, True, True]
+        assert worth_measuring(options, some, 0, doubts_all=doubts_all) == [2]
+
+
+def test_of_a_mesh_that_was_measured_a_slower_guess_is_believed_where_all_are_measured():
+    options = [
+        option(ONE, 10.0, guess=False),
+        option(TWO, 5.0, guess=False),
+        option(TWO, 8.0, rung=TrainRung(2, True)),
+    ]
+    assert worth_measuring(options, [True] * 3, 0, doubts_all=False) == []
+    assert worth_measuring(options, [True] * 3, 0, doubts_all=True) == [2]
 
 
 def ways(**speeds):

@@ -76,6 +76,7 @@ STANDING = {
     "page_size": 0,
     "train_rung": [1, False],
     "calm_steps": 0,
+    "most_places": SHORT,
 }
 
 

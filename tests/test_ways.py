@@ -155,6 +155,19 @@ def test_a_way_that_fits_keeps_the_mesh_where_the_other_mesh_is_no_faster(world)
     assert left.choose_step(PLACES, load()).train.switched and left.in_training == FSDP
 
 
+@pytest.mark.parametrize(("most_places", "moves"), [(PLACES, False), (PLACES // 2, True)])
+def test_a_faster_mesh_is_moved_to_at_once_in_a_room_that_is_new(world, most_places, moves):
+    """Elsewhere a pair that fits is left only behind a window of steps."""
+    faster = {f"train {FSDP} {PLACES}": entry(200.0)}
+    placement = placed(world, faster)
+    placement.rollout_mesh = placement.train_mesh = D8
+    placement.restore(placement.as_dict() | {"calm_steps": 1, "most_places": most_places})
+    decision = placement.choose_step(PLACES, load())
+    assert decision.train.switched == moves
+    assert placement.in_training == (FSDP if moves else D8)
+    assert placement.as_dict()["most_places"] == PLACES
+
+
 def test_fewer_pages_are_slower_by_the_episodes_that_wait(world):
     """All 16 say 160 a second, one alone 40: 8 of them take 0.1 - 8/15 x (0.1 - 0.025) s a token.
 

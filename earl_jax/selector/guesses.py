@@ -87,22 +87,29 @@ def _sized(candidate: Candidate, ratio: float | None) -> Option:
 
 
 def worth_measuring(
-    options: Sequence[Option], possible: Sequence[bool] | np.ndarray, chosen: int, doubt: float
+    options: Sequence[Option],
+    possible: Sequence[bool] | np.ndarray,
+    chosen: int,
+    *,
+    doubts_all: bool,
 ) -> list[int]:
     """The guesses that have to be measured before a choice between these options is final.
 
     The chosen one; and of each mesh the fastest, if it may well be faster than what is chosen:
-    were it `doubt` times as fast as computed, it would be. A `doubt` of 0 asks for none of them.
+    were it `DOUBT` times as fast as computed, it would be. Without `doubts_all` only of meshes of
+    which nothing was measured: of the others it is known by how much the roofline is wrong.
     """
     wanted = {chosen}
+    known = {option.mesh for option in options if option.tokens_per_s and not option.is_guess}
     best: dict[MeshShape, int] = {}
     for number, option in enumerate(options):
         if possible[number]:
             fastest = best.setdefault(option.mesh, number)
             if _speed(option) > _speed(options[fastest]):
                 best[option.mesh] = number
-    for number in best.values():
-        if _speed(options[number]) * doubt > _speed(options[chosen]):
+    for mesh, number in best.items():
+        is_rival = _speed(options[number]) * DOUBT > _speed(options[chosen])
+        if is_rival and (doubts_all or mesh not in known):
             wanted.add(number)
     return sorted(number for number in wanted if options[number].is_guess)
 
