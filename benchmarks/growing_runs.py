@@ -33,18 +33,18 @@ ALWAYS = (
     "eval.final_games=2",
 )
 FREE = "selector.budget_bytes_per_device=0"
-# Of the growing runs: more episodes a step than a laptop would want, so that a step is work and not
+# Of the growing runs: more updates a step than a laptop would want, so that a step is work and not
 # the start of programs; four ways to cut training, of which the last takes the least memory and is
 # the slowest for short rows; all chosen from by speed.
 TRAIN_MESHES = ("data=8", "data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
 GROWING = (
     "num_steps=20",
-    "rollout.episodes_per_step=256",
-    "train.micro_batches=16",
+    "train.epochs=4",
+    "train.demonstration_updates=10",
     f"selector.train_meshes={TRAIN_MESHES!r}",
     "selector.order=measured",
     "selector.measure=all",
-    "selector.budget_bytes_per_device=2600000",
+    "selector.budget_bytes_per_device=2200000",
 )
 # EARL's collapse, of a task whose transcripts lengthen under a policy that can do it: trails of 4
 # steps, and one more every other RL step, to 24. It has nothing to do with meshes: one device.

@@ -67,8 +67,8 @@ class Meshes:
         # Whether the optimizer's moments are in host memory while episodes are played.
         self.offload = False
         self.calm_steps = 0
-        # The largest room that a step was chosen for.
-        self._most_places = 0
+        # The largest room, and the longest rows, that a step was chosen for.
+        self._most_places = self._most_length = 0
         # Tokens a row of the batches that the training mesh was chosen for.
         self._length = 0
         # Room that a rollout came to which ran out of memory: it is played again from the start.
@@ -97,6 +97,7 @@ class Meshes:
             "train_rung": list(self.train_rung),
             "calm_steps": self.calm_steps,
             "most_places": self._most_places,
+            "most_length": self._most_length,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -104,14 +105,16 @@ class Meshes:
 
         But for what earlier versions did not say: they had pages of the config's size.
         """
-        saved = {"page_size": 0, "most_places": saved.get("places", 0), **saved}
+        places = saved.get("places", 0)
+        saved = {"page_size": 0, "most_places": places, "most_length": places, **saved}
         if absent := self.as_dict().keys() - saved.keys():
             raise ValueError(f"its placement is without {', '.join(sorted(absent))}")
         self.rollout_mesh = MeshShape.parse(saved["rollout_mesh"])
         self.train_mesh = MeshShape.parse(saved["train_mesh"])
         self.places, self.pages = saved["places"], saved["pages"]
         self.num_slots, self.page_size = saved["num_slots"], saved["page_size"]
-        self.calm_steps, self._most_places = saved["calm_steps"], saved["most_places"]
+        self.calm_steps = saved["calm_steps"]
+        self._most_places, self._most_length = saved["most_places"], saved["most_length"]
         self.train_rung = TrainRung(*saved["train_rung"])
 
     @property
@@ -212,12 +215,13 @@ class Meshes:
         pages = self._wanted_pages(places, load)
         known = self.rollout_mesh is not None and self.train_mesh is not None
         pair = Pair(self.in_rollout, self.in_training) if known else None
-        # A room that was never come to is chosen for at once: what is known of the smaller ones,
-        # and that this pair was new there, says nothing of it.
-        is_new = max(places, length) > self._most_places
+        # What was never come to is chosen for at once: that this pair was new where there was less
+        # room, or rows were shorter, says nothing of it.
+        is_new = places > self._most_places or length > self._most_length
         calm = max(WINDOW, self.calm_steps) if is_new else self.calm_steps
         choice = self._chooser.choose_step(places, length, load, pages, pair, calm)
-        self._most_places = max(self._most_places, places, length)
+        self._most_places = max(self._most_places, places)
+        self._most_length = max(self._most_length, length)
         decision = choice.decision
         switched = decision.rollout.switched or decision.train.switched
         self.calm_steps = 0 if switched else self.calm_steps + 1

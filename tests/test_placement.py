@@ -77,6 +77,7 @@ STANDING = {
     "train_rung": [1, False],
     "calm_steps": 0,
     "most_places": SHORT,
+    "most_length": SHORT,
 }
 
 

@@ -71,7 +71,7 @@ def resumed(world, tmp_path, position):
 def test_the_newest_is_used(resume, world):
     position, placement = resume.call()
     # A run that says nothing of its page size had the config's, and of rooms before this one.
-    unsaid = {"page_size": 0, "most_places": 24}
+    unsaid = {"page_size": 0, "most_places": 24, "most_length": 24}
     assert position.step == 2 and placement.as_dict() == {**POSITION["placement"], **unsaid}
     jax.tree.map(np.testing.assert_array_equal, position.state, world.init_train_state(D8))
     assert len(resume.notes) == 1 and "after step 2" in resume.notes[0]

@@ -155,17 +155,24 @@ def test_a_way_that_fits_keeps_the_mesh_where_the_other_mesh_is_no_faster(world)
     assert left.choose_step(PLACES, load()).train.switched and left.in_training == FSDP
 
 
-@pytest.mark.parametrize(("most_places", "moves"), [(PLACES, False), (PLACES // 2, True)])
-def test_a_faster_mesh_is_moved_to_at_once_in_a_room_that_is_new(world, most_places, moves):
+@pytest.mark.parametrize(
+    ("most_places", "most_length", "moves"),
+    [(PLACES, PLACES, False), (PLACES // 2, PLACES, True), (PLACES, PLACES // 2, True)],
+)
+def test_a_faster_mesh_is_moved_to_at_once_in_a_room_that_is_new(
+    world, most_places, most_length, moves
+):
     """Elsewhere a pair that fits is left only behind a window of steps."""
     faster = {f"train {FSDP} {PLACES}": entry(200.0)}
     placement = placed(world, faster)
     placement.rollout_mesh = placement.train_mesh = D8
-    placement.restore(placement.as_dict() | {"calm_steps": 1, "most_places": most_places})
+    come_to = {"most_places": most_places, "most_length": most_length}
+    placement.restore(placement.as_dict() | {"calm_steps": 1} | come_to)
     decision = placement.choose_step(PLACES, load())
     assert decision.train.switched == moves
     assert placement.in_training == (FSDP if moves else D8)
-    assert placement.as_dict()["most_places"] == PLACES
+    saved = placement.as_dict()
+    assert (saved["most_places"], saved["most_length"]) == (PLACES, PLACES)
 
 
 def test_fewer_pages_are_slower_by_the_episodes_that_wait(world):
