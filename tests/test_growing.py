@@ -16,6 +16,8 @@ from benchmarks.growing_runs import (
     Run,
     arms,
     collapse_arms,
+    fixed_arm,
+    growing_config,
     make_run,
     make_runs,
     pairs_of,
@@ -27,6 +29,7 @@ from earl_jax.config_file import make_config
 from earl_jax.loop import foresee
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.run import run
+from earl_jax.selector.ladder import TrainRung
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
 
@@ -62,7 +65,8 @@ TINY = {
 def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_path, monkeypatch):
     """Within a budget that the first mesh breaks at the length that contexts come to."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    stays, moves = (pair.need for pair in static_pairs(make_config(TINY)))
+    as_given = [pair for pair in static_pairs(make_config(TINY)) if pair.slots == 16]
+    stays, moves = (pair.need for pair in as_given)
     budget = (stays[96] + moves[96]) // 2
     assert max(stays[24], moves[24]) < budget and moves[96] < budget < stays[96]
 
@@ -341,20 +345,38 @@ def test_runs_with_and_without_the_limit_are_compared_seed_by_seed():
     assert [(each.seed, each.is_one) for each in found] == [(1, False), (0, True)]
 
 
+def static(need: dict[int, int], train: str = "b", remat: bool = False) -> StaticPair:
+    """A pair of meshes in a way that stays."""
+    return StaticPair(rollout="a", train=train, slots=8, rung=TrainRung(4, remat), need=need)
+
+
+def test_by_hand_is_the_first_way_of_a_pair_that_fits_every_room():
+    pairs = [
+        static({32: 10, 96: 50}),
+        static({32: 10, 96: 30}, remat=True),
+        static({32: 10, 96: 41}, train="c"),
+        static({32: 10, 96: 20}, train="d"),
+        static({32: 10, 96: 10}, train="d", remat=True),
+    ]
+    expected = [("b", True), ("d", False)]
+    assert fitting(pairs, BUDGET) == [fixed_arm("a", mesh, 8, 4, again) for mesh, again in expected]
+    assert pairs[1].way == "8 slots, 4 micro-batches, remat"
+
+
 def test_a_pair_breaks_the_budget_where_a_step_needs_a_room_that_it_has_too_little_for():
-    pair = StaticPair(rollout="a", train="b", way="as it is", need={32: 10, 96: 20, 256: 40})
+    pair = static({32: 10, 96: 20, 256: 40})
     rooms = [32, 32, 96, 32, 256]
     assert [pair.breaks(rooms, budget) for budget in (9, 10, 20, 39, 40)] == [1, 3, 5, 5, None]
 
 
 def test_the_page_says_what_the_runs_came_to():
-    config = Arm(name="ours").config(0)
-    pair = StaticPair(rollout="a", train="b", way="as it is", need={32: 10, 96: 20, 256: 2**23})
+    config = growing_config()
+    pair = static({32: 10, 96: 20, 256: 2**23})
     held = in_place_of(RUN, "held a + b", seconds=[2.0] * 7, wall_s=30.0, compiled=2)
     free = in_place_of(RUN, "unconstrained")
     runs = [dataclasses.replace(RUN, wall_s=40.0, cold_s=90.0), held, free, LIMITED, RISING]
     text = page(runs, [pair], config, "Nothing else ran.")
-    assert "| a + b | as it is | 0.00 | 0.00 | 8.00 | step 5 |" in text
+    assert "| a + b | 8 slots, 4 micro-batches | 0.00 | 0.00 | 8.00 | step 5 |" in text
     # 25 s beside 14.
     assert "| held a + b | 0 | 15 to 240 (16x) | 0.00 | never | 14.0 | 1.79 | 30 | 2 |  |" in text
     assert "NOT slower by 15%: held a + b (1.79 of our tokens per second, 1 seed)." in text
@@ -366,10 +388,11 @@ def test_the_page_says_what_the_runs_came_to():
 
 
 def test_the_arms_differ_in_what_they_say_alone():
-    config = Arm(name="ours").config(0)
-    small = [("data=8", "data=1,fsdp=8")]
-    found = {arm.name: arm.config(3) for arm in arms(config, small)}
+    config = growing_config()
+    by_hand = fixed_arm("data=8", "data=1,fsdp=8", 32, 8, True)
+    found = {arm.name: arm.config(3) for arm in arms(pairs_of(config), [by_hand])}
     ours = found["ours"]
+    assert ours == dataclasses.replace(config, seed=3)
     budget = ours.selector.budget_bytes_per_device
     assert budget > 0 and ours.rollout.max_episode_tokens == 0 and not ours.train.remat
     selector = dataclasses.replace(ours.selector, budget_bytes_per_device=0)
@@ -377,14 +400,15 @@ def test_the_arms_differ_in_what_they_say_alone():
     for rollout, train in pairs_of(config):
         held = dataclasses.replace(ours.selector, rollout_meshes=(rollout,), train_meshes=(train,))
         assert found[f"held {rollout} + {train}"] == dataclasses.replace(ours, selector=held)
-    by_hand = found["small data=8 + data=1,fsdp=8"]
-    assert (by_hand.train.remat, by_hand.train.micro_batches) == (True, 8)
-    assert by_hand.selector.rollout_meshes == ("data=8",)
-    assert by_hand.selector.train_meshes == ("data=1,fsdp=8",)
+    fixed = found["fixed data=8 + data=1,fsdp=8, 32 slots, 8 micro-batches, remat"]
+    assert (fixed.train.remat, fixed.train.micro_batches) == (True, 8)
+    assert fixed.rollout == dataclasses.replace(ours.rollout, num_slots=32)
+    one = dict(rollout_meshes=("data=8",), train_meshes=("data=1,fsdp=8",), order="listed")
+    assert fixed.selector == dataclasses.replace(selector, **one)
     rollout = dataclasses.replace(found["no limit"].rollout, max_episode_tokens=76)
     assert found["limit 76"] == dataclasses.replace(found["no limit"], rollout=rollout)
     assert found["no limit"].rollout.unfinished_reward == ours.rollout.unfinished_reward
-    assert len(found) == 1 + 4 + 1 + 1 + 2
+    assert len(found) == 1 + 8 + 1 + 1 + 2
 
 
 def test_runs_that_were_made_are_not_made_again(tmp_path):
@@ -416,16 +440,6 @@ def test_trails_of_the_collapse_lengthen_from_step_to_step_and_games_have_them_w
         assert result.reward == 1.0
         lengths.append(num_steps)
     assert lengths == [4, 4, 5, 24, 24]
-
-
-def test_the_pairs_that_fit_at_every_length_are_run_on_the_smaller_way():
-    way = {"rollout": "a", "way": "as it is"}
-    pairs = [
-        StaticPair(train="b", need={32: 10, 96: 41}, **way),
-        StaticPair(train="c", need={32: 10, 96: 40}, **way),
-        StaticPair(train="c", need={32: 10, 96: 30}, **way),
-    ]
-    assert fitting(pairs, BUDGET) == [("a", "c")]
 
 
 def test_an_arm_that_was_refused_memory_is_not_run_with_another_seed(tmp_path):
