@@ -20,23 +20,15 @@ from earl_jax.estimates import (
     train_estimate,
     train_speed,
 )
-from earl_jax.measuring import (
-    lower_train,
-    measure_rollout,
-    measure_train,
-    on_the_clock,
-    pool_bytes,
-)
-from earl_jax.program_keys import measured_key, train_key
-from earl_jax.remembered import Question, Remembered
+from earl_jax.measuring import pool_bytes
+from earl_jax.questions import Questions
+from earl_jax.remembered import Question
 from earl_jax.selector.choose import Option
 from earl_jax.selector.guesses import Candidate, busy_slots, busy_tokens_per_s, fill_in
 from earl_jax.selector.ladder import (
     RolloutRung,
     TrainRung,
     failure_of,
-    rollout_size,
-    train_size,
     train_words,
 )
 from earl_jax.selector.memory import resident_bytes as resident_bytes_of
@@ -51,14 +43,14 @@ Rung = RolloutRung | TrainRung
 USUAL_S = 5.0
 
 
-class Calibration(Remembered):
+class Calibration(Questions):
     """The options of both stages in one world: measured, or guessed from what was measured."""
 
     def measure_all(self) -> None:
         """Measures what is missing for the configured rooms per episode, so that no step waits.
 
         Of meshes that are many, on chips with a data sheet, only those that are chosen from by
-        speed (`Chooser.measure_ahead`).
+        speed (`Trials.measure_ahead`).
         """
         if self.measures_all:
             for places in self._world.config.rollout.context_buckets:
@@ -332,62 +324,6 @@ class Calibration(Remembered):
         known = self.known(question)
         hopeless = known is None and not is_sure and estimate.surely_exceeds(self.most_bytes)
         return self.answer(question) if asks and not hopeless else known
-
-    def _rollout_question(self, mesh: MeshShape, places: int, rung: RolloutRung) -> Question:
-        """With pages for all slots, in the most bytes that this rung has fewer."""
-        world = self._world
-        dense = rung._replace(pages=world.pool_for(places, rung.num_slots, rung.page_size).pages)
-        most = self.most_bytes - self._more_bytes(mesh, places, rung)
-        return Question(
-            stage="rollout",
-            mesh=mesh,
-            places=places,
-            size=self._rollout_size(places, dense),
-            most=most,
-            program=measured_key(mesh, rung.num_slots, rung.page_size, places),
-            measure=lambda: on_the_clock(lambda: measure_rollout(world, mesh, places, rung, most)),
-            lower=lambda: world.engine(mesh, rung.num_slots, rung.page_size).lower_play(places),
-            words=self._rollout_words(rung, ","),
-        )
-
-    def _train_question(self, mesh: MeshShape, places: int, rung: TrainRung) -> Question:
-        world = self._world
-        first = rung == world.first_train_rung
-        return Question(
-            stage="train",
-            mesh=mesh,
-            places=places,
-            size=train_size(places, world.config.rollout.episodes_per_step, rung),
-            most=self.most_bytes,
-            program=train_key(mesh, places, rung),
-            measure=lambda: on_the_clock(
-                lambda: measure_train(world, mesh, places, rung, self.most_bytes)
-            ),
-            lower=lambda: lower_train(world, mesh, places, rung),
-            words="" if first else f"micro_batches={rung.micro_batches},remat={rung.remat}",
-        )
-
-    def _rollout_words(self, rung: RolloutRung, comma: str) -> str:
-        world, parts = self._world, []
-        if rung.num_slots != world.own_rollout.num_slots:
-            parts.append(f"slots={rung.num_slots}")
-        if (size := world.page(rung.page_size)) != world.page():
-            parts.append(f"page={size}")
-        return comma.join(parts)
-
-    def _rollout_size(self, places: int, rung: RolloutRung) -> tuple[int, ...]:
-        return rollout_size(places, rung, self._world.page(rung.page_size))
-
-    def _more_bytes(self, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
-        """By how much the rung's pages are more than pages for all slots; most often below 0."""
-        world = self._world
-        dense = world.pool_for(places, rung.num_slots, rung.page_size).pages
-        one = pool_bytes(world, mesh, places, rung._replace(pages=1, offload=False))
-        return (rung.pages - dense) * one
-
-    def _tokens(self, rung: RolloutRung) -> int:
-        """Tokens that a lane's pages hold."""
-        return rung.pages * self._world.page(rung.page_size)
 
     def _held_up(
         self, candidate: Candidate, places: int, rung: RolloutRung, wanted: int

@@ -5,13 +5,10 @@
 Nothing is remembered here but what is measured; placement.py knows where the stages are.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
-
-import numpy as np
 
 from earl_jax.calibrate import Calibration
 from earl_jax.rollout.seat import Seat
@@ -23,13 +20,7 @@ from earl_jax.selector.choose import (
     choose,
     obstacle,
 )
-from earl_jax.selector.guesses import (
-    MOST_TRIED,
-    beside_fastest,
-    tried_ways,
-    worth_measuring,
-    worth_trying,
-)
+from earl_jax.selector.guesses import worth_measuring
 from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.selector.pairs import Offers, Pair, Work
 from earl_jax.selector.step_choice import StepDecision, choose_step
@@ -57,16 +48,12 @@ class StepChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The selector's questions for one world.
-
-    `_tries_s` are the seconds that trying ways took, by room.
-    """
+    """The selector's questions for one world."""
 
     world: World
     calibration: Calibration
     ladder: Ladder
     settings: Settings
-    _tries_s: dict[int, float] = dataclasses.field(default_factory=dict, init=False)
 
     def choose_step(
         self, places: int, length: int, load: Load | None, pages: int, pair: Pair | None, calm: int
@@ -93,7 +80,7 @@ class Chooser:
         """Of all meshes on all rungs, guesses measured until what is chosen is none."""
         asked: set[Hashable] = set()
         while True:
-            offers = self._offers(work, pages)
+            offers = self.offers(work, pages)
             decision = choose_step(
                 offers.rollouts,
                 offers.trains,
@@ -109,13 +96,13 @@ class Chooser:
                 *self._doubtful("rollout", offers.rollouts, room.possible_R, decision.rollout),
                 *self._doubtful("train", offers.trains, room.possible_T, decision.train),
             ]
-            if not self._ask(doubtful, asked):
+            if not self.ask(doubtful, asked):
                 break
         rollout, train = decision.rollout.rung, decision.train.rung
         assert isinstance(rollout, RolloutRung) and isinstance(train, TrainRung)
         return StepChoice(decision=decision, rollout=rollout, train=train, work=work)
 
-    def _offers(self, work: Work, pages: int) -> Offers:
+    def offers(self, work: Work, pages: int) -> Offers:
         """All meshes in all ways, as far as they are known."""
         ways = self._if_short(self.ladder.rollout_ways(work.rollout_places, pages))
         train_ways = self._ways_to_train(work.train_places)
@@ -163,7 +150,7 @@ class Chooser:
             found = worth_measuring(options, possible, number, doubts_all=doubts_all)
         return [(stage, options[n], chosen.places) for n in found]
 
-    def _ask(self, doubtful: Sequence[tuple[str, Option, int]], asked: set[Hashable]) -> bool:
+    def ask(self, doubtful: Sequence[tuple[str, Option, int]], asked: set[Hashable]) -> bool:
         """Measures what was not asked for before; whether there was any."""
         new = [one for one in doubtful if (one[0], one[1].mesh, one[1].rung) not in asked]
         for stage, option, places in new:
@@ -200,61 +187,6 @@ class Chooser:
                     raise
                 del shorter[0]
 
-    def measure_ahead(self) -> None:
-        """Measures what each configured room would be chosen by, so that no step waits.
-
-        On the way that a run goes through them.
-        """
-        pair = None
-        for places in self.world.config.rollout.context_buckets:
-            pair = self.measure_room(places, self.ladder.wanted_pages(places, 0), pair)
-
-    def measure_room(self, places: int, pages: int, pair: Pair | None) -> Pair | None:
-        """Measures what this room would be chosen by, by someone who comes from `pair`.
-
-        Ways to train are tried beside what would be chosen, where that pays. Returns the pair that
-        is then; a room where nothing fits is left to who comes to it.
-        """
-        if self.calibration.by_order:
-            return pair
-        with contextlib.suppress(BudgetTooSmall):
-            choice = self.choose_step(places, places, None, pages, pair, 0)
-            self._try_ways(choice, pages)
-            return self.choose_step(places, places, None, pages, pair, 0).decision.pair
-        return pair
-
-    def _try_ways(self, choice: StepChoice, pages: int) -> None:
-        """Measures ways to train that are beside the fastest, uphill, until none is faster.
-
-        As long as the run's steps pay for it and for what was tried at other rooms, now or in an
-        earlier run: one that knows them tries no others.
-        """
-        if not self.calibration.measures_all:
-            return
-        config, length, asked = self.world.config, choice.work.train_places, set[Hashable]()
-        step_s = choice.decision.predicted_s or 0.0
-        before_s = sum(s for room, s in self._tries_s.items() if room != length)
-
-        def try_s(option: Option) -> float:
-            assert isinstance(option.rung, TrainRung)
-            return self.calibration.try_s(option.mesh, length, option.rung)
-
-        while True:
-            offers = self._offers(choice.work, pages)
-            tried = tried_ways(offers.trains, self.world.first_train_rung)
-            self._tries_s[length] = sum(map(try_s, tried))
-            failed = [o.is_guess and ("train", o.mesh, o.rung) in asked for o in offers.trains]
-            possible = offers.room(self.settings).possible_T & ~np.array(failed)
-            number = beside_fastest(offers.trains, possible)
-            if number is None or len(tried) >= MOST_TRIED:
-                return
-            wanted = offers.trains[number]
-            would_s = before_s + self._tries_s[length] + try_s(wanted)
-            is_worth = worth_trying(would_s, step_s, config.num_steps)
-            if config.selector.measure == "auto" and not is_worth:
-                return
-            self._ask([("train", wanted, length)], asked)
-
     def choose_training(
         self, length: int, load: Load | None, current: MeshShape | None
     ) -> tuple[Decision, TrainRung]:
@@ -271,7 +203,7 @@ class Chooser:
             options = self.calibration.train_guesses(length, ways)
             decision = self._trainer_of(options, length, load, current)
             possible = [not obstacle(option, self.settings) for option in options]
-            if not self._ask(self._doubtful("train", options, possible, decision), asked):
+            if not self.ask(self._doubtful("train", options, possible, decision), asked):
                 break
         assert isinstance(decision.rung, TrainRung)
         return decision, decision.rung
@@ -330,7 +262,7 @@ class Chooser:
                 options = self._rollouts_on(rung, places, trainer, contexts)
                 decision = self._player_of(options, places, load, current)
                 possible = [not obstacle(option, self.settings) for option in options]
-                if not self._ask(self._doubtful("rollout", options, possible, decision), asked):
+                if not self.ask(self._doubtful("rollout", options, possible, decision), asked):
                     return decision
 
         return _first_that_fits(rungs, on)

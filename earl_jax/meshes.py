@@ -23,6 +23,7 @@ from earl_jax.selector.step_choice import Pair, StepDecision
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.survival import Ladder, ShortAlone, Spares, check_budget
 from earl_jax.telemetry.load import WINDOW, Load
+from earl_jax.trials import Trials
 from earl_jax.world import World
 
 Result = TypeVar("Result")
@@ -57,6 +58,7 @@ class Meshes:
             horizon_steps=selector.horizon_steps,
         )
         self._chooser = Chooser(world, calibration, self._ladder, settings)
+        self._trials = Trials(self._chooser)
         self.rollout_mesh: MeshShape | None = None
         self.train_mesh: MeshShape | None = None
         self.places = self.pages = 0
@@ -162,7 +164,7 @@ class Meshes:
         if self.calibration.measures_later:
             self.check_budget()
             room = self._world.config.rollout.places_for(tokens)
-            self._chooser.measure_room(room, self._ladder.wanted_pages(room, 0), None)
+            self._trials.measure_room(room, self._ladder.wanted_pages(room, 0), None)
             return
         self.calibration.measure_all()
         self.check_budget()
@@ -170,7 +172,7 @@ class Meshes:
 
     def measure_ahead(self) -> None:
         """Measures what each configured room would be chosen by."""
-        self._chooser.measure_ahead()
+        self._trials.measure_ahead()
 
     def check_budget(self) -> None:
         """Raises BudgetTooSmall where some room that is configured fits no mesh on any rung."""
@@ -184,7 +186,7 @@ class Meshes:
             return
         self._measured_rooms.add(room)
         pages = self._wanted_pages(room, None)
-        self._chooser.measure_room(room, pages, Pair(self.in_rollout, self.in_training))
+        self._trials.measure_room(room, pages, Pair(self.in_rollout, self.in_training))
 
     # Choosing.
 

@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a room before steps are chosen there: what would be chosen, and what may be faster."""
+
+import contextlib
+from collections.abc import Hashable
+
+import numpy as np
+
+from earl_jax.chooser import Chooser, StepChoice
+from earl_jax.selector.choose import BudgetTooSmall, Option
+from earl_jax.selector.guesses import MOST_TRIED, beside_fastest, tried_ways, worth_trying
+from earl_jax.selector.ladder import TrainRung
+from earl_jax.selector.pairs import Pair
+
+
+class Trials:
+    """What is measured before it is needed, room by room."""
+
+    def __init__(self, chooser: Chooser) -> None:
+        """Of the candidates that this chooser has."""
+        self._chooser = chooser
+        # Seconds that trying ways took, by length of the rows.
+        self._tries_s: dict[int, float] = {}
+
+    def measure_ahead(self) -> None:
+        """Measures what each configured room would be chosen by, so that no step waits.
+
+        On the way that a run goes through them.
+        """
+        pair = None
+        for places in self._chooser.world.config.rollout.context_buckets:
+            pair = self.measure_room(places, self._chooser.ladder.wanted_pages(places, 0), pair)
+
+    def measure_room(self, places: int, pages: int, pair: Pair | None) -> Pair | None:
+        """Measures what this room would be chosen by, by someone who comes from `pair`.
+
+        Ways to train are tried beside what would be chosen, where that pays. Returns the pair that
+        is then; a room where nothing fits is left to who comes to it.
+        """
+        if self._chooser.calibration.by_order:
+            return pair
+        with contextlib.suppress(BudgetTooSmall):
+            choice = self._chooser.choose_step(places, places, None, pages, pair, 0)
+            self._try_ways(choice, pages)
+            return self._chooser.choose_step(places, places, None, pages, pair, 0).decision.pair
+        return pair
+
+    def _try_ways(self, choice: StepChoice, pages: int) -> None:
+        """Measures ways to train that are beside the fastest, uphill, until none is faster.
+
+        As long as the run's steps pay for it and for what was tried at other rooms, now or in an
+        earlier run: one that knows them tries no others.
+        """
+        chooser = self._chooser
+        world, calibration = chooser.world, chooser.calibration
+        if not calibration.measures_all:
+            return
+        config, length, asked = world.config, choice.work.train_places, set[Hashable]()
+        step_s = choice.decision.predicted_s or 0.0
+        before_s = sum(s for room, s in self._tries_s.items() if room != length)
+
+        def try_s(option: Option) -> float:
+            assert isinstance(option.rung, TrainRung)
+            return calibration.try_s(option.mesh, length, option.rung)
+
+        while True:
+            offers = chooser.offers(choice.work, pages)
+            tried = tried_ways(offers.trains, world.first_train_rung)
+            self._tries_s[length] = sum(map(try_s, tried))
+            failed = [o.is_guess and ("train", o.mesh, o.rung) in asked for o in offers.trains]
+            possible = offers.room(chooser.settings).possible_T & ~np.array(failed)
+            number = beside_fastest(offers.trains, possible)
+            if number is None or len(tried) >= MOST_TRIED:
+                return
+            wanted = offers.trains[number]
+            would_s = before_s + self._tries_s[length] + try_s(wanted)
+            is_worth = worth_trying(would_s, step_s, config.num_steps)
+            if config.selector.measure == "auto" and not is_worth:
+                return
+            chooser.ask([("train", wanted, length)], asked)
