@@ -5,7 +5,7 @@
     uv run python -m benchmarks.growing [--seeds=0,1,2] [--in=DIR] [--only=ARMS] [--again]
 
 The arms, each a run of configs/trail_tiny_cpu.py as its own process, with four training meshes to
-choose from by speed and more updates a step (`GROWING` in growing_runs.py):
+choose from by speed and more updates a step (`BY_SPEED` in growing_runs.py):
 
 - `ours`: that; `unconstrained`: without a budget;
 - `held A + B`: on these two meshes from the first step to the last, under the same budget, for

@@ -29,6 +29,7 @@ from earl_jax.config_file import make_config
 from earl_jax.loop import foresee
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.run import run
+from earl_jax.selector.config import SelectorConfig
 from earl_jax.selector.ladder import TrainRung
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
@@ -404,7 +405,8 @@ def test_the_arms_differ_in_what_they_say_alone():
     assert (fixed.train.remat, fixed.train.micro_batches) == (True, 8)
     assert fixed.rollout == dataclasses.replace(ours.rollout, num_slots=32)
     one = dict(rollout_meshes=("data=8",), train_meshes=("data=1,fsdp=8",), order="listed")
-    assert fixed.selector == dataclasses.replace(selector, **one)
+    usual = SelectorConfig().hysteresis
+    assert fixed.selector == dataclasses.replace(selector, **one, hysteresis=usual)
     rollout = dataclasses.replace(found["no limit"].rollout, max_episode_tokens=76)
     assert found["limit 76"] == dataclasses.replace(found["no limit"], rollout=rollout)
     assert found["no limit"].rollout.unfinished_reward == ours.rollout.unfinished_reward
