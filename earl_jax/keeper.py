@@ -60,7 +60,7 @@ class Keeper:
         tokens = expected_tokens(self.world, None)
         self.placement.prepare(tokens)
         self.placement.choose_step(tokens, None)
-        self._take_over()
+        self.take_over()
         state = self.world.first_train_state(self.placement.in_training)
         state = self.placement.move_state(state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
@@ -70,12 +70,11 @@ class Keeper:
 
     def go_on(self, position: Position) -> Position:
         """A run that was stopped: what was not written behind its last step is written now."""
-        self._take_over()
         if self._is_due(position.step):
             self._export(position)
         return position
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         """From here on the run's own arrays are on the devices, and programs are said to be used.
 
         What was compiled before counts for no step.

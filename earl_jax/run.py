@@ -132,7 +132,11 @@ def _train(
         ahead = stack.enter_context(CompileAhead(progress.note))
         keeper = Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead)
         try:
-            position = keeper.go_on(position) if position else keeper.begin()
+            if position is None:
+                position = keeper.begin()
+            else:
+                keeper.take_over()
+                position = keeper.go_on(position)
             position = train(world, placement, position, keeper.after_step)
         except BudgetTooSmall as error:
             words = filter(None, (str(error), enough_words(world, placement.room)))
