@@ -44,8 +44,6 @@ GROWING = (
     f"selector.train_meshes={TRAIN_MESHES!r}",
     "selector.order=measured",
     "selector.measure=all",
-    # To move takes a tenth of a second here: a twentieth of a step is worth it.
-    "selector.hysteresis=0.05",
     "selector.budget_bytes_per_device=2200000",
 )
 # To move takes a tenth of a second here: what is a twentieth faster is worth it.
