@@ -203,7 +203,8 @@ def page(runs: Sequence[Run], pairs: Sequence[StaticPair], config: Config, note:
         "# The growing run",
         "",
         "`uv run python -m benchmarks.growing`: `configs/trail_tiny_cpu.py`, 8 virtual CPU devices",
-        f"on {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()},",
+        f"on one of {os.cpu_count()} cores, {platform.machine()},",
+        f"Python {platform.python_version()},",
         f"{versions}, {time.strftime('%Y-%m')}. The budget is {budget:,} bytes per device.",
         *([note] if note else []),
         "",
@@ -251,8 +252,9 @@ _READING = (
     "Bytes are exact: they are XLA's for the programs that ran. They are counted and not felt: a",
     "virtual CPU device has no memory of its own to run out of. Speeds are another matter: eight",
     "virtual devices share the machine's cores, so a mesh costs here what its collectives and its",
-    "smaller matrices cost a core, and saves nothing that a network or a memory bus would. Ratios",
-    "of two runs also differ by what else the machine did.",
+    "smaller matrices cost a core, and saves nothing that a network or a memory bus would. Meshes with",
+    "`context` are slow here for short rows and fast for long ones. Ratios of two runs also differ by",
+    "what else the machine did: both of its cores at work slow each other by a third and more.",
 )
 
 
@@ -291,6 +293,8 @@ def _table(runs: Sequence[Run], budget: int) -> list[str]:
 
 
 def _pairs_table(pairs: Sequence[StaticPair], runs: Sequence[Run], config: Config) -> list[str]:
+    if not pairs:
+        return []
     budget, rooms = config.selector.budget_bytes_per_device, config.rollout.context_buckets
     free = [run for run in runs if run.kind == "unconstrained"]
     lines = [
