@@ -252,9 +252,9 @@ _READING = (
     "Bytes are exact: they are XLA's for the programs that ran. They are counted and not felt: a",
     "virtual CPU device has no memory of its own to run out of. Speeds are another matter: eight",
     "virtual devices share the machine's cores, so a mesh costs here what its collectives and its",
-    "smaller matrices cost a core, and saves nothing that a network or a memory bus would. Meshes with",
-    "`context` are slow here for short rows and fast for long ones. Ratios of two runs also differ by",
-    "what else the machine did: both of its cores at work slow each other by a third and more.",
+    "smaller matrices cost a core, and saves nothing that a network or a memory bus would. Meshes",
+    "with `context` are slow here for short rows and fast for long ones. Ratios of two runs also",
+    "differ by what else the machine did: both cores at work slow each other by a third and more.",
 )
 
 
