@@ -42,7 +42,8 @@ class Standing:
     """A static arm beside ours.
 
     `breaks` is the first step that breaks the budget, of any seed, None where none does; `ratio`
-    its tokens per second over ours, all steps of all its seeds, None where it breaks.
+    its tokens per second over ours, all steps of all its seeds, None where it breaks. What had not
+    `begun` was refused before its first step.
     """
 
     arm: str
@@ -50,6 +51,7 @@ class Standing:
     breaks: int | None
     needs: int | None
     ratio: float | None
+    begun: bool = True
 
     @property
     def is_as_claimed(self) -> bool:
@@ -70,6 +72,7 @@ def standing(found: Sequence[Run], ours: Sequence[Run], budget: int) -> Standing
         breaks=first,
         needs=max((need_of(run, budget) for run in broken), default=None),
         ratio=ratio,
+        begun=all(run.reward for run in found),
     )
 
 
@@ -106,7 +109,7 @@ def static_words(found: Sequence[Standing]) -> list[str]:
 
 
 def _broken_words(found: Standing) -> str:
-    where = "before the first step" if found.breaks == 1 else f"at step {found.breaks}"
+    where = f"at step {found.breaks}" if found.begun else "before the first step"
     return f"{where}, which needs {found.needs / 2**20:.2f} MiB" if found.needs else where
 
 
@@ -240,10 +243,9 @@ _ABOUT_TABLE = (
     "loading programs are in them. They are those of a run for which programs were compiled and",
     "speeds measured before, but for the programs in the column 'compiled'; seconds of the whole",
     "process are said for that run too, and, of the first seed, for the one before, which began",
-    "with an empty cache folder. 'held' is one pair of meshes from the",
-    "first step to the last, under the same budget, and may be used as ours may (less at",
-    "a time, activations computed again); 'fixed' is a pair in one way of the table below from the",
-    "first step on, which somebody must know beforehand.",
+    "with an empty cache folder. 'held' is one pair of meshes from the first step to the last,",
+    "under the same budget, and may be used as ours may: less at a time, activations computed",
+    "again.",
 )
 
 _READING = (
@@ -300,7 +302,7 @@ def _pairs_table(pairs: Sequence[StaticPair], runs: Sequence[Run], config: Confi
     lines = [
         "Without a selector: a pair of meshes and a way that stay, MiB per device by room",
         f"per episode, and the step at which they break the budget of {budget / 2**20:.2f} MiB,",
-        "seed by seed:",
+        "seed by seed. 'fixed' arms are of these: somebody must know the way beforehand.",
         "",
         "| rollout + training | way "
         f"| {' | '.join(f'{room} tokens' for room in rooms)} | breaks it at |",

@@ -182,10 +182,11 @@ def _lasting(field: _Field, pair: Pair | None) -> StepDecision | None:
 
     None where no pair fits.
     """
+    been = {pair}
     decision = _decision(field, pair)
-    while decision and decision.pair != pair:
-        pair = decision.pair
-        decision = _decision(field, pair)
+    while decision and decision.pair not in been:
+        been.add(decision.pair)
+        decision = _decision(field, decision.pair)
     return decision
 
 
