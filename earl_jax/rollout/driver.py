@@ -46,18 +46,26 @@ class _PrefillEngine:
         )
 
 
-class _Prompts(queue.Queue):
+class PromptQueue(queue.Queue):
     """JetStream's queue of prompts that wait to be read.
 
     Its generate thread makes no step while this is not `empty` and a slot is free: it waits for the
     prompt that is being read, so that steps have full batches. A long one, of several pieces, is
-    not worth the wait: then replies go on between the pieces.
+    not worth the wait: while it is the next to be read, or is read, replies go on.
     """
 
     is_reading_long = False
 
     def empty(self) -> bool:
-        return self.is_reading_long or super().empty()
+        """Whether replies go on: nothing waits, or what is next or at hand is long."""
+        with self.mutex:
+            return self.is_reading_long or not self.queue or _is_long(self.queue[0])
+
+    def _get(self) -> Any:
+        # Within the queue's lock: there is no moment at which it is neither waiting nor read.
+        request = super()._get()
+        self.is_reading_long = _is_long(request)
+        return request
 
 
 class _FreeSlots(queue.Queue):
@@ -117,7 +125,7 @@ class PolicyDriver(orchestrator.Driver):
 
     @_prefill_backlog.setter
     def _prefill_backlog(self, _: queue.Queue) -> None:
-        self._prompts = _Prompts()
+        self._prompts = PromptQueue()
 
     @property
     def num_free_slots(self) -> int:
@@ -185,7 +193,6 @@ class PolicyDriver(orchestrator.Driver):
             self._prefill_engine.max_tokens = request.max_tokens
         # JetStream's own padding knows no length above 32,768.
         ids = request.prefill_content
-        self._prompts.is_reading_long = len(ids) > PROMPT_CHUNK
         return np.pad(ids, (0, padded_length(len(ids)) - len(ids))), len(ids)
 
     def _prefill_thread(self, idx: int) -> None:
@@ -231,6 +238,11 @@ class PolicyDriver(orchestrator.Driver):
             _report("the server cannot go on", error)
             self.fail_all(_internal(f"the server failed, and ends ({_words(error)})"))
             self._on_failure()
+
+
+def _is_long(request: Any) -> bool:
+    """Whether its prompt is read in several pieces; None is JetStream's word for the end."""
+    return request is not None and len(request.prefill_content) > PROMPT_CHUNK
 
 
 def _internal(words: str) -> RequestError:
