@@ -271,20 +271,33 @@ def test_no_pair_is_looked_at_and_the_same_are_found(seed):
         can_T=rng.random(columns) < 0.8,
         budget=rng.choice([30.0, 60.0, math.inf]),
     )
-    # Small whole numbers, so that there are ties.
+    # Small whole numbers, so that there are ties; and hundreds, so that there is noise.
+    highest = rng.choice([4, 400])
+    lowest = highest - 30 if highest == 400 else 1
+    train_T, moments_T = rng.integers(lowest, highest, columns), rng.integers(0, 20, columns)
     cost = Cost(
-        of_R=rng.integers(1, 4, rows).astype(float),
-        of_AT=rng.integers(1, 4, (2, columns)).astype(float),
+        of_R=rng.integers(1, highest, rows).astype(float),
+        of_AT=np.stack([train_T, train_T + moments_T]).astype(float),
+        rest=float(rng.integers(0, 2) * 50),
     )
     possible_RT = room.bytes_R[:, None] + room.resident_AT[room.away_R] <= room.budget
     possible_RT &= room.can_R[:, None] & room.can_T
-    cost_RT = np.where(possible_RT, cost.of_R[:, None] + cost.of_AT[room.away_R], math.inf)
+    rollout_RT = np.where(
+        possible_RT, cost.of_R[:, None] + moments_T * room.away_R[:, None], math.inf
+    )
+    in_row_RT = np.where(possible_RT, cost.of_AT[room.away_R], math.inf)
+    cost_RT = rollout_RT + train_T + cost.rest
     assert room.possible_R.tolist() == possible_RT.any(axis=1).tolist()
     assert room.possible_T.tolist() == possible_RT.any(axis=0).tolist()
     if not possible_RT.any():
         return
     first, second = first_two(cost, room, Settings(budget_bytes=0, hysteresis=1, horizon_steps=1))
-    assert first == divmod(int((cost_RT <= cost_RT.min() * (1 + NOISE)).argmax()), columns)
+    unbeaten_RT = (
+        (cost_RT <= cost_RT.min() * (1 + NOISE))
+        & (rollout_RT <= rollout_RT.min(axis=0) * (1 + NOISE))
+        & (in_row_RT <= in_row_RT.min(axis=1, keepdims=True) * (1 + NOISE))
+    ) & possible_RT
+    assert first == divmod(int(unbeaten_RT.argmax()), columns)
     assert cost.of(first, room) == cost_RT[first]
     cost_RT[first] = math.inf
     if second is None:

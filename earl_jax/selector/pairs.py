@@ -142,19 +142,25 @@ class Room:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a pair costs: what its rollout does, and its trainer beside such a rollout."""
+    """What a pair costs: what its rollout does, its trainer beside such a rollout, and the rest.
+
+    `rest` is the same for all. A trainer beside a rollout for which its moments go away (1) costs
+    as much as it would anyway (0), and the way of the moments.
+    """
 
     of_R: np.ndarray
     of_AT: np.ndarray
+    rest: float = 0.0
 
     def of_row(self, row: int, room: Room) -> np.ndarray:
         """float[T]: this rollout's pairs, infinite where they cannot be."""
-        cost_T = self.of_R[row] + self.of_AT[room.away_R[row]]
+        cost_T = self.rest + self.of_R[row] + self.of_AT[room.away_R[row]]
         return np.where(room.of_row(row), cost_T, math.inf)
 
     def of(self, cell: Cell, room: Room) -> float:
         """One pair's."""
-        return float(self.of_R[cell.row] + self.of_AT[room.away_R[cell.row], cell.column])
+        away = room.away_R[cell.row]
+        return float(self.rest + self.of_R[cell.row] + self.of_AT[away, cell.column])
 
     def least_R(self, room: Room) -> np.ndarray:
         """float[R]: the cheapest pair of each rollout, infinite where there is none.
@@ -164,14 +170,33 @@ class Cost:
         found_R = np.full(len(self.of_R), math.inf)
         for away in (0, 1):
             can = np.flatnonzero(room.can_T)
-            order = can[np.argsort(room.resident_AT[away, can])]
-            best = np.minimum.accumulate(self.of_AT[away, order])
             rows = np.flatnonzero(room.can_R & (room.away_R == away))
             left_R = room.budget - room.bytes_R[rows]
-            number = np.searchsorted(room.resident_AT[away, order], left_R, side="right")
-            fit = number > 0
-            found_R[rows[fit]] = self.of_R[rows[fit]] + best[number[fit] - 1]
+            least_R = _least_within(room.resident_AT[away, can], self.of_AT[away, can], left_R)
+            found_R[rows] = self.rest + self.of_R[rows] + least_R
         return found_R
+
+    def rollout_part_T(self, row: int, room: Room) -> np.ndarray:
+        """float[T]: what this rollout costs beside each trainer, with the way of the moments."""
+        return self.of_R[row] + (self.of_AT[room.away_R[row]] - self.of_AT[0])
+
+    def least_rollout_T(self, room: Room) -> np.ndarray:
+        """float[T]: the least that a rollout costs that can be beside each trainer."""
+        found_T = np.full(self.of_AT.shape[1], math.inf)
+        for away in (0, 1):
+            rows = np.flatnonzero(room.can_R & (room.away_R == away))
+            left_T = room.budget - room.resident_AT[away]
+            least_T = _least_within(room.bytes_R[rows], self.of_R[rows], left_T)
+            found_T = np.minimum(found_T, least_T + (self.of_AT[away] - self.of_AT[0]))
+        return found_T
+
+
+def _least_within(bytes_N: np.ndarray, cost_N: np.ndarray, left: np.ndarray) -> np.ndarray:
+    """For each so many bytes the least cost of what takes no more of them, infinite for none."""
+    order = np.argsort(bytes_N)
+    least = np.minimum.accumulate(cost_N[order])
+    number = np.searchsorted(bytes_N[order], left, side="right")
+    return np.append(math.inf, least)[number]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,12 +223,14 @@ def tabulate(
     """Of all options of the two stages."""
     other_s = work.load.other_s if work.load else 0.0
     rollout_s_R = np.array([stage_s(o, work.rollout_tokens) + o.move_s for o in rollouts])
-    train_s_T = np.array([stage_s(option, work.train_tokens) for option in trains]) + other_s
+    train_s_T = np.array([stage_s(option, work.train_tokens) for option in trains])
     moments_s_T = np.array([r.kept.moments_s if r.kept else 0.0 for r in residents])
     stays_T = np.array([current is None or o.mesh == current.train for o in trains])
     return StepTable(
         room=room_of(rollouts, trains, residents, settings),
-        step_s=Cost(of_R=rollout_s_R, of_AT=np.stack([train_s_T, train_s_T + moments_s_T])),
+        step_s=Cost(
+            of_R=rollout_s_R, of_AT=np.stack([train_s_T, train_s_T + moments_s_T]), rest=other_s
+        ),
         switch_s_T=np.where(stays_T, 0.0, [option.move_s for option in trains]),
     )
 
@@ -275,7 +302,7 @@ def here_in(
     part = room.part(rows, columns)
     if not part.possible_R.any():
         return None
-    of_here = Cost(of_R=cost.of_R[rows], of_AT=cost.of_AT[:, columns])
+    of_here = dataclasses.replace(cost, of_R=cost.of_R[rows], of_AT=cost.of_AT[:, columns])
     found = first_two(of_here, part, settings)[0]
     return Cell(int(rows[found.row]), int(columns[found.column]))
 
@@ -292,17 +319,31 @@ def changes_of(rollouts: Sequence[Option], trains: Sequence[Option], current: Pa
 def first_two(cost: Cost, room: Room, settings: Settings) -> tuple[Cell, Cell | None]:
     """The first pair that no other beats by more than noise, and the cheapest of the others.
 
-    By the order of the rollouts, then of the trainers. Some pair must be possible.
+    Beaten it is where the whole costs more by so much, or one of its halves alone does than another
+    that can be in its place: noise in the long stage of a step must not hide what the short one
+    loses. By the order of the rollouts, then of the trainers. Some pair must be possible.
     """
     least_R = cost.least_R(room)
-    most = least_R.min() * (1.0 + min(NOISE, settings.hysteresis))
-    row = int((least_R <= most).argmax())
-    cost_T = cost.of_row(row, room)
-    first = Cell(row, int((cost_T <= most).argmax()))
+    first = _unbeaten(cost, room, least_R, 1.0 + min(NOISE, settings.hysteresis))
+    cost_T = cost.of_row(first.row, room)
     cost_T[first.column] = math.inf
-    least_R[row] = cost_T.min()
+    least_R[first.row] = cost_T.min()
     other = int(least_R.argmin())
     if not math.isfinite(least_R[other]):
         return first, None
-    others_T = cost_T if other == row else cost.of_row(other, room)
+    others_T = cost_T if other == first.row else cost.of_row(other, room)
     return first, Cell(other, int(others_T.argmin()))
+
+
+def _unbeaten(cost: Cost, room: Room, least_R: np.ndarray, noise: float) -> Cell:
+    """The first of them; the cheapest pair is one but for rounding."""
+    most, most_rollout_T = least_R.min() * noise, cost.least_rollout_T(room) * noise
+    for row in np.flatnonzero(least_R <= most):
+        cost_T = cost.of_row(row, room)
+        train_T = np.where(np.isfinite(cost_T), cost.of_AT[room.away_R[row]], math.inf)
+        unbeaten_T = (cost_T <= most) & (train_T <= train_T.min() * noise)
+        unbeaten_T &= cost.rollout_part_T(row, room) <= most_rollout_T
+        if unbeaten_T.any():
+            return Cell(int(row), int(unbeaten_T.argmax()))
+    row = int(least_R.argmin())
+    return Cell(row, int(cost.of_row(row, room).argmin()))
