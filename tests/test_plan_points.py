@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import plan as benchmark
+from benchmarks import plan_ways
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.scene import make_scene
@@ -178,3 +179,8 @@ def test_the_page_says_what_the_benchmark_prints(capsys):
     assert len(printed) > 90
     page = set(PAGE.splitlines())
     assert [line for line in printed if line not in page] == []
+
+
+def test_the_page_says_what_is_planned_among_all_ways():
+    for line in plan_ways.lines():
+        assert line in PAGE

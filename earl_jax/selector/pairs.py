@@ -338,12 +338,12 @@ def first_two(cost: Cost, room: Room, settings: Settings) -> tuple[Cell, Cell | 
 def _unbeaten(cost: Cost, room: Room, least_R: np.ndarray, noise: float) -> Cell:
     """The first of them; the cheapest pair is one but for rounding."""
     most, most_rollout_T = least_R.min() * noise, cost.least_rollout_T(room) * noise
-    for row in np.flatnonzero(least_R <= most):
+    for row in map(int, np.flatnonzero(least_R <= most)):
         cost_T = cost.of_row(row, room)
         train_T = np.where(np.isfinite(cost_T), cost.of_AT[room.away_R[row]], math.inf)
         unbeaten_T = (cost_T <= most) & (train_T <= train_T.min() * noise)
         unbeaten_T &= cost.rollout_part_T(row, room) <= most_rollout_T
         if unbeaten_T.any():
-            return Cell(int(row), int(unbeaten_T.argmax()))
+            return Cell(row, int(unbeaten_T.argmax()))
     row = int(least_R.argmin())
     return Cell(row, int(cost.of_row(row, room).argmin()))
