@@ -34,6 +34,7 @@ from earl_jax.selector.ladder import (
 from earl_jax.selector.memory import resident_bytes as resident_bytes_of
 from earl_jax.selector.tail import TailOption
 from earl_jax.selector.throughput import Measurement
+from earl_jax.selector.waves import times_as_long
 from earl_jax.sharding.layout import MeshShape
 
 Rung = RolloutRung | TrainRung
@@ -188,6 +189,23 @@ class Calibration(Questions):
             assert isinstance(option.rung, TrainRung)
             self._train(option.mesh, places, option.rung, asks=True, is_sure=True)
 
+    def confirm(self, stage: str, option: Option, places: int) -> bool:
+        """Measures once more what was measured once; whether it did."""
+        return self.measure_again(self._question(stage, option, places))
+
+    def took_s(self, stage: str, option: Option, places: int) -> float:
+        """How long it takes to measure it once more, as far as is known; 0 where that is done."""
+        found = self.known(self._question(stage, option, places))
+        return found.took_s or USUAL_S if found and found.times == 1 else 0.0
+
+    def _question(self, stage: str, option: Option, places: int) -> Question:
+        rung = option.rung
+        if stage == "rollout":
+            assert isinstance(rung, RolloutRung)
+            return self._rollout_question(option.mesh, places, rung)
+        assert isinstance(rung, TrainRung)
+        return self._train_question(option.mesh, places, rung)
+
     def try_s(self, mesh: MeshShape, places: int, rung: TrainRung) -> float:
         """How long it took to measure such an update, or may take: as long as the first way."""
         for way in (rung, self._world.first_train_rung):
@@ -276,7 +294,7 @@ class Calibration(Questions):
             option = dataclasses.replace(
                 option,
                 bytes_per_device=max(0, measured.program_bytes + more),
-                tokens_per_s=self._speed(measured, question, contexts),
+                tokens_per_s=self._speed(measured, question, contexts, rung.num_slots),
                 move_s=measured.switch_s,
                 is_computed=False,
             )
@@ -284,7 +302,12 @@ class Calibration(Questions):
             option=option,
             computed_bytes=estimate.total,
             least_bytes=estimate.least,
-            computed_tokens_per_s=rollout_speed(self._world, mesh, places, rung),
+            computed_tokens_per_s=self._with_tail(
+                rollout_speed(self._world, mesh, places, rung),
+                rollout_speed_alone(self._world, mesh, places, rung),
+                contexts,
+                rung.num_slots,
+            ),
         )
 
     def _train(
@@ -351,7 +374,7 @@ class Calibration(Questions):
         )
 
     def _speed(
-        self, measured: Measurement, question: Question, contexts: Sequence[float]
+        self, measured: Measurement, question: Question, contexts: Sequence[float], slots: int
     ) -> float | None:
         """Tokens per second of episodes of these lengths, from the rooms that were measured."""
         speed, table, places = measured.tokens_per_s, self.table, question.places
@@ -364,4 +387,16 @@ class Calibration(Questions):
             if found and found.tokens_per_s and room <= places:
                 seconds[room] = 1.0 / found.tokens_per_s
         rooms = sorted(seconds)
-        return 1.0 / float(np.interp(contexts, rooms, [seconds[room] for room in rooms]).mean())
+        full = 1.0 / float(np.interp(contexts, rooms, [seconds[room] for room in rooms]).mean())
+        scale, alone = full / speed, measured.alone_tokens_per_s
+        return self._with_tail(full, alone and scale * alone, contexts, slots)
+
+    def _with_tail(
+        self, full: float, alone: float | None, contexts: Sequence[float], slots: int
+    ) -> float:
+        """Tokens per second, from those of full slots and of one: some are empty in the end."""
+        if not contexts:
+            return full
+        alone_share = min(1.0, full / (slots * alone)) if alone else 1.0
+        rows = self._world.own_rollout.episodes_per_step
+        return full / times_as_long(contexts, rows, slots, alone_share)

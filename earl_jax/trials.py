@@ -9,7 +9,13 @@ import numpy as np
 
 from earl_jax.chooser import Chooser, StepChoice
 from earl_jax.selector.choose import BudgetTooSmall, Option
-from earl_jax.selector.guesses import MOST_TRIED, beside_fastest, tried_ways, worth_trying
+from earl_jax.selector.guesses import (
+    MOST_TRIED,
+    beside_fastest,
+    rivals,
+    tried_ways,
+    worth_trying,
+)
 from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.pairs import Pair
 
@@ -35,14 +41,18 @@ class Trials:
     def measure_room(self, places: int, pages: int, pair: Pair | None) -> Pair | None:
         """Measures what this room would be chosen by, by someone who comes from `pair`.
 
-        Ways to train are tried beside what would be chosen, where that pays. Returns the pair that
-        is then; a room where nothing fits is left to who comes to it.
+        Ways to train are tried beside what would be chosen, and what is nearly as fast as the best
+        is measured once more, where that pays. Returns the pair that is then; a room where nothing
+        fits is left to who comes to it.
         """
         if self._chooser.calibration.by_order:
             return pair
         with contextlib.suppress(BudgetTooSmall):
             choice = self._chooser.choose_step(places, places, None, pages, pair, 0)
             self._try_ways(choice, pages)
+            while self._confirm(choice, pages):
+                # Another way may be the fastest now.
+                self._try_ways(choice, pages)
             return self._chooser.choose_step(places, places, None, pages, pair, 0).decision.pair
         return pair
 
@@ -56,9 +66,7 @@ class Trials:
         world, calibration = chooser.world, chooser.calibration
         if not calibration.measures_all:
             return
-        config, length, asked = world.config, choice.work.train_places, set[Hashable]()
-        step_s = choice.decision.predicted_s or 0.0
-        before_s = sum(s for room, s in self._tries_s.items() if room != length)
+        length, asked = choice.work.train_places, set[Hashable]()
 
         def try_s(option: Option) -> float:
             assert isinstance(option.rung, TrainRung)
@@ -74,8 +82,35 @@ class Trials:
             if number is None or len(tried) >= MOST_TRIED:
                 return
             wanted = offers.trains[number]
-            would_s = before_s + self._tries_s[length] + try_s(wanted)
-            is_worth = worth_trying(would_s, step_s, config.num_steps)
-            if config.selector.measure == "auto" and not is_worth:
+            if not self._is_worth(try_s(wanted), choice):
                 return
             chooser.ask([("train", wanted, length)], asked)
+
+    def _confirm(self, choice: StepChoice, pages: int) -> bool:
+        """Measures what may be the fastest of a stage once more, each once; whether any was.
+
+        As far as the steps pay for that too.
+        """
+        chooser, work = self._chooser, choice.work
+        calibration, offers = chooser.calibration, chooser.offers(choice.work, pages)
+        room = offers.room(chooser.settings)
+        near = [
+            *(
+                ("rollout", offers.rollouts[n], work.rollout_places)
+                for n in rivals(offers.rollouts, room.possible_R)
+            ),
+            *(
+                ("train", offers.trains[n], work.train_places)
+                for n in rivals(offers.trains, room.possible_T)
+            ),
+        ]
+        if not self._is_worth(sum(calibration.took_s(*one) for one in near), choice):
+            return False
+        return any([calibration.confirm(*one) for one in near])
+
+    def _is_worth(self, more_s: float, choice: StepChoice) -> bool:
+        """Whether the run's steps pay for so many seconds beside those of what was tried."""
+        config, step_s = self._chooser.world.config, choice.decision.predicted_s or 0.0
+        if config.selector.measure != "auto":
+            return True
+        return worth_trying(sum(self._tries_s.values()) + more_s, step_s, config.num_steps)

@@ -166,13 +166,13 @@ def test_half_the_slots_on_whole_layers_beat_all_on_layers_that_are_cut():
     assert played(beside_trainer(bare, fewer.footprint.total)) == half
 
 
-def test_all_slots_stay_where_half_of_them_are_no_faster_beyond_noise():
-    """Half of a layer on a device leaves room for all, and costs nearly nothing."""
+def test_half_of_the_slots_are_taken_where_they_are_faster_beyond_noise():
+    """Half of a layer on a device leaves room for all, and costs little: 4.8 %."""
     bare = slots_scene("('data=8','data=4,tensor=2')", 0)
     half, cut = rollout_on(bare, D8, 256), rollout_on(bare, D4T2, 512)
-    assert 1.0 < half.tokens_per_s / cut.tokens_per_s < 1 + NOISE
+    assert 1.0 + NOISE < half.tokens_per_s / cut.tokens_per_s < 1.05
     fewer = rollout_on(bare, D8, 512, pages=16 * 4)
-    assert played(beside_trainer(bare, fewer.footprint.total)) == cut
+    assert played(beside_trainer(bare, fewer.footprint.total)) == half
 
 
 def test_a_schedule_takes_fewer_slots_and_says_so():

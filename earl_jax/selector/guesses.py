@@ -23,10 +23,12 @@ CORRECTED_SLACK = 0.1
 # A candidate is measured before others are preferred where its computed speed, so many times, is
 # that of the best: rooflines of chips have been up to a half wrong (benchmarks/plan.md).
 DOUBT = 1.5
+# A measured speed that is so near to the best one is measured once more before it decides.
+NEAR = 1.2
 # Ways to train are tried for at most a tenth of what the run's steps will take, and so many at a
 # room.
 TRIED_SHARE = 0.1
-MOST_TRIED = 8
+MOST_TRIED = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,11 +116,19 @@ def worth_measuring(
     return sorted(number for number in wanted if options[number].is_guess)
 
 
+def rivals(options: Sequence[Option], possible: Sequence[bool] | np.ndarray) -> list[int]:
+    """Those measured of which any may be the fastest in truth; none where there is only one."""
+    known = [n for n, o in enumerate(options) if possible[n] and o.tokens_per_s and not o.is_guess]
+    top = max((_speed(options[n]) for n in known), default=0.0)
+    near = [n for n in known if _speed(options[n]) * NEAR >= top]
+    return near if len(near) > 1 else []
+
+
 def beside_fastest(options: Sequence[Option], possible: Sequence[bool] | np.ndarray) -> int | None:
     """The guess to try next: of those beside the fastest way to train that was measured, the first.
 
-    On its mesh, with remat instead of without or the other way round; or in the next number of
-    micro-batches up or down that is possible. None where all of them are known: it is a top.
+    On its mesh, in the next number of micro-batches up or down that is possible; or with remat
+    instead of without, or the other way round. None where all of them are known: it is a top.
     """
     known = [n for n, o in enumerate(options) if possible[n] and o.tokens_per_s and not o.is_guess]
     if not known:
@@ -134,7 +144,7 @@ def beside_fastest(options: Sequence[Option], possible: Sequence[bool] | np.ndar
 
 
 def _beside(rung: object, ways: Iterable[object]) -> list[TrainRung]:
-    """One step from this way: the other remat, more micro-batches, fewer."""
+    """One step from this way: more micro-batches, fewer, the other remat."""
     assert isinstance(rung, TrainRung)
     numbers = [
         way.micro_batches for way in ways if isinstance(way, TrainRung) and way.remat == rung.remat
@@ -142,8 +152,8 @@ def _beside(rung: object, ways: Iterable[object]) -> list[TrainRung]:
     more = [min((n for n in numbers if n > rung.micro_batches), default=0)]
     fewer = [max((n for n in numbers if n < rung.micro_batches), default=0)]
     return [
-        rung._replace(remat=not rung.remat),
         *(rung._replace(micro_batches=n) for n in more + fewer if n),
+        rung._replace(remat=not rung.remat),
     ]
 
 

@@ -31,7 +31,8 @@ class Measurement:
 
     `tokens_per_s` is None where only the bytes were asked for; `switch_s` is 0 then. Of a rollout,
     `alone_tokens_per_s` is the speed of one busy slot, None where it was not measured. It took
-    `took_s` to measure all this, a compiler's time with it; 0 where that is not known.
+    `took_s` to measure all this, a compiler's time with it; 0 where that is not known. Of speeds
+    that were measured so many `times` it is the best.
     """
 
     tokens_per_s: float | None
@@ -39,6 +40,16 @@ class Measurement:
     switch_s: float
     alone_tokens_per_s: float | None = None
     took_s: float = 0.0
+    times: int = 1
+
+    def or_faster(self, again: "Measurement") -> "Measurement":
+        """The same candidate, measured once more: what disturbs a machine only makes it slower."""
+        return dataclasses.replace(
+            self,
+            tokens_per_s=_faster(self.tokens_per_s, again.tokens_per_s),
+            alone_tokens_per_s=_faster(self.alone_tokens_per_s, again.alone_tokens_per_s),
+            times=self.times + again.times,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,7 +123,9 @@ class ThroughputTable:
                 ThroughputTable.check_entry(entry)
                 speeds = [m.tokens_per_s, m.alone_tokens_per_s]
                 speed = min([speed for speed in speeds if speed is not None], default=1.0)
-                if not (speed > 0 and min(m.program_bytes, m.switch_s, m.took_s) >= 0):
+                if not (
+                    speed > 0 and min(m.program_bytes, m.switch_s, m.took_s) >= 0 and m.times > 0
+                ):
                     raise TypeError(f"{entry}: {m}")
             failures = tuple(Failure.from_dict(failure) for failure in failed)
         except (TypeError, AttributeError, KeyError, ValueError) as error:
@@ -127,6 +140,10 @@ class ThroughputTable:
             failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
             facts=kept.facts,
         )
+
+
+def _faster(one: float | None, other: float | None) -> float | None:
+    return max(filter(None, (one, other)), default=None)
 
 
 class Difference(NamedTuple):
