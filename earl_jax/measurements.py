@@ -21,6 +21,7 @@ from earl_jax.scene import find_model
 from earl_jax.selector.contenders import calibrated
 from earl_jax.selector.prospects import Scene
 from earl_jax.selector.throughput import (
+    METHOD,
     ThroughputTable,
     difference_words,
     differences,
@@ -86,6 +87,7 @@ def facts_of(world: "World") -> dict[str, Any]:
         "attention": [choice.kernel for choice in world.attention_choices],
         "order": world.config.selector.order,
         "measure_rounds": world.config.selector.measure_rounds,
+        "method": METHOD,
         "processes": processes.count,
         "host": {"machine": platform.machine(), "cores": os.cpu_count()},
         "versions": _versions(_PACKAGES + _PLATFORM_PACKAGES.get(device.platform, ())),

@@ -150,6 +150,8 @@ def test_each_candidate_is_measured_once_at_each_room_and_said(tiny):
         for places in (SHORT, LONG):
             entry = measured(tiny, mesh, places)
             assert entry.tokens_per_s > 0 and entry.switch_s > 0
+            # One slot of 8 says fewer than all of them, and all others are quiet meanwhile.
+            assert 0 < entry.alone_tokens_per_s < entry.tokens_per_s
             # Nothing that could fit is refused without a compiler.
             pages = tiny.world.pool_for(places).pages
             estimate = rollout_estimate(tiny.world, mesh, places, RolloutRung(8, pages))
