@@ -189,14 +189,14 @@ class Calibration(Questions):
             assert isinstance(option.rung, TrainRung)
             self._train(option.mesh, places, option.rung, asks=True, is_sure=True)
 
-    def confirm(self, stage: str, option: Option, places: int) -> bool:
-        """Measures once more what was measured once; whether it did."""
+    def confirm(self, stage: str, option: Option, places: int) -> float:
+        """Measures this once more; see `measure_again`."""
         return self.measure_again(self._question(stage, option, places))
 
-    def took_s(self, stage: str, option: Option, places: int) -> float:
-        """How long it takes to measure it once more, as far as is known; 0 where that is done."""
-        found = self.known(self._question(stage, option, places))
-        return found.took_s or USUAL_S if found and found.times == 1 else 0.0
+    def known_of(self, stage: str, option: Option, places: int) -> tuple[str, Measurement | None]:
+        """Under which key this is written down, and what is."""
+        question = self._question(stage, option, places)
+        return question.entry, self.known(question)
 
     def _question(self, stage: str, option: Option, places: int) -> Question:
         rung = option.rung

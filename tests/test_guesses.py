@@ -151,14 +151,15 @@ def test_what_cannot_be_is_no_neighbour_and_no_top():
 
 
 def test_what_is_nearly_as_fast_as_the_best_measured_is_a_rival():
-    found = ways(a1=10.0, a2=8.5, b1=8.3, a4=11.0)
+    found = ways(a1=10.0, a2=8.0, b1=7.0, a4=11.0)
     every = [True] * len(found)
     at = {(o.mesh, tuple(o.rung)): n for n, o in enumerate(found)}
-    # 11 / 1.2 is 9.17; guesses are none, however fast.
+    # 11 / 1.3 is 8.46; guesses are none, however fast.
     assert rivals(found, every) == [at[TWO, (1, False)], at[TWO, (4, False)]]
-    # One alone has nobody to be compared with.
+    # 10 / 1.3 is 7.69.
     possible = [o.rung != (4, False) for o in found]
     assert rivals(found, possible) == [at[TWO, (1, False)], at[TWO, (2, False)]]
+    # One alone has nobody to be compared with.
     possible = [o.rung == (4, False) for o in found]
     assert rivals(found, possible) == []
 
