@@ -104,7 +104,7 @@ class Chooser:
 
     def offers(self, work: Work, pages: int) -> Offers:
         """All meshes in all ways, as far as they are known."""
-        ways = self._if_short(self.ladder.rollout_ways(work.rollout_places, pages))
+        ways = self._tried(self.ladder.rollout_ways(work.rollout_places, pages))
         train_ways = self._ways_to_train(work.train_places)
         trains = self.calibration.train_guesses(work.train_places, train_ways)
         return Offers(
@@ -117,8 +117,10 @@ class Chooser:
         )
 
     def _ways_to_train(self, length: int) -> list[TrainRung]:
-        """Where ways are tried (`_try_ways`) all; else all that memory may ask for."""
-        ways = self.ladder.train_ways(length)
+        return self._tried(self.ladder.train_ways(length))
+
+    def _tried(self, ways: list[Rung]) -> list[Rung]:
+        """Where ways are tried (trials.py) all; else all that memory may ask for."""
         return ways if self.calibration.measures_all else self._if_short(ways)
 
     def _if_short(self, ways: list[Rung]) -> list[Rung]:

@@ -17,7 +17,7 @@ from earl_jax.selector.guesses import (
     tried_ways,
     worth_trying,
 )
-from earl_jax.selector.ladder import TrainRung
+from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.selector.pairs import Pair
 
 # Candidates are compared so often at most, until none is slower than this part of its best speed.
@@ -53,12 +53,34 @@ class Trials:
             return pair
         with contextlib.suppress(BudgetTooSmall):
             choice = self._chooser.choose_step(places, places, None, pages, pair, 0)
+            self._try_fewer_slots(choice, pages)
             self._try_ways(choice, pages)
             while self._confirm(choice, pages):
                 # Another way may be the fastest now.
                 self._try_ways(choice, pages)
             return self._chooser.choose_step(places, places, None, pages, pair, 0).decision.pair
         return pair
+
+    def _try_fewer_slots(self, choice: StepChoice, pages: int) -> None:
+        """Measures half as many slots on the mesh that would be chosen, if steps pay for that.
+
+        Of few long episodes most slots see nothing (`selector.waves`): what a step's are like is
+        known later, when nothing should wait.
+        """
+        chooser, rung = self._chooser, choice.rollout
+        if not chooser.calibration.measures_all:
+            return
+        offers = chooser.offers(choice.work, pages)
+        wanted = choice.decision.rollout.mesh, rung.num_slots // 2, rung.page_size, True
+        for option, can in zip(
+            offers.rollouts, offers.room(chooser.settings).possible_R, strict=True
+        ):
+            way = option.rung
+            assert isinstance(way, RolloutRung)
+            if can and (option.mesh, way.num_slots, way.page_size, option.is_guess) == wanted:
+                if self._is_worth(USUAL_S, choice):
+                    chooser.ask([("rollout", option, choice.work.rollout_places)], set())
+                return
 
     def _try_ways(self, choice: StepChoice, pages: int) -> None:
         """Measures ways to train that are beside the fastest, uphill, until none is faster.
