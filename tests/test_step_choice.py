@@ -143,7 +143,7 @@ def test_a_rollout_moves_between_steps_for_nothing_and_a_pair_is_left_only_after
 
 
 def test_speeds_that_differ_by_noise_are_equal_at_the_start():
-    near = [option(D8, 1, 100.0), option(D4T2, 1, 102.0)]
+    near = [option(D8, 1, 100.0), option(D4T2, 1, 101.5)]
     one = [option(D8, 1, 1e6)]
     assert decide(near, one, [0], hysteresis=0.15).pair.rollout == D8
     assert decide(near, one, [0], hysteresis=0.01).pair.rollout == D4T2

@@ -14,7 +14,7 @@ from earl_jax.telemetry.load import Load
 
 # Speeds so near to each other are equal: a little noise in a measurement must not decide where a
 # run starts.
-NOISE = 0.03
+NOISE = 0.02
 
 
 class BudgetTooSmall(ValueError):
