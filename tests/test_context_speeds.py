@@ -5,6 +5,8 @@
 All entries of the table are given, so that nothing is compiled or measured.
 """
 
+import dataclasses
+
 import pytest
 from test_placement import D4T2, D8, TINY
 
@@ -39,13 +41,19 @@ def world():
     return World(make_config(GIVEN))
 
 
+def measurement(speed):
+    return Measurement(tokens_per_s=speed, program_bytes=1, switch_s=0.0, alone_tokens_per_s=speed)
+
+
 def calibration(world, speeds, **more):
-    """With these tokens per second of rollouts, {(mesh, room): speed}; training takes no time."""
+    """With these tokens per second of rollouts, {(mesh, room): speed}; training takes no time.
+
+    One slot alone is as fast as all: an empty one costs nothing (test_waves.py has what it costs).
+    """
     speeds = {("rollout", mesh, room, ""): speed for (mesh, room), speed in speeds.items()}
     speeds |= {("train", D8, room, ""): 1e9 for room in (SHORT, LONG)}
     found = {
-        ThroughputTable.entry(*key): Measurement(tokens_per_s=speed, program_bytes=1, switch_s=0.0)
-        for key, speed in speeds.items()
+        ThroughputTable.entry(*key): measurement(speed) for key, speed in speeds.items()
     } | more
     return Calibration(world, ThroughputTable(path=None, measurements=found), lambda _: None)
 
@@ -89,15 +97,31 @@ def test_a_room_is_judged_by_no_larger_one(world):
 
 def test_a_rung_of_fewer_slots_has_speeds_of_its_own(world):
     """40 tokens/s in room for 32; the other room was not measured with 8 slots."""
-    slow = Measurement(tokens_per_s=40.0, program_bytes=1, switch_s=0.0)
+    slow = measurement(40.0)
     entries = {ThroughputTable.entry("rollout", mesh, LONG, "slots=8"): slow for mesh in (D8, D4T2)}
     assert speeds_of(world, LONG, (16.0, 24.0), MEASURED, 8, **entries)[D8] == pytest.approx(40.0)
-    entries[ThroughputTable.entry("rollout", D8, SHORT, "slots=8")] = Measurement(
-        tokens_per_s=80.0, program_bytes=1, switch_s=0.0
-    )
+    entries[ThroughputTable.entry("rollout", D8, SHORT, "slots=8")] = measurement(80.0)
     # 12.5 ms and 25 ms a token: 12.5 and 18.75 ms.
     found = speeds_of(world, LONG, (16.0, 24.0), MEASURED, 8, **entries)
     assert found[D8] == pytest.approx(2e3 / (12.5 + 18.75))
+
+
+def test_empty_slots_behind_the_last_episodes_take_time_where_a_round_of_few_does(world):
+    """Lengths 16 and 32 of 16 episodes on 16 slots: half of them are empty for half of the time.
+
+    A round of one slot takes as long as of all 16, as where nobody knows: 24 of 32 are used.
+    """
+    slow = Measurement(
+        tokens_per_s=150.0, program_bytes=1, switch_s=0.0, alone_tokens_per_s=150.0 / 16
+    )
+    key = ThroughputTable.entry("rollout", D8, LONG)
+    found = speeds_of(world, LONG, (16.0, 32.0), MEASURED, **{key: slow})
+    # 5 and 6.67 ms a token in the two rooms.
+    full = 2e3 / (5.0 + 1e3 / 150.0)
+    assert found[D8] == pytest.approx(full * 24 / 32)
+    nobody_knows = dataclasses.replace(slow, alone_tokens_per_s=None)
+    found = speeds_of(world, LONG, (16.0, 32.0), MEASURED, **{key: nobody_knows})
+    assert found[D8] == pytest.approx(full * 24 / 32)
 
 
 # data=8 is twice as fast as tensor=2 in the small room, and half as fast in the large one.
