@@ -32,6 +32,8 @@ class Trials:
         self._chooser = chooser
         # Seconds that trying ways took, by length of the rows.
         self._tries_s: dict[int, float] = {}
+        # Seconds that it took to measure rivals once more, or more often.
+        self._again_s = 0.0
 
     def measure_ahead(self) -> None:
         """Measures what each configured room would be chosen by, so that no step waits.
@@ -119,7 +121,7 @@ class Trials:
         fault. As far as the steps pay for that too.
         """
         calibration, was_slower, number = self._chooser.calibration, False, 0
-        while number < MOST_PASSES:
+        while number < MOST_PASSES and not calibration.is_apart:
             near = self._rivals(choice, pages)
             known = [calibration.known_of(*one)[1] for one in near]
             is_new = any(found and found.times == 1 for found in known)
@@ -128,6 +130,7 @@ class Trials:
                 break
             parts = [calibration.confirm(*one) for one in near]
             was_slower = min(parts, default=1.0) < STEADY
+            self._again_s += took_s
             number += 1
         return number > 0
 
@@ -147,8 +150,9 @@ class Trials:
         return list(found.values())
 
     def _is_worth(self, more_s: float, choice: StepChoice) -> bool:
-        """Whether the run's steps pay for so many seconds beside those of what was tried."""
+        """Whether the run's steps pay for so many seconds beside those that trying took so far."""
         config, step_s = self._chooser.world.config, choice.decision.predicted_s or 0.0
         if config.selector.measure != "auto":
             return True
-        return worth_trying(sum(self._tries_s.values()) + more_s, step_s, config.num_steps)
+        so_far_s = sum(self._tries_s.values()) + self._again_s
+        return worth_trying(so_far_s + more_s, step_s, config.num_steps)
