@@ -182,12 +182,7 @@ class Calibration(Questions):
 
     def measure(self, stage: str, option: Option, places: int) -> None:
         """Measures this guess."""
-        if stage == "rollout":
-            assert isinstance(option.rung, RolloutRung)
-            self._rollout(option.mesh, places, option.rung, (), asks=True, is_sure=True)
-        else:
-            assert isinstance(option.rung, TrainRung)
-            self._train(option.mesh, places, option.rung, asks=True, is_sure=True)
+        self.answer(self._question(stage, option, places))
 
     def confirm(self, stage: str, option: Option, places: int) -> float:
         """Measures this once more; see `measure_again`."""

@@ -118,11 +118,13 @@ class Remembered:
         else:
             self.about_to_use(question.program)
             again = unless_out_of_memory(question.measure)
+        # Counted also where memory was short: it would be again.
         better = found.or_faster(again or found)
         self._keep(lambda table: table.with_measurement(question.entry, better))
-        speed = again.tokens_per_s if again and again.tokens_per_s else found.tokens_per_s
-        self._say(f"measured again {question.title}: {speed:,.0f} tokens/s")
-        return speed / found.tokens_per_s
+        if again is None or not again.tokens_per_s:
+            return 1.0
+        self._say(f"measured again {question.title}: {again.tokens_per_s:,.0f} tokens/s")
+        return again.tokens_per_s / found.tokens_per_s
 
     def answer(self, question: Question) -> Measurement:
         """The entry, measured now if it is missing; running out of memory is noted as a failure."""

@@ -149,6 +149,20 @@ def test_speeds_that_differ_by_noise_are_equal_at_the_start():
     assert decide(near, one, [0], hysteresis=0.01).pair.rollout == D4T2
 
 
+def test_noise_of_a_long_stage_does_not_hide_what_a_short_one_loses():
+    """100 s of rollout, and 5 s or 4 s of training: 1 % of the step, and a fifth of the update."""
+    long, trains = [option(D8, 1, 10.0)], [option(D8, 1, 200.0), option(F8, 1, 250.0)]
+    decision = decide(long, trains, [0, 0], hysteresis=0.15)
+    assert (decision.pair.train, decision.predicted_s) == (F8, 100 + 4)
+    # The same the other way round; and of a stage that differs by noise the first.
+    short = [option(D8, 1, 200.0), option(D4T2, 1, 250.0), option(D2T4, 1, 251.0)]
+    decision = decide(short, [option(D8, 1, 10.0)], [0], hysteresis=0.15)
+    assert (decision.pair.rollout, decision.predicted_s) == (D4T2, 4 + 100)
+    # Environments that take longer than everything hide nothing either.
+    busy = work(load(other_s=10_000.0))
+    assert decide(long, trains, [0, 0], step=busy, hysteresis=0.15).pair.train == F8
+
+
 def test_without_speeds_the_fewest_meshes_change():
     rollouts = [option(D8, 60, None), option(D4T2, 30, None), option(D2T4, 20, None)]
     trains = [option(D8, 80, None), option(F8, 50, None)]
