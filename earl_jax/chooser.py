@@ -190,20 +190,24 @@ class Chooser:
                 del shorter[0]
 
     def choose_training(
-        self, length: int, load: Load | None, current: MeshShape | None
+        self, length: int, load: Load | None, current: MeshShape | None, *, is_new: bool = False
     ) -> tuple[Decision, TrainRung]:
-        """A mesh for rows of this length, if `current` must be left. Raises BudgetTooSmall."""
+        """A mesh for rows of this length, if `current` must be left. Raises BudgetTooSmall.
+
+        Where `is_new` says that rows were never so long, it is left for a faster one too: other
+        programs are needed anyway.
+        """
         if self.calibration.by_order:
             return _first_that_fits(
                 self.ladder.train_rungs(length),
                 lambda rung: self._trainer_of(
-                    self.calibration.train_options(length, rung), length, load, current
+                    self.calibration.train_options(length, rung), length, load, current, is_new
                 ),
             )
         ways, asked = self._ways_to_train(length), set[Hashable]()
         while True:
             options = self.calibration.train_guesses(length, ways)
-            decision = self._trainer_of(options, length, load, current)
+            decision = self._trainer_of(options, length, load, current, is_new)
             possible = [not obstacle(option, self.settings) for option in options]
             if not self.ask(self._doubtful("train", options, possible, decision), asked):
                 break
@@ -211,7 +215,7 @@ class Chooser:
         return decision, decision.rung
 
     def guess_training(
-        self, length: int, current: MeshShape | None
+        self, length: int, current: MeshShape | None, *, is_new: bool
     ) -> tuple[MeshShape, TrainRung] | None:
         """What would be chosen for such rows by what is known now; nothing is compiled or measured.
 
@@ -222,7 +226,7 @@ class Chooser:
         ways = self._ways_to_train(length)
         options = self.calibration.train_guesses(length, ways, asks=False)
         try:
-            decision = self._trainer_of(options, length, None, current)
+            decision = self._trainer_of(options, length, None, current, is_new)
         except BudgetTooSmall:
             return None
         assert isinstance(decision.rung, TrainRung)
@@ -234,6 +238,7 @@ class Chooser:
         length: int,
         load: Load | None,
         current: MeshShape | None,
+        is_new: bool,
     ) -> Decision:
         """One of these options for rows of this length. Raises BudgetTooSmall."""
         return choose(
@@ -243,7 +248,7 @@ class Chooser:
             places=length,
             load=load,
             step_tokens=self.world.config.rollout.episodes_per_step * length,
-            switch_s=math.inf,
+            switch_s=max(option.move_s for option in options) if is_new else math.inf,
             settings=self.settings,
         )
 

@@ -254,9 +254,9 @@ class Meshes:
     def choose_training(self, load: Load | None) -> Decision:
         """The training mesh for rows as long as the longest of recent steps.
 
-        The one in use stays unless it must be left: a step's meshes are chosen together. By recent
-        steps and not by the batch at hand: where the longest episode comes and goes, the mesh must
-        not.
+        The one in use stays unless it must be left, or rows were never so long and another is
+        faster: a step's meshes are chosen together. By recent steps and not by the batch at hand:
+        where the longest episode comes and goes, the mesh must not.
         """
         rollout = self._world.config.rollout
         return self._choose_training(
@@ -268,7 +268,10 @@ class Meshes:
         return self._choose_training(self._length, None)
 
     def _choose_training(self, length: int, load: Load | None) -> Decision:
-        decision, rung = self._chooser.choose_training(length, load, self.train_mesh)
+        is_new = length > self._most_length
+        decision, rung = self._chooser.choose_training(
+            length, load, self.train_mesh, is_new=is_new
+        )
         # Rows that are shorter than was foreseen are no news.
         if decision.switched or self.train_mesh is None or length > self._length:
             self._note(decision)

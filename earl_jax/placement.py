@@ -177,7 +177,8 @@ class Placement(Meshes):
 
     def foresee_training(self, length: int) -> tuple[MeshShape, TrainRung] | None:
         """Where and how rows of this length would be trained on, as far as that is known."""
-        return self._chooser.guess_training(length, self.train_mesh)
+        is_new = length > self._most_length
+        return self._chooser.guess_training(length, self.train_mesh, is_new=is_new)
 
     def _mesh_of(self, seat: Seat) -> MeshShape:
         """The rollout mesh that a seat is on. Of several processes none goes its own way."""

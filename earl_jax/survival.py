@@ -340,9 +340,16 @@ def carry(state: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, boo
 
 
 def is_placed(state: Any, shardings: Any) -> bool:
-    """Whether every array is where it should be."""
+    """Whether every array is where it should be, and says so by the same mesh.
+
+    The same bytes may lie under the labels of another mesh (fsdp=8, and fsdp=4 by context=2): a
+    program would be traced and compiled for these, and once more for those of its own results.
+    """
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-    return all(leaf.sharding.is_equivalent_to(where, leaf.ndim) for leaf, where in pairs)
+    return all(
+        leaf.sharding.mesh == where.mesh and leaf.sharding.is_equivalent_to(where, leaf.ndim)
+        for leaf, where in pairs
+    )
 
 
 def _free(state: Any, moved: Any) -> None:

@@ -259,9 +259,11 @@ def make_train_step(
             sums = sums._replace(loss=sums.loss + weight * balance_loss(model, routing))
         return sums.loss, (sums, routing)
 
+    # Jitted so that it is traced once, for its shapes and for its use; in its place all the same.
+    gradients = jax.jit(jax.grad(loss_sums, has_aux=True), inline=True)
+
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
         rate, entropy_coefficient = controls[0], controls[1]
-        gradients = jax.grad(loss_sums, has_aux=True)
         grads, (sums, routing) = _accumulate(
             lambda part: gradients(state.params, state.base, part, entropy_coefficient),
             batch,
