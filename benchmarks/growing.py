@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The growing run: contexts lengthen 16 times because the policy learns, under a byte budget.
 
-    uv run python -m benchmarks.growing [--seeds=0,1,2] [--in=DIR] [--only=ARMS] [--again]
+    uv run python -m benchmarks.growing [--seeds=0,1,2] [--turns=2] [--in=DIR] [--only=ARMS]
+        [--again]
 
 The arms, each a run of configs/trail_tiny_cpu.py as its own process, with four training meshes to
 choose from by speed and more updates a step (`BY_SPEED` in growing_runs.py):
@@ -19,7 +20,8 @@ choose from by speed and more updates a step (`BY_SPEED` in growing_runs.py):
 A run that is timed counts all that its steps take, choosing, moving and loading programs included.
 It is made in a cache folder of its arm, and once more if it found that empty, or compiled more
 than a few programs that were not there: the second counts. How long the first took, in an empty
-folder, is said too.
+folder, is said too. Then `ours` and the static arms that fit the budget are run again by turns,
+`--turns` times with each seed: what is said of one beside the other is of these.
 
 Each run is a line of benchmarks/growing.jsonl as soon as it is made. The same command goes on where
 it was stopped and makes none of these again; with --again it starts over. Arms that are timed and
@@ -36,7 +38,14 @@ from pathlib import Path
 
 from benchmarks.growing_page import curves, page
 from benchmarks.growing_pairs import fitting, static_pairs
-from benchmarks.growing_runs import arms, growing_config, make_runs, pairs_of, write_rows
+from benchmarks.growing_runs import (
+    arms,
+    growing_config,
+    make_runs,
+    pairs_of,
+    take_turns,
+    write_rows,
+)
 from earl_jax.main import exit_status, start_jax
 
 HERE = Path(__file__).parent
@@ -51,6 +60,7 @@ def command(arguments: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--turns", type=int, default=2, help="runs by turns with each seed")
     parser.add_argument("--in", dest="folder", type=Path, help="where runs and caches are")
     parser.add_argument("--again", action="store_true", help="forget the runs that were made")
     parser.add_argument("--only", help="arms that begin with these words, as ours,held; no page")
@@ -63,15 +73,18 @@ def command(arguments: Sequence[str]) -> None:
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="earl_jax_growing_"))
     seeds = [int(seed) for seed in flags.seeds.split(",")]
     only = flags.only.split(",") if flags.only else []
+    budget = config.selector.budget_bytes_per_device
     pairs = [] if only and "fixed" not in only else static_pairs(config)
-    fixed = fitting(pairs, config.selector.budget_bytes_per_device)
+    fixed = fitting(pairs, budget)
     all_arms = arms(pairs_of(config), fixed)
+    chosen = [arm for arm in all_arms if not only or arm.kind in only]
+    runs = make_runs(ROWS, chosen, seeds, folder)
+    if not only:
+        # Without what earlier configs left.
+        write_rows(ROWS, runs)
+    runs = take_turns(ROWS, runs, chosen, folder, flags.turns, budget)
     if only:
-        make_runs(ROWS, [arm for arm in all_arms if arm.kind in only], seeds, folder)
         return
-    runs = make_runs(ROWS, all_arms, seeds, folder)
-    # Without what earlier configs left.
-    write_rows(ROWS, runs)
     (HERE / "growing.svg").write_text(curves(runs))
     (HERE / "growing.md").write_text(page(runs, pairs, config, flags.note))
     print((HERE / "growing.md").read_text())

@@ -42,8 +42,9 @@ class Standing:
     """A static arm beside ours.
 
     `breaks` is the first step that breaks the budget, of any seed, None where none does; `ratio`
-    its tokens per second over ours, all steps of all its seeds, None where it breaks. What had not
-    `begun` was refused before its first step.
+    its tokens per second over ours, all steps of all its seeds, by turns where turns were taken,
+    None where it breaks; `worst` the ratio of the turn where it comes nearest. What had not `begun`
+    was refused before its first step.
     """
 
     arm: str
@@ -51,6 +52,7 @@ class Standing:
     breaks: int | None
     needs: int | None
     ratio: float | None
+    worst: float | None = None
     begun: bool = True
 
     @property
@@ -64,7 +66,8 @@ def standing(found: Sequence[Run], ours: Sequence[Run], budget: int) -> Standing
     broken = [run for run in found if run.breaks(budget) is not None]
     seeds = {run.seed for run in found}
     same = [run for run in ours if run.seed in seeds]
-    ratio = None if broken else speed(found) / speed(same)
+    by_turns = all(run.turns for run in (*found, *same))
+    ratio = None if broken else speed(found, by_turns) / speed(same, by_turns)
     first = min((step for run in broken if (step := run.breaks(budget))), default=None)
     return Standing(
         arm=found[0].arm,
@@ -72,13 +75,29 @@ def standing(found: Sequence[Run], ours: Sequence[Run], budget: int) -> Standing
         breaks=first,
         needs=max((need_of(run, budget) for run in broken), default=None),
         ratio=ratio,
+        worst=None if broken else max(turn_ratios(found, same), default=None),
         begun=all(run.reward for run in found),
     )
 
 
-def speed(runs: Sequence[Run]) -> float:
+def speed(runs: Sequence[Run], by_turns: bool) -> float:
     """Tokens per second: of all steps of all these runs, over the seconds of all of them."""
-    return sum(sum(run.tokens) for run in runs) / sum(sum(run.seconds) for run in runs)
+    took = [
+        turn
+        for run in runs
+        for turn in (run.turns if by_turns else [(sum(run.tokens), sum(run.seconds))])
+    ]
+    return sum(tokens for tokens, _ in took) / sum(seconds for _, seconds in took)
+
+
+def turn_ratios(found: Sequence[Run], ours: Sequence[Run]) -> list[float]:
+    """Tokens per second over ours, turn by turn, seed by seed."""
+    by_seed = {run.seed: run.turn_tokens_per_s for run in ours}
+    return [
+        theirs / own
+        for run in found
+        for theirs, own in zip(run.turn_tokens_per_s, by_seed[run.seed], strict=False)
+    ]
 
 
 def need_of(run: Run, budget: int) -> int:
@@ -116,7 +135,8 @@ def _broken_words(found: Standing) -> str:
 def _slower_words(found: Standing) -> str:
     assert found.ratio is not None
     seeds = f"{found.seeds} seed{'s' if found.seeds > 1 else ''}"
-    return f"{found.ratio:.2f} of our tokens per second, {seeds}"
+    nearest = "" if found.worst is None else f", {found.worst:.2f} where it comes nearest"
+    return f"{found.ratio:.2f} of our tokens per second, {seeds}{nearest}"
 
 
 # The collapse.
@@ -219,6 +239,7 @@ def page(runs: Sequence[Run], pairs: Sequence[StaticPair], config: Config, note:
         "",
         *_bullets(static_words(standings(runs, budget))),
         "",
+        *_turns_table(runs),
         *_pairs_table(pairs, runs, config),
         "",
         "## The learning curve",
@@ -292,6 +313,25 @@ def _table(runs: Sequence[Run], budget: int) -> list[str]:
         )
         lines.append(f"| {run.arm} | {run.seed} | {' | '.join(cells)} |")
     return lines
+
+
+def _turns_table(runs: Sequence[Run]) -> list[str]:
+    """The runs by turns, and each arm's tokens per second over ours."""
+    if not any(run.turns for run in runs):
+        return []
+    lines = [
+        "By turns: runs of one seed that followed each other on the same core, each arm's with its",
+        "programs and speeds in its cache folder.",
+        "",
+        "| run | seed | s of all steps | tokens/s, ours = 1 |",
+        "|---|---|---|---|",
+    ]
+    for run in sorted((run for run in runs if run.turns), key=lambda run: run.seed):
+        ours = [other for other in runs if other.kind == "ours" and other.seed == run.seed]
+        seconds = ", ".join(f"{seconds:.1f}" for _, seconds in run.turns)
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in turn_ratios([run], ours))
+        lines.append(f"| {run.arm} | {run.seed} | {seconds} | {ratios} |")
+    return [*lines, ""]
 
 
 def _pairs_table(pairs: Sequence[StaticPair], runs: Sequence[Run], config: Config) -> list[str]:

@@ -162,7 +162,8 @@ class Run:
     to. `cold_s` is how long the whole process took with an empty cache folder, None where it never
     ran so; `wall_s` of this run, 0 where it is not timed. `compiled` programs were not in its cache
     folder before. `refused` says why it stopped for want of memory, "" where it did not, and
-    `needs` the smallest budget that would have done.
+    `needs` the smallest budget that would have done. `turns` are tokens and seconds of all steps of
+    further runs, made by turns with other arms.
     """
 
     arm: str
@@ -181,6 +182,7 @@ class Run:
     refused: str = ""
     needs: int | None = None
     compiled: int = 0
+    turns: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -196,6 +198,11 @@ class Run:
     def tokens_per_s(self) -> float:
         """Tokens of all steps over seconds of all steps."""
         return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def turn_tokens_per_s(self) -> list[float]:
+        """The same of each run that was made by turns."""
+        return [tokens / seconds for tokens, seconds in self.turns]
 
     def breaks(self, budget: int) -> int | None:
         """The first step that takes more than the budget, or was refused; None where none does."""
@@ -318,7 +325,7 @@ def make_runs(path: Path, all_arms: Sequence[Arm], seeds: Sequence[int], folder:
         if any(run.refused for run in runs if run.arm == arm.name):
             continue
         key = (arm.name, seed, arm.digest(seed))
-        made = (run for run in read_rows(path) if (run.arm, run.seed, run.digest) == key)
+        made = (run for run in read_rows(path) if _key(run) == key)
         run = next(made, None)
         if run is None:
             run = make_run(arm, seed, folder)
@@ -327,6 +334,35 @@ def make_runs(path: Path, all_arms: Sequence[Arm], seeds: Sequence[int], folder:
         said = run.refused or f"{run.tokens_per_s:,.0f} tokens/s"
         print(f"{arm.name}, seed {seed}: {said}", flush=True)
     return runs
+
+
+def _key(run: Run) -> tuple[str, int, str]:
+    return run.arm, run.seed, run.digest
+
+
+def take_turns(
+    path: Path, runs: Sequence[Run], all_arms: Sequence[Arm], folder: Path, turns: int, budget: int
+) -> list[Run]:
+    """The timed arms that fit the budget run again, one after the other, so often with each seed.
+
+    A machine that others use too is slower for minutes: of runs that follow each other that can be
+    told from what an arm is slower by. In the folder of `make_runs`. Turns once taken are kept.
+    """
+    timed = {arm.name: arm for arm in all_arms if arm.timed}
+    done = list(runs)
+    for seed, turn in itertools.product(sorted({run.seed for run in runs}), range(turns)):
+        for k, run in enumerate(done):
+            fits = run.arm in timed and run.breaks(budget) is None
+            if run.seed != seed or not fits or len(run.turns) > turn:
+                continue
+            again = make_run(timed[run.arm], seed, folder)
+            took = sum(again.tokens), sum(again.seconds)
+            done[k] = dataclasses.replace(run, turns=[*run.turns, took])
+            write_rows(
+                path, [done[k] if _key(row) == _key(run) else row for row in read_rows(path)]
+            )
+            print(f"{run.arm}, seed {seed}, turn {turn + 1}: {took[1]:.1f} s", flush=True)
+    return done
 
 
 def write_rows(path: Path, runs: Sequence[Run]) -> None:

@@ -269,9 +269,7 @@ class Meshes:
 
     def _choose_training(self, length: int, load: Load | None) -> Decision:
         is_new = length > self._most_length
-        decision, rung = self._chooser.choose_training(
-            length, load, self.train_mesh, is_new=is_new
-        )
+        decision, rung = self._chooser.choose_training(length, load, self.train_mesh, is_new=is_new)
         # Rows that are shorter than was foreseen are no news.
         if decision.switched or self.train_mesh is None or length > self._length:
             self._note(decision)

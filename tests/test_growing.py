@@ -23,6 +23,7 @@ from benchmarks.growing_runs import (
     pairs_of,
     read_rows,
     read_run,
+    take_turns,
     write_rows,
 )
 from earl_jax.config_file import make_config
@@ -252,6 +253,51 @@ def test_the_speed_of_an_arm_is_over_all_its_steps_and_beside_ours_of_the_same_s
     assert (found.seeds, found.ratio) == (2, pytest.approx(32 / 42))
 
 
+def test_of_runs_by_turns_each_is_beside_the_one_that_it_followed():
+    ours = dataclasses.replace(RUN, turns=[(2800.0, 20.0), (2800.0, 28.0)])
+    other = dataclasses.replace(ours, seed=1, turns=[(2800.0, 25.0), (2800.0, 25.0)])
+    held = in_place_of(RUN, "held a + b", turns=[(2800.0, 25.0), (2800.0, 40.0)])
+    (found,) = standings([ours, other, held], BUDGET)
+    # 5,600 tokens in 65 s, beside 5,600 in 48 s; nearest in the first turn, 25 s beside 20.
+    assert (found.ratio, found.worst) == (pytest.approx(48 / 65), pytest.approx(20 / 25))
+    assert (
+        "(0.74 of our tokens per second, 1 seed, 0.80 where it comes nearest)"
+        in (static_words([found])[1])
+    )
+    # Where one arm took no turns, all are told by their first runs: 25 s each.
+    (found,) = standings([ours, in_place_of(RUN, "held a + b")], BUDGET)
+    assert (found.ratio, found.worst) == (pytest.approx(1.0), None)
+
+
+def test_turns_are_taken_by_what_is_timed_and_fits_one_after_the_other(tmp_path, monkeypatch):
+    over = in_place_of(RUN, "held c + d", peak_bytes=[BUDGET + 1] * 7)
+    free = in_place_of(RUN, "unconstrained")
+    begun = dataclasses.replace(RUN, turns=[(2800.0, 25.0)])
+    rows = [begun, in_place_of(RUN, "held a + b"), over, free]
+    rows += [dataclasses.replace(run, seed=1, turns=[]) for run in rows]
+    path, made = tmp_path / "rows.jsonl", []
+    unrelated = in_place_of(RUN, "no limit")
+    write_rows(path, [*rows, unrelated])
+    names = {"ours": True, "held a + b": True, "held c + d": True, "unconstrained": False}
+    all_arms = [Arm(name=name, timed=timed) for name, timed in names.items()]
+
+    def again(arm: Arm, seed: int, folder: Path) -> Run:
+        made.append((arm.name, seed))
+        return dataclasses.replace(RUN, arm=arm.name, seed=seed, seconds=[2.0] * 7)
+
+    monkeypatch.setattr("benchmarks.growing_runs.make_run", again)
+    found = take_turns(path, rows, all_arms, tmp_path, 2, BUDGET)
+    both = ["ours", "held a + b"]
+    # The first turn of ours with seed 0 was there.
+    assert made == [(name, seed) for seed in (0, 1) for name in both * 2][1:]
+    assert found[0].turns == [(2800.0, 25.0), (2800.0, 14.0)]
+    assert found[1].turns == found[4].turns == found[5].turns == [(2800.0, 14.0)] * 2
+    assert all(not run.turns for run in (*found[2:4], *found[6:]))
+    assert [[tuple(turn) for turn in run.turns] for run in read_rows(path)] == [
+        run.turns for run in (*found, unrelated)
+    ]
+
+
 @pytest.mark.parametrize(
     ("seconds", "claimed"),
     [
@@ -382,6 +428,10 @@ def test_the_page_says_what_the_runs_came_to():
     assert "| held a + b | 0 | 15 to 240 (16x) | 0.00 | never | 14.0 | 1.79 | 30 | 2 |  |" in text
     assert "NOT slower by 15%: held a + b (1.79 of our tokens per second, 1 seed)." in text
     assert "rises without the limit: 1 of 1 seeds." in text
+    assert "By turns" not in text
+    turned = [dataclasses.replace(run, turns=[(2800.0, sum(run.seconds))] * 2) for run in runs[:2]]
+    text = page([*turned, *runs[2:]], [pair], config, "")
+    assert "| held a + b | 0 | 14.0, 14.0 | 1.79, 1.79 |" in text
     assert curves(runs).count("<path") == 4
 
 

@@ -15,6 +15,7 @@ from caches import rows_of
 from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.estimates import rollout_estimate, train_estimate
+from earl_jax.learning import imitate
 from earl_jax.measurements import calibrated_by, open_table
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
@@ -332,6 +333,66 @@ def test_training_goes_by_the_longest_of_recent_steps(tiny, monkeypatch):
         )
         meshes.append(placement.choose_training(history.recent()).mesh)
     assert meshes == [D8, CUBE, CUBE, CUBE, CUBE]
+
+
+def test_rows_longer_than_ever_leave_a_slower_mesh_that_fits_and_others_do_not():
+    """In the middle of a step: new programs are needed anyway."""
+    selector = {**GIVEN["selector"], "hysteresis": 0.1, "measure": "likely"}
+    world = World(make_config({**GIVEN, "selector": selector}))
+    speeds = {D8: 10.0, CUBE: 20.0}
+    load = Load(
+        context_tokens_max=LONG, context_tokens_mean=1.0, tokens_in_flight_max=1, rollout_tokens=1
+    )
+
+    def chosen(length, most_length, move_s=0.1):
+        entries = {
+            f"train {mesh} {places}": Measurement(
+                tokens_per_s=speed, program_bytes=10, switch_s=move_s
+            )
+            for mesh, speed in speeds.items()
+            for places in (SHORT, LONG)
+        }
+        table = ThroughputTable(path=None, measurements=entries)
+        placement = Placement(world, Calibration(world, table, lambda text: None))
+        placement.restore({**STANDING, "places": LONG, "most_length": most_length})
+        recent = dataclasses.replace(load, context_tokens_max=length)
+        foreseen = placement.foresee_training(length)
+        decision = placement.choose_training(recent)
+        assert foreseen == (decision.mesh, placement.train_rung)
+        return decision.mesh, decision.switched
+
+    assert chosen(LONG, SHORT) == (CUBE, True)
+    assert chosen(LONG, LONG) == (D8, False)
+    assert chosen(SHORT, SHORT) == (D8, False)
+    # 16 rows of 32 tokens: 51.2 s or 25.6 s a step, so a move of so long is not earned back.
+    horizon = world.config.selector.horizon_steps
+    assert chosen(LONG, SHORT, 25.5 * horizon) == (CUBE, True)
+    assert chosen(LONG, SHORT, 25.7 * horizon) == (D8, False)
+
+
+def test_what_lies_right_by_another_meshs_labels_is_relabelled_and_its_program_made_once():
+    """fsdp=8, and fsdp=4 by context=2: the same bytes on the same devices."""
+    there = MeshShape(fsdp=4, context=2)
+    meshes = {**GIVEN["selector"], "train_meshes": (str(MeshShape(fsdp=8)), str(there))}
+    train = {"demonstration_steps": 1, "demonstration_updates": 2}
+    world = World(make_config({**GIVEN, "selector": meshes, "train": train}))
+    table = ThroughputTable(path=None, measurements={})
+    placement = Placement(world, Calibration(world, table, lambda text: None))
+    placement.restore({**STANDING, "train_mesh": str(there)})
+    state = world.init_train_state(MeshShape(fsdp=8))
+    before = [
+        shard.data.unsafe_buffer_pointer() for shard in state.params["embed"].addressable_shards
+    ]
+    moved = placement.move_state(state)
+    mesh = world.train_layout(there).mesh
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
+    after = [
+        shard.data.unsafe_buffer_pointer() for shard in moved.params["embed"].addressable_shards
+    ]
+    assert after == before
+    assert int(imitate(world, placement, moved, 0, LONG).updates) == 2
+    program = world.train_step(there, "supervised", placement.train_rung)
+    assert program._cache_size() == 1
 
 
 # Choosing.
