@@ -33,6 +33,8 @@ from earl_jax.sharding.layout import MeshShape
 GIB = 2**30
 # How far computed bytes may be off.
 CLOSE = 0.10
+# Of the rounds of decode.md so many are printed.
+FURTHEST = 4
 PAGES = Path(__file__).parent
 MEASURED = [PAGES / name for name in ("compile.md", "context.md", "ways.md")]
 # Of benchmarks/decode.py: the room behind a context, and the chips of its pages.
@@ -154,8 +156,8 @@ def main() -> None:
         print(f"| {' | '.join(cells)} |")
     print(f"\n{agreement(measured)}.\n")
     header.insert(4, "rows")
-    far = [point for point in rounds if abs(error(point)) > CLOSE]
-    for points in (later, far):
+    furthest = sorted(rounds, key=lambda point: -abs(error(point)))[:FURTHEST]
+    for points in (later, furthest):
         print(f"| {' | '.join(header)} |")
         print("|---" * len(header) + "|")
         for point in points:

@@ -200,10 +200,12 @@ def rollout_footprint(
     decoding = work.rows_a_step(mesh, rows) * blocks * sizes.engine_bytes + logits
     together = min(rows, work.append_rows)
     tokens = together * work.chunk_size
-    # Scores in fp32, and what they are once they weigh values.
+    # Scores in fp32, and what they are once they weigh values; they are gone before the layer's
+    # second half.
     scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
-    own = tokens // mesh.context
-    appending = scores + own * _block_width(sizes, mesh, mesh.expert) * sizes.engine_bytes
+    own = tokens // mesh.context * sizes.engine_bytes
+    inside = own * _inside_width(sizes, mesh, mesh.expert)
+    appending = own * _stream_width(sizes, mesh) + max(scores, inside)
     if mesh.context > 1:
         # Queries of all tokens, and twice what they saw, in fp32.
         width = sizes.num_heads * sizes.head_size // mesh.tensor
@@ -242,8 +244,9 @@ def train_footprint(
     kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
     summed = numbers * 4 if work.micro_batches > 1 else 0
     apart = numbers * sizes.compute_bytes
-    # On TPUs the embedding gathered, and once more in the other order of axes.
-    embeddings = 2 if platform == "tpu" else 0
+    # On TPUs the embedding gathered, and for a loop over micro-batches once more, before it, in the
+    # other order of axes.
+    embeddings = (2 if summed else 1) if platform == "tpu" else 0
     head = _head_bytes(sizes, work, mesh, rows, length // mesh.context, embeddings)
     layer = 2 * _layer_bytes(sizes, mesh) + block
     # A loop over micro-batches keeps zeros for the gradient of a matrix of all layers, twice.
@@ -271,11 +274,21 @@ def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
     In a mixture a token is there once for each of its experts, and in training on each device of
     the `expert` axis; `experts_cut` is that axis where it is not.
     """
-    stream, inside = 8 * sizes.width, 4 * sizes.ffn_size // mesh.tensor
+    return _stream_width(sizes, mesh) + _inside_width(sizes, mesh, experts_cut)
+
+
+def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
+    """Of these, the stream as it is and normalised, queries, and what attention gives."""
+    return 6 * sizes.width + 2 * sizes.num_heads * sizes.head_size // mesh.tensor
+
+
+def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
+    """Of these, what is between the matrices of the gated network, or of a mixture's experts."""
+    inside = 4 * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
-        return stream + inside
+        return inside
     pairs = sizes.experts_per_token * mesh.expert // experts_cut
-    return stream + pairs * (6 * sizes.width + inside)
+    return pairs * (6 * sizes.width + inside)
 
 
 def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
