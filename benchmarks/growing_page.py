@@ -331,7 +331,16 @@ def _turns_table(runs: Sequence[Run]) -> list[str]:
         seconds = ", ".join(f"{seconds:.1f}" for _, seconds in run.turns)
         ratios = ", ".join(f"{ratio:.2f}" for ratio in turn_ratios([run], ours))
         lines.append(f"| {run.arm} | {run.seed} | {seconds} | {ratios} |")
-    return [*lines, ""]
+    first = [run for run in runs if run.turns and run.seed == runs[0].seed]
+    return [
+        *lines,
+        "",
+        f"Seconds by step of their first runs, seed {runs[0].seed}. A step that is slow by itself",
+        "loads programs that were not run before, for another mesh, room, or number of turns:",
+        "",
+        *(f"    {' '.join(f'{s:.1f}' for s in run.seconds)}  {run.arm}" for run in first),
+        "",
+    ]
 
 
 def _pairs_table(pairs: Sequence[StaticPair], runs: Sequence[Run], config: Config) -> list[str]:

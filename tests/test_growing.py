@@ -432,6 +432,7 @@ def test_the_page_says_what_the_runs_came_to():
     turned = [dataclasses.replace(run, turns=[(2800.0, sum(run.seconds))] * 2) for run in runs[:2]]
     text = page([*turned, *runs[2:]], [pair], config, "")
     assert "| held a + b | 0 | 14.0, 14.0 | 1.79, 1.79 |" in text
+    assert "    2.0 2.0 2.0 2.0 2.0 2.0 2.0  held a + b" in text
     assert curves(runs).count("<path") == 4
 
 
