@@ -4,7 +4,9 @@
 
 import dataclasses
 import io
+import itertools
 import json
+import random
 import types
 
 import jax
@@ -16,6 +18,7 @@ from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.estimates import rollout_estimate, train_estimate
 from earl_jax.learning import imitate
+from earl_jax.loop import expected_tokens, foresee
 from earl_jax.measurements import calibrated_by, open_table
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Sampling
@@ -30,7 +33,7 @@ from earl_jax.selector.schedule import make_schedule
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.load import WINDOW, Load, LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.world import World
 
@@ -368,6 +371,50 @@ def test_rows_longer_than_ever_leave_a_slower_mesh_that_fits_and_others_do_not()
     horizon = world.config.selector.horizon_steps
     assert chosen(LONG, SHORT, 25.5 * horizon) == (CUBE, True)
     assert chosen(LONG, SHORT, 25.7 * horizon) == (D8, False)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_that_grow_and_shrink_cause_no_storm_of_moves(seed):
+    """Forty steps of a placement; what was never come to may move a stage at once, and back.
+
+    Beside that a pair that could stay is left after a window of steps at the earliest.
+    """
+    rng, rooms = random.Random(seed), (16, 32, 64, 128)
+    rollout = {**GIVEN["rollout"], "context_buckets": rooms}
+    selector = {**GIVEN["selector"], "hysteresis": 0.1, "measure": "likely"}
+    world = World(make_config({**GIVEN, "rollout": rollout, "selector": selector}))
+    entries = {
+        f"{stage} {mesh} {room}": Measurement(
+            tokens_per_s=rng.uniform(500.0, 2000.0), program_bytes=10, switch_s=0.01
+        )
+        for stage, meshes in (("rollout", (D8, D4T2)), ("train", (D8, CUBE)))
+        for mesh in meshes
+        for room in rooms
+    }
+    table = ThroughputTable(path=None, measurements=entries)
+    placement = Placement(world, Calibration(world, table, pytest.fail))
+    history, longest, moves, most, news = LoadHistory(), 12, [], 0, 0
+    for step in range(40):
+        longest = max(4, min(120, int(longest * rng.choice([1.0, 1.0, 1.2, 0.8, 2.0, 0.5]))))
+        before = placement.train_mesh
+        foreseen = foresee(world.config.rollout, history)
+        placement.choose_step(expected_tokens(world, foreseen), foreseen)
+        history = history.add(
+            Load(
+                context_tokens_max=longest,
+                context_tokens_mean=longest / 2,
+                tokens_in_flight_max=8 * longest,
+                rollout_tokens=16 * longest,
+            )
+        )
+        between = placement.train_mesh
+        placement.choose_training(history.recent())
+        room = max(placement.places, world.config.rollout.places_for(longest))
+        if room > most:
+            most, news = room, news + 1
+        pairs = itertools.pairwise([before, between, placement.train_mesh])
+        moves += [step for one, other in pairs if one is not None and one != other]
+    assert len(moves) <= news + 40 // WINDOW
 
 
 def test_what_lies_right_by_another_meshs_labels_is_relabelled_and_its_program_made_once():
