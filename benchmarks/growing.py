@@ -3,7 +3,7 @@
 """The growing run: contexts lengthen 16 times because the policy learns, under a byte budget.
 
     uv run python -m benchmarks.growing [--seeds=0,1,2] [--turns=2] [--in=DIR] [--only=ARMS]
-        [--again]
+        [--no_fixed] [--again]
 
 The arms, each a run of configs/trail_tiny_cpu.py as its own process, with four training meshes to
 choose from by speed and more updates a step (`BY_SPEED` in growing_runs.py):
@@ -26,8 +26,9 @@ folder, is said too. Then `ours` and the static arms that fit the budget are run
 Each run is a line of benchmarks/growing.jsonl as soon as it is made. The same command goes on where
 it was stopped and makes none of these again; with --again it starts over. Arms that are timed and
 arms that are not may be made side by side on two cores, with --only=ours,held,fixed and
---only=unconstrained,limit,no; the command without it then writes growing.svg and growing.md. DIR is
-where runs and cache folders are (default: a temporary folder).
+--only=unconstrained,limit,no; the command without it then writes growing.svg and growing.md, which
+with --no_fixed are without the `fixed` arms. DIR is where runs and cache folders are (default: a
+temporary folder).
 """
 
 import argparse
@@ -64,6 +65,7 @@ def command(arguments: Sequence[str]) -> None:
     parser.add_argument("--in", dest="folder", type=Path, help="where runs and caches are")
     parser.add_argument("--again", action="store_true", help="forget the runs that were made")
     parser.add_argument("--only", help="arms that begin with these words, as ours,held; no page")
+    parser.add_argument("--no_fixed", action="store_true", help="without the 'fixed' arms")
     parser.add_argument("--note", default="", help="a sentence for the page, on the machine's load")
     flags = parser.parse_args(arguments)
     if flags.again:
@@ -74,7 +76,8 @@ def command(arguments: Sequence[str]) -> None:
     seeds = [int(seed) for seed in flags.seeds.split(",")]
     only = flags.only.split(",") if flags.only else []
     budget = config.selector.budget_bytes_per_device
-    pairs = [] if only and "fixed" not in only else static_pairs(config)
+    without_fixed = flags.no_fixed or (only and "fixed" not in only)
+    pairs = [] if without_fixed else static_pairs(config)
     fixed = fitting(pairs, budget)
     all_arms = arms(pairs_of(config), fixed)
     chosen = [arm for arm in all_arms if not only or arm.kind in only]
