@@ -238,7 +238,6 @@ def page(runs: Sequence[Run], pairs: Sequence[StaticPair], config: Config, note:
         "## Static meshes",
         "",
         *_bullets(static_words(standings(runs, budget))),
-        "",
         *_turns_table(runs),
         *_pairs_table(pairs, runs, config),
         "",
@@ -320,6 +319,7 @@ def _turns_table(runs: Sequence[Run]) -> list[str]:
     if not any(run.turns for run in runs):
         return []
     lines = [
+        "",
         "By turns: runs of one seed that followed each other on the same core, each arm's with its",
         "programs and speeds in its cache folder.",
         "",
@@ -339,7 +339,6 @@ def _turns_table(runs: Sequence[Run]) -> list[str]:
         "loads programs that were not run before, for another mesh, room, or number of turns:",
         "",
         *(f"    {' '.join(f'{s:.1f}' for s in run.seconds)}  {run.arm}" for run in first),
-        "",
     ]
 
 
@@ -349,6 +348,7 @@ def _pairs_table(pairs: Sequence[StaticPair], runs: Sequence[Run], config: Confi
     budget, rooms = config.selector.budget_bytes_per_device, config.rollout.context_buckets
     free = [run for run in runs if run.kind == "unconstrained"]
     lines = [
+        "",
         "Without a selector: a pair of meshes and a way that stay, MiB per device by room",
         f"per episode, and the step at which they break the budget of {budget / 2**20:.2f} MiB,",
         "seed by seed. 'fixed' arms are of these: somebody must know the way beforehand.",

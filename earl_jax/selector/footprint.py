@@ -278,12 +278,12 @@ def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Of these, the stream as it is and normalised, queries, and what attention gives."""
+    """Numbers of a token's stream: as it is and normalised, queries, and what attention gives."""
     return 6 * sizes.width + 2 * sizes.num_heads * sizes.head_size // mesh.tensor
 
 
 def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
-    """Of these, what is between the matrices of the gated network, or of a mixture's experts."""
+    """Numbers of a token between the matrices of the gated network, or of a mixture's experts."""
     inside = 4 * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
         return inside
