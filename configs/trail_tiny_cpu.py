@@ -40,7 +40,7 @@ def get_config() -> ConfigDict:
                 "rollout_meshes": ("data=8", "data=4,tensor=2"),
                 "train_meshes": ("data=8", "data=1,fsdp=8"),
                 # The same on every machine.
-                "order": "listed",
+                "table": "model",
             },
             "train": {
                 # The reward of a walk is paid at its end, for all of its steps alike.

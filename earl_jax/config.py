@@ -291,9 +291,7 @@ def _idle_model(config: Config) -> Iterator[_Idle]:
 
 
 def _idle_rollout(config: Config) -> Iterator[_Idle]:
-    rollout, listed = config.rollout, config.selector.order == "listed"
-    for name in ("hysteresis", "horizon_steps", "measure_rounds"):
-        yield listed, f"selector.{name}", "config.selector.order is 'listed'"
+    rollout = config.rollout
     apart = "config.devices.num_rollout gives the trainer devices of its own"
     yield config.devices.num_rollout > 0, "selector.offload", apart
     recomputes = "config.rollout.parking is 'recompute'"

@@ -9,7 +9,7 @@ import numpy as np
 
 from earl_jax.envs.environment import DRAW, ILLEGAL, LOSS, WIN
 from earl_jax.loop import Position, expected_tokens, play_all
-from earl_jax.placement import Placement
+from earl_jax.placement.placement import Placement
 from earl_jax.rollout.episode import Task
 from earl_jax.trajectory import Outcome, Trajectory, outcome_fractions
 from earl_jax.world import World
@@ -39,7 +39,7 @@ def evaluate(
             return played.outcomes
 
         placement.choose_rollout(expected_tokens(world, load), load)
-        while (found := placement.survive("rollout", attempt)) is None:
+        while (found := placement.attempt("rollout", attempt)) is None:
             placement.choose_rollout(expected_tokens(world, load), load)
         outcomes += found
     return summarize(outcomes, world.config.env.title)

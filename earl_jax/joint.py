@@ -151,7 +151,9 @@ def hear_all(
     return Played(
         outcomes=[outcome for part in parts for outcome in part.outcomes],
         stats=total_stats([part.stats for part in parts]),
-        placement=max((part.placement for part in parts), key=lambda p: (p["places"], p["pages"])),
+        placement=max(
+            (part.placement for part in parts), key=lambda p: (p["max_tokens"], p["cache_tokens"])
+        ),
         sampling_kl=float(np.average(values, weights=weights)) if gaps else None,
     )
 
@@ -161,7 +163,7 @@ def total_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
 
     Of words, such as how episodes were parked, those of the first process that has some count.
     """
-    greatest = ("rounds", "context_tokens_max", "env_wait_s")
+    greatest = ("rounds", "context_tokens_max", "env_wait_s", "full_s")
 
     def total(name: str) -> Any:
         each = [getattr(part, name) for part in parts]

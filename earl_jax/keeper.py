@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.ahead import CompileAhead
 from earl_jax.checkpoint import Checkpoints
 from earl_jax.config import Config
 from earl_jax.envs.repertoire import demonstrated
@@ -20,10 +19,10 @@ from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
 from earl_jax.joint import to_checkpoint
 from earl_jax.loop import Position, StepRecord, expected_tokens
-from earl_jax.meshes import SwitchLog
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
-from earl_jax.placement import Placement
+from earl_jax.placement.compile_ahead import CompileAhead
+from earl_jax.placement.placement import Placement, SwitchLog
 from earl_jax.telemetry.episodes import read_trajectories, write_trajectories
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics
@@ -49,19 +48,17 @@ class Keeper:
     stopped: bool = False
     start_s: float = dataclasses.field(default_factory=time.perf_counter)
     # What the step before did otherwise than the config says.
-    _rung: str = ""
+    _way: str = ""
 
     def begin(self) -> Position:
         """A new run: its meshes, its first weights, and what these can do."""
         config = self.world.config
         if self.world.checkpoint:
-            # Now, and not after the measurements: they take minutes.
+            # Now, and not after programs were compiled: that takes minutes.
             check_weights(self.world.checkpoint)
-        tokens = expected_tokens(self.world, None)
-        self.placement.prepare(tokens)
-        self.placement.choose_step(tokens, None)
+        self.placement.choose_step(expected_tokens(self.world, None), None)
         self.take_over()
-        state = self.world.first_train_state(self.placement.in_training)
+        state = self.world.first_train_state(self.placement.train.mesh)
         state = self.placement.move_state(state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(self.world, self.placement, position.history)
@@ -75,12 +72,11 @@ class Keeper:
         return position
 
     def take_over(self) -> None:
-        """From here on the run's own arrays are on the devices, and programs are said to be used.
+        """From here on programs that are used are told to who compiles ahead.
 
         What was compiled before counts for no step.
         """
-        calibration = self.placement.calibration
-        calibration.is_beside_run, calibration.about_to_use = True, self.ahead.hand_over
+        self.placement.about_to_use = self.ahead.hand_over
         self.ahead.take_times()
 
     def after_step(self, position: Position, record: StepRecord) -> bool:
@@ -90,8 +86,8 @@ class Keeper:
         log = self._hear()
         line = self._metrics(record, log)
         line |= self._compile_times()
-        for decision in line.pop("switch_notes"):
-            self.progress.note(f"step {step}: {decision}")
+        for note in line.pop("switch_notes"):
+            self.progress.note(f"step {step}: {note}")
         if line["switched"] and "compile_s" in line:
             self.progress.note(
                 f"step {step}: its new programs took {line['compile_s']:.2f} s to compile, "
@@ -100,8 +96,6 @@ class Keeper:
         self._write(line)
         if not last:
             self.ahead.look(self.world, self.placement, position.history)
-            if room := self.ahead.room_to_measure(self.world, self.placement, position.history):
-                self.placement.measure_room(room)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             self._write_trajectories(step, record)
         if last or step % config.eval.every_steps == 0:
@@ -119,13 +113,13 @@ class Keeper:
         """What changed, in all processes: what one decided for itself in a rollout too."""
         told = self.world.processes.gather(self.placement.take_log(), "what changed")
         first, *others = told
-        seen = list(first.decisions)
-        for decision in (decision for log in others for decision in log.decisions):
-            if decision.switched and decision not in seen:
-                seen.append(decision)
+        seen = list(first.choices)
+        for choice in (choice for log in others for choice in log.choices):
+            if choice.switched and choice not in seen:
+                seen.append(choice)
         return dataclasses.replace(
             first,
-            decisions=seen,
+            choices=seen,
             switch_s=max(log.switch_s for log in told),
             bytes_per_device=max(log.bytes_per_device for log in told),
         )
@@ -177,7 +171,7 @@ class Keeper:
             {
                 "placement": self.placement.as_dict(),
                 "history": position.history.as_list(),
-                "throughput": self.placement.calibration.table.as_dict(),
+                "throughput": self.placement.observations.table.as_dict(),
                 **({"base_fingerprint": prints[0]} if prints else {}),
             },
         )
@@ -195,17 +189,13 @@ class Keeper:
         if self.world.processes.is_first:
             keep_exports(self.workdir, newest=checkpoint.keep)
 
-    def _new_rung(self, comparison: str) -> list[str]:
-        """What a run does otherwise than its config says, if that is another than a step before.
-
-        With how what was chosen compares with the others.
-        """
-        rung = self.placement.rung
-        if rung == self._rung:
+    def _new_way(self) -> list[str]:
+        """What a run does otherwise than its config says, if that is another than a step before."""
+        words = self.placement.words
+        if words == self._way:
             return []
-        self._rung = rung
-        words = rung or "all as the config says again"
-        return [f"{words}: {comparison}" if comparison else words]
+        self._way = words
+        return [words or "all as the config says again"]
 
     def _report(self) -> None:
         if not self.world.processes.is_first:
@@ -227,14 +217,14 @@ class Keeper:
         rewards = np.array([o.reward for o in outcomes])
         first, last = record.updates[0], record.updates[-1]
         corrected = self.world.config.importance_cap > 0
-        switches = [decision for decision in log.decisions if decision.switched]
+        switches = [choice for choice in log.choices if choice.switched]
         train_tokens = sum(o.num_tokens for o in outcomes) * len(record.updates)
         lags = [
             record.step - 1 - outcome.oldest_version
             for outcome in outcomes
             if outcome.oldest_version is not None
         ]
-        newest = {decision.stage: decision for decision in log.decisions}
+        newest = {choice.stage: choice for choice in log.choices}
         return {
             "step": record.step,
             "time_s": time.perf_counter() - self.start_s,
@@ -266,18 +256,17 @@ class Keeper:
             "train_tokens_per_s": train_tokens / stage_s["train"],
             "stage_s": stage_s,
             "rollout_mesh": record.rollout_mesh,
-            "train_mesh": str(self.placement.in_training),
+            "train_mesh": str(self.placement.train.mesh),
             "rollout_places": record.rollout_places,
-            "switched": [decision.stage for decision in switches],
+            "switched": [choice.stage for choice in switches],
             "switch_s": log.switch_s,
-            "decision": "; ".join(
-                [*(f"{stage} {d.reason}" for stage, d in newest.items()), log.comparison]
-            ),
+            "decision": "; ".join(f"{stage} {c.reason}" for stage, c in newest.items()),
+            "expected_step_s": log.expected_s,
             "out_of_memory": log.failures or None,
-            "rung": self.placement.rung or None,
+            "plan": self.placement.words or None,
             "switch_notes": [
-                *(f"{decision.stage} {decision.reason}" for decision in switches),
-                *self._new_rung(log.comparison),
+                *(f"{choice.stage} {choice.reason}" for choice in switches),
+                *self._new_way(),
             ],
             "dispatch_bytes": record.dispatch_bytes,
             "dispatch_host_bytes": record.dispatch_host_bytes,

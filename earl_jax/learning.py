@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from earl_jax.placement import Placement
-from earl_jax.program_keys import train_key
+from earl_jax.placement.placement import Placement
+from earl_jax.placement.programs import update_key
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.step import Objective, TrainState, UpdateMetrics, read_metrics
@@ -28,7 +28,7 @@ def learn(
     if not world.processes.trains:
         return state, []
     if world.needs_proximal:
-        batch = world.scorer(placement.in_training, placement.train_rung)(state, batch)
+        batch = world.scorer(placement.train)(state, batch)
     controls = np.array(
         [
             learning_rate(config.train, step, config.num_steps),
@@ -51,7 +51,7 @@ def imitate(
         return state
     controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
     for games in world.demonstrations(step):
-        batch = games.on(world.train_layout(placement.in_training), length)
+        batch = games.on(world.train_layout(placement.train.mesh), length)
         state, _, _ = update(world, placement, state, batch, controls, "supervised")
     return state
 
@@ -67,29 +67,28 @@ def update(
     """One update, and the batch where the trainer is then. `state` is given up.
 
     Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
-    fails has its donated arguments with it: until it has run once there is a spare of the state in
+    fails has its donated arguments with it: until it has run once there is a backup of the state in
     host memory. A program that ran once takes no more the next time.
 
     Raises:
-        BudgetTooSmall: no rung is left.
+        BudgetTooSmall: no plan is left.
         StateLost: a program failed that had run before.
     """
     while True:
-        mesh, rung = placement.in_training, placement.train_rung
-        program = world.train_step(mesh, objective, rung)
+        plan, length = placement.train, batch.tokens.shape[1]
+        program = world.train_step(plan, objective)
         if objective == "policy_gradient":
-            key = train_key(mesh, batch.tokens.shape[1], rung)
-            placement.calibration.about_to_use(key)
-        spare = placement.spares.keep((mesh, objective, rung, batch.tokens.shape), state)
+            placement.about_to_use(update_key(plan, length))
+        placement.backup.keep((plan, objective, batch.tokens.shape), state)
         again = functools.partial(_run_update, world, program, state, batch, controls)
-        done = placement.survive("train", again, batch.tokens.shape[1])
+        done = placement.attempt("train", again, length)
         if done is not None:
-            placement.spares.drop()
+            placement.backup.drop()
             return done[0], batch, done[1]
-        state = placement.spares.give_back(state, spare)
+        state = placement.backup.give_back(state)
         placement.choose_training_again()
         state = placement.move_state(state)
-        layout = world.train_layout(placement.in_training)
+        layout = world.train_layout(placement.train.mesh)
         rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
         batch = reshard(batch, rows)
 

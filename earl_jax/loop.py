@@ -19,7 +19,7 @@ from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.joint import Played, hear_all, join_rows
 from earl_jax.learning import imitate, learn
-from earl_jax.placement import Placement
+from earl_jax.placement.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.control import RolloutControl
@@ -30,8 +30,9 @@ from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.host_channel import open_channel
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import absent_array
+from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.telemetry.load import QUANTILES, Load, LoadHistory
+from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.step import TrainState, UpdateMetrics
@@ -85,8 +86,8 @@ def train(
 def rl_step(world: World, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
     """One RL step: play a batch of episodes with the newest weights, and learn from it.
 
-    What the devices have too little memory for is done again on the next rung of the ladder (see
-    `Placement.survive`): a rollout from its tasks, an update from the state and the batch.
+    What the devices have too little memory for is done again with another plan (see
+    `Placement.attempt`): a rollout from its tasks, an update from the state and the batch.
     """
     step, state = position.step, position.state
     load = foresee(world.config.rollout, position.history)
@@ -98,7 +99,8 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
             placement.choose_step(expected_tokens(world, load), load)
             state = placement.move_state(state, to_play=True)
         again = functools.partial(publish_and_play, world, placement, state, step, load, timer)
-        done = placement.survive("rollout", again)
+        plan, max_tokens = placement.rollout, placement.max_tokens
+        done = placement.attempt("rollout", again)
     rollout, played, publish_bytes, publish_host_bytes = done
     with timer("select"):
         load = measure_load(played)
@@ -106,32 +108,37 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         length = world.config.rollout.places_for(load.context_tokens_max)
         placement.choose_training(history.recent())
         state = placement.move_state(state)
-    layout = world.train_layout(placement.in_training)
+    layout = world.train_layout(placement.train.mesh)
     by_hosts = world.processes.by_hosts
     with timer("dispatch"), only_on_devices(world.config.dispatch, by_hosts) as dispatch_reads:
         own = to_learn_from(world, rollout.experience) if rollout else None
-        experience = join_rows(world, own, placement.in_rollout, length)
+        experience = join_rows(world, own, placement.rollout.mesh, length)
         facts = row_facts(world, played.outcomes, length, layout)
         delivery = dispatch(experience, layout, **facts)
         world.processes.wait(delivery.batch, "dispatch")
     trajectories = rollout.trajectories if rollout else []
-    rollout_mesh, rollout_places = str(placement.in_rollout), placement.places
+    rollout_mesh, rollout_places = str(placement.rollout.mesh), placement.max_tokens
     # The engine's weights and KV caches make room for the trainer.
     del rollout, done, again, own, experience, facts
+    train_plan, compiled_s = placement.train, compile_clock().own_seconds()
     with timer("train"):
         state, updates = learn(world, placement, state, delivery.batch, step)
+    # A program that was compiled or loaded meanwhile says nothing of its speed.
+    is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
     with timer("demonstrate"):
         state = imitate(world, placement, state, step, length)
     with timer("select"):
         state = placement.move_state(state, to_play=True)
-    updates, other_s, *host_bytes = hear_costs(
+    train_tokens = len(updates) * world.config.rollout.episodes_per_step * length
+    updates, speeds, *host_bytes = hear_costs(
         world,
         updates,
-        placement.unexplained_s(load, timer.seconds),
+        (played.stats.tokens_per_s, train_tokens / timer.seconds["train"] if is_timed else None),
         dispatch_reads.num_bytes,
         publish_host_bytes,
     )
-    load = dataclasses.replace(load, other_s=other_s)
+    placement.observations.add_speed(plan, max_tokens, speeds[0])
+    placement.observations.add_speed(train_plan, length, speeds[1])
 
     record = StepRecord(
         step=step + 1,
@@ -297,7 +304,6 @@ def measure_load(played: Played) -> Load:
     return Load(
         context_tokens_max=max(contexts),
         context_tokens_mean=float(np.mean(contexts)),
-        context_tokens_quantiles=tuple(map(float, np.quantile(contexts, QUANTILES))),
         tokens_in_flight_max=played.stats.tokens_in_flight_max,
         rollout_tokens=played.stats.rollout_tokens,
     )
@@ -350,15 +356,20 @@ def sample_starts(trajectories: Sequence[Trajectory | Outcome], length: int) -> 
 
 
 def hear_costs(
-    world: World, updates: list[UpdateMetrics], other_s: float, *host_bytes: int | None
+    world: World,
+    updates: list[UpdateMetrics],
+    speeds: tuple[float | None, float | None],
+    *host_bytes: int | None,
 ) -> tuple[Any, ...]:
-    """What training said, in processes too that do not train, and what a step cost.
+    """Returns what training said, in processes too that do not train, and what a step cost.
 
-    `other_s` is the first's, because all choose by it. Host bytes are the sums over the processes;
-    of those that some process cannot count there is none.
+    `speeds` are the tokens/s of the rollout and of training, of the first process that has them,
+    because all choose by them. Host bytes are the sums over the processes; of those that some
+    process cannot count there is none.
     """
-    told = world.processes.gather((updates, other_s, host_bytes), "the end of a step")
+    told = world.processes.gather((updates, speeds, host_bytes), "the end of a step")
     sums = (
         None if None in each else sum(each) for each in zip(*(b for *_, b in told), strict=True)
     )
-    return (next(said for said, *_ in told if said), told[0][1], *sums)
+    first = [next(filter(None, each), None) for each in zip(*(s for _, s, _ in told), strict=True)]
+    return (next(said for said, *_ in told if said), first, *sums)

@@ -79,7 +79,7 @@ def start_jax(
     import jax
 
     from earl_jax.distributed import start_processes
-    from earl_jax.selector.throughput import cache_folder
+    from earl_jax.selector.table import cache_folder
 
     if platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
@@ -139,7 +139,7 @@ def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
     from earl_jax.ending import end, listening
     from earl_jax.run import run
     from earl_jax.sharding.waiting import PeerLost
-    from earl_jax.survival import ShortAlone
+    from earl_jax.placement.placement import ShortAlone
 
     try:
         with listening():

@@ -17,27 +17,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.agreement import check_same, open_shared_workdir
-from earl_jax.ahead import CompileAhead
-from earl_jax.calibrate import Calibration
 from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
-from earl_jax.estimates import enough_words
 from earl_jax.evaluation import evaluate
 from earl_jax.export import keep_exports
 from earl_jax.joint import from_checkpoint
 from earl_jax.keeper import Keeper
 from earl_jax.loop import Position, train
-from earl_jax.measurements import open_table
 from earl_jax.models.lora import fingerprint
-from earl_jax.placement import Placement
+from earl_jax.placement.compile_ahead import CompileAhead
+from earl_jax.placement.facts import open_table
+from earl_jax.placement.placement import Placement
 from earl_jax.processes import find_processes
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.throughput import ThroughputTable, differences, stale_words
-from earl_jax.survival import StateLost
+from earl_jax.selector.enough import enough_words
+from earl_jax.selector.table import ThroughputTable, differences, stale_words
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
+from earl_jax.train.backup import StateLost
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
@@ -57,7 +56,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
     Raises:
         ValueError: a mistake of the user's, in words; a model that is too large for its devices on
-            every rung, with the hardware that would do.
+            every mesh, with the hardware that would do.
     """
     everybody = find_processes(0, config.distributed.timeout_s)
     check_same(everybody, config)
@@ -75,11 +74,11 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         )
         start = _start(world, checkpoints, progress, workdir)
         while (ended := _train(world, start, checkpoints, progress, workdir, stop)) is None:
-            known = start.placement.calibration.table
+            known = start.placement.observations.table
             start = _start(world, checkpoints, progress, workdir)
             # Also where the disk could not keep what failed.
-            table = start.placement.calibration.table
-            start.placement.calibration.table = table.over(known)
+            observations = start.placement.observations
+            observations.table = observations.table.over(known)
             if start.position is None:
                 progress.note("there is no checkpoint yet: the run begins again")
         position, is_stopped = ended
@@ -121,7 +120,7 @@ def _train(
     """Trains to the end, or to a SIGTERM: where the run is then, and whether one came.
 
     None where a lack of memory took the trainer's state: what failed is impossible from now on, so
-    that this happens once for each mesh and rung at most.
+    that this happens once for each plan at most.
     """
     position, placement = start
     tensorboard = workdir / "tensorboard" if world.config.log.tensorboard else None
@@ -139,7 +138,7 @@ def _train(
                 position = keeper.go_on(position)
             position = train(world, placement, position, keeper.after_step)
         except BudgetTooSmall as error:
-            words = filter(None, (str(error), enough_words(world, placement.room)))
+            words = filter(None, (str(error), enough_words(world.problem, placement.most_tokens)))
             raise BudgetTooSmall(". ".join(words)) from error
         except StateLost as lost:
             progress.note(str(lost))
@@ -153,7 +152,7 @@ def _new_placement(world: World, progress: Progress) -> Placement:
     table, note = open_table(world)
     if note:
         progress.note(note)
-    return Placement(world, Calibration(world, table, progress.note))
+    return Placement(world, table, progress.note)
 
 
 def evaluate_workdir(config: Config, workdir: Path, games: int) -> tuple[int, dict[str, Any]]:
@@ -241,7 +240,7 @@ def _restore(
     step: int,
     say: Callable[[str], None] = lambda text: None,
 ) -> tuple[Position, Placement]:
-    """What was saved at this step; the measurements it was chosen by come with it.
+    """What was saved at this step; the speeds that it was chosen by come with it.
 
     Raises:
         DamagedCheckpoint: it cannot be what was saved.
@@ -254,23 +253,23 @@ def _restore(
     if absent:
         raise DamagedCheckpoint(f"its position is without {', '.join(sorted(absent))}")
     try:
-        table = _measured_before(ThroughputTable.from_dict(None, saved["throughput"]), kept, say)
-        placement = Placement(world, Calibration(world, table, say))
+        table = _observed_before(ThroughputTable.from_dict(saved["throughput"]), kept, say)
+        placement = Placement(world, table, say)
         placement.restore(saved["placement"])
     except ValueError as error:
         raise DamagedCheckpoint(f"its position is not one: {error}") from error
     state = from_checkpoint(
-        world, placement.in_training, functools.partial(checkpoints.state, step)
+        world, placement.train.mesh, functools.partial(checkpoints.state, step)
     )
     state = _with_base(world, saved, state, placement)
     history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement
 
 
-def _measured_before(
+def _observed_before(
     saved: ThroughputTable, kept: ThroughputTable, say: Callable[[str], None]
 ) -> ThroughputTable:
-    """What this run chose by before what others have measured since, unless it is stale by now."""
+    """Returns what this run chose by before what others have seen since, unless it is stale."""
     found = differences(saved.facts, kept.facts) if saved.facts else []
     if found:
         say(stale_words(found))
@@ -286,7 +285,7 @@ def _with_base(
     Raises:
         ValueError: what is there now is another one.
     """
-    base = world.frozen_base(placement.in_training)
+    base = world.frozen_base(placement.train.mesh)
     if not world.processes.trains:
         return dataclasses.replace(state, base=base)
     if base is not None and int(fingerprint(base)) != saved["base_fingerprint"]:

@@ -22,30 +22,26 @@ from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.attention import BLOCK_SIZE
 from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.hub import find_folder
-from earl_jax.models.kernels import Choice, choose_kernel, context_obstacle, pages_in_words
-from earl_jax.models.parameters import Params, check_tensor_axis
+from earl_jax.models.kernels import Choice, choose_kernel, pages_in_words
+from earl_jax.models.parameters import Params
 from earl_jax.origin import max_context, open_origin
+from earl_jax.placement.problem import hardware_of_devices, make_problem
 from earl_jax.processes import find_processes
 from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.pages import Pool, dense_pool
+from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
-from earl_jax.selector.candidates import (
-    context_candidates,
-    for_rows,
-    rollout_candidates,
-    rollout_context_candidates,
-    train_candidates,
-)
-from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import device_budget
+from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
+from earl_jax.train.offload import has_host_memory
+from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import Objective, TrainState
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
@@ -89,27 +85,17 @@ class World:
         self.budget_bytes = self.processes.least(
             device_budget(config.selector.budget_bytes_per_device)
         )
-        num_lanes = len(self.processes.rollout_devices)
-        _check_numbers(config, num_lanes)
-        experts = self.model.num_experts
-        self.rollout_candidates = rollout_candidates(
-            num_lanes, config.selector.rollout_meshes, self._rollout_obstacle, experts
+        self.problem = make_problem(
+            config,
+            self.model,
+            self.vocab_size,
+            hardware_of_devices(self.processes.devices, self.processes.count),
+            budget_bytes=self.budget_bytes,
+            num_processes=self.processes.count,
+            can_offload=self._can_offload(),
         )
-        self._rollout_context_candidates = (
-            []
-            if config.selector.rollout_meshes
-            else rollout_context_candidates(num_lanes, self._rollout_obstacle, experts)
-        )
-        num_trainers, named = len(self.processes.train_devices), config.selector.train_meshes
-
-        def obstacle(shape: MeshShape) -> str | None:
-            return self.train_obstacle(shape, config.train.micro_batches)
-
-        self.train_candidates = train_candidates(num_trainers, named, obstacle, experts)
-        # In how many micro-batches rows come is asked again where these are chosen from.
-        self._context_candidates = (
-            [] if named else context_candidates(num_trainers, self.weights_obstacle, experts)
-        )
+        # Raises where the config names a mesh that is impossible here, or none is possible.
+        self._check_meshes()
         self.attention_choices = self._attention_choices()
         self.notes += [f"attention in training: {choice}" for choice in self.attention_choices]
         self.notes.append(f"attention in the rollout: {self._rollout_attention()}")
@@ -117,10 +103,22 @@ class World:
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
         self.notes += _drafting_notes(config, self.processes.count)
 
+    def _check_meshes(self) -> None:
+        """Raises ValueError where a stage has no mesh, or a named one is impossible."""
+        assert self.problem.rollout_meshes and self.problem.train_meshes
+
+    def _can_offload(self) -> bool:
+        """Whether the optimizer's moments may wait in host memory during a rollout."""
+        processes, setting = self.processes, self.config.selector.offload
+        if setting == "off" or processes.disjoint:
+            return False
+        device = next(d for d in processes.train_devices if d.process_index == processes.index)
+        return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
+
     def _attention_choices(self) -> list[Choice]:
-        """What attention in training may come to: for short rows, and for longer ones."""
-        # A mesh speaks for all that cut rows, or do not: they have the same devices.
-        meshes = {shape.context > 1: shape for shape in reversed(self.train_candidates)}
+        """Returns the kernels that attention in training may have: for short rows, and long ones."""
+        # One mesh speaks for all that cut rows, or do not: they have the same devices.
+        meshes = {shape.context > 1: shape for shape in reversed(self.problem.train_meshes)}
         rollout, setting = self.config.rollout, self.config.train.attention
         most = rollout.max_episode_tokens or BLOCK_SIZE + 1
         lengths = [rollout.places_for(min(tokens, most)) for tokens in (1, BLOCK_SIZE + 1)]
@@ -133,46 +131,12 @@ class World:
 
     def _rollout_attention(self) -> str:
         """That of prefill and decoding, in words: there is one, whose steps go by the platform."""
-        platform = self.joint_layout(self.rollout_candidates[0]).platform
+        platform = self.joint_layout(self.problem.rollout_meshes[0]).platform
         return pages_in_words(str(platform), self.config.rollout.tokens_a_page)
 
-    def rollout_candidates_for(self, places: int) -> list[MeshShape]:
-        """The meshes to play on with such room: long contexts may be cut over `context`."""
-        return [*self.rollout_candidates, *for_rows(self._rollout_context_candidates, places)]
-
-    def train_candidates_for(self, length: int) -> list[MeshShape]:
-        """The meshes to train on rows of so many tokens: long ones may be cut over `context`."""
-        return [*self.train_candidates, *for_rows(self._context_candidates, length)]
-
-    def _rollout_obstacle(self, shape: MeshShape) -> str | None:
-        players = len(self.processes.players)
-        if shape.data % players:
-            return f"data={shape.data} does not divide over the {players} processes that play"
-        # An engine's weights are not cut over `context`.
-        whole = dataclasses.replace(shape, context=1)
-        return self.weights_obstacle(whole) or self.config.rollout.context_obstacle(shape.context)
-
     def weights_obstacle(self, shape: MeshShape) -> str | None:
-        """Why the model cannot be cut so, in words; None where it can."""
-        return check_tensor_axis(
-            self.model, self.vocab_size, shape.tensor, shape.fsdp, shape.expert, shape.context
-        )
-
-    @property
-    def first_train_rung(self) -> TrainRung:
-        """How a batch is learnt from where memory allows: as the config says."""
-        return TrainRung(self.config.train.micro_batches, self.config.train.remat)
-
-    def train_obstacle(self, shape: MeshShape, micro_batches: int) -> str | None:
-        """Why the trainer cannot use this mesh for so many micro-batches; None where it can."""
-        rows = self.config.rollout.episodes_per_step // micro_batches
-        parts = self.train_layout(shape).num_row_shards
-        if rows % parts:
-            return f"{rows} rows per micro-batch do not divide by {parts}"
-        setting = self.config.train.attention
-        if reason := context_obstacle(setting, shape):
-            return f"config.train.attention is {setting!r}, and {reason}"
-        return self.weights_obstacle(shape)
+        """Returns why the model cannot be cut so, in words; None where it can."""
+        return self.problem.weights_obstacle(shape)
 
     @functools.cache  # noqa: B019 - a World lives as long as the run
     def rollout_layout(self, shape: MeshShape) -> Layout:
@@ -189,26 +153,13 @@ class World:
         """The trainer's layout of this shape over all devices that train."""
         return make_layout(shape, self.processes.train_devices, row_axes=TRAINING_ROWS)
 
-    def engine(
-        self, shape: MeshShape, num_slots: int | None = None, page_size: int = 0
-    ) -> PolicyEngine:
-        """This process's engine on this rollout mesh, with so many slots; None: its part of all.
-
-        `page_size` 0 is that of the config.
-        """
-        return self._engine(shape, num_slots or self.own_rollout.num_slots, self.page(page_size))
-
-    def page(self, page_size: int = 0) -> int:
-        """Tokens of a page: so many, or for 0 as many as the config says."""
-        return page_size or self.config.rollout.tokens_a_page
-
-    @property
-    def page_sizes(self) -> list[int]:
-        """The page sizes that a rollout may have, the config's first."""
-        return list(dict.fromkeys((self.page(), *self.config.selector.page_sizes)))
+    def engine(self, shape: MeshShape, num_slots: int | None = None) -> PolicyEngine:
+        """This process's engine on this rollout mesh; `num_slots` of all processes, None: all."""
+        slots = num_slots or self.config.rollout.num_slots
+        return self._engine(shape, slots // len(self.processes.players))
 
     @functools.cache  # noqa: B019
-    def _engine(self, shape: MeshShape, num_slots: int, page_size: int) -> PolicyEngine:
+    def _engine(self, shape: MeshShape, num_slots: int) -> PolicyEngine:
         rollout = self.own_rollout
         rows = make_rows(
             num_rows=rollout.episodes_per_step,
@@ -237,33 +188,32 @@ class World:
                 ),
                 seed=self.config.seed,
                 step_rows=rollout.step_rows,
-                page_size=page_size,
+                page_size=rollout.tokens_a_page,
             ),
             self.rollout_layout(shape),
             self.tokenizer,
         )
 
-    def pool_for(self, places: int, num_slots: int | None = None, page_size: int = 0) -> Pool:
-        """Pages for every slot to have `places` tokens, in a lane a device."""
-        slots = num_slots or self.own_rollout.num_slots
-        return dense_pool(len(self.processes.lanes), slots, places, self.page(page_size))
-
-    def train_step(
-        self, shape: MeshShape, objective: Objective, rung: TrainRung | None = None
-    ) -> Any:
-        """The jitted update on this training mesh; `rung` None: as the config says."""
-        return self._train_step(shape, objective, rung or self.first_train_rung)
+    def pool(self, plan: RolloutPlan) -> Pool:
+        """Returns the pages of this process's part of a rollout."""
+        return Pool(self.processes.own_mesh(plan.mesh).data, plan.pages)
 
     @functools.cache  # noqa: B019
-    def _train_step(self, shape: MeshShape, objective: Objective, rung: TrainRung) -> Any:
+    def train_step(self, plan: TrainPlan, objective: Objective) -> Any:
+        """Returns the jitted update of a plan."""
         return train_step.make_train_step(
             self.model,
-            dataclasses.replace(self.config.train, **rung._asdict()),
-            self.train_layout(shape),
+            self._train_config(plan),
+            self.train_layout(plan.mesh),
             vocab_size=self.vocab_size,
             temperature=self.train_temperature,
             objective=objective,
             importance_cap=self.config.importance_cap,
+        )
+
+    def _train_config(self, plan: TrainPlan) -> TrainConfig:
+        return dataclasses.replace(
+            self.config.train, micro_batches=plan.micro_batches, remat=plan.remat
         )
 
     @property
@@ -271,16 +221,13 @@ class World:
         """Whether a batch is to be scored before it is learnt from."""
         return self.config.importance_cap > 0 and self.config.train.epochs > 1
 
-    def scorer(self, shape: MeshShape, rung: TrainRung | None = None) -> Any:
-        """The jitted scoring of a batch on this training mesh; `rung` None: as the config says."""
-        return self._scorer(shape, rung or self.first_train_rung)
-
     @functools.cache  # noqa: B019
-    def _scorer(self, shape: MeshShape, rung: TrainRung) -> Any:
+    def scorer(self, plan: TrainPlan) -> Any:
+        """Returns the jitted scoring of a batch."""
         return train_step.make_scorer(
             self.model,
-            dataclasses.replace(self.config.train, **rung._asdict()),
-            self.train_layout(shape),
+            self._train_config(plan),
+            self.train_layout(plan.mesh),
             temperature=self.train_temperature,
         )
 
@@ -375,17 +322,6 @@ class World:
             )
             for update in range(train.demonstration_updates)
         ]
-
-
-def _check_numbers(config: Config, num_lanes: int) -> None:
-    """Raises ValueError where slots or episodes do not divide over the devices that play."""
-    for field in ("num_slots", "episodes_per_step"):
-        number = getattr(config.rollout, field)
-        if number % num_lanes:
-            raise ValueError(
-                f"config.rollout.{field} is {number}, which does not divide over the "
-                f"{num_lanes} devices that play in this run; choose a multiple of {num_lanes}"
-            )
 
 
 def _choice_branches(config: Config, renderer: ChatRenderer) -> int:

@@ -103,6 +103,9 @@ class Collector:
         self._aborted: dict[int, str] = {}
         self._finished: dict[int, Trajectory] = {}
         self._stats = RolloutStats()
+        # Programs that ran, and the engine that ran first.
+        self._seen: set[Any] = set()
+        self._first_engine: Any = None
 
     def collect(
         self,
@@ -182,6 +185,11 @@ class Collector:
         seconds = time.perf_counter() - start_s
         self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
         engine = seat.engine
+        # A speed is that of the plan that the rollout began with.
+        self._first_engine = self._first_engine or engine
+        if program in self._seen and engine is self._first_engine:
+            self._stats.count_round(report, seconds)
+        self._seen.add(program)
         self._stats.count_steps(report, self._begun, engine.layout.num_row_shards, engine.step_rows)
         if report.passes is not None and report.drafted is not None:
             self._stats.drafting_rounds += drafts

@@ -8,6 +8,9 @@ import numpy as np
 
 from earl_jax.rollout.orders import Report
 
+# In a full round so large a share of the slots says something.
+FULL = 0.75
+
 
 @dataclasses.dataclass(kw_only=True)
 class RolloutStats:
@@ -24,7 +27,9 @@ class RolloutStats:
     sampled, in `drafting_rounds` of the `rounds`. Decode steps computed `decode_rows` rows, as many
     as `RolloutConfig.step_rows` says or one for each slot, `idle_rows` of them for slots that said
     nothing in it: free ones, and episodes that wait for their environment or had ended their turn.
-    `env_wait_s`: seconds in which no round ran because environments were waited for.
+    `env_wait_s`: seconds in which no round ran because environments were waited for. Of rounds in
+    which at least FULL of the slots said something, but for the first of each program, which may be
+    compiled in it, `full_tokens` were said in `full_s` seconds.
     """
 
     rounds: int = 0
@@ -46,11 +51,24 @@ class RolloutStats:
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
+    full_tokens: int = 0
+    full_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The speed of rounds with nearly all slots at work; None where there were none."""
+        return self.full_tokens / self.full_s if self.full_s else None
 
     @property
     def draft_acceptance(self) -> float | None:
         """The fraction of guesses that were right; None where there were none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    def count_round(self, report: Report, seconds: float) -> None:
+        """Adds a round's tokens and seconds, if it is a full one."""
+        if np.count_nonzero(report.count) >= FULL * len(report.count):
+            self.full_tokens += int(report.count.sum())
+            self.full_s += seconds
 
     def count_steps(
         self, report: Report, begun_B: np.ndarray, num_shards: int, step_rows: int

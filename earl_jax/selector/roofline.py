@@ -31,6 +31,8 @@ MEMORY_REACHED = 0.8
 LINKS_REACHED = 0.8
 # A backward pass is two products for each of the forward pass; remat computes that once more.
 BACKWARD_PASSES = 2
+# How far a computed speed may be off.
+MODEL_ERROR = 1.5
 
 
 def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1) -> float:

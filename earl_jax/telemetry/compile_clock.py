@@ -7,6 +7,7 @@ JAX calls the event otherwise, there are none.
 """
 
 import collections
+import functools
 import threading
 from typing import Any
 
@@ -41,6 +42,10 @@ class CompileClock:
         with self._lock:
             return self._seconds[thread.ident or 0]
 
+    def own_seconds(self) -> float:
+        """Of the calling thread, since the start."""
+        return self.seconds(threading.current_thread())
+
     def take(self, but: threading.Thread | None) -> float:
         """Of all threads but this one, since the last call."""
         with self._lock:
@@ -52,3 +57,11 @@ class CompileClock:
         if event == EVENT:
             with self._lock:
                 self._seconds[threading.get_ident()] += duration_secs
+
+
+@functools.cache
+def compile_clock() -> CompileClock:
+    """Returns the process's clock, which counts from the first call on."""
+    clock = CompileClock()
+    clock.start()
+    return clock

@@ -9,29 +9,21 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-# Of the contexts that a step's episodes came to; each speaks for a fifth of them.
-QUANTILES = (0.1, 0.3, 0.5, 0.7, 0.9)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
     """The load of recent rollouts, in tokens: counts, so that a replay decides alike.
 
-    `context_tokens_max` is the longest episode of the last `WINDOW` steps, `context_tokens_mean`,
-    `context_tokens_quantiles` (at QUANTILES; empty where nobody asked) and `tokens_in_flight_max`
-    are the newest step's, `rollout_tokens` is what it sampled. `growth_tokens` is by how much the
-    longest episode grows from step to step, 0 where no growth can be told from noise. `other_s` is
-    the one time here: seconds of a step's rollout and training that no measured program explains,
-    such as environments at work.
+    `context_tokens_max` is the longest episode of the last `WINDOW` steps, `context_tokens_mean` and
+    `tokens_in_flight_max` are the newest step's, `rollout_tokens` is what it sampled. `growth_tokens` is by how much the
+    longest episode grows from step to step, 0 where no growth can be told from noise.
     """
 
     context_tokens_max: int
     context_tokens_mean: float
     tokens_in_flight_max: int
     rollout_tokens: int
-    context_tokens_quantiles: tuple[float, ...] = ()
     growth_tokens: float = 0.0
-    other_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -65,7 +57,6 @@ class LoadHistory:
             self.steps[-1],
             context_tokens_max=max(load.context_tokens_max for load in self.steps),
             tokens_in_flight_max=max(load.tokens_in_flight_max for load in self.steps),
-            other_s=statistics.median(load.other_s for load in self.steps),
         )
 
     def forecast(self) -> Load | None:
@@ -92,15 +83,7 @@ class LoadHistory:
     @staticmethod
     def from_list(steps: Sequence[dict[str, Any]]) -> "LoadHistory":
         """The inverse of `as_list`."""
-        loads = (Load(**step) for step in steps)
-        return LoadHistory(
-            steps=tuple(
-                dataclasses.replace(
-                    load, context_tokens_quantiles=tuple(load.context_tokens_quantiles)
-                )
-                for load in loads
-            )
-        )
+        return LoadHistory(steps=tuple(Load(**step) for step in steps))
 
 
 def growth_of(counts: Sequence[int]) -> float:

@@ -119,8 +119,8 @@ class Progress:
             for stage, key in (("rollout", "rollout_mesh"), ("train", "train_mesh"))
             if newest.get(key)
         ]
-        if newest.get("rung"):
-            meshes.append(f"({newest['rung']})")
+        if newest.get("plan"):
+            meshes.append(f"({newest['plan']})")
         reward = newest.get("reward_mean")
         speed = newest.get("rollout_tokens_per_s")
         left_s = self._time_left_s()

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a table of measurements is of, and who may take it: a run its own, a plan one of such chips.
+"""Facts about a throughput table: the model, programs, devices and versions that it is of.
 
-A run measures again where anything is different that may change a speed. A plan, whose chips need
-not be here, takes a table of the same chip and model, and says what else was different.
+A run takes its table only where nothing is different that may change a speed. A plan, whose chips
+need not be here, takes a table of the same chip and model, and says what else was different.
 """
 
 import dataclasses
@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from earl_jax.config import Config
 from earl_jax.models.config import ModelConfig
-from earl_jax.scene import find_model
-from earl_jax.selector.contenders import calibrated
-from earl_jax.selector.prospects import Scene
-from earl_jax.selector.throughput import (
+from earl_jax.selector.problem import Problem
+from earl_jax.selector.table import (
     METHOD,
     ThroughputTable,
     difference_words,
@@ -51,14 +49,24 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def open_table(world: "World") -> tuple[ThroughputTable, str | None]:
-    """The kept measurements for this world's model, programs, devices and versions.
+    """Returns the table that config.selector.table asks for, and a sentence for the user if any.
 
-    Those of the first process, in every process; and what ran out of memory in any of them. With a
-    sentence for the user where they were kept and cannot be taken (see `load_table`).
+    The first process's, in every process; and what ran out of memory in any of them.
+
+    Raises ValueError where config.selector.table is a path of something else.
     """
-    table, note = load_table(facts_of(world))
+    setting, facts = world.config.selector.table, facts_of(world)
+    note = None
+    if setting == "auto":
+        table, note = load_table(facts)
+    elif setting == "model":
+        # What ran out of memory is remembered here too; nothing else decides.
+        table, note = load_table(facts | {"table": "model"})
+        table = dataclasses.replace(table, entries={})
+    else:
+        table = dataclasses.replace(read_table(Path(setting), "config.selector.table"), path=None)
     told = [
-        ThroughputTable.from_dict(table.path, each)
+        ThroughputTable.from_dict(each, table.path)
         for each in world.processes.gather(table.as_dict(), "the tables of measurements")
     ]
     failures = dict.fromkeys(failure for each in told for failure in each.failures)
@@ -85,8 +93,6 @@ def facts_of(world: "World") -> dict[str, Any]:
         **_settings(world.config),
         "choice_branches": world.choice_branches,
         "attention": [choice.kernel for choice in world.attention_choices],
-        "order": world.config.selector.order,
-        "measure_rounds": world.config.selector.measure_rounds,
         "method": METHOD,
         "processes": processes.count,
         "host": {"machine": platform.machine(), "cores": os.cpu_count()},
@@ -149,92 +155,66 @@ def _flags(text: str) -> list[str]:
     return sorted(flag for flag in text.split() if not flag.startswith("--xla_dump"))
 
 
-def calibrated_by(path: Path, scene: Scene, config: Config) -> tuple[Scene, list[str]]:
-    """The scene with speeds as a table of measurements has them, and what to know of that.
-
-    Computed speeds are multiplied by one factor a stage. Of the same work what was measured of a
-    mesh at a room stands as it is, and what ran out of memory there is impossible.
+def table_for_plan(
+    path: Path, problem: Problem, model: ModelConfig, vocab_size: int, config: Config
+) -> tuple[ThroughputTable, list[str]]:
+    """Returns a run's table for a plan on such chips, and what else is different about it.
 
     Raises:
         ValueError: it cannot be read, or is not of this chip and this model.
     """
-    table = _read(path)
-    _check_chips(path, table.facts, scene)
-    _check_model(path, table.facts, scene, config)
-    scene = calibrated(scene, table.measurements)
-    work, versions = _plain(_settings(config)), _versions(_PACKAGES)
-    # What is installed for the chips alone need not be here.
-    known = {name: table.facts.get("versions", {}).get(name) for name in versions}
-    notes = []
-    if found := differences({name: table.facts.get(name, {}) for name in work}, work):
-        notes.append(f"its speeds are of other work than is planned for: {difference_words(found)}")
-    elif table.facts.get("processes", 1) == 1:
-        # Of several each measures its own part of a rollout.
-        scene = dataclasses.replace(scene, known=table.measurements, failures=table.failures)
-    if found := differences(known, versions):
-        notes.append(f"its speeds are of other versions: {difference_words(found)}")
-    return scene, [*notes, *_misses(table, scene)]
-
-
-def _read(path: Path) -> ThroughputTable:
-    try:
-        table = ThroughputTable.from_dict(None, json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--table={path} cannot be read: {error}") from error
-    try:
-        stages = [(each["platform"], each["kind"]) for each in table.facts["devices"].values()]
-        said = bool(stages and table.facts["model"].keys() and table.facts["vocab_size"])
-    except (AttributeError, KeyError, TypeError):
-        said = False
-    if not said:
-        raise ValueError(
-            f"--table={path} does not say which model and devices it is of; give one that a run of "
-            "this version has written"
-        )
-    return table
-
-
-def _check_chips(path: Path, facts: Mapping[str, Any], scene: Scene) -> None:
-    """Raises ValueError for a table of other chips than are planned for."""
-    wanted = scene.hardware.chip
-    for stage, devices in facts["devices"].items():
-        known = chip_of(devices["kind"])
-        if (known.name if known else devices["platform"]) != wanted:
-            raise ValueError(
-                f"--table={path} is of {devices['number']} {devices['kind']} devices "
-                f"({devices['platform']}) in its {stage}, and the plan is for "
-                f"{scene.hardware.name}: one chip's speeds say nothing of another's. Give a table "
-                f"that a run on {wanted} has written, or none: speeds are then computed"
-            )
-
-
-def _check_model(path: Path, facts: Mapping[str, Any], scene: Scene, config: Config) -> None:
-    """Raises ValueError for a table of another model than is planned for."""
-    vocab_size = scene.sizes.vocab_size
-    model, _ = find_model(config, None if config.model.path else vocab_size)
+    table = read_table(path, "--table")
+    _check_chips(path, table.facts, problem)
     here = _plain({"model": _model_facts(model), "vocab_size": vocab_size})
-    found = differences({name: facts[name] for name in here}, here)
-    if found:
+    if found := differences({name: table.facts.get(name) for name in here}, here):
         raise ValueError(
             f"--table={path} is of another model: {difference_words(found)}. Plan with the config "
             "of the run that wrote it (--config, --config.model.KEY=VALUE, --vocab_size), or give "
             "no table: speeds are then computed"
         )
+    work, versions = _plain(_settings(config)), _versions(_PACKAGES)
+    # Packages that only the chips need are not installed here.
+    known = {name: table.facts.get("versions", {}).get(name) for name in versions}
+    notes = []
+    if found := differences({name: table.facts.get(name, {}) for name in work}, work):
+        notes.append(f"its speeds are of other work than is planned for: {difference_words(found)}")
+    if found := differences(known, versions):
+        notes.append(f"its speeds are of other versions: {difference_words(found)}")
+    return table, notes
 
 
-def _misses(table: ThroughputTable, scene: Scene) -> list[str]:
-    """Which stages keep computed speeds, for want of an entry."""
-    missed = [stage for stage in ("rollout", "train") if stage not in scene.factors]
-    if not missed:
-        return []
-    has = ", ".join(sorted({entry.split(" ")[1] for entry in table.measurements})) or "none"
-    words = "" if len(missed) > 1 else f"{missed[0]} "
-    return [
-        f"no entry of this table matches a {words}mesh of this plan (it has {has}); speeds of "
-        f"{' and '.join(missed)} are computed"
-    ]
+def read_table(path: Path, flag: str) -> ThroughputTable:
+    """Reads a table that a run has written. Raises ValueError for anything else."""
+    try:
+        return ThroughputTable.from_dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag}={path} cannot be read: {error}") from error
+
+
+def _check_chips(path: Path, facts: Mapping[str, Any], problem: Problem) -> None:
+    """Raises ValueError for a table of other chips than are planned for."""
+    wanted = problem.hardware.chip
+    try:
+        stages = {
+            stage: (each["platform"], each["kind"]) for stage, each in facts["devices"].items()
+        }
+    except (AttributeError, KeyError, TypeError):
+        stages = {}
+    if not stages:
+        raise ValueError(
+            f"--table={path} does not say which devices it is of; give one that a run of this "
+            "version has written"
+        )
+    for stage, (platform, kind) in stages.items():
+        known = chip_of(kind)
+        if (known.name if known else platform) != wanted:
+            raise ValueError(
+                f"--table={path} is of {kind} devices ({platform}) in its {stage}, and the plan is "
+                f"for {problem.hardware.name}: one chip's speeds say nothing of another's. Give a "
+                f"table that a run on {wanted} has written, or none: speeds are then computed"
+            )
 
 
 def _plain(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As they come back from a file."""
+    """Returns facts as they come back from a file."""
     return json.loads(json.dumps(facts, default=str))

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan is made for, from a config: the model's sizes, the stages' work, the candidates.
+"""The selector's problem from a config: the model's sizes, the stages' work, the devices.
 
 Nothing is started or placed: devices need not be here, nor weights.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,17 +22,11 @@ from earl_jax.models.kernels import context_obstacle
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.origin import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
-from earl_jax.selector.candidates import (
-    context_candidates,
-    rollout_candidates,
-    rollout_context_candidates,
-    train_candidates,
-)
-from earl_jax.selector.choose import Settings
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
-from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.prospects import Scene
+from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
+from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import trained_specs
 
@@ -142,79 +136,72 @@ def workload(config: Config) -> Workload:
     )
 
 
-def make_scene(
-    config: Config, hardware: Hardware, vocab_size: int | None, budget_bytes: int
-) -> Scene:
-    """What a run of this config would choose from on this hardware.
+def make_problem(
+    config: Config,
+    model: ModelConfig,
+    vocab_size: int,
+    hardware: Hardware,
+    *,
+    budget_bytes: int | None,
+    num_processes: int = 1,
+    can_offload: bool = False,
+) -> Problem:
+    """Returns the selector's problem for a run of this config on such devices.
 
-    Raises:
-        ValueError: a setting that is impossible for so many devices, as a run would say it.
+    A run asks with its own devices and processes, the planner with those planned for.
+
+    Raises ValueError for adapters that this model cannot have.
     """
-    model, vocab_size = find_model(config, vocab_size)
-    num_devices, selector, work = hardware.num_devices, config.selector, workload(config)
-    for field in ("num_slots", "episodes_per_step"):
-        number = getattr(config.rollout, field)
-        if number % num_devices:
-            raise ValueError(
-                f"config.rollout.{field} is {number}, which does not divide over the {num_devices} "
-                f"devices of {hardware.name}; choose a multiple, as in "
-                f"--config.rollout.{field}={-(-number // num_devices) * num_devices}"
-            )
+    rollout, selector = config.rollout, config.selector
 
-    def obstacle(shape: MeshShape) -> str | None:
+    def weights_obstacle(mesh: MeshShape) -> str | None:
         return check_tensor_axis(
-            model, vocab_size, shape.tensor, shape.fsdp, shape.expert, shape.context
+            model, vocab_size, mesh.tensor, mesh.fsdp, mesh.expert, mesh.context
         )
 
-    def rollout_obstacle(shape: MeshShape) -> str | None:
-        whole = dataclasses.replace(shape, context=1)
-        return obstacle(whole) or config.rollout.context_obstacle(shape.context)
+    def attention_obstacle(mesh: MeshShape) -> str | None:
+        reason = context_obstacle(config.train.attention, mesh)
+        return reason and f"config.train.attention is {config.train.attention!r}, and {reason}"
 
-    def train_obstacle(shape: MeshShape) -> str | None:
-        rows, parts = work.num_rows // work.micro_batches, shape.data * shape.fsdp * shape.expert
-        if rows % parts:
-            return f"{rows} rows per micro-batch do not divide by {parts}"
-        return cut_obstacle(shape)
-
-    def cut_obstacle(shape: MeshShape) -> str | None:
-        if reason := context_obstacle(config.train.attention, shape):
-            return f"config.train.attention is {config.train.attention!r}, and {reason}"
-        return obstacle(shape)
-
-    experts = model.num_experts
-    return Scene(
+    return Problem(
         hardware=hardware,
         sizes=model_sizes(
             model,
             vocab_size,
-            engine_dtype=config.rollout.computes_as(model.compute_dtype),
-            weight_dtype=config.rollout.weight_dtype,
+            engine_dtype=rollout.computes_as(model.compute_dtype),
+            weight_dtype=rollout.weight_dtype,
             train=config.train,
         ),
-        work=work,
-        settings=Settings(
-            budget_bytes=budget_bytes,
-            hysteresis=selector.hysteresis,
-            horizon_steps=selector.horizon_steps,
-        ),
-        obstacle=obstacle,
-        rollout_obstacle=rollout_obstacle,
-        by_speed=selector.order == "measured",
-        offload=selector.offload,
-        parked_bytes=0
-        if config.rollout.parking == "recompute"
-        else int(config.rollout.parking_host_gib * 2**30),
-        page_sizes=selector.page_sizes,
-        rollout_meshes=tuple(
-            rollout_candidates(num_devices, selector.rollout_meshes, rollout_obstacle, experts)
-        ),
-        train_meshes=tuple(
-            train_candidates(num_devices, selector.train_meshes, train_obstacle, experts)
-        ),
-        context_meshes=()
-        if selector.train_meshes
-        else tuple(context_candidates(num_devices, cut_obstacle, experts)),
-        rollout_context_meshes=()
-        if selector.rollout_meshes
-        else tuple(rollout_context_candidates(num_devices, rollout_obstacle, experts)),
+        work=workload(config),
+        budget_bytes=budget_bytes,
+        hysteresis=selector.hysteresis,
+        horizon_steps=selector.horizon_steps,
+        weights_obstacle=weights_obstacle,
+        attention_obstacle=attention_obstacle,
+        rollout_meshes_named=selector.rollout_meshes,
+        train_meshes_named=selector.train_meshes,
+        num_rollout=config.devices.num_rollout,
+        num_processes=num_processes,
+        can_offload=can_offload,
+        preempted_bytes=0
+        if rollout.parking == "recompute"
+        else int(rollout.parking_host_gib * 2**30),
+    )
+
+
+def hardware_of_devices(devices: Sequence[Any], num_processes: int) -> Hardware:
+    """Returns the data sheet of a run's devices; of unknown chips an H100's.
+
+    Where a data sheet is not theirs only the ratios of its speeds count, and what plans do in a run
+    corrects them.
+    """
+    first, number = devices[0], len(devices)
+    a_host = -(-number // num_processes)
+    if first.platform == "cpu":
+        return dataclasses.replace(parse_topology(f"cpu:{number}"), devices_a_host=a_host)
+    chip = chip_of(first.device_kind) or CHIPS["h100"]
+    hardware = hardware_of(Topology(chip=chip, grid=(1,) * chip.axes)).with_devices(number)
+    a_chip_bytes = hardware.host_memory_bytes // hardware.devices_a_host
+    return dataclasses.replace(
+        hardware, devices_a_host=a_host, host_memory_bytes=a_host * a_chip_bytes
     )

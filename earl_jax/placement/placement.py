@@ -1,0 +1,593 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Placement: the plans in use, and everything that happens because of them.
+
+The selector decides (selector/choose.py); here its decisions become arrays on other devices, what
+ran out of memory is remembered and tried with less, and what steps took goes into the table.
+"""
+
+import dataclasses
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import jax
+
+from earl_jax.joint import RolloutShort, Shortage, send_weights, shortage_of
+from earl_jax.placement.observations import Observations
+from earl_jax.placement.programs import compiled_bytes, play_key
+from earl_jax.rollout.pages import Pool, roomier_pages
+from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate, vacate
+from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
+from earl_jax.selector.memory import is_out_of_memory, resident_bytes
+from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.table import ThroughputTable
+from earl_jax.sharding.carry import carry, is_placed
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import absent_tree
+from earl_jax.sharding.reshard import reshard
+from earl_jax.telemetry.load import Load
+from earl_jax.train.backup import StateBackup
+from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
+from earl_jax.train.step import TrainState
+from earl_jax.world import World
+
+Result = TypeVar("Result")
+# Computed bytes have been up to a fifth above XLA's and up to a twelfth below (benchmarks/plan.md);
+# on CPUs, whose small programs have other temporaries, up to a half off. A plan that is nearer to
+# the budget is compiled before it is relied on.
+SURE, SURE_ON_CPU = 1.2, 1.5
+# A mesh where this process has not played yet needs its programs compiled or loaded.
+NEW_PROGRAM_S = 5.0
+
+
+class ShortAlone(RuntimeError):
+    """One of several processes ran out of memory where the others cannot hear of it.
+
+    It is remembered. Whoever catches it should end the process by `ending.end`, which tells them.
+    """
+
+    def __init__(self, who: str, failure: str) -> None:
+        """`who` is the process, `failure` what ran out of memory there, in words."""
+        super().__init__(
+            f"{who}: {failure}. The others may not have, and none goes another way without them: "
+            "the run ends. This is remembered: start it again, and it goes on from its newest "
+            "checkpoint with less"
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class SwitchLog:
+    """What changed since the last step was logged; `failures` say what ran out of memory."""
+
+    choices: list[Choice] = dataclasses.field(default_factory=list)
+    failures: list[str] = dataclasses.field(default_factory=list)
+    switch_s: float = 0.0
+    bytes_per_device: int = 0
+    expected_s: float | None = None
+
+
+class Placement:
+    """The plans in use. Host-side state only; what a resumed run needs of it is in `as_dict`."""
+
+    def __init__(
+        self, world: World, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`say` tells the user what ran out of memory, or could not be kept."""
+        self._world, self.problem = world, world.problem
+        self.observations = Observations(world, table, say)
+        self.plans = Plans()
+        # Context buckets that the plans in use are for, and the largest that ever were.
+        self.max_tokens = self.length = 0
+        self._most_tokens = self._most_length = 0
+        self.calm_steps = 0
+        # Tokens that the KV cache of the last rollout held in the end, over all row shards.
+        self._cache_tokens = 0
+        # The bucket of a rollout that ran out of memory: it is played again from the start.
+        self._outgrown = 0
+        # Caches of the rollout before, for another under the same weights.
+        self._kept: Seat | None = None
+        # Where this process has played: elsewhere programs are compiled or loaded first.
+        self._played: set[tuple[MeshShape, int]] = set()
+        self.backup = StateBackup(kept=world.processes.count == 1)
+        # Hears which program is used next (CompileAhead.hand_over).
+        self.about_to_use: Callable[[Hashable], None] = lambda key: None
+        self.log = SwitchLog()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns what a resumed run needs to go on choosing alike."""
+        rollout, train = self.plans
+        return {
+            "rollout": rollout and [str(rollout.mesh), rollout.num_slots, rollout.pages],
+            "train": train and [str(train.mesh), train.micro_batches, train.remat],
+            "max_tokens": self.max_tokens,
+            "calm_steps": self.calm_steps,
+            "cache_tokens": self._cache_tokens,
+            "most_tokens": self._most_tokens,
+            "most_length": self._most_length,
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """The inverse of `as_dict`. Raises ValueError where something is missing or no plan."""
+        try:
+            mesh, num_slots, pages = saved["rollout"]
+            rollout = RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages))
+            mesh, micro_batches, remat = saved["train"]
+            train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
+            numbers = [
+                int(saved[name])
+                for name in (
+                    "max_tokens",
+                    "calm_steps",
+                    "cache_tokens",
+                    "most_tokens",
+                    "most_length",
+                )
+            ]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its placement is not one: {error}") from error
+        self.plans = Plans(rollout, train)
+        self.max_tokens, self.calm_steps, self._cache_tokens = numbers[:3]
+        self._most_tokens, self._most_length = numbers[3:]
+
+    @property
+    def rollout(self) -> RolloutPlan:
+        """The rollout's plan in use; one must have been chosen."""
+        assert self.plans.rollout is not None
+        return self.plans.rollout
+
+    @property
+    def train(self) -> TrainPlan:
+        """The trainer's plan in use; one must have been chosen."""
+        assert self.plans.train is not None
+        return self.plans.train
+
+    @property
+    def words(self) -> str:
+        """What the run does otherwise than its config says, because memory is short; "" for no."""
+        work, parts = self.problem.work, []
+        if self.rollout.offload:
+            parts.append("the optimizer's moments wait in host memory during rollouts")
+        if self.rollout.num_slots != work.num_slots:
+            parts.append(f"rollout with {self.rollout.num_slots} of {work.num_slots} slots")
+        first = TrainPlan(self.train.mesh, work.micro_batches, work.remat)
+        if self.train != first:
+            parts.append(f"training on {self.train.words(first)}")
+        return "; ".join(parts)
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest context that the run came to, or must hold from the start."""
+        configured = self._world.config.rollout.context_buckets[-1]
+        return max(configured, self.max_tokens, self._outgrown)
+
+    def take_log(self) -> SwitchLog:
+        """Returns what changed since the last call."""
+        log, self.log = self.log, SwitchLog()
+        return log
+
+    # Choosing.
+
+    def choose_step(self, tokens: int, load: Load | None) -> Decision:
+        """Chooses the plans of the next step, whose episodes may have `tokens` tokens.
+
+        Where nothing fits what contexts are expected to grow to, for contexts as they are.
+
+        Raises:
+            BudgetTooSmall: no plans are left.
+        """
+        try:
+            return self._choose_step(tokens, load)
+        except BudgetTooSmall:
+            if load is None or not load.growth_tokens:
+                raise
+        ahead = math.ceil(load.growth_tokens)
+        shorter = dataclasses.replace(
+            load, context_tokens_max=load.context_tokens_max - ahead, growth_tokens=0.0
+        )
+        return self._choose_step(tokens - ahead, shorter)
+
+    def _choose_step(self, tokens: int, load: Load | None) -> Decision:
+        step = self._step(tokens, load)
+        decision = self._settled(lambda chooser: chooser.step(step, self.plans, self.calm_steps))
+        assert decision.rollout is not None and decision.train is not None
+        switched = decision.rollout.switched or decision.train.switched
+        self.calm_steps = 0 if switched else self.calm_steps + 1
+        self.plans = Plans(decision.rollout.plan, decision.train.plan)
+        self.max_tokens, self.length = step.max_tokens, step.length
+        self._most_tokens = max(self._most_tokens, step.max_tokens)
+        self._most_length = max(self._most_length, step.length)
+        self.log.expected_s = decision.seconds
+        self._note(decision)
+        return decision
+
+    def _step(self, tokens: int, load: Load | None) -> Step:
+        """Returns the work of a step whose episodes may have so many tokens."""
+        rollout = self._world.config.rollout
+        max_tokens = max(rollout.places_for(tokens), self._outgrown)
+        length = rollout.places_for(load.context_tokens_max if load else 1)
+        is_new = max_tokens > self._most_tokens or length > self._most_length
+        return Step(
+            max_tokens=max_tokens,
+            length=length,
+            cache_tokens=self._wanted_tokens(load),
+            rollout_tokens=(
+                load.rollout_tokens
+                if load
+                else rollout.episodes_per_step * rollout.max_turn_tokens
+            ),
+            lasts=self._lasts(max_tokens, length, load),
+            is_new=is_new,
+            load=load,
+        )
+
+    def _wanted_tokens(self, load: Load | None) -> int:
+        """Tokens that the KV cache should hold: as many as before, and as are expected in flight.
+
+        At first as many as all slots have in the first context bucket.
+        """
+        rollout = self._world.config.rollout
+        first = rollout.num_slots * rollout.context_buckets[0]
+        in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
+        return max(first, self._cache_tokens, in_flight)
+
+    def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
+        """For how many steps a choice will last: until contexts outgrow its buckets."""
+        horizon = self.problem.horizon_steps
+        if load is None or load.growth_tokens <= 0:
+            return horizon
+        left = min(max_tokens, length) - load.context_tokens_max
+        return max(1, min(horizon, math.ceil(left / load.growth_tokens)))
+
+    def choose_training(self, load: Load | None) -> Decision:
+        """Chooses a plan for rows as long as the longest of recent steps, if the one in use must go.
+
+        Or if rows were never so long and another is faster. By recent steps and not by the batch
+        at hand: where the longest episode comes and goes, the mesh must not.
+        """
+        rollout = self._world.config.rollout
+        longest = rollout.places_for(load.context_tokens_max if load else 1)
+        return self._choose_training(longest, load)
+
+    def choose_training_again(self) -> Decision:
+        """Chooses another plan for rows of the same length, after a failure."""
+        return self._choose_training(self.length, None)
+
+    def _choose_training(self, length: int, load: Load | None) -> Decision:
+        step = dataclasses.replace(
+            self._step(self.max_tokens, load), length=length, is_new=length > self._most_length
+        )
+        decision = self._settled(lambda chooser: chooser.training(step, self.plans.train))
+        assert decision.train is not None
+        if decision.train.switched or length > self.length:
+            self._note(decision)
+        if decision.train.switched:
+            self.calm_steps = 0
+        self.plans = self.plans._replace(train=decision.train.plan)
+        self.length = length
+        return decision
+
+    def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
+        """Chooses a plan for a rollout beside the trainer; the one in use stays unless it must go."""
+        return self._choose_rollout(self._step(tokens, load))
+
+    def _choose_rollout(self, step: Step, **how: Any) -> Decision:
+        decision = self._settled(
+            lambda chooser: chooser.rollout(step, self.plans.rollout, self.train.mesh, **how)
+        )
+        assert decision.rollout is not None
+        if decision.rollout.switched:
+            self.calm_steps = 0
+        self.plans = self.plans._replace(rollout=decision.rollout.plan)
+        self.max_tokens = step.max_tokens
+        self._note(decision)
+        return decision
+
+    def _settled(self, ask: Callable[[Chooser], Decision]) -> Decision:
+        """Asks until the programs of what is chosen are known to fit: those in doubt are compiled.
+
+        A stage needs one compilation, or two where the first turns out too large.
+        """
+        while True:
+            decision = ask(Chooser(self.problem, self.observations.table))
+            doubtful = [choice for choice in decision.choices if self._is_doubtful(choice)]
+            if not doubtful:
+                return decision
+            for choice in doubtful:
+                self._compile(choice)
+
+    def _is_doubtful(self, choice: Choice) -> bool:
+        cpu = self.problem.hardware.platform == "cpu"
+        sure = SURE_ON_CPU if cpu else SURE
+        return not choice.is_exact and sure * choice.num_bytes > self.problem.budget
+
+    def _compile(self, choice: Choice) -> None:
+        """Asks XLA for the bytes of a program; the compiler may run out of memory, too."""
+        num_bytes = compiled_bytes(self._world, choice.plan, choice.tokens)
+        if num_bytes is None:
+            self._remember(choice.plan, choice.tokens)
+            return
+        self.observations.add_bytes(choice.plan, choice.tokens, num_bytes)
+
+    def _note(self, decision: Decision) -> None:
+        for choice in decision.choices:
+            self.log.choices.append(choice)
+            self.log.bytes_per_device = max(self.log.bytes_per_device, choice.num_bytes)
+
+    # Recovery from a lack of memory.
+
+    def attempt(
+        self, stage: str, work: Callable[[], Result], length: int | None = None
+    ) -> Result | None:
+        """Returns what `work` returns; None where the devices had too little memory for it.
+
+        The failure is remembered: choose again then, and do the work again from its inputs, which
+        it must not have given up. So it is where a rollout outgrew its plan and none is left for
+        its live episodes: from the start there may be one, with fewer slots. `length`: tokens a row
+        of what is trained on.
+
+        Of several processes one that is short in a rollout tells the others at its end, and all
+        play again alike.
+
+        Raises:
+            BudgetTooSmall: no plan is left.
+            ShortAlone: of several processes this one failed in a program that they run together.
+        """
+        try:
+            result = work()
+        except BudgetTooSmall:
+            if stage != "rollout" or not self._outgrown:
+                raise
+            result = None
+        except RolloutShort as error:
+            self._agree(error.shortage)
+            result = None
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._fail(stage, length)
+            processes = self._world.processes
+            if processes.count > 1:
+                who = f"process {processes.index} of {processes.count}"
+                raise ShortAlone(who, self.log.failures[-1]) from error
+            result = None
+        if result is None:
+            # What the failed attempt had on the devices is gone with its frames.
+            gc.collect()
+        elif stage == "rollout":
+            self._outgrown = 0
+        return result
+
+    def _fail(self, stage: str, length: int | None = None) -> None:
+        if stage == "rollout":
+            self._outgrown = self.max_tokens
+            self._remember(self.rollout, self.max_tokens)
+        else:
+            self._remember(self.train, length or self.length)
+
+    def _remember(self, plan: RolloutPlan | TrainPlan, tokens: int) -> None:
+        self.log.failures.append(self.observations.add_failure(plan, tokens))
+
+    def shortage(self, error: Exception) -> Shortage | None:
+        """What this process tells the others of a rollout that ended so (`joint.shortage_of`)."""
+        return shortage_of(self._world, error, self.as_dict(), self._outgrown)
+
+    def _agree(self, shortage: Shortage) -> None:
+        """All go on from where the rollout ended that was short, and remember the same."""
+        self.restore(shortage.placement)
+        self._outgrown = shortage.outgrown
+        if shortage.failed:
+            self._fail("rollout")
+
+    # Moving.
+
+    @property
+    def _chunk_bytes(self) -> int | None:
+        return self._world.config.dispatch.chunk_bytes or None
+
+    def move_state(self, state: TrainState, *, to_play: bool = False) -> TrainState:
+        """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
+
+        Where memory is too short to go there, even piece by piece, to another mesh. With `to_play`
+        the moments then go to the host's memory, if the rollout needs the room.
+
+        Raises:
+            BudgetTooSmall: no mesh is left.
+        """
+        offload = to_play and self.rollout.offload
+        where = self._world.train_state_shardings(self.train.mesh)
+        if offload and is_offloaded(state) and is_placed(state.params, where.params):
+            return state
+        state = self._to_mesh(load_moments(state))
+        return offload_moments(state) if offload else state
+
+    def _to_mesh(self, state: TrainState) -> TrainState:
+        world = self._world
+        while True:
+            shardings = world.train_state_shardings(self.train.mesh)
+            if not world.processes.trains:
+                return absent_tree(world.train_state_shapes(), shardings)
+            if is_placed(state, shardings):
+                return state
+            start = time.perf_counter()
+            if world.processes.count > 1:
+                again = functools.partial(self._to_mesh_together, state, shardings)
+                moved, whole = self.attempt("train", again), True
+                assert moved is not None, "of several processes one that is short ends"
+                state = moved
+            else:
+                state, whole = carry(state, shardings, self._chunk_bytes)
+            self.log.switch_s += time.perf_counter() - start
+            if whole:
+                return state
+            self._fail("train")
+            self.choose_training_again()
+
+    def _to_mesh_together(self, state: TrainState, shardings: Any) -> TrainState:
+        state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
+        self._world.processes.wait(state, "the switch of the trainer")
+        return state
+
+    def open_seat(self, params: Any, version: int) -> tuple[Seat | None, int]:
+        """Opens an empty seat on the rollout's mesh, with this policy published to it.
+
+        Every process calls it.
+
+        Returns:
+            The seat, None in a process that does not play, and the bytes of weights that changed
+            device, of all processes.
+        """
+        world, plan = self._world, self.rollout
+        engine = world.engine(plan.mesh, plan.num_slots)
+        published = send_weights(
+            world, params, plan.mesh, plan.num_slots, chunk_bytes=self._chunk_bytes
+        )
+        if not world.processes.plays:
+            return None, published.moved_bytes
+        policy = Policy(params=published.params, version=version)
+        self._play_on(plan)
+        kept, self._kept = self._kept, None
+        seat = open_seat(engine, policy, self.max_tokens, world.pool(plan), kept)
+        return seat, published.moved_bytes
+
+    def _play_on(self, plan: RolloutPlan) -> None:
+        self._played.add((plan.mesh, self.max_tokens))
+        pool = self._world.pool(plan)
+        self.about_to_use(play_key(plan.mesh, plan.num_slots, self.max_tokens, pool))
+
+    def keep(self, seat: Seat) -> None:
+        """Keeps what this seat's caches hold for the next seat with the same weights.
+
+        Unless there is too little memory for another seat beside them.
+        """
+        engine = seat.engine
+        taken = resident_bytes(seat.state, engine.state_shardings)
+        taken += resident_bytes(seat.policy.params, engine.parameter_shardings)
+        need = self.problem.trainer_bytes(self.train.mesh) + 2 * taken
+        if not self.rollout.offload and need <= self.problem.budget:
+            self._kept = vacate(seat)
+
+    def forget(self) -> None:
+        """Lets the kept caches go."""
+        self._kept = None
+
+    def make_room(self, seat: Seat, tokens: int, pages: int, load: Load | None) -> Seat:
+        """Returns a seat whose rows hold `tokens` tokens; the live episodes move along.
+
+        It has `pages` pages a row shard, and some more so that it does not grow often, if the
+        budget allows; else as many as before. If the budget does not hold the longer rows on this
+        mesh, weights and live KV caches go to another one and the episodes continue there.
+        """
+        pool, page_size = seat.pool, self.problem.work.page_size
+        wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
+        step = dataclasses.replace(
+            self._step(tokens, load), cache_tokens=wanted * pool.shards * page_size
+        )
+        self._outgrown = step.max_tokens
+        grown = None
+        while grown is None:
+            self._choose_rollout(step, keeps_slots=True)
+            # Nothing is donated: where memory is short the live episodes are still there.
+            grown = self._unless_short(lambda: self._relocate(seat, self.rollout))
+        return grown
+
+    def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
+        """Returns a seat for the last `live` episodes of a rollout, the longest of `longest` tokens.
+
+        They go to another mesh if rounds of so few are so much faster there that the move is earned
+        back until the longest is as long as episodes are expected to become. The next rollout
+        begins where this one began.
+        """
+        world, plan = self._world, self.rollout
+        if load is None or world.processes.count > 1:
+            return seat
+        left = max(0, load.context_tokens_max - longest)
+        pool, page_size = seat.pool, self.problem.work.page_size
+        step = dataclasses.replace(
+            self._step(seat.places, load),
+            max_tokens=seat.places,
+            cache_tokens=pool.total * page_size,
+            rollout_tokens=live * left,
+        )
+        chooser = Chooser(self.problem, self.observations.table)
+        moved_bytes = pool.pages * self.problem.page_bytes(seat.engine.layout.shape)
+
+        def move_s(mesh: MeshShape) -> float:
+            new_s = 0.0 if (mesh, seat.places) in self._played else NEW_PROGRAM_S
+            return new_s + self.problem.relocate_s(mesh, moved_bytes)
+
+        here = plan._replace(mesh=seat.engine.layout.shape)
+        decision = chooser.rollout(
+            step,
+            here,
+            self.train.mesh,
+            keeps_slots=True,
+            live=live,
+            move_s=move_s,
+        )
+        choice = decision.rollout
+        if choice is None or not choice.switched:
+            return seat
+        self.log.choices.append(dataclasses.replace(choice, stage="tail"))
+        try:
+            return self._relocate(seat, choice.plan)
+        except (BudgetTooSmall, jax.errors.JaxRuntimeError) as error:
+            if not (isinstance(error, BudgetTooSmall) or is_out_of_memory(error)):
+                raise
+            self.log.failures.append(f"{choice.reason}: there was too little memory")
+            return seat
+
+    def _relocate(self, seat: Seat, plan: RolloutPlan) -> Seat:
+        """Moves live episodes to the mesh and pages of a plan; `seat` stays as it is.
+
+        Raises BudgetTooSmall where the plan has too few pages for them.
+        """
+        world, pool = self._world, self._world.pool(plan)
+        need = seat.pages.least_pages(pool.shards)
+        if need > pool.pages:
+            raise BudgetTooSmall(
+                f"live episodes need {need} pages of a row shard on {plan.mesh}, and the budget "
+                f"holds {pool.pages}"
+            )
+        engine = world.engine(plan.mesh, plan.num_slots)
+        start = time.perf_counter()
+        self._play_on(plan)
+        moved = relocate(
+            seat, engine, max(self.max_tokens, seat.places), pool, chunk_bytes=self._chunk_bytes
+        )
+        jax.block_until_ready((moved.policy.params, moved.state))
+        if engine is not seat.engine:
+            self.log.switch_s += time.perf_counter() - start
+        self._cache_tokens = max(self._cache_tokens, pool.total * self.problem.work.page_size)
+        return moved
+
+    def _unless_short(self, work: Callable[[], Result]) -> Result | None:
+        """Returns what the work returns; None where memory was short, which is remembered.
+
+        Of several processes the others may not have failed: this one raises, to tell them.
+        """
+        try:
+            return work()
+        except jax.errors.JaxRuntimeError as error:
+            if not is_out_of_memory(error) or self._world.processes.count > 1:
+                raise
+        self._fail("rollout")
+        gc.collect()
+        return None
+
+    # For compiling ahead: what would be chosen by what is known now.
+
+    def foresee(self, max_tokens: int) -> Plans:
+        """Returns the plans for contexts of so many tokens; those in use where nothing fits."""
+        step = dataclasses.replace(
+            self._step(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
+        )
+        try:
+            decision = Chooser(self.problem, self.observations.table).step(step, self.plans)
+        except BudgetTooSmall:
+            return self.plans
+        assert decision.rollout is not None and decision.train is not None
+        return Plans(decision.rollout.plan, decision.train.plan)

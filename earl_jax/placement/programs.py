@@ -1,0 +1,63 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of plans, lowered from shapes alone: for their bytes, and to compile them ahead."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import numpy as np
+
+from earl_jax.rollout.pages import Pool
+from earl_jax.selector.memory import program_bytes, unless_out_of_memory
+from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.step import batch_shapes
+from earl_jax.world import World
+
+
+def lower_round(world: World, plan: RolloutPlan, max_tokens: int) -> Any:
+    """Lowers a round of the rollout with rows of `max_tokens` tokens."""
+    engine = world.engine(plan.mesh, plan.num_slots)
+    return engine.lower_play(max_tokens, world.pool(plan))
+
+
+def lower_update(world: World, plan: TrainPlan, length: int) -> Any:
+    """Lowers an update on rows of `length` tokens."""
+    state = jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        world.train_state_shapes(),
+        world.train_state_shardings(plan.mesh),
+    )
+    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
+    batch = batch_shapes(rows, length, layout, with_proximal=world.needs_proximal)
+    step = world.train_step(plan, "policy_gradient")
+    return step.lower(state, batch, np.zeros(2, np.float32))
+
+
+def compiled_bytes(world: World, plan: RolloutPlan | TrainPlan, tokens: int) -> int | None:
+    """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
+
+    Of several processes those compile that run it, and all hear the most that one needs.
+    """
+    processes, is_rollout = world.processes, isinstance(plan, RolloutPlan)
+    own: int | None = 0
+    if processes.plays if is_rollout else processes.trains:
+
+        def compiled() -> int:
+            lower = lower_round if isinstance(plan, RolloutPlan) else lower_update
+            return program_bytes(lower(world, plan, tokens).compile())  # pyright: ignore
+
+        own = unless_out_of_memory(compiled)
+    told = processes.gather(own, f"the bytes of {plan.words()}")
+    return None if None in told else max(told)
+
+
+def play_key(mesh: MeshShape, num_slots: int, max_tokens: int, pool: Pool) -> Hashable:
+    """Names the program of a round: who compiles it ahead and who uses it call it the same."""
+    return "play", mesh, num_slots, max_tokens, pool
+
+
+def update_key(plan: TrainPlan, length: int) -> Hashable:
+    """Names the program of an update."""
+    return "train", plan, length

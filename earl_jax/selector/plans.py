@@ -1,0 +1,107 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: a mesh for a stage and how the stage uses it; and plans that ran out of memory."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from earl_jax.sharding.layout import MeshShape
+
+
+class RolloutPlan(NamedTuple):
+    """A rollout on `mesh`: `num_slots` episodes at once share `pages` pages of each row shard.
+
+    With `offload` the optimizer's moments wait in the host's memory meanwhile.
+    """
+
+    mesh: MeshShape
+    num_slots: int
+    pages: int
+    offload: bool = False
+
+    def words(self, first: "RolloutPlan | None" = None) -> str:
+        """The mesh, and what is otherwise than in `first`."""
+        slots = first is not None and self.num_slots != first.num_slots
+        parts = [str(self.mesh)]
+        parts += [f"{self.num_slots} slots"] if slots else []
+        parts += ["moments in host memory"] if self.offload else []
+        return ", ".join(parts)
+
+
+class TrainPlan(NamedTuple):
+    """An update on `mesh`, in so many micro-batches; with `remat` activations are recomputed."""
+
+    mesh: MeshShape
+    micro_batches: int
+    remat: bool
+
+    def words(self, first: "TrainPlan | None" = None) -> str:
+        """The mesh, and what is otherwise than in `first`."""
+        if first is None or self[1:] == first[1:]:
+            return str(self.mesh)
+        parts = "micro-batch" if self.micro_batches == 1 else "micro-batches"
+        remat = ", remat" if self.remat else ""
+        return f"{self.mesh} in {self.micro_batches} {parts}{remat}"
+
+
+Plan = RolloutPlan | TrainPlan
+
+
+class Plans(NamedTuple):
+    """Both stages' plans in use; None before the first choice."""
+
+    rollout: RolloutPlan | None = None
+    train: TrainPlan | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A plan that ran out of memory on the devices, and at which size.
+
+    `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
+    the optimizer's moments on the devices); of training (tokens a row, rows at a time, 1 without
+    remat).
+    """
+
+    stage: str
+    mesh: str
+    size: tuple[int, ...]
+
+    def covers(self, stage: str, mesh: MeshShape, size: Sequence[int]) -> bool:
+        """Whether a plan of this size is no smaller in any respect, and so fails too."""
+        same = (self.stage, self.mesh) == (stage, str(mesh))
+        return same and all(is_ >= was for is_, was in zip(size, self.size, strict=True))
+
+    def __str__(self) -> str:
+        """As the end of a sentence."""
+        if self.stage == "rollout":
+            tokens, cached, slots, whole = self.size
+            return (
+                f"ran out of memory with {slots} slots, a KV cache of {cached} tokens per row "
+                f"shard and episodes of {tokens} tokens"
+                f"{'' if whole else ', the moments in host memory'}"
+            )
+        tokens, rows, plain = self.size
+        return (
+            f"ran out of memory with rows of {tokens} tokens, {rows} at a time"
+            f"{'' if plain else ', with remat'}"
+        )
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Failure":
+        """Reads JSON. Raises TypeError for anything else than a failure."""
+        failure = Failure(**{**values, "size": tuple(values["size"])})
+        if len(failure.size) != {"rollout": 4, "train": 3}.get(failure.stage):
+            raise TypeError(f"not a failure: {values}")
+        return failure
+
+
+def rollout_size(plan: RolloutPlan, max_tokens: int, page_size: int) -> tuple[int, ...]:
+    """The size of a rollout whose episodes have up to `max_tokens` tokens, as in `Failure`."""
+    return (max_tokens, plan.pages * page_size, plan.num_slots, int(not plan.offload))
+
+
+def train_size(plan: TrainPlan, length: int, rows: int) -> tuple[int, ...]:
+    """The size of an update on `rows` rows of `length` tokens, as in `Failure`."""
+    return (length, rows // plan.micro_batches, int(not plan.remat))

@@ -1,0 +1,277 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The selector's problem: a model, its work in a step, and the devices to put it on.
+
+A run and the planner make the same record (earl_jax/problems.py) and ask `choose` the same question
+about it. Everything here is arithmetic on the record: which meshes are possible at all, what a plan
+takes of a device, and how fast the speed model says it is. Nothing is started or placed.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+from earl_jax.selector.candidates import (
+    context_candidates,
+    for_rows,
+    rollout_candidates,
+    rollout_context_candidates,
+    train_candidates,
+)
+from earl_jax.selector.footprint import (
+    Footprint,
+    ModelSizes,
+    Workload,
+    cache_token_bytes,
+    engine_bytes,
+    rollout_footprint,
+    train_footprint,
+    trainer_bytes,
+)
+from earl_jax.selector.hardware import Hardware
+from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.roofline import round_s, train_s, waves
+from earl_jax.sharding.layout import MeshShape
+
+# Says in words why a mesh cannot be used; None where it can.
+Check = Callable[[MeshShape], str | None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Problem:
+    """What plans are chosen for.
+
+    Attributes:
+        hardware: all devices, of both stages.
+        sizes: the model's parameters by shape and placement.
+        work: the slots, rows, chunks and pages of a step, as the config says.
+        budget_bytes: what a stage may take of a device; None: no limit is known.
+        hysteresis: a plan that fits is left only for a step shorter by more than this fraction.
+        horizon_steps: over at most so many steps a switch has to pay for itself.
+        weights_obstacle: says why parameters cannot be cut over a mesh.
+        attention_obstacle: says why the trainer's attention cannot.
+        rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
+        train_meshes_named: likewise.
+        num_rollout: devices that only play, the others only train; 0: all do both.
+        num_processes: rollout meshes do not span processes, each of which plays its part.
+        can_offload: whether the optimizer's moments may wait in host memory during a rollout.
+        preempted_bytes: what preempted episodes may take of a host's memory beside them.
+    """
+
+    hardware: Hardware
+    sizes: ModelSizes
+    work: Workload
+    budget_bytes: int | None
+    hysteresis: float = 0.1
+    horizon_steps: int = 20
+    weights_obstacle: Check = lambda mesh: None
+    attention_obstacle: Check = lambda mesh: None
+    rollout_meshes_named: tuple[str, ...] = ()
+    train_meshes_named: tuple[str, ...] = ()
+    num_rollout: int = 0
+    num_processes: int = 1
+    can_offload: bool = False
+    preempted_bytes: int = 0
+
+    # Meshes.
+
+    @property
+    def num_players(self) -> int:
+        """How many processes play."""
+        per_process = self.hardware.num_devices // self.num_processes
+        return max(1, self.num_rollout // per_process) if self.num_rollout else self.num_processes
+
+    @functools.cached_property
+    def rollout_meshes(self) -> list[MeshShape]:
+        """The rollout's meshes for contexts of any length. Raises ValueError if none is possible.
+
+        And for one that the config names and that is impossible.
+        """
+        number, named = self.num_rollout or self.hardware.num_devices, self.rollout_meshes_named
+        experts = self.sizes.num_experts
+        return rollout_candidates(number, named, self.rollout_obstacle, experts)
+
+    @functools.cached_property
+    def train_meshes(self) -> list[MeshShape]:
+        """The trainer's meshes for rows of any length; raises as `rollout_meshes`."""
+        number, named = self.hardware.num_devices - self.num_rollout, self.train_meshes_named
+
+        def obstacle(mesh: MeshShape) -> str | None:
+            return self.train_obstacle(mesh, self.work.micro_batches)
+
+        return train_candidates(number, named, obstacle, self.sizes.num_experts)
+
+    @functools.cached_property
+    def _long_rollout_meshes(self) -> list[MeshShape]:
+        if self.rollout_meshes_named:
+            return []
+        number = self.num_rollout or self.hardware.num_devices
+        return rollout_context_candidates(number, self.rollout_obstacle, self.sizes.num_experts)
+
+    @functools.cached_property
+    def _long_train_meshes(self) -> list[MeshShape]:
+        if self.train_meshes_named:
+            return []
+        number = self.hardware.num_devices - self.num_rollout
+        return context_candidates(number, self.weights_obstacle, self.sizes.num_experts)
+
+    def rollout_meshes_for(self, max_tokens: int) -> list[MeshShape]:
+        """Returns the meshes for episodes of so many tokens; long ones may be cut over context."""
+        return [*self.rollout_meshes, *for_rows(self._long_rollout_meshes, max_tokens)]
+
+    def train_meshes_for(self, length: int) -> list[MeshShape]:
+        """Returns the meshes for rows of so many tokens; long ones may be cut over context."""
+        return [*self.train_meshes, *for_rows(self._long_train_meshes, length)]
+
+    def rollout_obstacle(self, mesh: MeshShape) -> str | None:
+        """Returns why a rollout cannot use this mesh, in words; None where it can."""
+        work = self.work
+        if mesh.data % self.num_players:
+            return f"data={mesh.data} does not divide over the {self.num_players} processes"
+        for field, number in (("num_slots", work.num_slots), ("episodes_per_step", work.num_rows)):
+            if number % mesh.data:
+                return f"rollout.{field} = {number} does not divide by data={mesh.data}"
+        for field, size in (("page_size", work.page_size), ("chunk_size", work.chunk_size)):
+            if size % mesh.context:
+                return f"rollout.{field} = {size} does not divide by context={mesh.context}"
+        # An engine's weights are not cut over `context`.
+        return self.weights_obstacle(dataclasses.replace(mesh, context=1))
+
+    def train_obstacle(self, mesh: MeshShape, micro_batches: int) -> str | None:
+        """Returns why the trainer cannot use this mesh for so many micro-batches; None if it can."""
+        rows, parts = self.work.num_rows // micro_batches, mesh.data * mesh.fsdp * mesh.expert
+        if rows % parts:
+            return f"{rows} rows per micro-batch do not divide by {parts}"
+        return self.attention_obstacle(mesh) or self.weights_obstacle(mesh)
+
+    def train_plans(self, length: int) -> list[TrainPlan]:
+        """Returns every way to train on rows of so many tokens, the config's first on each mesh.
+
+        More micro-batches, twice as many each time, and remat, where the config has none.
+        """
+        work, plans = self.work, []
+        for mesh in self.train_meshes_for(length):
+            number = work.micro_batches
+            while work.num_rows % number == 0 and self.train_obstacle(mesh, number) is None:
+                remats = dict.fromkeys((work.remat, True))
+                plans += [TrainPlan(mesh, number, remat) for remat in remats]
+                number *= 2
+        return plans
+
+    def slot_numbers(self, mesh: MeshShape) -> list[int]:
+        """Returns how many slots a rollout may have on this mesh, falling: the config's, halves."""
+        numbers = [self.work.num_slots]
+        while numbers[-1] % (2 * mesh.data) == 0:
+            numbers.append(numbers[-1] // 2)
+        return numbers
+
+    # Bytes per device.
+
+    @property
+    def budget(self) -> float:
+        """The budget, infinite where none is known."""
+        return math.inf if self.budget_bytes is None else self.budget_bytes
+
+    @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
+    def update_footprint(self, plan: TrainPlan, length: int) -> Footprint:
+        """Returns the bytes of an update on rows of so many tokens."""
+        work = dataclasses.replace(
+            self.work, micro_batches=plan.micro_batches, remat=plan.remat
+        )
+        return train_footprint(self.sizes, work, plan.mesh, length, self.hardware.platform)
+
+    @functools.cache  # noqa: B019
+    def bare_footprint(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> Footprint:
+        """Returns the bytes of a rollout without its KV cache, beside no trainer."""
+        work = dataclasses.replace(self.work, num_slots=num_slots)
+        platform = self.hardware.platform
+        return rollout_footprint(self.sizes, work, mesh, max_tokens, 0, 0, platform)
+
+    @functools.cache  # noqa: B019
+    def page_bytes(self, mesh: MeshShape) -> int:
+        """Returns the bytes of a page: of a row shard's, which are cut over tensor and context."""
+        tokens = self.work.page_size // mesh.context
+        return tokens * cache_token_bytes(self.sizes, self.work, mesh)
+
+    def round_footprint(self, plan: RolloutPlan, max_tokens: int) -> Footprint:
+        """Returns the bytes of a rollout of episodes of up to `max_tokens` tokens, by itself."""
+        bare = self.bare_footprint(plan.mesh, plan.num_slots, max_tokens)
+        return dataclasses.replace(bare, cache=plan.pages * self.page_bytes(plan.mesh))
+
+    @functools.cache  # noqa: B019
+    def trainer_bytes(self, mesh: MeshShape, offload: bool = False) -> int:
+        """Returns what a trainer on this mesh leaves on each device while episodes are played."""
+        if self.num_rollout:
+            return 0
+        parameters, moments = trainer_bytes(self.sizes, mesh)
+        return parameters if offload else parameters + moments
+
+    def moments_bytes(self, mesh: MeshShape) -> int:
+        """Returns the bytes of the optimizer's moments on each device."""
+        return trainer_bytes(self.sizes, mesh)[1]
+
+    # Pages.
+
+    def least_pages(self, max_tokens: int) -> int:
+        """Returns the pages of a row shard that hold one whole episode."""
+        return -(-max_tokens // self.work.page_size)
+
+    def dense_pages(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> int:
+        """Returns the pages of a row shard with which every slot can be full."""
+        return num_slots // mesh.data * self.least_pages(max_tokens)
+
+    # Seconds, by the speed model.
+
+    @functools.cache  # noqa: B019
+    def update_speed(self, plan: TrainPlan, length: int) -> float:
+        """Returns the tokens/s of updates on rows of so many tokens."""
+        work = dataclasses.replace(
+            self.work, micro_batches=plan.micro_batches, remat=plan.remat
+        )
+        hardware = self.hardware.with_devices(plan.mesh.num_devices)
+        seconds = train_s(hardware, self.sizes, work, plan.mesh, length).total
+        return work.num_rows * length / seconds
+
+    @functools.cache  # noqa: B019
+    def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:
+        """Returns the tokens/s of all slots, at the end of their context bucket.
+
+        A row shard's KV cache holds `rows` of its slots at once; the others wait for their turn.
+        """
+        work = dataclasses.replace(self.work, num_slots=num_slots)
+        hardware = self.hardware.with_devices(mesh.num_devices)
+        seconds = sum(
+            round_s(hardware, self.sizes, work, mesh, wave, max_tokens)
+            for wave in waves(num_slots // mesh.data, max(1, rows))
+        )
+        return num_slots * work.burst / seconds
+
+    @functools.cache  # noqa: B019
+    def live_round_s(self, mesh: MeshShape, live: int, max_tokens: int) -> float:
+        """Returns the seconds of a round in which `live` episodes are left, over all row shards."""
+        hardware = self.hardware.with_devices(mesh.num_devices)
+        rows = -(-live // mesh.data)
+        return round_s(hardware, self.sizes, self.work, mesh, rows, max_tokens)
+
+    def publish_s(self, mesh: MeshShape) -> float:
+        """Returns the seconds in which new weights come to a rollout on this mesh."""
+        return self._arrival_s(engine_bytes(self.sizes.engine, mesh))
+
+    def move_s(self, mesh: MeshShape) -> float:
+        """Returns the seconds in which the trainer's state comes to this mesh."""
+        return self._arrival_s(sum(trainer_bytes(self.sizes, mesh)))
+
+    def relocate_s(self, mesh: MeshShape, cache_bytes: int) -> float:
+        """Returns the seconds in which weights and a KV cache of so many bytes come to a mesh."""
+        return self._arrival_s(engine_bytes(self.sizes.engine, mesh) + cache_bytes)
+
+    def offload_s(self, mesh: MeshShape) -> float:
+        """Returns the seconds a step in which the moments go to host memory and come back."""
+        return 2 * self.moments_bytes(mesh) / self.hardware.host_bytes_per_s
+
+    def _arrival_s(self, num_bytes: int) -> float:
+        hardware = self.hardware
+        several = hardware.num_hosts > 1
+        rate = hardware.network_bytes_per_s if several else hardware.link_bytes_per_s
+        return num_bytes / rate
