@@ -28,17 +28,17 @@ from earl_jax.estimates import rollout_estimate, train_estimate
 from earl_jax.measuring import lower_train
 from earl_jax.placement import Placement
 from earl_jax.program_keys import (
-    grow_key,
     measured_key,
     play_key,
-    seat_move_key,
+    relocate_key,
     train_key,
     trainer_move_key,
 )
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.pages import Pool, pages_for, roomier_pages
+from earl_jax.rollout.pages import pages_for, roomier_pages
+from earl_jax.rollout.seat import lower_relocation
 from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.reshard import lower_moves
 from earl_jax.telemetry.compile_clock import CompileClock
 from earl_jax.telemetry.load import LoadHistory
@@ -105,7 +105,7 @@ def candidates_for(world: World, placement: Placement, room: int) -> Iterator[Wa
         )
     for mesh in world.rollout_candidates_for(room):
         page = placement.page_size
-        whole = RolloutRung(slots, world.pool_for(room, slots, page).pages, page_size=page)
+        whole = RolloutRung(slots, world.device_pages(room, slots, page), page_size=page)
         hopeless = rollout_estimate(world, mesh, room, whole).surely_exceeds(_most(world))
         if not hopeless and not calibration.is_timed(mesh, room, whole):
             candidate = world.engine(mesh, slots, page)
@@ -120,22 +120,20 @@ def _live_programs(world: World, placement: Placement, room: int, pages: int) ->
 
     The room in use is `placement.places`.
     """
-    slots, places, lanes = placement.num_slots, placement.places, len(world.processes.lanes)
+    slots, places = placement.num_slots, placement.places
     page = placement.page_size
-    dense, least = world.pool_for(room, slots, page).pages, pages_for(room, world.page(page))
-    here, now = placement.in_rollout, Pool(lanes, placement.pages)
+    dense, least = world.device_pages(room, slots, page), pages_for(room, world.page(page))
+    here, now = placement.in_rollout, world.pool_of(placement.in_rollout, placement.pages)
     mesh, pages = placement.foresee(room, max(min(pages, dense), least))
-    engine, pool = world.engine(mesh, slots, page), Pool(lanes, pages)
-    if mesh != here and not world.config.dispatch.chunk_bytes:
+    engine, pool = world.engine(mesh, slots, page), world.pool_of(mesh, pages)
+    moves = mesh != here
+    if (moves or (room, pool) != (places, now)) and not (
+        moves and world.config.dispatch.chunk_bytes
+    ):
         before = world.engine(here, slots, page)
         yield Wanted(
-            seat_move_key(here, mesh, slots, places, now),
-            lambda: _lower_seat_move(before, engine, places, now),
-        )
-    if (room, pool) != (places, now):
-        yield Wanted(
-            grow_key(mesh, slots, places, now, room, pool),
-            lambda: engine.lower_grow(places, now, room, pool),
+            relocate_key(here, mesh, slots, places, now, room, pool),
+            lambda: _Programs(lower_relocation(before, engine, places, now, room, pool)),
         )
     yield Wanted(play_key(mesh, slots, room, pool), lambda: engine.lower_play(room, pool))
 
@@ -163,23 +161,8 @@ class _Programs(NamedTuple):
 
 def _lower_move(world: World, here: MeshShape, there: MeshShape) -> _Programs:
     """The programs in which the trainer moves."""
-    state = _placed(world.train_state_shapes(), world.train_state_shardings(here))
+    state = placed_shapes(world.train_state_shapes(), world.train_state_shardings(here))
     return _Programs(lower_moves(state, world.train_state_shardings(there)))
-
-
-def _lower_seat_move(here: PolicyEngine, there: PolicyEngine, places: int, pool: Pool) -> _Programs:
-    """The programs in which weights and live KV caches move from engine to engine."""
-    shapes = (here.parameter_shapes, here.state_shapes(places, pool))
-    seat = _placed(shapes, (here.parameter_shardings, here.state_shardings))
-    return _Programs(lower_moves(seat, (there.parameter_shardings, there.state_shardings)))
-
-
-def _placed(shapes: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        shapes,
-        shardings,
-    )
 
 
 def _has_own_devices(world: World) -> bool:

@@ -108,7 +108,7 @@ class Calibration(Questions):
         """
         world = self._world
         slots = num_slots or world.own_rollout.num_slots
-        pages = pages or world.pool_for(places, slots, page_size).pages
+        pages = pages or world.device_pages(places, slots, page_size)
         rung = RolloutRung(slots, pages, offload, page_size)
         options = []
         for mesh in self._players(places, rung):

@@ -351,7 +351,9 @@ class Chooser:
         current, slots = seat.engine.layout.shape, seat.engine.config.num_slots
         page = seat.engine.config.page_size
         page_size = 0 if page == self.world.page() else page
-        rung = RolloutRung(slots, seat.pool.pages, offload, page_size)
+        rung = RolloutRung(
+            slots, -(-seat.pool.total // len(self.world.processes.own_devices)), offload, page_size
+        )
         resident = self.ladder.trainer_bytes(trainer, offload)
         options = [
             option

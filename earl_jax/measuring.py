@@ -22,7 +22,6 @@ from earl_jax.rollout.choices import no_choices
 from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.decode_state import DecodeState
 from earl_jax.rollout.orders import NO_ROW, pack_orders
-from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.selector.ladder import RolloutRung, TrainRung
 from earl_jax.selector.memory import program_bytes, resident_bytes
@@ -44,7 +43,7 @@ NOTHING_KNOWN = Measurement(tokens_per_s=None, program_bytes=0, switch_s=0.0)
 def pool_bytes(world: World, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
     """Bytes per device of the KV cache with so many pages a lane."""
     engine = world.engine(mesh, rung.num_slots, rung.page_size)
-    pool = Pool(lanes=len(world.processes.lanes), pages=rung.pages)
+    pool = world.pool_of(mesh, rung.pages)
     layers = engine.state_shapes(places, pool).cache.layers
     return resident_bytes(layers, engine.state_shardings.cache.layers)
 
@@ -95,7 +94,7 @@ def measure_rollout(
         return jax.block_until_ready(dataclasses.replace(state, cached=placed))
 
     fits = compiled is not None and program_bytes(compiled) <= (world.budget_bytes or math.inf)
-    pool = None if fits else Pool(lanes=len(processes.lanes), pages=rung.pages)
+    pool = None if fits else world.pool_of(mesh, rung.pages)
     state = engine.empty_state(places, pool)
 
     def speed_with(busy: int) -> float:

@@ -6,20 +6,17 @@ The only place where a Decision becomes arrays on other devices: weights and liv
 rollout, parameters and optimiser state of the trainer.
 """
 
-import dataclasses
 import functools
 import time
 from typing import Any
 
-import jax
-
 from earl_jax.joint import send_weights
 from earl_jax.meshes import Meshes
-from earl_jax.program_keys import grow_key, play_key, seat_move_key, trainer_move_key
+from earl_jax.program_keys import play_key, relocate_key, trainer_move_key
 from earl_jax.rest import from_rest, is_at_rest, to_rest
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.pages import Pool, roomier_pages
-from earl_jax.rollout.seat import Policy, Seat, open_seat, vacate
+from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate, vacate
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import resident_bytes
@@ -87,7 +84,7 @@ class Placement(Meshes):
 
     @property
     def _pool(self) -> Pool:
-        return Pool(lanes=len(self._world.processes.lanes), pages=self.pages)
+        return self._world.pool_of(self.in_rollout, self.pages)
 
     def open_seat(self, params: Any, version: int) -> tuple[Seat | None, int]:
         """An empty seat on the rollout mesh in use, with this policy published to it.
@@ -140,9 +137,10 @@ class Placement(Meshes):
         """
         slots = seat.engine.config.num_slots
         places = self._world.config.rollout.places_for(tokens)
-        dense = self._world.pool_for(places, slots, seat.engine.config.page_size)
-        roomy = min(roomier_pages(pages), dense.pages)
-        has = seat.pool.pages
+        dense = self._world.device_pages(places, slots, seat.engine.config.page_size)
+        has = self._device_pages(seat.pool)
+        pages = max(has, self._device_pages(seat.pool._replace(pages=pages)))
+        roomy = min(roomier_pages(pages), dense)
         wanted = [max(roomy, pages), pages, has] if pages > has else [has]
         least = self._ladder.least_pages(places, seat.engine.config.page_size)
         numbers = dict.fromkeys(max(number, least) for number in wanted)
@@ -185,16 +183,17 @@ class Placement(Meshes):
         several = self._world.processes.count > 1
         return self.in_rollout if several else seat.engine.layout.shape
 
+    def _device_pages(self, pool: Pool) -> int:
+        return -(-pool.total // len(self._world.processes.own_devices))
+
     def _grow_seat(self, seat: Seat) -> Seat:
-        moved, pool = self.move_seat(seat, self.in_rollout), self._pool
-        engine, slots = moved.engine, moved.engine.config.num_slots
-        grow = grow_key(engine.layout.shape, slots, seat.places, seat.pool, self.places, pool)
-        self.calibration.about_to_use(grow)
-        self._about_to_play(engine, self.places, pool)
-        state = moved.engine.grow(moved.state, self.places, seat.pool, pool)
-        return dataclasses.replace(
-            moved, state=jax.block_until_ready(state), places=self.places, pool=pool
-        )
+        moved = self.move_seat(seat, self.in_rollout, self.places, self._pool)
+        self._about_to_play(moved.engine, moved.places, moved.pool)
+        return moved
+
+    def _pool_there(self, seat: Seat, mesh: MeshShape) -> Pool:
+        """As many pages in all as the seat has, on another mesh."""
+        return self._world.pool_of(mesh, self._device_pages(seat.pool))
 
     def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
         """A seat for the last `live` episodes of a rollout; the longest has so many tokens.
@@ -213,35 +212,35 @@ class Placement(Meshes):
             load,
             self.in_training,
             self.offload,
-            lambda mesh: (mesh, seat.places, seat.pool) in self._played,
+            lambda mesh: (mesh, seat.places, self._pool_there(seat, mesh)) in self._played,
         )
         if decision is None or not decision.switched:
             return seat
         self._note(decision)
-        moved = self._unless_short("tail", lambda: self.move_seat(seat, decision.mesh))
+        pool = self._pool_there(seat, decision.mesh)
+        moved = self._unless_short(
+            "tail", lambda: self.move_seat(seat, decision.mesh, seat.places, pool)
+        )
         return moved or seat
 
     def _about_to_play(self, engine: PolicyEngine, places: int, pool: Pool) -> None:
         key = play_key(engine.layout.shape, engine.config.num_slots, places, pool)
         self.calibration.about_to_use(key)
 
-    def move_seat(self, seat: Seat, mesh: MeshShape) -> Seat:
-        """The same weights and live episodes on this mesh. `seat` stays as it is."""
-        config = seat.engine.config
+    def move_seat(self, seat: Seat, mesh: MeshShape, places: int, pool: Pool) -> Seat:
+        """The same weights and live episodes on this mesh, with this room. `seat` stays as it is.
+
+        The pool has more pages where the live episodes need them.
+        """
+        config, here = seat.engine.config, seat.engine.layout.shape
         engine = self._world.engine(mesh, config.num_slots, config.page_size)
-        self._played.add((mesh, seat.places, seat.pool))
-        if engine is seat.engine:
-            return seat
-        slots, here = seat.engine.config.num_slots, seat.engine.layout.shape
-        self.calibration.about_to_use(seat_move_key(here, mesh, slots, seat.places, seat.pool))
+        least = seat.pages.least_pages(pool.shards)
+        pool = pool._replace(pages=max(pool.pages, least))
+        self._played.add((mesh, places, pool))
+        key = relocate_key(here, mesh, config.num_slots, seat.places, seat.pool, places, pool)
+        self.calibration.about_to_use(key)
         start = time.perf_counter()
-        params, state = jax.block_until_ready(
-            reshard(
-                (seat.policy.params, seat.state),
-                (engine.parameter_shardings, engine.state_shardings),
-                chunk_bytes=self._chunk_bytes,
-            )
-        )
-        self.log.switch_s += time.perf_counter() - start
-        policy = dataclasses.replace(seat.policy, params=params)
-        return dataclasses.replace(seat, engine=engine, policy=policy, state=state)
+        moved = relocate(seat, engine, places, pool, chunk_bytes=self._chunk_bytes)
+        if engine is not seat.engine:
+            self.log.switch_s += time.perf_counter() - start
+        return moved

@@ -14,18 +14,17 @@ def play_key(mesh: MeshShape, num_slots: int, places: int, pool: Pool) -> Hashab
     return "play", mesh, num_slots, places, pool
 
 
-def grow_key(
-    mesh: MeshShape, num_slots: int, places: int, pool: Pool, more_places: int, more: Pool
+def relocate_key(
+    here: MeshShape,
+    there: MeshShape,
+    num_slots: int,
+    places: int,
+    pool: Pool,
+    more_places: int,
+    more: Pool,
 ) -> Hashable:
-    """Live episodes are given more room, or more pages."""
-    return "grow", mesh, num_slots, places, pool, more_places, more
-
-
-def seat_move_key(
-    here: MeshShape, there: MeshShape, num_slots: int, places: int, pool: Pool
-) -> Hashable:
-    """Weights and live episodes move."""
-    return "move", here, there, num_slots, places, pool
+    """Live episodes go to another mesh, or are given more room, or more pages."""
+    return "relocate", here, there, num_slots, places, pool, more_places, more
 
 
 def trainer_move_key(here: MeshShape, there: MeshShape) -> Hashable:

@@ -21,7 +21,7 @@ class Questions(Remembered):
     def _rollout_question(self, mesh: MeshShape, places: int, rung: RolloutRung) -> Question:
         """With pages for all slots, in the most bytes that this rung has fewer."""
         world = self._world
-        dense = rung._replace(pages=world.pool_for(places, rung.num_slots, rung.page_size).pages)
+        dense = rung._replace(pages=world.device_pages(places, rung.num_slots, rung.page_size))
         most = self.most_bytes - self._more_bytes(mesh, places, rung)
         return Question(
             stage="rollout",
@@ -66,7 +66,7 @@ class Questions(Remembered):
     def _more_bytes(self, mesh: MeshShape, places: int, rung: RolloutRung) -> int:
         """By how much the rung's pages are more than pages for all slots; most often below 0."""
         world = self._world
-        dense = world.pool_for(places, rung.num_slots, rung.page_size).pages
+        dense = world.device_pages(places, rung.num_slots, rung.page_size)
         one = pool_bytes(world, mesh, places, rung._replace(pages=1, offload=False))
         return (rung.pages - dense) * one
 

@@ -90,7 +90,7 @@ class Ladder:
 
     def rollout_rungs(self, places: int, wanted: Sequence[int]) -> list[RolloutRung]:
         """With the pages wanted first, and always those of one whole episode a lane."""
-        slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
+        slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.own_devices)
         return rollout_rungs(slots, lanes, wanted, self.least_pages(places), self._can_offload)
 
     def rungs_as(self, now: RolloutRung, places: int, wanted: int) -> list[RolloutRung]:
@@ -98,7 +98,7 @@ class Ladder:
 
         Another number of slots may follow, but no other pages: what they hold stays there.
         """
-        slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.lanes)
+        slots, lanes = self.world.own_rollout.num_slots, len(self.world.processes.own_devices)
         size = self.world.page(now.page_size)
         pages = -(-wanted * self.world.page() // size)
         rungs = rollout_rungs(slots, lanes, [pages], self.least_pages(places, size))
@@ -120,9 +120,9 @@ class Ladder:
         where so many tokens are expected in flight.
         """
         world = self.world
-        first = world.pool_for(world.config.rollout.context_buckets[0])
-        most = world.pool_for(places).pages
-        return min(max(before, first.pages, self._pages_in_flight(load)), most)
+        first = world.device_pages(world.config.rollout.context_buckets[0])
+        most = world.device_pages(places)
+        return min(max(before, first, self._pages_in_flight(load)), most)
 
     def _pages_in_flight(self, load: Load | None) -> int:
         """Pages of a lane that the expected tokens in flight take: half of a slot's last is empty.

@@ -31,7 +31,7 @@ from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.pages import Pool, dense_pool
+from earl_jax.rollout.pages import Pool, dense_pool, pages_for
 from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.candidates import (
@@ -89,16 +89,15 @@ class World:
         self.budget_bytes = self.processes.least(
             device_budget(config.selector.budget_bytes_per_device)
         )
-        num_lanes = len(self.processes.rollout_devices)
-        _check_numbers(config, num_lanes)
+        num_players = len(self.processes.rollout_devices)
         experts = self.model.num_experts
         self.rollout_candidates = rollout_candidates(
-            num_lanes, config.selector.rollout_meshes, self._rollout_obstacle, experts
+            num_players, config.selector.rollout_meshes, self._rollout_obstacle, experts
         )
         self._rollout_context_candidates = (
             []
             if config.selector.rollout_meshes
-            else rollout_context_candidates(num_lanes, self._rollout_obstacle, experts)
+            else rollout_context_candidates(num_players, self._rollout_obstacle, experts)
         )
         num_trainers, named = len(self.processes.train_devices), config.selector.train_meshes
 
@@ -148,6 +147,8 @@ class World:
         players = len(self.processes.players)
         if shape.data % players:
             return f"data={shape.data} does not divide over the {players} processes that play"
+        if reason := self.config.rollout.rows_obstacle(shape.data):
+            return reason
         # An engine's weights are not cut over `context`.
         whole = dataclasses.replace(shape, context=1)
         return self.weights_obstacle(whole) or self.config.rollout.context_obstacle(shape.context)
@@ -177,7 +178,7 @@ class World:
     @functools.cache  # noqa: B019 - a World lives as long as the run
     def rollout_layout(self, shape: MeshShape) -> Layout:
         """This process's part of the rollout's layout of this shape: where its engine is."""
-        return make_layout(self.processes.own_mesh(shape), self.processes.lanes)
+        return make_layout(self.processes.own_mesh(shape), self.processes.own_devices)
 
     @functools.cache  # noqa: B019
     def joint_layout(self, shape: MeshShape) -> Layout:
@@ -213,7 +214,7 @@ class World:
         rows = make_rows(
             num_rows=rollout.episodes_per_step,
             num_slots=num_slots,
-            num_lanes=len(self.processes.lanes),
+            num_devices=len(self.processes.own_devices),
         )
         return PolicyEngine(
             EngineConfig(
@@ -243,10 +244,26 @@ class World:
             self.tokenizer,
         )
 
-    def pool_for(self, places: int, num_slots: int | None = None, page_size: int = 0) -> Pool:
-        """Pages for every slot to have `places` tokens, in a lane a device."""
+    def pool_for(
+        self, shape: MeshShape, places: int, num_slots: int | None = None, page_size: int = 0
+    ) -> Pool:
+        """Returns the pool on this mesh with pages for every slot to have `places` tokens."""
         slots = num_slots or self.own_rollout.num_slots
-        return dense_pool(len(self.processes.lanes), slots, places, self.page(page_size))
+        shards = self.rollout_layout(shape).num_row_shards
+        return dense_pool(shards, slots, places, self.page(page_size))
+
+    # The selector counts pages by the device: as many as all of a process's devices have in common.
+
+    def device_pages(self, places: int, num_slots: int | None = None, page_size: int = 0) -> int:
+        """Pages a device for every slot to have `places` tokens."""
+        slots = num_slots or self.own_rollout.num_slots
+        pages = slots * pages_for(places, self.page(page_size))
+        return -(-pages // len(self.processes.own_devices))
+
+    def pool_of(self, shape: MeshShape, device_pages: int) -> Pool:
+        """The pool with so many pages a device on this rollout mesh."""
+        shards = self.rollout_layout(shape).num_row_shards
+        return Pool(shards, device_pages * len(self.processes.own_devices) // shards)
 
     def train_step(
         self, shape: MeshShape, objective: Objective, rung: TrainRung | None = None
@@ -375,17 +392,6 @@ class World:
             )
             for update in range(train.demonstration_updates)
         ]
-
-
-def _check_numbers(config: Config, num_lanes: int) -> None:
-    """Raises ValueError where slots or episodes do not divide over the devices that play."""
-    for field in ("num_slots", "episodes_per_step"):
-        number = getattr(config.rollout, field)
-        if number % num_lanes:
-            raise ValueError(
-                f"config.rollout.{field} is {number}, which does not divide over the "
-                f"{num_lanes} devices that play in this run; choose a multiple of {num_lanes}"
-            )
 
 
 def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
