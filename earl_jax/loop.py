@@ -247,7 +247,7 @@ def play(
         world.pool,
         world.make_environment,
         lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
-        num_lanes=len(world.processes.lanes),
+        num_devices=len(world.processes.own_devices),
         max_context=world.max_context,
         drafting=world.drafting,
         thin_out=lambda seat, live, longest: placement.thin_out(seat, live, longest, load),

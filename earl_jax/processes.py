@@ -121,7 +121,7 @@ class Processes:
     # Who plays what.
 
     @functools.cached_property
-    def lanes(self) -> tuple[Any, ...]:
+    def own_devices(self) -> tuple[Any, ...]:
         """The devices that this process plays on; those of the first that plays where it does not.
 
         So every process can say how large the programs of those that play are.

@@ -168,15 +168,15 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
         free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
     else:
         free = CACHE_SHARE * _host_bytes() / jax.local_device_count()
-    size, lanes = engine.config.page_size, engine.layout.num_row_shards
-    pages = engine.state_shapes(size, Pool(lanes, 1)).cache.layers
+    size, shards = engine.config.page_size, engine.layout.num_row_shards
+    pages = engine.state_shapes(size, Pool(shards, 1)).cache.layers
     token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
     shape = engine.layout.shape
-    token_bytes /= lanes * size * shape.tensor * shape.context
-    lane_tokens = max(1, int(free / token_bytes))
-    first = lanes * lane_tokens if told else DEFAULT_SLOT_TOKENS * engine.config.num_slots
+    token_bytes /= shards * size * shape.tensor * shape.context
+    shard_tokens = max(1, int(free / token_bytes))
+    first = shards * shard_tokens if told else DEFAULT_SLOT_TOKENS * engine.config.num_slots
     first = flags.cache_tokens or first
-    return first, min(MOST_TOKENS, max(first // lanes, lane_tokens // WHILE_GROWING))
+    return first, min(MOST_TOKENS, max(first // shards, shard_tokens // WHILE_GROWING))
 
 
 def _host_bytes() -> int:

@@ -141,7 +141,7 @@ class World:
     @functools.cache  # noqa: B019 - a World lives as long as the run
     def rollout_layout(self, shape: MeshShape) -> Layout:
         """This process's part of the rollout's layout of this shape: where its engine is."""
-        return make_layout(self.processes.own_mesh(shape), self.processes.lanes)
+        return make_layout(self.processes.own_mesh(shape), self.processes.own_devices)
 
     @functools.cache  # noqa: B019
     def joint_layout(self, shape: MeshShape) -> Layout:
@@ -164,7 +164,7 @@ class World:
         rows = make_rows(
             num_rows=rollout.episodes_per_step,
             num_slots=num_slots,
-            num_lanes=len(self.processes.lanes),
+            num_devices=len(self.processes.own_devices),
         )
         return PolicyEngine(
             EngineConfig(
@@ -194,7 +194,7 @@ class World:
             self.tokenizer,
         )
 
-    def pool(self, plan: RolloutPlan) -> Pool:
+    def cache_pool(self, plan: RolloutPlan) -> Pool:
         """Returns the pages of this process's part of a rollout."""
         return Pool(self.processes.own_mesh(plan.mesh).data, plan.pages)
 

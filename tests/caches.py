@@ -1,10 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A paged cache as tests look at it: row by row."""
+"""A paged cache as tests look at it, row by row; and slots with pages for all their places."""
+
+import dataclasses
 
 import numpy as np
 
 from earl_jax.models.kv_cache import PagedCache
+from earl_jax.rollout import decode_state
+from earl_jax.rollout.decode_state import DecodeState
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.pages import PageTable, dense_pool, pages_for
 
 
 def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:
@@ -21,3 +27,36 @@ def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:
             sides[name] = side.swapaxes(1, 2).reshape(rows, heads, pages * size, width)
         found.append(sides)
     return found
+
+
+def whole_pages(slots: int, places: int, page_size: int, shards: int = 1) -> PageTable:
+    """The pages of `empty_state` without a pool: every slot has its own, in order."""
+    table = PageTable(
+        dense_pool(shards, slots, places, page_size), num_slots=slots, page_size=page_size
+    )
+    for slot in range(slots):
+        table.hold(slot, places)
+    return table
+
+
+def whole_pages_on(engine: PolicyEngine, places: int) -> PageTable:
+    """`whole_pages` of an engine's slots."""
+    config = engine.config
+    return whole_pages(config.num_slots, places, config.page_size, engine.layout.num_row_shards)
+
+
+def grow(state: DecodeState, places: int) -> DecodeState:
+    """The same slots on one device with room, and pages of their own, for so many tokens."""
+    before = state.experience.tokens.shape[1]
+    slots, size = state.cached.shape[0], state.cache.page_size
+    table, source = whole_pages(slots, before, size).regroup(dense_pool(1, slots, places, size))
+    for slot in range(slots):
+        table.hold(slot, places)
+    cache = dataclasses.replace(
+        state.cache,
+        layers=decode_state.repack(state.cache.layers, source.reshape(-1)),
+        table=table.as_array(pages_for(places, size)),
+    )
+    return dataclasses.replace(
+        state, cache=cache, experience=decode_state.widen(state.experience, places)
+    )

@@ -32,11 +32,11 @@ from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool, pages_for
 from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.seat import Policy, Seat, open_seat
+from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
-NUM_LANES = 8
+NUM_DEVICES = 8
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 CONFIG = RolloutConfig(
     num_slots=16,
@@ -68,8 +68,8 @@ def renderer() -> ChatRenderer:
 
 def num_rows(num_slots: int, episodes: int) -> int:
     """Rows of experience, with those for guests where there are slots for all lanes."""
-    lanes = NUM_LANES if num_slots % NUM_LANES == 0 else 1
-    rows = make_rows(num_rows=episodes, num_slots=num_slots, num_lanes=lanes)
+    devices = NUM_DEVICES if num_slots % NUM_DEVICES == 0 else 1
+    rows = make_rows(num_rows=episodes, num_slots=num_slots, num_devices=devices)
     return rows.total
 
 
@@ -153,7 +153,7 @@ def tictactoe(task: Task):
 class Rooms:
     """Grows the room, as `placement.make_room` does where the mesh stays; remembers what for.
 
-    Pages come by the dozen; at most `most_pages` a lane, as where the budget is reached.
+    Pages come by the dozen; at most `most_pages` a row shard, as where the budget is reached.
     """
 
     most_pages: int = 1000
@@ -170,8 +170,7 @@ class Rooms:
         if pages > seat.pool.pages:
             pages = min(pages + -pages % 12, self.most_pages)
         pool = seat.pool._replace(pages=max(pages, seat.pool.pages))
-        state = seat.engine.grow(seat.state, places, seat.pool, pool)
-        return dataclasses.replace(seat, state=state, places=places, pool=pool)
+        return relocate(seat, seat.engine, places, pool)
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +194,7 @@ def collect(
     player=None,
     control=None,
     sampling=Sampling(),  # noqa: B008
-    num_lanes=NUM_LANES,
+    num_devices=NUM_DEVICES,
     collectors=None,
     max_context=NO_LIMIT,
     drafting=None,
@@ -211,7 +210,7 @@ def collect(
         pool,
         make,
         make_room or Rooms(),
-        num_lanes=num_lanes,
+        num_devices=num_devices,
         max_context=max_context,
         drafting=drafting,
         thin_out=thin_out,
@@ -219,9 +218,10 @@ def collect(
     if collectors is not None:
         collectors.append(collector)
     size = player.config.page_size
-    pages = pages or pages_for(places, size) * num_slots // num_lanes
+    shards = player.layout.num_row_shards
+    pages = pages or pages_for(places, size) * num_slots // shards
     policy = Policy(params=player.load_params(params or weights()), version=version)
-    seat = open_seat(player, policy, places, Pool(num_lanes, pages), vacant)
+    seat = open_seat(player, policy, places, Pool(shards, pages), vacant)
     return collector.collect(seat, todo, sampling=sampling, control=control)
 
 
@@ -720,13 +720,13 @@ class Lecture(Talker):
 @pytest.mark.parametrize(
     ("mesh", "copies"),
     [(MeshShape(data=8), "off"), (MeshShape(data=2, tensor=2), "on")],
-    ids=["a lane", "in all"],
+    ids=["a row shard", "in all"],
 )
 def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatch):
-    """Lanes of two slots and five or six episodes; two prompts that differ in one token of 29.
+    """Two prompts that differ in one token of 29, for 44 episodes.
 
-    In all lanes, four of which are on one device, where they copy from each other: two pages a
-    call.
+    Read by each of eight row shards of two slots; or once, where two shards of eight slots copy
+    from each other, two pages a call.
     """
     prompts = [renderer().first(Lecture(seed).start().text) for seed in range(2)]
     common = next(i for i, ids in enumerate(zip(*prompts, strict=True)) if len(set(ids)) > 1)
@@ -744,7 +744,7 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
     )  # fmt: skip
     assert_same_episodes(alone.trajectories, shared.trajectories)
     check_rows(shared, 44)
-    taken, takers = shared.stats.shared_tokens, 44 - (1 if copies == "on" else NUM_LANES)
+    taken, takers = shared.stats.shared_tokens, 44 - (1 if copies == "on" else NUM_DEVICES)
     assert (shared.stats.copied_tokens > 0) == (copies == "on")
     # Two more of who has heard the same words to the end, but for the token before its reply.
     assert takers * common < taken < takers * (common + 2)
@@ -810,7 +810,7 @@ def test_the_order_of_answers_changes_no_episode(pool, games, patience_s):
 @pytest.mark.slow
 def test_with_fewer_rows_than_slots_who_waits_is_none(pool, games):
     """One row a device for two slots: it is always one that speaks, whoever waits meanwhile."""
-    player = engine(step_rows=NUM_LANES)
+    player = engine(step_rows=NUM_DEVICES)
     assert (player.step_rows, engine().step_rows) == (1, 2)
 
     def make(task):
@@ -864,25 +864,3 @@ def test_all_environments_may_fail_at_once(pool):
     assert [t.stop_reason for t in rollout.trajectories] == ["environment_error"] * 20
     assert rollout.stats.rounds == 0
     check_rows(rollout, 0)
-
-
-def test_lanes_must_divide_slots_and_rows(pool):
-    with pytest.raises(ValueError, match="config.rollout.num_slots is 12.*multiple of 8"):
-        Collector(
-            dataclasses.replace(CONFIG, num_slots=12),
-            lambda: Conversation(renderer()),
-            pool,
-            tictactoe,
-            Rooms(),
-            num_lanes=NUM_LANES,
-        ).collect(
-            Seat(
-                engine=engine(),
-                policy=Policy(params=weights(), version=0),
-                state=engine().empty_state(ROOM, Pool(NUM_LANES, 99)),
-                places=ROOM,
-                pool=Pool(NUM_LANES, 99),
-            ),
-            tasks(1),
-            sampling=Sampling(),
-        )

@@ -168,7 +168,7 @@ def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):
             np.testing.assert_array_equal(here[: len(ids)], ids)
 
     rollout = collect(
-        pool, tasks(rows), num_slots=4, num_lanes=1, player=Sending(player, send_finished),
+        pool, tasks(rows), num_slots=4, num_devices=1, player=Sending(player, send_finished),
         collectors=collectors,
     )  # fmt: skip
     early = [live for live in sent.values() if live]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import rows_of
+from caches import rows_of, whole_pages_on
 from test_slots import (
     CHUNK,
     END,
@@ -33,10 +33,10 @@ from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.orders import ORDER_COLUMNS
-from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.pages import pages_for
+from earl_jax.rollout.seat import Policy, Seat, relocate
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.host_bytes import HostByteCounter
 
 NUM_SLOTS, NUM_ROWS = 16, 32
@@ -196,49 +196,61 @@ def test_the_conversation_is_worth_comparing():
 
 @pytest.mark.slow
 def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
-    """As `placement.make_room` does it, in the middle of turns and of prompts, over every mesh."""
+    """In the middle of turns and of prompts, over every mesh."""
     first, *others = CANDIDATES
-    seat = {"engine": engine_on(first), "weights": weights_on(first), "round": 0}
     moves = {2: others[0], 4: others[1], 5: others[2], 6: first}
-    visited = []
+    rounds, visited = 0, []
+    seat = seat_on(first, 16)
 
     def play(state, orders):
-        seat["round"] += 1
-        if seat["round"] in moves:
-            shape = moves[seat["round"]]
+        nonlocal rounds, seat
+        rounds += 1
+        if rounds in moves:
             visited.append(int(state.active.sum()))
-            engine = engine_on(shape)
-            weights, state = reshard(
-                (seat["weights"], state), (engine.parameter_shardings, engine.state_shardings)
-            )
-            seat.update(engine=engine, weights=weights)
-            state = engine.grow(state, PLACES)
-        return seat["engine"].play(seat["weights"], state, orders)
+            seat = dataclasses.replace(seat, state=state)
+            there = engine_on(moves[rounds])
+            seat = relocate(seat, there, PLACES, whole_pages_on(there, PLACES).pool)
+            for slot in range(NUM_SLOTS):
+                seat.pages.hold(slot, PLACES)
+            state = there.give_pages(seat.state, seat.pages.as_array(pages_for(PLACES, PAGE_SIZE)))
+        return seat.engine.play(seat.policy.params, state, orders)
 
-    state, heard = converse(play, engine_on(first).empty_state(16), scripts(), num_slots=NUM_SLOTS)
+    state, heard = converse(play, seat.state, scripts(), num_slots=NUM_SLOTS)
     assert len(visited) == 4 and sum(count > 0 for count in visited) >= 2
     assert_same(heard, converse_on(UNSHARDED)[1])
     check_rows(state.experience, heard, scripts())
 
 
-@pytest.mark.parametrize("lanes", [None, 8])
-def test_growing_keeps_every_number_and_adds_zeros(lanes):
-    """Where slots have their own pages, and where the host says who has which."""
+def seat_on(shape: MeshShape, places: int, state=None) -> Seat:
+    """Every slot has pages for its room."""
+    engine = engine_on(shape)
+    return Seat(
+        engine=engine,
+        policy=Policy(params=weights_on(shape), version=0),
+        state=state or engine.empty_state(places),
+        places=places,
+        pages=whole_pages_on(engine, places),
+    )
+
+
+@pytest.mark.parametrize("pages", [None, 13])
+def test_more_room_keeps_every_number_and_adds_zeros(pages):
+    """With the pages that there are, and with more."""
     engine = engine_on(CANDIDATES[0])
     state, _ = converse_on(CANDIDATES[0])
-    pages = state.cache.num_pages
-    old, new = (Pool(lanes, pages // lanes), Pool(lanes, 13)) if lanes else (None, None)
-    grown = engine.grow(state, PLACES + 16, old, new)
-    assert jax.tree.map(lambda leaf: leaf.sharding, grown) == engine.state_shardings
-    assert grown.cache.num_pages == (8 * 13 if lanes else NUM_SLOTS * 6)
-    assert grown.cache.table.shape == (NUM_SLOTS, 6)
-    for before, after in zip(rows_of(state.cache), rows_of(grown.cache), strict=True):
+    seat = seat_on(CANDIDATES[0], PLACES, state)
+    grown = relocate(seat, engine, PLACES + 16, seat.pool._replace(pages=pages or seat.pool.pages))
+    after_all = grown.state
+    assert jax.tree.map(lambda leaf: leaf.sharding, after_all) == engine.state_shardings
+    assert after_all.cache.num_pages == 8 * (pages or 10)
+    assert after_all.cache.table.shape == (NUM_SLOTS, 6)
+    for before, after in zip(rows_of(state.cache), rows_of(after_all.cache), strict=True):
         for side, values in before.items():
-            kept = after[side][:, :, : values.shape[2]]
-            np.testing.assert_array_equal(kept, values)
-            if not lanes:
-                assert not after[side][:, :, values.shape[2] :].any()
-    rest = [dataclasses.replace(s, cache=None) for s in (state, grown)]
+            np.testing.assert_array_equal(after[side][:, :, : values.shape[2]], values)
+    if pages:
+        for pool in jax.tree.leaves(after_all.cache.layers):
+            assert not np.asarray(pool).reshape(8, 13, -1)[:, 10:].any()
+    rest = [dataclasses.replace(s, cache=None) for s in (state, after_all)]
     for before, after in zip(*map(jax.tree.leaves, rest), strict=True):
         widths = [(0, m - n) for n, m in zip(before.shape, after.shape, strict=True)]
         assert sum(width for _, width in widths) in (0, 16)

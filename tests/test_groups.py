@@ -58,7 +58,7 @@ def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
     """On one device, which is one lane."""
     player = engine(num_slots, MeshShape())
     rollout = collect(
-        pool, todo, make, num_slots=num_slots, player=player, num_lanes=1,
+        pool, todo, make, num_slots=num_slots, player=player, num_devices=1,
         **{"share_prefixes": True, "places": 48, **changes},
     )  # fmt: skip
     check_rows(rollout, len(todo))
@@ -135,7 +135,7 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     left, policy = vacate(newer.seat), newer.seat.policy
     larger = open_seat(left.engine, policy, 64, Pool(1, 4 * 8), left)
     assert larger.kept is left.kept and larger.state.experience.tokens.shape[1] == 64
-    assert larger.kept.pages.pool.total == larger.state.cache.num_pages == 4 * 8
+    assert larger.pool.total == larger.state.cache.num_pages == 4 * 8
     assert open_seat(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 

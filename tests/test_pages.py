@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who has which page, by hand. Pages of 4 tokens, two lanes of three slots and five pages."""
+"""Who has which page, by hand. Pages of 4 tokens, two row shards of three slots and five pages."""
 
 import random
 
@@ -11,7 +11,7 @@ from earl_jax.rollout.pages import PageCopy, PageTable, Pool, dense_pool, pages_
 
 @pytest.fixture
 def table():
-    return PageTable(Pool(lanes=2, pages=5), num_slots=6, page_size=4)
+    return PageTable(Pool(shards=2, pages=5), num_slots=6, page_size=4)
 
 
 def rows(table, width=3):
@@ -20,8 +20,8 @@ def rows(table, width=3):
 
 def test_a_dense_pool_is_enough_for_every_slot():
     assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    pool = dense_pool(lanes=2, slots=6, places=10, page_size=4)
-    assert pool == Pool(lanes=2, pages=9) and pool.total == 18
+    pool = dense_pool(shards=2, slots=6, places=10, page_size=4)
+    assert pool == Pool(shards=2, pages=9) and pool.total == 18
 
 
 def test_a_page_is_a_slots_alone_until_another_takes_it_over(table):
@@ -43,7 +43,7 @@ def test_pinned_pages_are_nobody_elses_until_the_round_is_over(table):
     assert table.num_free(0) == 2
 
 
-def test_slots_get_pages_of_their_lane_in_order_as_they_need_them(table):
+def test_slots_get_pages_of_their_row_shard_in_order_as_they_need_them(table):
     assert (table.missing(1, 9), table.missing(1, 0)) == (3, 0)
     table.hold(1, 5)
     table.hold(3, 1)
@@ -83,7 +83,7 @@ def test_a_page_that_is_filled_in_the_same_round_is_copied_from_its_origin(table
     assert table.begin(0, 2, 1) == PageCopy(source=2, target=0)
 
 
-def test_in_the_second_lane_numbers_are_those_of_the_whole_pool(table):
+def test_in_the_second_row_shard_numbers_are_those_of_the_whole_pool(table):
     table.hold(4, 4)
     assert table.begin(5, 4, 1) == PageCopy(source=5, target=6)
     assert rows(table, 1) == [[0], [0], [0], [5], [5], [6]]
@@ -101,10 +101,11 @@ def test_what_begins_with_its_own_beginning_copies_nothing_unless_others_have_it
     assert table.num_held(0) == 0 and table.holders()[0] == [1, 0, 1, 0, 0]
 
 
-def test_new_pages_come_behind_the_old_ones_of_each_lane(table):
+def test_new_pages_come_behind_the_old_ones_of_each_shard(table):
     table.hold(0, 20)
     table.hold(3, 8)
-    table.grow(Pool(lanes=2, pages=7))
+    table, source = table.regroup(Pool(shards=2, pages=7))
+    assert source.tolist() == [[0, 1, 2, 3, 4, -1, -1], [5, 6, 7, 8, 9, -1, -1]]
     assert rows(table, 5)[0] == [0, 1, 2, 3, 4] and rows(table, 5)[3][:2] == [7, 8]
     table.hold(1, 8)
     table.hold(4, 12)
@@ -114,22 +115,22 @@ def test_new_pages_come_behind_the_old_ones_of_each_lane(table):
 
 def test_whatever_happens_every_page_is_free_or_held_by_those_who_list_it():
     rng = random.Random(0)
-    table = PageTable(Pool(lanes=2, pages=40), num_slots=6, page_size=4)
+    table = PageTable(Pool(shards=2, pages=40), num_slots=6, page_size=4)
     lengths = [0] * 6
     for _ in range(2000):
         slot = rng.randrange(6)
-        lane = slot // 3
+        shard = slot // 3
         what = rng.choice(["hold", "keep", "begin", "end_round"])
         if what == "hold":
             more = rng.randrange(9)
-            if table.missing(slot, lengths[slot] + more) <= table.num_free(lane):
+            if table.missing(slot, lengths[slot] + more) <= table.num_free(shard):
                 lengths[slot] += more
                 table.hold(slot, lengths[slot])
         elif what == "keep":
             lengths[slot] = rng.randint(0, lengths[slot])
             table.keep(slot, lengths[slot])
-        elif what == "begin" and table.num_free(lane):
-            source = lane * 3 + rng.randrange(3)
+        elif what == "begin" and table.num_free(shard):
+            source = shard * 3 + rng.randrange(3)
             lengths[slot] = rng.randint(0, lengths[source])
             table.begin(slot, source, lengths[slot])
         else:
@@ -143,4 +144,4 @@ def test_whatever_happens_every_page_is_free_or_held_by_those_who_list_it():
             assert page // 40 == slot // 3
             listed[slot // 3][page % 40] += 1
     assert listed == table.holders()
-    assert [table.num_free(lane) for lane in (0, 1)] == [row.count(0) for row in listed]
+    assert [table.num_free(shard) for shard in (0, 1)] == [row.count(0) for row in listed]

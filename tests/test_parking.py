@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_collect import (
     CONFIG,
-    NUM_LANES,
+    NUM_DEVICES,
     Rooms,
     Talker,
     check_rows,
@@ -31,7 +31,7 @@ from earl_jax.rollout import parking
 from earl_jax.rollout.config import SpeculationConfig
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.host_pages import HostPages
-from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.pages import PageTable, Pool
 from earl_jax.rollout.parking import (
     Choice,
     Rates,
@@ -143,8 +143,10 @@ SLOT_PAGES = {1: 6, 2: 1, 5: 4, 14: 9}
 
 
 def seat_with_noise(mesh: MeshShape, kv_dtype: str) -> Seat:
-    """Pools of noise; 4 pages of 64 tokens go at a time, and a lane has 12."""
-    made, pool = player(mesh, kv_dtype, page_size=64), Pool(NUM_LANES, 12)
+    """Pools of noise; 4 pages of 64 tokens go at a time, and 96 pages are there in all."""
+    made = player(mesh, kv_dtype, page_size=64)
+    shards = made.layout.num_row_shards
+    pool = Pool(shards, 96 // shards)
     state = made.empty_state(64 * 12, pool)
     rng = np.random.default_rng(0)
 
@@ -159,16 +161,17 @@ def seat_with_noise(mesh: MeshShape, kv_dtype: str) -> Seat:
         active=jax.device_put(jnp.ones_like(state.active), state.active.sharding),
     )
     policy = Policy(params=None, version=0)
-    return Seat(engine=made, policy=policy, state=state, places=64 * 12, pool=pool)
+    pages = PageTable(pool, num_slots=16, page_size=64)
+    return Seat(engine=made, policy=policy, state=state, places=64 * 12, pages=pages)
 
 
 def pools(seat: Seat) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(seat.state.cache.layers)]
 
 
-def numbers(slot: int, pages) -> list[int]:
+def numbers(seat: Seat, slot: int, pages) -> list[int]:
     """In the whole pool."""
-    return [slot // 2 * 12 + page for page in pages]
+    return [seat.pages.shard(slot) * seat.pool.pages + page for page in pages]
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -201,7 +204,7 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     for old, new in zip(before, pools(seat), strict=True):
         expected = np.zeros_like(old)
         for slot, pages in back.items():
-            expected[numbers(slot, pages)] = old[numbers(slot, out[slot])]
+            expected[numbers(seat, slot, pages)] = old[numbers(seat, slot, out[slot])]
         np.testing.assert_array_equal(new, expected)
     assert (host.held_bytes, host.moved_bytes) == (5 * block, 9 * block)
     host.drop(1), host.drop(14), host.drop(3)
@@ -399,29 +402,29 @@ class Long(Talker):
 
 
 class WatchedRoom(CacheRoom):
-    """Writes down, lane by lane, who was parked, and when another began or ended."""
+    """Writes down, row shard by row shard, who was parked, and when another began or ended."""
 
     def __init__(self, *given):
         super().__init__(*given)
-        self.log = [[] for _ in range(NUM_LANES)]
+        self.log = [[] for _ in range(NUM_DEVICES)]
 
-    def _park(self, seat, lane):
-        slots = [slot for slot in self._pages.slots_of(lane) if self._slots[slot]]
+    def _park(self, seat, shard):
+        slots = [slot for slot in self._pages.slots_of(shard) if self._slots[slot]]
         playing = {slot for slot in slots if not self._episode(slot).parked}
-        super()._park(seat, lane)
+        super()._park(seat, shard)
         [parked] = [slot for slot in playing if self._episode(slot).parked]
         begun = {slot for slot in playing if not self._is_new(slot)}
         assert parked not in begun or self._rank(parked) == min(map(self._rank, begun))
         assert begun != {parked}, "the longest goes on"
         if parked in begun:
-            self.log[lane].append(self._episode(parked).row)
+            self.log[shard].append(self._episode(parked).row)
 
     def begin(self, slot):
-        self.log[self._pages.lane(slot)].append("change")
+        self.log[self._pages.shard(slot)].append("change")
         return super().begin(slot)
 
     def end(self, slot):
-        self.log[self._pages.lane(slot)].append("change")
+        self.log[self._pages.shard(slot)].append("change")
         super().end(slot)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a prompt can take over from other slots' caches, by hand. Chunks of 4, lanes of 3 slots."""
+"""What a prompt can take over from other slots' caches, by hand. Chunks of 4, shards of 3 slots."""
 
 import pytest
 
@@ -11,8 +11,8 @@ SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 
 @pytest.fixture
 def index():
-    """Slot 0 has read the system message and five tokens more; slots 3 to 5 are another lane."""
-    index = PrefixIndex(num_slots=6, num_lanes=2, chunk_size=4)
+    """Slot 0 has read the system message and five tokens more; slots 3 to 5 are another shard."""
+    index = PrefixIndex(num_slots=6, num_shards=2, chunk_size=4)
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
     assert index.find(0, prompt) == Shared(source=0, length=0)
     index.begin(0, prompt, Shared(source=0, length=0))
@@ -42,22 +42,22 @@ def test_the_longest_common_beginning_is_taken_over(index, prompt, length):
     assert shared.source == (0 if length else 1)
 
 
-def test_another_lane_has_nothing(index):
+def test_another_shard_has_nothing(index):
     assert index.find(3, [*SYSTEM, 30]) == Shared(source=3, length=0)
 
 
 @pytest.fixture
 def sending():
-    """Two lanes; four tokens and more are worth a copy. Slot 0 is to read SYSTEM and 20 to 24."""
+    """Two shards; four tokens and more are worth a copy. Slot 0 is to read SYSTEM and 20 to 24."""
     index = PrefixIndex(
-        num_slots=6, num_lanes=2, chunk_size=4, is_worth_sending=lambda tokens: tokens >= 4
+        num_slots=6, num_shards=2, chunk_size=4, is_worth_sending=lambda tokens: tokens >= 4
     )
     prompt = [*SYSTEM, 20, 21, 22, 23, 24]
     index.begin(0, prompt, index.find(0, prompt))
     return index
 
 
-def test_what_another_lane_reads_is_waited_for_and_copied_where_that_is_worth_it(sending):
+def test_what_another_shard_reads_is_waited_for_and_copied_where_that_is_worth_it(sending):
     assert sending.find(3, [*SYSTEM, 30]) is None
     assert sending.find(3, [1, 2, 3, 4, 9]) is None, "four tokens"
     assert sending.find(3, [1, 2, 3, 9, 9]) == Shared(source=3, length=0), "less than a chunk"
@@ -69,7 +69,7 @@ def test_what_another_lane_reads_is_waited_for_and_copied_where_that_is_worth_it
     assert sending.find(3, [*SYSTEM, 30]) == Shared(source=0, length=8)
 
 
-def test_a_lanes_own_comes_before_a_copy_that_is_hardly_longer(sending):
+def test_a_shards_own_comes_before_a_copy_that_is_hardly_longer(sending):
     sending.append(0, 13)
     sending.end_orders()
     prompt = [*SYSTEM, 30, 31]
@@ -78,7 +78,7 @@ def test_a_lanes_own_comes_before_a_copy_that_is_hardly_longer(sending):
     assert sending.find(5, [*SYSTEM, 20, 21, 22, 23, 40]) == Shared(source=0, length=12)
 
 
-def test_what_a_slot_takes_over_is_there_for_other_lanes_a_round_later(sending):
+def test_what_a_slot_takes_over_is_there_for_other_shards_a_round_later(sending):
     """Its pages are filled in the round: until then there is nothing to copy from them."""
     sending.append(0, 13)
     sending.end_orders()

@@ -17,7 +17,7 @@ import pytest
 from test_collect import (
     CONFIG,
     MODEL,
-    NUM_LANES,
+    NUM_DEVICES,
     Rooms,
     assert_same_episodes,
     check_rows,
@@ -39,7 +39,7 @@ from earl_jax.rollout.config import Sampling, SpeculationConfig
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.seat import Policy, empty_seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
@@ -97,16 +97,11 @@ def collect(
         pool,
         lambda task: Quiz(task.episode),
         rooms or Rooms(),
-        num_lanes=NUM_LANES,
+        num_devices=NUM_DEVICES,
         max_context=max_context,
     )
-    seat = Seat(
-        engine=player,
-        policy=Policy(params=weights(), version=2),
-        state=player.empty_state(places, Pool(NUM_LANES, 4)),
-        places=places,
-        pool=Pool(NUM_LANES, 4),
-    )
+    shards, policy = player.layout.num_row_shards, Policy(params=weights(), version=2)
+    seat = empty_seat(player, policy, places, Pool(shards, 4 * NUM_DEVICES // shards))
     rollout = collector.collect(seat, todo or tasks(NUM_TASKS), sampling=Sampling())
     pool.close()
     return rollout
@@ -216,7 +211,7 @@ def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
 @pytest.mark.parametrize("parking", ["host", "recompute"])
 def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, parking):
     """Room for one sample a lane of two slots; environments answer while episodes are parked."""
-    longest = forked.stats.tokens_in_flight_max // NUM_LANES + 2 * CONFIG.chunk_size
+    longest = forked.stats.tokens_in_flight_max // NUM_DEVICES + 2 * CONFIG.chunk_size
     parked = collect(
         "fork", rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)), parking=parking
     )

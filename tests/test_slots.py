@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import rows_of
+from caches import grow, rows_of
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
@@ -659,7 +659,7 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     def growing(state, orders):
         nonlocal rounds
         if rounds == 2:
-            state = decode_state.grow(state, next(sizes))
+            state = grow(state, next(sizes))
         rounds += 1
         return play(state, orders)
 

@@ -170,8 +170,8 @@ def check_nothing_is_held(collector: Collector) -> None:
         assert pages.num_held(slot) <= pages_for(LONGEST, CONFIG.page_size)
         pages.keep(slot, 0)
     assert not np.array(pages.holders()).any()
-    free = [pages.num_free(lane) for lane in range(pages.pool.lanes)]
-    assert free == [pages.pool.pages] * pages.pool.lanes
+    free = [pages.num_free(shard) for shard in range(pages.pool.shards)]
+    assert free == [pages.pool.pages] * pages.pool.shards
     host = room._host
     assert (host.held_bytes, host.slots, host._leaving, room._leaving) == (0, [], [], {})
     assert not collector._guests._leaving

@@ -47,7 +47,7 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
         yield Wanted(update_key(train, bucket), lambda: lower_update(world, train, bucket))
     if (play := plans.rollout) is not None:
         world.engine(play.mesh, play.num_slots)
-        key = play_key(play.mesh, play.num_slots, bucket, world.pool(play))
+        key = play_key(play.mesh, play.num_slots, bucket, world.cache_pool(play))
         yield Wanted(key, lambda: lower_round(world, play, bucket))
 
 

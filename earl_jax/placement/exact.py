@@ -124,7 +124,7 @@ def _lower_round(
     rows = make_rows(
         num_rows=rollout.episodes_per_step,
         num_slots=rung.num_slots,
-        num_lanes=len(devices),
+        num_devices=len(devices),
     )
     engine = PolicyEngine(
         EngineConfig(
@@ -152,5 +152,6 @@ def _lower_round(
         ),
         layout,
     )
-    # A lane a device, as a run has them.
-    return engine.lower_play(prospect.places, Pool(lanes=len(devices), pages=rung.pages))
+    shards = layout.num_row_shards
+    pool = Pool(shards, rung.pages * len(devices) // shards)
+    return engine.lower_play(prospect.places, pool)

@@ -450,12 +450,12 @@ class Placement:
         policy = Policy(params=published.params, version=version)
         self._play_on(plan)
         kept, self._kept = self._kept, None
-        seat = open_seat(engine, policy, self.max_tokens, world.pool(plan), kept)
+        seat = open_seat(engine, policy, self.max_tokens, world.cache_pool(plan), kept)
         return seat, published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
         self._played.add((plan.mesh, self.max_tokens))
-        pool = self._world.pool(plan)
+        pool = self._world.cache_pool(plan)
         self.about_to_use(play_key(plan.mesh, plan.num_slots, self.max_tokens, pool))
 
     def keep(self, seat: Seat) -> None:
@@ -545,7 +545,7 @@ class Placement:
 
         Raises BudgetTooSmall where the plan has too few pages for them.
         """
-        world, pool = self._world, self._world.pool(plan)
+        world, pool = self._world, self._world.cache_pool(plan)
         need = seat.pages.least_pages(pool.shards)
         if need > pool.pages:
             raise BudgetTooSmall(

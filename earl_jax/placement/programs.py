@@ -19,7 +19,7 @@ from earl_jax.world import World
 def lower_round(world: World, plan: RolloutPlan, max_tokens: int) -> Any:
     """Lowers a round of the rollout with rows of `max_tokens` tokens."""
     engine = world.engine(plan.mesh, plan.num_slots)
-    return engine.lower_play(max_tokens, world.pool(plan))
+    return engine.lower_play(max_tokens, world.cache_pool(plan))
 
 
 def lower_update(world: World, plan: TrainPlan, length: int) -> Any:

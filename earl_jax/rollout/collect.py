@@ -75,7 +75,7 @@ class Collector:
         make_environment: Callable[[Task], Environment],
         make_room: MakeRoom,
         *,
-        num_lanes: int,
+        num_devices: int,
         max_context: int = NO_LIMIT,
         drafting: Drafting | None = None,
         thin_out: ThinOut | None = None,
@@ -84,12 +84,13 @@ class Collector:
 
         `thin_out` is asked where most slots are empty for good: when a quarter is busy, and each
         time that half as many are as when it was asked before.
+        Rows of experience are cut for `num_devices`, on all meshes alike (`make_rows`).
         The model reads at most `max_context` tokens: an episode that comes to more is cut there.
         `drafting` says which rounds guess tokens, and learns from them; None: as `config` says.
         """
         self._config, self._new_conversation = config, new_conversation
         self._make_environment, self._make_room = make_environment, make_room
-        self._num_lanes, self._max_context = num_lanes, max_context
+        self._num_devices, self._max_context = num_devices, max_context
         self._thin_out, self._thin_at = thin_out, config.num_slots // 4
         self._drafting = drafting or Drafting(config.speculation.mode)
         # By row, not by slot: an answer may come when its episode was aborted and its slot is
@@ -132,7 +133,7 @@ class Collector:
         rows = make_rows(
             num_rows=config.episodes_per_step,
             num_slots=config.num_slots,
-            num_lanes=self._num_lanes,
+            num_devices=self._num_devices,
             guests=seat.engine.config.num_rows > config.episodes_per_step,
         )
         groups = [task.group for task in tasks]

@@ -136,21 +136,23 @@ class SpeculationConfig:
 class RolloutConfig:
     """Settings of the rollout stage.
 
-    `num_slots` episodes live at once, over all devices; a step plays `episodes_per_step`. The
+    `num_slots` episodes live at once, over all devices; a step plays `episodes_per_step`. Both
+    divide by the data axis of the rollout's mesh, and need not by the number of devices: meshes
+    whose data axis does not divide them are not used, and one slot is possible on data=1. The
     `group_size` episodes of a group share one task: the same side, and the same seed for the
     environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round, for
     `append_rows` slots of a data shard at a time. A decode step computes `step_rows` rows over all
     devices, 0: one for each slot (see below). With `share_prefixes` the common beginning of
-    prompts is computed once and taken over from slot to slot: within a lane (the slots of a device)
-    as it is, and from another lane's device as `copy_prefixes` says: "on" copies whatever is a
-    chunk or more, so that nothing is read twice; "off" has each lane read it; "auto" does what
-    costs less by the chip's data sheet (rollout/parking.py). `burst` tokens at most are sampled
-    per slot and round; with `speculation` there are so many forward passes, which may say more (see
-    `SpeculationConfig`). `context_buckets` are the rooms per episode, in tokens, that programs are
-    compiled for; beyond the last the room doubles. The KV cache comes in pages of `page_size`
-    tokens, of which an episode has as many as it needs: large ones are read faster, small ones
-    waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more, else 16. A
-    turn is cut, and its episode over, at
+    prompts is computed once and taken over from slot to slot: within a row shard (the slots of one
+    place of the data axis) as it is, and from another shard's devices as `copy_prefixes` says: "on"
+    copies whatever is a chunk or more, so that nothing is read twice; "off" has each shard read it;
+    "auto" does what costs less by the chip's data sheet (rollout/parking.py). `burst` tokens at
+    most are sampled per slot and round; with `speculation` there are so many forward passes, which
+    may say more (see `SpeculationConfig`). `context_buckets` are the rooms per episode, in tokens,
+    that programs are compiled for; beyond the last the room doubles. The KV cache comes in pages of
+    `page_size` tokens, of which an episode has as many as it needs: large ones are read faster,
+    small ones waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more,
+    else 16. A turn is cut, and its episode over, at
     `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
     (0: to what the checkpoint's model is made for, where there is one), and there is no answer that
     leaves a turn no room below that. The last turn of an
@@ -325,6 +327,13 @@ class RolloutConfig:
     def stops(self) -> Stops:
         """Where turns end beside their end of turn."""
         return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
+
+    def rows_obstacle(self, data: int) -> str | None:
+        """Why slots and episodes cannot be cut in so many parts, in words; None where they can."""
+        for field in ("num_slots", "episodes_per_step"):
+            if getattr(self, field) % data:
+                return f"rollout.{field} = {getattr(self, field)} does not divide by {data}"
+        return None
 
     def context_obstacle(self, context: int) -> str | None:
         """Why contexts cannot be cut in so many parts, in words; None where they can."""

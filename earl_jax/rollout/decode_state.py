@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.kv_cache import PagedCache, empty_pages
+from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages
 from earl_jax.rollout.choices import Choices, no_choices
 from earl_jax.rollout.config import MAX_STOP_IDS, Sampling
 from earl_jax.rollout.orders import NO_ID, NO_LIMIT, NO_ROW
-from earl_jax.rollout.pages import Pool, dense_pool, pages_for
+from earl_jax.rollout.pages import NO_SOURCE, Pool, dense_pool, pages_for
 from earl_jax.rollout.sampling import SamplingRows, sampling_rows
 from earl_jax.trajectory import Experience
 
@@ -120,38 +120,24 @@ def empty_state(
 
 
 def _first_table(pool: Pool, slots: int, pages: int) -> jax.Array:
-    """Pages from the beginning of every slot's lane on: its own, where it is a lane of its own."""
-    first = jnp.arange(slots, dtype=jnp.int32) // (slots // pool.lanes) * pool.pages
+    """Pages from the beginning of every slot's row shard on: its own, if each slot is a shard."""
+    first = jnp.arange(slots, dtype=jnp.int32) // (slots // pool.shards) * pool.pages
     return first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
 
 
-def grow(
-    state: DecodeState, places: int, old: Pool | None = None, new: Pool | None = None
-) -> DecodeState:
-    """The same state with room for `places` tokens per episode, and with more pages.
+def repack(layers: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
+    """Returns pools whose page z has the contents of page `source_Z[z]`; zeros for NO_SOURCE."""
 
-    Without pools every slot has its own pages, as many as `places` need. Otherwise who has the new
-    ones is said later; those of before keep their places in their lanes.
-    """
-    cache = state.cache
-    slots = cache.table.shape[0]
-    pages = pages_for(places, cache.page_size)
-    old = old or Pool(slots, cache.num_pages // slots)
-    new = new or Pool(slots, pages)
+    def gather(pool: jax.Array) -> jax.Array:
+        # A negative number would count from the end.
+        index_Z = jnp.where(source_Z == NO_SOURCE, pool.shape[0], source_Z)
+        return pool.at[index_Z].get(mode="fill", fill_value=0)
 
-    def pad(leaf: jax.Array, axis: int, to: int) -> jax.Array:
-        widths = [(0, 0)] * leaf.ndim
-        widths[axis] = (0, to - leaf.shape[axis])
-        return jnp.pad(leaf, widths)
+    return jax.tree.map(gather, layers)
 
-    def pad_pool(side: jax.Array) -> jax.Array:
-        apart = side.reshape(old.lanes, old.pages, *side.shape[1:])
-        return pad(apart, 1, new.pages).reshape(new.total, *side.shape[1:])
 
-    moved = cache.table + cache.table // old.pages * (new.pages - old.pages)
-    table = jax.lax.dynamic_update_slice(_first_table(new, slots, pages), moved, (0, 0))
-    return dataclasses.replace(
-        state,
-        cache=PagedCache(layers=jax.tree.map(pad_pool, cache.layers), table=table),
-        experience=jax.tree.map(lambda field: pad(field, 1, places), state.experience),
+def widen(experience: Experience, places: int) -> Experience:
+    """Returns the same rows with room for `places` tokens an episode."""
+    return jax.tree.map(
+        lambda field: jnp.pad(field, ((0, 0), (0, places - field.shape[1]))), experience
     )

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.models.kv_cache import PagedCache, empty_cache, place_pages
 from earl_jax.models.parameters import Params
-from earl_jax.rollout import decode_state, prompts, slots
+from earl_jax.rollout import prompts, slots
 from earl_jax.rollout._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
 from earl_jax.rollout.choices import Choices, no_choices
 from earl_jax.rollout.config import Sampling
@@ -93,10 +93,6 @@ class PolicyEngine(RoundEngine, Engine):
         )
         self._empty_served = jax.jit(
             self._new_served_state, static_argnums=(0, 1), out_shardings=served
-        )
-        # Not donated, as `RoundEngine.grow` is not: so requests outlive a lack of memory.
-        self._grow_served = jax.jit(
-            decode_state.grow, static_argnums=(1, 2, 3), out_shardings=served
         )
 
     def _new_served_state(self, places: int, pool: Pool) -> DecodeState:
@@ -264,14 +260,13 @@ class PolicyEngine(RoundEngine, Engine):
     def put_prompt(
         self, state: DecodeState, prefix: Prefix, slot: int, pages: Sequence[int]
     ) -> DecodeState:
-        """The state with a prompt in a slot and in these pages of its lane. Donates `state`."""
+        """Puts a prompt into a slot and into these pages of its row shard. Donates `state`."""
         copies = self.page_copies
         number = prefix.cache.num_pages
         numbers = np.zeros((copies.num_shards, number), np.int32)
         counts = np.zeros(copies.num_shards, np.int32)
-        # For serving every row shard is a lane.
-        lane = self._served.pages.lane(slot)
-        numbers[lane, : len(pages)], counts[lane] = pages, len(pages)
+        shard = self._served.pages.shard(slot)
+        numbers[shard, : len(pages)], counts[shard] = pages, len(pages)
         state = copies.put_row(state, prefix.cache.layers, numbers, counts)
         rows = dataclasses.replace(prefix, cache=None)
         small = self._insert(rows, dataclasses.replace(state, cache=None), slot)
@@ -326,24 +321,26 @@ class PolicyEngine(RoundEngine, Engine):
             self._room = ServingRoom(self, pool, places)
             return self._empty_served(places, pool)
 
-    def grow_served(self, state: DecodeState, places: int, old: Pool, new: Pool) -> DecodeState:
-        """`grow` of a state for serving, when it is done.
+    def grow_served(
+        self, state: DecodeState, places: int, old: Pool, source: np.ndarray | None
+    ) -> DecodeState:
+        """Returns `repack` of a state for serving, when it is done.
 
         Raises:
             JaxRuntimeError: there is no memory for it; `state` is as it was.
         """
-        return jax.block_until_ready(self._grow_served(state, places, old, new))
+        return jax.block_until_ready(self.repack(state, places, old, source))
 
     @property
     def serving_pool(self) -> Pool:
         """The pages that a state for serving begins with."""
         serving, size = self.config.serving, self.config.page_size
-        lanes = self.layout.num_row_shards
-        pool = dense_pool(lanes, self.config.num_slots, serving.places, size)
+        shards = self.layout.num_row_shards
+        pool = dense_pool(shards, self.config.num_slots, serving.places, size)
         if not serving.cache_tokens:
             return pool
         least = pages_for(serving.first_places, size)
-        pages = max(least, serving.cache_tokens // (lanes * size))
+        pages = max(least, serving.cache_tokens // (shards * size))
         return pool._replace(pages=min(pool.pages, pages))
 
     def get_prefix_destination_sharding(self) -> Any:

@@ -91,7 +91,7 @@ class HostPages:
         self._leaving = []
 
     def copy_out(self, seat: Seat, pages: Mapping[int, Sequence[int]]) -> Seat:
-        """Begins to copy these slots' pages, numbered within their lanes; the slots fall asleep.
+        """Begins to copy these slots' pages, numbered within their shards; the slots fall asleep.
 
         Whatever runs on the devices from now on may write over them.
         """
@@ -105,8 +105,8 @@ class HostPages:
         )
         for calls in _in_turn(waiting):
             numbers = np.zeros((copies.num_shards, size), np.int32)
-            for shard, (slot, some) in calls.items():
-                numbers[shard, : len(some)] = local_pages(seat, slot, some)
+            for shard, (_, some) in calls.items():
+                numbers[shard, : len(some)] = some
             block = copies.take(seat.state, numbers)
             for shard, (slot, some) in calls.items():
                 part = _Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
@@ -137,8 +137,8 @@ class HostPages:
             numbers = np.zeros((copies.num_shards, size), np.int32)
             counts = np.zeros(copies.num_shards, np.int32)
             parts = {}
-            for shard, (slot, (part, some)) in calls.items():
-                numbers[shard, : part.count] = local_pages(seat, slot, some)
+            for shard, (_, (part, some)) in calls.items():
+                numbers[shard, : part.count] = some
                 counts[shard], parts[shard] = part.count, part
                 self._count(part, holds=False)
             blank = copies.blank(state)
@@ -181,13 +181,6 @@ def _in_turn(queues: Mapping[int, collections.deque]) -> Any:
     """One entry of every row shard that has any left, until none has."""
     while any(queues.values()):
         yield {shard: queue.popleft() for shard, queue in queues.items() if queue}
-
-
-def local_pages(seat: Seat, slot: int, pages: Sequence[int]) -> np.ndarray:
-    """Pages of a slot's lane as its row shard numbers them."""
-    lanes_a_shard = seat.pool.lanes // seat.engine.page_copies.num_shards
-    lane = slot // (seat.engine.config.num_slots // seat.pool.lanes)
-    return np.asarray(pages, np.int32) + lane % lanes_a_shard * seat.pool.pages
 
 
 def _pieces(block: LayerCache, shard: int, size: int, pinned: bool) -> list[dict[_Corner, Any]]:

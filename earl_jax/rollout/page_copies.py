@@ -9,6 +9,7 @@ its pages go from one shard to others.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -165,7 +166,7 @@ class PageCopies:
         self,
         state: DecodeState,
         source: int,
-        sent: np.ndarray,
+        sent: Sequence[int],
         pages: np.ndarray,
         counts: np.ndarray,
     ) -> DecodeState:

@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which slot has which pages of the KV cache: the host's view, plain arithmetic.
 
-Pages are cut into lanes as slots and rows are (scheduler.py): a slot has pages of its own lane
-only, so they are on its data shard on every mesh. Pages are counted: slots whose prompts begin
-alike hold the same ones, and a page is free when nobody holds it.
+The pool is cut into as many parts as the mesh has row shards, and a slot has pages of its own row
+shard only. Within a shard pages are cut over heads (`tensor`) and places (`context`), so that the
+longest episode that fits a budget grows with both. Pages are counted: slots whose prompts begin
+alike hold the same ones, and a page is free when nobody holds it. A change of the mesh may change
+the number of row shards: `PageTable.regroup` says which page then has the contents of which.
 """
 
 import dataclasses
@@ -13,17 +15,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+# In `PageTable.regroup`: of a page that is a copy of none.
+NO_SOURCE = -1
+
 
 class Pool(NamedTuple):
-    """How many pages there are: `pages` in each of `lanes` equal parts, lane by lane."""
+    """The number of pages: `pages` of each of `shards` row shards, shard by shard."""
 
-    lanes: int
+    shards: int
     pages: int
 
     @property
     def total(self) -> int:
-        """In all lanes."""
-        return self.lanes * self.pages
+        """Pages of all row shards."""
+        return self.shards * self.pages
 
 
 def pages_for(places: int, page_size: int) -> int:
@@ -31,9 +36,9 @@ def pages_for(places: int, page_size: int) -> int:
     return -(-places // page_size)
 
 
-def dense_pool(lanes: int, slots: int, places: int, page_size: int) -> Pool:
-    """Pages for every slot to be full."""
-    return Pool(lanes, slots // lanes * pages_for(places, page_size))
+def dense_pool(shards: int, slots: int, places: int, page_size: int) -> Pool:
+    """Returns the pool with pages for every slot to be full."""
+    return Pool(shards, slots // shards * pages_for(places, page_size))
 
 
 def roomier_pages(pages: int) -> int:
@@ -57,37 +62,43 @@ class PageCopy:
 
 
 class PageTable:
-    """The pages of every slot, in the order of their places. Numbers within the slot's lane."""
+    """The pages of every slot, in the order of their places. Numbers within the slot's row shard.
+
+    A slot is idle from `end` until `hold` or `begin`: its pages are kept for other slots' prompts,
+    and `regroup` may drop them.
+    """
 
     def __init__(self, pool: Pool, *, num_slots: int, page_size: int) -> None:
         """Nobody holds a page."""
+        assert num_slots % pool.shards == 0, f"{num_slots} slots over {pool.shards} row shards"
         self.pool, self._page_size = pool, page_size
-        self._slots_per_lane = num_slots // pool.lanes
+        self._slots_a_shard = num_slots // pool.shards
         self._pages: list[list[int]] = [[] for _ in range(num_slots)]
-        self._holders = np.zeros((pool.lanes, pool.pages), np.int32)
+        self._holders = np.zeros((pool.shards, pool.pages), np.int32)
         # The last of a list is given out next: at first the pages in their order.
-        self._free = [list(range(pool.pages))[::-1] for _ in range(pool.lanes)]
+        self._free = [list(range(pool.pages))[::-1] for _ in range(pool.shards)]
         self._pinned: list[tuple[int, int]] = []
         self._copied: dict[tuple[int, int], int] = {}
+        self._idle: set[int] = set()
 
-    def lane(self, slot: int) -> int:
-        """The lane of a slot."""
-        return slot // self._slots_per_lane
+    def shard(self, slot: int) -> int:
+        """The row shard of a slot."""
+        return slot // self._slots_a_shard
 
-    def slots_of(self, lane: int) -> range:
-        """The slots of a lane."""
-        return range(lane * self._slots_per_lane, (lane + 1) * self._slots_per_lane)
+    def slots_of(self, shard: int) -> range:
+        """The slots of a row shard."""
+        return range(shard * self._slots_a_shard, (shard + 1) * self._slots_a_shard)
 
-    def num_free(self, lane: int) -> int:
-        """Pages of the lane that nobody holds."""
-        return len(self._free[lane])
+    def num_free(self, shard: int) -> int:
+        """Pages of the row shard that nobody holds."""
+        return len(self._free[shard])
 
     def num_held(self, slot: int) -> int:
         """Pages of the slot."""
         return len(self._pages[slot])
 
     def pages_of(self, slot: int, tokens: int) -> list[int]:
-        """The pages that hold the slot's first so many tokens, numbered within its lane."""
+        """The pages that hold the slot's first so many tokens, numbered within its row shard."""
         return self._pages[slot][: pages_for(tokens, self._page_size)]
 
     def missing(self, slot: int, tokens: int) -> int:
@@ -97,21 +108,22 @@ class PageTable:
     def has_alone(self, slot: int, tokens: int) -> bool:
         """Whether nobody else has the page in which the slot's first so many tokens end."""
         page = self._pages[slot][pages_for(tokens, self._page_size) - 1]
-        return self._holders[self.lane(slot), page] == 1
+        return self._holders[self.shard(slot), page] == 1
 
     def hold(self, slot: int, tokens: int) -> None:
         """The slot has room for so many tokens. There must be pages enough (`missing`)."""
-        lane = self.lane(slot)
+        shard = self.shard(slot)
+        self._idle.discard(slot)
         for _ in range(self.missing(slot, tokens)):
-            page = self._free[lane].pop()
-            self._holders[lane, page] = 1
+            page = self._free[shard].pop()
+            self._holders[shard, page] = 1
             self._pages[slot].append(page)
 
     def keep(self, slot: int, tokens: int) -> None:
         """The slot gives up the pages behind its first so many tokens."""
         number = pages_for(tokens, self._page_size)
         for page in self._pages[slot][number:]:
-            self._let_go(self.lane(slot), page)
+            self._let_go(self.shard(slot), page)
         del self._pages[slot][number:]
 
     def begin(self, slot: int, source: int, tokens: int) -> PageCopy | None:
@@ -121,66 +133,130 @@ class PageTable:
         own, for which there must be a free one: what to copy into it before anything is appended,
         None where there is nothing to copy. Until `end_round` the copied page stays as it is.
         """
-        lane, whole = self.lane(slot), tokens // self._page_size
+        self._idle.discard(slot)
+        shard, whole = self.shard(slot), tokens // self._page_size
         shared, rest = self._pages[source][:whole], tokens % self._page_size
         partial = self._pages[source][whole] if rest else None
         for page in (*shared, *([] if partial is None else [partial])):
-            self._holders[lane, page] += 1
+            self._holders[shard, page] += 1
         for page in self._pages[slot]:
-            self._let_go(lane, page)
+            self._let_go(shard, page)
         self._pages[slot] = list(shared)
         if partial is None:
             return None
-        if self._holders[lane, partial] == 1:
+        if self._holders[shard, partial] == 1:
             # It was the slot's own, and nobody else's.
             self._pages[slot].append(partial)
             return None
-        self._pinned.append((lane, partial))
+        self._pinned.append((shard, partial))
         self.hold(slot, tokens)
         target = self._pages[slot][-1]
         # A page that is to be filled itself in this round has its contents from elsewhere.
-        origin = self._copied.get((lane, partial), partial)
-        self._copied[lane, target] = origin
-        return PageCopy(source=self._number(lane, origin), target=self._number(lane, target))
+        origin = self._copied.get((shard, partial), partial)
+        self._copied[shard, target] = origin
+        return PageCopy(source=self._number(shard, origin), target=self._number(shard, target))
 
     def pin(self, slot: int, tokens: int) -> list[int]:
         """`pages_of`, which until `end_round` stay as they are, whoever lets them go."""
-        pages, lane = self.pages_of(slot, tokens), self.lane(slot)
+        pages, shard = self.pages_of(slot, tokens), self.shard(slot)
         for page in pages:
-            self._holders[lane, page] += 1
-            self._pinned.append((lane, page))
+            self._holders[shard, page] += 1
+            self._pinned.append((shard, page))
         return pages
 
     def end_round(self) -> None:
         """What was to be copied has been."""
-        for lane, page in self._pinned:
-            self._let_go(lane, page)
+        for shard, page in self._pinned:
+            self._let_go(shard, page)
         self._pinned, self._copied = [], {}
 
-    def grow(self, pool: Pool) -> None:
-        """There are more pages now; those of before keep their places in their lanes."""
-        more = pool.pages - self.pool.pages
-        self._holders = np.pad(self._holders, ((0, 0), (0, more)))
-        added = list(range(self.pool.pages, pool.pages))[::-1]
-        self._free = [[*added, *free] for free in self._free]
-        self.pool = pool
+    def end(self, slot: int, tokens: int) -> None:
+        """The slot's episode is over: it is idle, with the pages of its first so many tokens."""
+        self.keep(slot, tokens)
+        self._idle.add(slot)
+
+    def least_pages(self, num_shards: int) -> int:
+        """Returns the fewest pages a shard with which `regroup` works for so many row shards.
+
+        They are those of the slots that are not idle; pages that two of a shard share count once.
+        """
+        slots_a_shard = len(self._pages) // num_shards
+        needed: list[set[tuple[int, int]]] = [set() for _ in range(num_shards)]
+        for slot, pages in enumerate(self._pages):
+            if slot not in self._idle:
+                needed[slot // slots_a_shard].update((self.shard(slot), page) for page in pages)
+        return max(map(len, needed))
+
+    def regroup(self, pool: Pool) -> "tuple[PageTable, np.ndarray]":
+        """Returns the table of the same slots for another pool, and where its pages come from.
+
+        Between two rounds only: nothing is pinned. The table itself stays as it is. A page that
+        slots of different new row shards share is there once for each of them. Idle slots keep
+        their pages as far as there are pages left when all others have theirs; an idle slot that
+        finds too few keeps none. With more pages of as many shards no page changes its number, and
+        free ones keep their contents too.
+
+        Returns:
+            The table, and `source` i32[shards, pages]: the number in the whole old pool of the page
+            that each new one is a copy of; NO_SOURCE for those that nobody holds.
+
+        Raises:
+            ValueError: the pool has fewer pages than `least_pages`.
+        """
+        assert not self._pinned, "pages are regrouped between two rounds"
+        if pool.pages < self.least_pages(pool.shards):
+            raise ValueError(
+                f"{pool.pages} pages in each of {pool.shards} row shards do not hold the live "
+                f"episodes, which need {self.least_pages(pool.shards)}"
+            )
+        table = PageTable(pool, num_slots=len(self._pages), page_size=self._page_size)
+        table._idle = set(self._idle)
+        source = np.full((pool.shards, pool.pages), NO_SOURCE, np.int32)
+        if pool.shards == self.pool.shards and pool.pages >= self.pool.pages:
+            old = np.arange(self.pool.total, dtype=np.int32)
+            source[:, : self.pool.pages] = old.reshape(self.pool)
+            table._extend(self)
+            return table, source
+        # By new shard and old number.
+        numbers: dict[tuple[int, int], int] = {}
+        for slot in sorted(range(len(self._pages)), key=self._idle.__contains__):
+            shard = table.shard(slot)
+            keys = [(shard, self._number(self.shard(slot), page)) for page in self._pages[slot]]
+            added = [key for key in keys if key not in numbers]
+            if len(added) > table.num_free(shard):
+                continue
+            for key in added:
+                numbers[key] = table._free[shard].pop()
+                source[shard, numbers[key]] = key[1]
+            table._pages[slot] = [numbers[key] for key in keys]
+            for page in table._pages[slot]:
+                table._holders[shard, page] += 1
+        return table, source
+
+    def _extend(self, smaller: "PageTable") -> None:
+        """Takes over all that a table of as many shards with no more pages says."""
+        more = self.pool.pages - smaller.pool.pages
+        self._pages = [list(pages) for pages in smaller._pages]
+        self._holders = np.pad(smaller._holders, ((0, 0), (0, more)))
+        added = list(range(smaller.pool.pages, self.pool.pages))[::-1]
+        self._free = [[*added, *free] for free in smaller._free]
 
     def as_array(self, pages_per_row: int) -> np.ndarray:
-        """i32[num_slots, pages_per_row]: numbers in the whole pool; 0 of the lane where none is."""
+        """i32[num_slots, pages_per_row]: numbers in the whole pool; none is the shard's first."""
         table = np.zeros((len(self._pages), pages_per_row), np.int32)
         for slot, pages in enumerate(self._pages):
             table[slot, : len(pages)] = pages
-            table[slot] += self._number(self.lane(slot), 0)
+            table[slot] += self._number(self.shard(slot), 0)
         return table
 
     def holders(self) -> Sequence[Sequence[int]]:
-        """How many slots hold each page, lane by lane; for checks."""
+        """How many slots hold each page, shard by shard; for checks."""
         return self._holders.tolist()
 
-    def _let_go(self, lane: int, page: int) -> None:
-        self._holders[lane, page] -= 1
-        if not self._holders[lane, page]:
-            self._free[lane].append(page)
+    def _let_go(self, shard: int, page: int) -> None:
+        self._holders[shard, page] -= 1
+        if not self._holders[shard, page]:
+            self._free[shard].append(page)
 
-    def _number(self, lane: int, page: int) -> int:
-        return lane * self.pool.pages + page
+    def _number(self, shard: int, page: int) -> int:
+        return shard * self.pool.pages + page

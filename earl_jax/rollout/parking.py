@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What becomes of a parked episode's pages: copied to host memory, or computed again. Pure.
 
-And whether what another lane has read is copied from its devices, or read here too. All are priced
-by a roofline of what the chip's data sheet says, and the cheaper is taken. Nothing is measured: two
-runs of one config choose alike, and log-probs of what is read again differ by rounding from those
-of what was kept.
+And whether what another row shard has read is copied from its devices, or read here too. All are
+priced by a roofline of what the chip's data sheet says, and the cheaper is taken. Nothing is
+measured: two runs of one config choose alike, and log-probs of what is read again differ by
+rounding from those of what was kept.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ def reading_s(tokens: int, work: Work, rates: Rates) -> float:
 def is_worth_sending(
     tokens: int, setting: Literal["auto", "off", "on"], work: Work, rates: Rates
 ) -> bool:
-    """Whether so many tokens come from another lane's devices, and are not read.
+    """Whether so many tokens come from another row shard's devices, and are not read.
 
     With "on" a chunk and more, with "auto" what comes sooner than it is read.
 

@@ -5,8 +5,8 @@
 Episodes that begin alike (a group's prompt, a system message, descriptions of tools) need their
 common beginning computed once: whoever comes later takes it over from a slot's cache, a finished
 episode's too, because a cache stays as it is until its slot is used again. Pages are shared with
-slots of the same lane only, which are on the same data shard on every mesh; from those of another
-they are copied, where that costs less than reading (lane_copies.py).
+slots of the same row shard only; from those of another they are copied, where that costs less than
+reading (shard_copies.py).
 
 What is taken over was read as a prompt, and leaves the last token to append, which the policy's
 first word needs: a group's prompt is read once, and each of its other episodes appends one token.
@@ -28,7 +28,7 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
-    """The first `length` tokens of the prompt are in the cache of slot `source`, of any lane."""
+    """The first `length` tokens of the prompt are in the cache of slot `source`, of any shard."""
 
     source: int
     length: int
@@ -44,13 +44,13 @@ class PrefixIndex:
         self,
         *,
         num_slots: int,
-        num_lanes: int,
+        num_shards: int,
         chunk_size: int,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """`is_worth_sending` says whether so many tokens are copied from another lane."""
+        """`is_worth_sending` says whether so many tokens are copied from another shard."""
         self._is_worth_sending = is_worth_sending
-        self._slots_per_lane = num_slots // num_lanes
+        self._slots_a_shard = num_slots // num_shards
         self._chunk_size = chunk_size
         # As arrays: every prompt is compared with all of them.
         self._cached = [_NOTHING] * num_slots
@@ -60,6 +60,10 @@ class PrefixIndex:
         # Slots that begin in this round: what they take over is there when it is over.
         self._beginning: set[int] = set()
 
+    def regroup(self, num_shards: int) -> None:
+        """The mesh has another number of row shards now; what is in the caches stays the same."""
+        self._slots_a_shard = len(self._cached) // num_shards
+
     def find(self, slot: int, prompt: Sequence[int]) -> Shared | None:
         """What this slot can take over for the prompt now; None: it had better wait.
 
@@ -68,24 +72,24 @@ class PrefixIndex:
         # Who asks has not begun: nobody must wait for what it was to append before.
         self.stop(slot)
         ids = np.asarray(prompt, np.int32)
-        first = slot - slot % self._slots_per_lane
-        lane = range(first, first + self._slots_per_lane)
+        first = slot - slot % self._slots_a_shard
+        shard = range(first, first + self._slots_a_shard)
         # Its own cache before another's: that copies nothing.
-        sources = sorted(lane, key=lambda other: other != slot)
+        sources = sorted(shard, key=lambda other: other != slot)
         have = {other: self._common(self._cached[other], ids) for other in sources}
         source = max(have, key=lambda other: have[other])
-        for other in lane:
+        for other in shard:
             if other != slot and self._common_ahead(other, ids) > have[source]:
                 return None
-        return self._find_elsewhere(lane, ids, Shared(source=source, length=have[source]))
+        return self._find_elsewhere(shard, ids, Shared(source=source, length=have[source]))
 
-    def _find_elsewhere(self, lane: range, ids: np.ndarray, found: Shared) -> Shared | None:
-        """What other lanes have, or are about to have (None), if it is worth a copy; or `found`."""
+    def _find_elsewhere(self, shard: range, ids: np.ndarray, found: Shared) -> Shared | None:
+        """What other shards have or are about to have (None), if it is worth a copy; or `found`."""
         own = ahead = found.length
         if not self._is_worth_sending(len(ids) - 1 - own):
             return found
         for other, cached in enumerate(self._cached):
-            if other in lane:
+            if other in shard:
                 continue
             length = self._common(cached, ids)
             ahead = max(ahead, length, self._common_ahead(other, ids))

@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Room in the KV cache for the episodes of a rollout: pages, prompts taken over, and parking.
 
-Every round each episode that takes part gets the pages that it may need. Where a lane has too few,
-slots that nobody plays in give up what they keep for others; then the cache grows; and where the
-budget does not let it grow, episodes are parked: they give up their pages, and go on when there are
-some. What they had read is in host memory until then, or is read again (parking.py).
+Every round each episode that takes part gets the pages that it may need. Where a row shard has too
+few, slots that nobody plays in give up what they keep for others; then the cache grows; and where
+the budget does not let it grow, episodes are parked: they give up their pages, and go on when there
+are some. What they had read is in host memory until then, or is read again (parking.py).
 
 Who goes on is a matter of rank: whoever has begun comes before whoever has not, then the longer
-before the shorter. The lowest in a lane is parked, the highest of the parked goes on first, and
-none overtakes it. So the highest of a lane is never parked: a lane always has an episode that goes
-on, which ends, and so all of them do. And none is parked again and again: it goes on only where
-there is room for all that it has to read and two rounds more, and that room is there again only
-when another of its lane ends or begins anew, or the cache grows. Between two such times an episode
-is parked at most once.
+before the shorter. The lowest in a row shard is parked, the highest of the parked goes on first,
+and none overtakes it. So the highest of a shard is never parked: a shard always has an episode that
+goes on, which ends, and so all of them do. And none is parked again and again: it goes on only
+where there is room for all that it has to read and two rounds more, and that room is there again
+only when another of its shard ends or begins anew, the cache grows, or the mesh changes. Between
+two such times an episode is parked at most once.
 """
 
 import dataclasses
@@ -26,9 +26,8 @@ import numpy as np
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.host_pages import HostPages
-from earl_jax.rollout.lane_copies import LaneCopies
 from earl_jax.rollout.orders import NO_PAGE
-from earl_jax.rollout.pages import PageTable, pages_for
+from earl_jax.rollout.pages import pages_for
 from earl_jax.rollout.parking import (
     Work,
     choose_parking,
@@ -39,9 +38,11 @@ from earl_jax.rollout.parking import (
 from earl_jax.rollout.prefixes import PrefixIndex, Shared
 from earl_jax.rollout.row_copies import RowIds
 from earl_jax.rollout.seat import Kept, Seat
+from earl_jax.rollout.shard_copies import ShardCopies
 
-# make_room(seat, tokens, pages): a seat whose rows hold so many tokens, with so many pages a lane
-# if the budget allows, and never fewer than it had.
+# make_room(seat, tokens, pages): a seat whose rows hold so many tokens (`relocate`), with so many
+# pages in each row shard of the seat's pool, or as many in all, if the budget allows. It has pages
+# for one whole episode a row shard, and for what the live ones hold (`PageTable.least_pages`).
 MakeRoom = Callable[[Seat, int, int], Seat]
 
 
@@ -73,21 +74,20 @@ class CacheRoom:
         self._page_size = seat.engine.config.page_size
         # What other weights have read is worth nothing.
         kept = seat.kept if seat.kept and seat.kept.version == seat.policy.version else None
-        self._pages = (
-            kept.pages
-            if kept
-            else PageTable(seat.pool, num_slots=len(slots), page_size=self._page_size)
-        )
+        self._pages = seat.pages
+        if not kept:
+            for slot in range(len(slots)):
+                self._pages.keep(slot, 0)
         self._given: np.ndarray | None = None
-        # Pages of each lane that nobody wants in this round.
-        self._spare = [0] * seat.pool.lanes
+        # Pages of each row shard that nobody wants in this round.
+        self._spare: list[int] = []
         # Slots that give up their pages, and must be told before the next round.
         self.stopped: set[int] = set()
         self._host = HostPages(int(config.parking_host_gib * 2**30))
         # What is copied to the host before the next round: the pages of slots that were parked.
         self._leaving: dict[int, list[int]] = {}
         self.num_parked, self.recomputed_tokens, self.parking = 0, 0, ""
-        self._lane_copies = LaneCopies()
+        self._shard_copies = ShardCopies()
         self._is_worth_sending = functools.partial(
             is_worth_sending,
             setting=config.copy_prefixes,
@@ -110,17 +110,18 @@ class CacheRoom:
 
     @property
     def copied_tokens(self) -> int:
-        """Tokens that came from other lanes' pages."""
-        return self._lane_copies.tokens
+        """Tokens that came from other row shards' pages."""
+        return self._shard_copies.tokens
 
     @property
     def crowded(self) -> set[int]:
-        """Lanes whose episodes wait for pages."""
-        return {
-            self._pages.lane(slot)
+        """Slots of the row shards whose episodes wait for pages."""
+        shards = {
+            self._pages.shard(slot)
             for slot, episode in enumerate(self._slots)
             if episode is not None and episode.parked
         }
+        return {slot for shard in shards for slot in self._pages.slots_of(shard)}
 
     def new_weights(self, *, recompute: bool) -> None:
         """What old weights have read is not for episodes that begin under new ones.
@@ -135,7 +136,7 @@ class CacheRoom:
     def _forget_prompts(self) -> None:
         self._prefixes = PrefixIndex(
             num_slots=len(self._slots),
-            num_lanes=self._pages.pool.lanes,
+            num_shards=self._pages.pool.shards,
             chunk_size=self._config.chunk_size,
             is_worth_sending=self._is_worth_sending,
         )
@@ -144,8 +145,8 @@ class CacheRoom:
 
     def resume(self) -> None:
         """Parked episodes go on where there are pages for all that they have to read."""
-        for lane in range(self._pages.pool.lanes):
-            slots = [slot for slot in self._pages.slots_of(lane) if self._slots[slot] is not None]
+        for shard in range(self._pages.pool.shards):
+            slots = [slot for slot in self._pages.slots_of(shard) if self._slots[slot] is not None]
             if not any(self._episode(slot).parked for slot in slots):
                 continue
             for slot in slots:
@@ -154,27 +155,37 @@ class CacheRoom:
             parked = [slot for slot in slots if self._episode(slot).parked]
             for slot in sorted(parked, key=self._rank, reverse=True):
                 alone = all(self._episode(other).parked for other in slots)
-                if not alone and self._short(lane, self._in_full(slot)) > 0:
+                if not alone and self._short(shard, self._in_full(slot)) > 0:
                     break
                 self._episode(slot).parked = False
 
     def fit(self, seat: Seat) -> Seat:
         """A seat with room for the next round of every episode that is not parked."""
         self._host.settle()
+        self._adopt(seat)
         live = [episode for episode in self._slots if episode is not None]
         tokens = max((self._room_for(episode) for episode in live), default=0)
-        short = max(self._short(lane) for lane in range(seat.pool.lanes))
+        short = max(self._short(shard) for shard in range(seat.pool.shards))
         if tokens > seat.places or short > 0:
             pages = seat.pool.pages + max(0, short)
             seat = self._make_room(seat, max(tokens, seat.places), pages)
-            self._pages.grow(seat.pool)
-            # The engine made its own table.
-            self._given = None
-        for lane in range(seat.pool.lanes):
-            while (short := self._short(lane)) > 0:
-                self._park(seat, lane)
-            self._spare[lane] = -short
+            self._adopt(seat)
+        self._spare = []
+        for shard in range(seat.pool.shards):
+            while (short := self._short(shard)) > 0:
+                self._park(seat, shard)
+            self._spare.append(-short)
         return self._copy(seat)
+
+    def _adopt(self, seat: Seat) -> None:
+        """Goes on with the pages of a seat that the live episodes have moved to."""
+        if seat.pages is self._pages:
+            return
+        before, self._pages, self._given = self._pages, seat.pages, None
+        self._prefixes.regroup(seat.pool.shards)
+        for slot in range(len(self._slots)):
+            if before.num_held(slot) and not self._pages.num_held(slot):
+                self._prefixes.forget(slot)
 
     def _copy(self, seat: Seat) -> Seat:
         """Carries out what was decided: pages leave for the host, and come back from there."""
@@ -216,13 +227,13 @@ class CacheRoom:
             return pages_for(tokens, self._page_size)
         return self._pages.missing(slot, tokens)
 
-    def _short(self, lane: int, resuming: int | None = None) -> int:
-        """Pages that the lane lacks for the next round; idle slots give up theirs before.
+    def _short(self, shard: int, resuming: int | None = None) -> int:
+        """Pages that the row shard lacks for the next round; idle slots give up theirs before.
 
         For an episode that is to go on with `resuming` pages nothing is counted upon that others
-        of the lane still need to have read what they read before.
+        of the shard still need to have read what they read before.
         """
-        slots = self._pages.slots_of(lane)
+        slots = self._pages.slots_of(shard)
         playing = [(slot, e) for slot in slots if (e := self._slots[slot]) and e.has_work]
         wanted = sum(self._wanted(slot, episode) for slot, episode in playing)
         if resuming is not None:
@@ -232,27 +243,27 @@ class CacheRoom:
                 if episode.again or slot in self._host
             )
         for slot in slots:
-            if wanted <= self._pages.num_free(lane):
+            if wanted <= self._pages.num_free(shard):
                 break
             episode = self._slots[slot]
             if self._pages.num_held(slot) and (episode is None or episode.begins):
                 self._give_up(slot)
-        return wanted - self._pages.num_free(lane)
+        return wanted - self._pages.num_free(shard)
 
     def _give_up(self, slot: int) -> None:
         self._pages.keep(slot, 0)
         self._prefixes.forget(slot)
 
-    def _park(self, seat: Seat, lane: int) -> None:
-        """The lowest in rank of the lane's episodes gives up its pages, or its wish for some."""
-        slots = self._pages.slots_of(lane)
+    def _park(self, seat: Seat, shard: int) -> None:
+        """The lowest in rank of the shard's episodes gives up its pages, or its wish for some."""
+        slots = self._pages.slots_of(shard)
         playing = [
             slot
             for slot in slots
             if (e := self._slots[slot]) and not e.parked
             if e.has_work or self._pages.num_held(slot)
         ]
-        assert len(playing) > 1, "a pool holds at least one episode a lane"
+        assert len(playing) > 1, "a pool holds at least one episode a row shard"
         slot = min(playing, key=self._rank)
         episode = self._episode(slot)
         episode.parked = True
@@ -268,7 +279,7 @@ class CacheRoom:
         self._give_up(slot)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Who goes on rather than others of the lane is higher."""
+        """Who goes on rather than others of the row shard is higher."""
         return not self._is_new(slot), self._episode(slot).length, -slot
 
     def _is_new(self, slot: int) -> bool:
@@ -323,14 +334,14 @@ class CacheRoom:
         return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
 
     def _is_far(self, slot: int, source: int) -> bool:
-        return self._pages.lane(slot) != self._pages.lane(source)
+        return self._pages.shard(slot) != self._pages.shard(source)
 
     def _bring(self, slot: int, source: int, tokens: int) -> None:
-        """The slot begins anew with so many tokens of a slot of another lane."""
+        """The slot begins anew with so many tokens of a slot of another row shard."""
         self._pages.begin(slot, slot, 0)
         self._pages.hold(slot, tokens)
         pages = self._pages.pages_of(slot, tokens)
-        self._lane_copies.plan(source, self._pages.pin(source, tokens), slot, pages, tokens)
+        self._shard_copies.plan(source, self._pages.pin(source, tokens), slot, pages, tokens)
 
     def use_row(self, slot: int) -> None:
         """In this round the row is still read, or written, for what the slot played before."""
@@ -338,7 +349,7 @@ class CacheRoom:
 
     def _can_share(self, slot: int, shared: Shared) -> bool:
         """Whether there are pages for it: copying a part of one may need more than reading anew."""
-        config, lane, episode = self._config, self._pages.lane(slot), self._episode(slot)
+        config, shard, episode = self._config, self._pages.shard(slot), self._episode(slot)
         length, is_far = shared.length, self._is_far(slot, shared.source)
         if not length % self._page_size and not is_far:
             return True
@@ -352,9 +363,9 @@ class CacheRoom:
             # The page that is copied stays for the round, whoever lets it go.
             own += 1 - length // self._page_size
         more = own - self._wanted(slot, episode)
-        if more > self._spare[lane]:
+        if more > self._spare[shard]:
             return False
-        self._spare[lane] -= max(0, more)
+        self._spare[shard] -= max(0, more)
         return True
 
     def hold(self, slot: int) -> None:
@@ -374,7 +385,7 @@ class CacheRoom:
 
     def give(self, seat: Seat) -> Seat:
         """The seat in which slots have their pages, and rows the ids that the host writes."""
-        seat = self._lane_copies.carry_out(seat)
+        seat = self._shard_copies.carry_out(seat)
         if self._ids:
             writes = [
                 RowIds(self._episode(slot).place, self._episode(slot).origin, ids)
@@ -395,9 +406,9 @@ class CacheRoom:
         """The slot keeps its prompt for who begins alike, and gives up the rest."""
         self._host.drop(slot)
         self._prefixes.stop(slot)
-        self._pages.keep(slot, self._prefixes.num_kept(slot))
+        self._pages.end(slot, self._prefixes.num_kept(slot))
 
     def keep(self, version: int) -> Kept:
         """The rollout is over: what its caches hold for the next under the same weights."""
         self._prefixes.lose_rows()
-        return Kept(pages=self._pages, prefixes=self._prefixes, version=version)
+        return Kept(prefixes=self._prefixes, version=version)

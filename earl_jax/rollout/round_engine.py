@@ -25,10 +25,11 @@ from earl_jax.rollout.decoding import Decoder
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.orders import Report, order_width, unpack_report
 from earl_jax.rollout.page_copies import PageCopies
-from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.pages import NO_SOURCE, Pool
 from earl_jax.rollout.row_copies import RowCopies
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import placed_shapes
 
 
 class RoundEngine:
@@ -122,9 +123,19 @@ class RoundEngine:
             static_argnums=0,
             out_shardings=dataclasses.replace(self.state_shardings, cache=None),
         )
-        # Not donated: no buffer that grows can be used again, and JAX warns of each.
-        self._grow = jax.jit(
-            decode_state.grow, static_argnums=(1, 2, 3), out_shardings=self.state_shardings
+        # Not donated: live episodes outlive a lack of memory.
+        layers = self._state_specs.cache.layers
+        repack = {
+            True: self._over_rows(decode_state.repack, (layers, P(self.layout.row_axes)), layers),
+            False: decode_state.repack,
+        }
+        # By whether no page goes from one row shard to another.
+        self._repack = {
+            is_local: jax.jit(function, out_shardings=self.state_shardings.cache.layers)
+            for is_local, function in repack.items()
+        }
+        self._widen = jax.jit(
+            decode_state.widen, static_argnums=1, out_shardings=self.state_shardings.experience
         )
 
     def _decoding(self, function: Any, rules: SlotRules) -> Any:
@@ -188,15 +199,39 @@ class RoundEngine:
         slots = self._empty_slots(state.experience.tokens.shape[1])
         return dataclasses.replace(slots, cache=state.cache)
 
-    def grow(
-        self,
-        state: DecodeState,
-        places: int,
-        old: Pool | None = None,
-        new: Pool | None = None,
+    def repack(
+        self, state: DecodeState, places: int, old: Pool, source: np.ndarray | None = None
     ) -> DecodeState:
-        """The same state with more room, and more pages (`decode_state.grow`)."""
-        return self._grow(state, places, old, new)
+        """Returns the state with room for `places` tokens an episode, and other pages.
+
+        `source` is that of `PageTable.regroup` from the pool `old`; None: the pages stay as they
+        are. The number of this layout's row shards should divide that of both pools: then no page
+        leaves its row shard. Slots have the pages that `give_pages` says from then on. Donates
+        nothing.
+        """
+        experience, layers = state.experience, state.cache.layers
+        if experience.tokens.shape[1] != places:
+            experience = self._widen(experience, places)
+        if source is not None:
+            is_local = self._is_local(old.shards, len(source))
+            placed = jax.device_put(self._local_source(old, source), self._rows)
+            layers = self._repack[is_local](layers, placed)
+        return dataclasses.replace(
+            state, experience=experience, cache=dataclasses.replace(state.cache, layers=layers)
+        )
+
+    def _is_local(self, *shards: int) -> bool:
+        """Whether no row shard of this layout has a part of a shard of these numbers of shards."""
+        return not any(number % self.layout.num_row_shards for number in shards)
+
+    def _local_source(self, old: Pool, source: np.ndarray) -> np.ndarray:
+        """i32[Z]: numbers within a row shard of this layout, if no page leaves its own."""
+        if not self._is_local(old.shards, len(source)):
+            return source.reshape(-1)
+        parts = self.layout.num_row_shards
+        first = np.arange(parts)[:, None] * (old.total // parts)
+        apart = source.reshape(parts, -1)
+        return np.where(apart == NO_SOURCE, NO_SOURCE, apart - first).astype(np.int32).reshape(-1)
 
     def place_rows(self, numbers: np.ndarray) -> jax.Array:
         """Numbers of slots on their row shards."""
@@ -255,29 +290,26 @@ class RoundEngine:
         """Rows of a decode step on one row shard."""
         return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
 
-    def lower_grow(self, places: int, old: Pool, room: int, new: Pool) -> Any:
-        """`grow` from `places` to `room`, lowered from shapes alone."""
-        state = jax.tree.map(
-            lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-            self.state_shapes(places, old),
-            self.state_shardings,
-        )
-        return self._grow.lower(state, room, old, new)
+    def lower_repack(self, places: int, old: Pool, room: int, new: Pool) -> list[Any]:
+        """The programs of `repack` from `places` to `room`, lowered from shapes alone."""
+        state, lowered = self._placed_shapes(places, old), []
+        if room != places:
+            lowered.append(self._widen.lower(state.experience, room))
+        if new != old:
+            source = jax.ShapeDtypeStruct((new.total,), jnp.int32, sharding=self._rows)
+            program = self._repack[self._is_local(old.shards, new.shards)]
+            lowered.append(program.lower(state.cache.layers, source))
+        return lowered
+
+    def _placed_shapes(self, places: int, pool: Pool | None) -> DecodeState:
+        return placed_shapes(self.state_shapes(places, pool), self.state_shardings)
 
     def lower_play(self, places: int, pool: Pool | None = None) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""
-
-        def placed(shapes: Any, shardings: Any) -> Any:
-            return jax.tree.map(
-                lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where),
-                shapes,
-                shardings,
-            )
-
         width = order_width(self.config.chunk_size, self.config.rules.choice_branches)
         return self._play.lower(
-            placed(self.parameter_shapes, self.parameter_shardings),
-            placed(self.state_shapes(places, pool), self.state_shardings),
+            placed_shapes(self.parameter_shapes, self.parameter_shardings),
+            self._placed_shapes(places, pool),
             jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
             jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
         )

@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which waiting episode gets which slot, and where it is written down: arithmetic on the host.
 
-Rows of experience and slots are cut into equal lanes, as many as there are devices, so that on
-every mesh whose data axis divides their number a lane is on one data shard, and who sits where does
-not depend on the mesh. An episode is at home in the lane of its row, and plays there if a slot is
-free. Where none is, it is a guest in any lane that has one: it writes a row that its slot has for
-guests, which is copied home when it is over (row_copies.py). So no slot is empty while an episode
-waits, and row i is the episode of task i whoever played it where and when.
+Rows of experience and slots are cut into equal lanes, as many as divide the number of devices, of
+slots and of rows. On every mesh whose data axis divides these a lane is on one data shard, and who
+sits where does not depend on the mesh. An episode is at home in the lane of its row, and plays
+there if a slot is free. Where none is, it is a guest in any lane that has one: it writes a row that
+its slot has for guests, which is copied home when it is over (row_copies.py). So no slot is empty
+while an episode waits, and row i is the episode of task i whoever played it where and when.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -45,18 +46,15 @@ class Rows(NamedTuple):
         return slot + (slot // self.guests + 1) * self.homes
 
 
-def make_rows(*, num_rows: int, num_slots: int, num_lanes: int, guests: bool = True) -> Rows:
-    """The rows for so many episodes; with those for `guests` where there are several lanes.
+def make_rows(*, num_rows: int, num_slots: int, num_devices: int, guests: bool = True) -> Rows:
+    """Returns the rows for so many episodes; with those for `guests` where there are several lanes.
 
-    Raises:
-        ValueError: slots or rows do not divide into lanes.
+    There are as many lanes as the greatest common divisor of the three numbers, which every data
+    axis divides that a mesh of so many devices can have with these slots and rows.
+
+    Example: 8 devices with 12 slots and 48 rows: 4 lanes, of 3 slots and 12 + 3 rows.
     """
-    for field, number in (("num_slots", num_slots), ("episodes_per_step", num_rows)):
-        if number % num_lanes:
-            raise ValueError(
-                f"config.rollout.{field} is {number}, which does not divide over {num_lanes} "
-                f"devices; choose a multiple of {num_lanes}"
-            )
+    num_lanes = math.gcd(num_rows, num_slots, num_devices)
     away = num_slots // num_lanes if guests and num_lanes > 1 else 0
     return Rows(num_lanes, num_rows // num_lanes, away)
 
@@ -87,7 +85,8 @@ class LaneScheduler:
         A lane gives its slots to its own rows in their order. What is left goes to rows that wait
         elsewhere: first of groups that have begun in a lane with a free slot, which has read their
         prompt; then the last of the longest queue, whose group begins the latest, goes to the lane
-        with the most free slots. A `crowded` lane takes no guests: its own wait for pages.
+        with the most free slots. The `crowded` slots take no guests: episodes wait for
+        their pages.
         """
         taken: dict[int, int] = {}
         left: list[list[int]] = [[] for _ in self._waiting]
@@ -95,7 +94,7 @@ class LaneScheduler:
             lane = slot // self._slots_per_lane
             if self._waiting[lane]:
                 taken[slot] = self._take(lane, next(iter(self._waiting[lane])))
-            elif self._rows.guests and lane not in crowded:
+            elif self._rows.guests and slot not in crowded:
                 left[lane].append(slot)
         while any(left) and any(self._waiting):
             lane, row = self._next_guest(left)

@@ -1,14 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rollout runs, and with which weights."""
+"""Where a rollout runs, and with which weights; and how live episodes move elsewhere."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import jax
 
 from earl_jax.models.parameters import Params
 from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.pages import PageTable, Pool
+from earl_jax.rollout.pages import PageTable, Pool, pages_for
 from earl_jax.rollout.prefixes import PrefixIndex
+from earl_jax.sharding.placing import placed_shapes
+from earl_jax.sharding.reshard import lower_moves, reshard
 
 if TYPE_CHECKING:
     # The engine moves pages between seats of its own.
@@ -25,13 +29,11 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What caches hold behind a rollout: prompts that weights of this version have read.
+    """The prompts in a seat's caches behind a rollout, which weights of this version have read.
 
-    Who has which page, and which prompts these are. The next rollout takes both over and changes
-    them, so they are good for one.
+    The next rollout takes them over and changes them, so they are good for one.
     """
 
-    pages: PageTable
     prefixes: PrefixIndex
     version: int
 
@@ -40,16 +42,43 @@ class Kept:
 class Seat:
     """Where a rollout runs: an engine, the policy on its layout, and the state of its slots.
 
-    The state has room for `places` tokens an episode, and the pages of `pool`. `kept` says what is
-    in these already; None: nothing that counts.
+    The state has room for `places` tokens an episode. `pages` says which slot has which page: the
+    host's view of the state's cache, whose pool has as many parts as the layout has row shards.
+    `kept` says which prompts are in pages of idle slots; None: none that count.
     """
 
     engine: "PolicyEngine"
     policy: Policy
     state: DecodeState
     places: int
-    pool: Pool
+    pages: PageTable
     kept: Kept | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that the pool is cut as the layout is."""
+        shards = self.engine.layout.num_row_shards
+        assert self.pool.shards == shards, f"{self.pool} on {self.engine.layout}"
+
+    @property
+    def pool(self) -> Pool:
+        """The pages that there are."""
+        return self.pages.pool
+
+
+def empty_seat(engine: "PolicyEngine", policy: Policy, places: int, pool: Pool) -> Seat:
+    """Returns a seat with nobody in any slot."""
+    return Seat(
+        engine=engine,
+        policy=policy,
+        state=engine.empty_state(places, pool),
+        places=places,
+        pages=_no_pages(engine, pool),
+    )
+
+
+def _no_pages(engine: "PolicyEngine", pool: Pool) -> PageTable:
+    config = engine.config
+    return PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
 
 
 def vacate(seat: Seat) -> Seat:
@@ -76,10 +105,81 @@ def open_seat(
         or vacant.places > places
         or vacant.pool.pages > pool.pages
     ):
-        state = engine.empty_state(places, pool)
-        return Seat(engine=engine, policy=policy, state=state, places=places, pool=pool)
-    state, kept = vacant.state, vacant.kept
-    if (vacant.places, vacant.pool) != (places, pool):
-        state = engine.grow(state, places, vacant.pool, pool)
-        kept.pages.grow(pool)
-    return Seat(engine=engine, policy=policy, state=state, places=places, pool=pool, kept=kept)
+        return empty_seat(engine, policy, places, pool)
+    return dataclasses.replace(relocate(vacant, engine, places, pool), policy=policy)
+
+
+def relocate(
+    seat: Seat,
+    engine: "PolicyEngine",
+    places: int,
+    pool: Pool,
+    *,
+    chunk_bytes: int | None = None,
+) -> Seat:
+    """Moves live episodes and their weights: to another engine, more room, another pool.
+
+    Nothing comes to the host. `seat` stays as it is, so that its episodes outlive a lack of memory;
+    what both have in common they share. Devices hold the old pool, the new one, and where both the
+    mesh and the pool change one more beside them. Pages are gathered on the layout that has fewer
+    row shards, where none leaves its own if one number divides the other.
+
+    Args:
+        seat: where they are, between two rounds.
+        engine: where they go on, with as many slots.
+        places: room for so many tokens an episode, no less than there is.
+        pool: at least `seat.pages.least_pages(pool.shards)` pages in each of the row shards of
+            `engine`. Prompts that idle slots keep are given up where there are not enough for them.
+        chunk_bytes: as for `reshard`.
+
+    Returns:
+        The new seat, when it is there.
+
+    Raises:
+        ValueError: the pool does not hold the live episodes.
+        JaxRuntimeError: there is too little memory.
+    """
+    assert places >= seat.places, f"{places} places, {seat.places} before"
+    pages, source = seat.pages.regroup(pool)
+
+    def repack(on: "PolicyEngine", state: DecodeState) -> DecodeState:
+        if (places, pool) == (seat.places, seat.pool):
+            return state
+        state = on.repack(state, places, seat.pool, source if pool != seat.pool else None)
+        return on.give_pages(state, pages.as_array(pages_for(places, engine.config.page_size)))
+
+    def move(tree: Any, shardings: Any) -> Any:
+        same = engine is seat.engine
+        return tree if same else reshard(tree, shardings, chunk_bytes=chunk_bytes)
+
+    params = move(seat.policy.params, engine.parameter_shardings)
+    if pool.shards < seat.pool.shards:
+        state = repack(engine, move(seat.state, engine.state_shardings))
+    else:
+        state = move(repack(seat.engine, seat.state), engine.state_shardings)
+    params, state = jax.block_until_ready((params, state))
+    policy = dataclasses.replace(seat.policy, params=params)
+    return dataclasses.replace(
+        seat, engine=engine, policy=policy, state=state, places=places, pages=pages
+    )
+
+
+def lower_relocation(
+    here: "PolicyEngine", there: "PolicyEngine", places: int, old: Pool, room: int, new: Pool
+) -> list[Any]:
+    """The programs of `relocate` from `places` and `old` to `room` and `new`, from shapes alone.
+
+    Without chunks. They are to be compiled before the move; there may be none.
+    """
+    late = new.shards < old.shards
+    lowered = (there if late else here).lower_repack(places, old, room, new)
+    if here is there:
+        return lowered
+    params = placed_shapes(here.parameter_shapes, here.parameter_shardings)
+    shapes = here.state_shapes(places, old) if late else here.state_shapes(room, new)
+    state = placed_shapes(shapes, here.state_shardings)
+    return [
+        *lowered,
+        *lower_moves(params, there.parameter_shardings),
+        *lower_moves(state, there.state_shardings),
+    ]

@@ -3,7 +3,7 @@
 """Room in the KV cache for the requests that JetStream serves: pages as their replies need them.
 
 A request has the pages of its tokens, from a pool that may hold fewer than all slots could fill.
-Where a lane has too few for the next step, the shortest of its requests waits: its pages go to
+Where a row shard has too few for the next step, the shortest of its requests waits: its pages go to
 host memory, or its prompt is not put into its slot yet. Its step then has no token, which JetStream
 takes for nothing. The longest goes on, so that one after the other ends; who waits for pages comes
 back to all that was read, in the order of length.
@@ -119,10 +119,10 @@ class ServingRoom:
         """
         self.settle(in_flight=1)
         leaving, pages = {}, self.pages.pool.pages
-        for lane in range(self.pages.pool.lanes):
-            slots = [slot for slot in self.pages.slots_of(lane) if slot in self._lengths]
-            self._wake(lane, slots)
-            while (short := self._wanted(slots) - self.pages.num_free(lane)) > 0:
+        for shard in range(self.pages.pool.shards):
+            slots = [slot for slot in self.pages.slots_of(shard) if slot in self._lengths]
+            self._wake(shard, slots)
+            while (short := self._wanted(slots) - self.pages.num_free(shard)) > 0:
                 if self._steps:
                     self.settle()
                     continue
@@ -145,7 +145,7 @@ class ServingRoom:
         return self._give(state), self._moving
 
     def _grow(self, state: DecodeState, pages: int) -> DecodeState:
-        """The state with room for the next step, and so many pages a lane at least.
+        """The state with room for the next step, and so many pages a row shard at least.
 
         Who has too little where there is no memory for more fails.
         """
@@ -158,13 +158,13 @@ class ServingRoom:
         pages = old.pages if pages <= old.pages else max(pages, 2 * old.pages)
         places = min(places, self._most)
         new = old._replace(pages=min(pages, max(old.pages, pages_for(self._most, size))))
+        table, source = self.pages.regroup(new)
         try:
-            state = self._engine.grow_served(state, places, old, new)
+            state = self._engine.grow_served(state, places, old, source if new != old else None)
         except jax.errors.JaxRuntimeError as error:
             self._fail(awake, str(error).splitlines()[0])
             return state
-        self.pages.grow(new)
-        self.places, self._given = places, None
+        self.pages, self.places, self._given = table, places, None
         return state
 
     def _fail(self, awake: Collection[int], why: str) -> None:
@@ -172,7 +172,7 @@ class ServingRoom:
         for slot in awake:
             tokens = self._tokens(slot)
             missing = self.pages.missing(slot, tokens)
-            if tokens > self.places or missing > self.pages.num_free(self.pages.lane(slot)):
+            if tokens > self.places or missing > self.pages.num_free(self.pages.shard(slot)):
                 self._asleep.add(slot)
                 self.host.drop(slot)
                 self.pages.keep(slot, 0)
@@ -186,14 +186,14 @@ class ServingRoom:
         """Tokens in the slot's cache."""
         return min(self._lengths[slot], self._most)
 
-    def _wake(self, lane: int, slots: list[int]) -> None:
+    def _wake(self, shard: int, slots: list[int]) -> None:
         """Who waits takes part where there are pages, the longest first; none overtakes it."""
         waiting = self._asleep.intersection(slots) - self.failed.keys()
         for slot in sorted(waiting, key=self._rank, reverse=True):
             alone = self._asleep.issuperset(slots)
             tokens = min(self._lengths[slot] + LEAST_TOKENS, self._most)
             pages = self._wanted(slots) + pages_for(tokens, self._page_size)
-            if not alone and pages > self.pages.num_free(lane):
+            if not alone and pages > self.pages.num_free(shard):
                 break
             self._asleep.discard(slot)
 
@@ -210,7 +210,7 @@ class ServingRoom:
         return min(self._lengths[slot] + self._says, self._most)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Who goes on rather than others of the lane is higher; a prompt has least to lose."""
+        """Who goes on rather than others of the row shard is higher; a prompt has least to lose."""
         return slot not in self._prompts, self._lengths[slot], -slot
 
     def _copy(self, state: DecodeState, leaving: dict[int, list[int]]) -> DecodeState:
@@ -220,7 +220,7 @@ class ServingRoom:
             policy=Policy(params=None, version=0),
             state=state,
             places=self.places,
-            pool=self.pages.pool,
+            pages=self.pages,
         )
         self.host.settle()
         seat = self.host.copy_out(seat, leaving)

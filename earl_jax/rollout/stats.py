@@ -17,10 +17,10 @@ class RolloutStats:
     """Counts of one rollout. Tokens in flight are those of all live episodes at one moment.
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled;
-    `copied_tokens` of what was taken over came from the pages of another lane. `recomputed_tokens`
-    were read again: by newer weights, or behind the `parked_episodes`, counted each time one gave
-    up its pages. `parked_host_bytes` of such pages were copied to host memory and back; `parking`
-    is the last choice between the two in words, "" where there was none.
+    `copied_tokens` of what was taken over came from the pages of another row shard.
+    `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
+    each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
+    and back; `parking` is the last choice between the two in words, "" where there was none.
     `guest_episodes` played in another lane than that of their row, where a slot was free.
     `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
     `rollout_tokens`. `drafted_tokens` were guessed, `accepted_tokens` of them were what was

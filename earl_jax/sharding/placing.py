@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays on devices of several processes, of which each process has its own part only."""
+"""Arrays on devices of several processes, of which each process has its own part; and shapes."""
 
 from typing import Any, TypeVar
 
@@ -27,6 +27,15 @@ def absent_tree(shapes: Tree, shardings: Any) -> Tree:
     """Handles of arrays on devices of other processes: of a tree's shapes and placements."""
     return jax.tree.map(
         lambda shape, sharding: absent_array(shape.shape, shape.dtype, sharding), shapes, shardings
+    )
+
+
+def placed_shapes(shapes: Any, shardings: Any) -> Any:
+    """Returns the shapes with these placements, to lower programs from."""
+    return jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        shapes,
+        shardings,
     )
 
 

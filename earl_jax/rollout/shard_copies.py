@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What one lane has read goes into the pages of others, which then need not read it.
+"""What one row shard has read goes into the pages of others, which then need not read it.
 
-An episode has pages of its own lane, and each lane is on one device (or group of them) on every
-mesh. So a beginning that another lane has read is copied: from devices to devices, in one
-all-reduce for so many pages, to which all but the one that has them add zeros. It is a program of
-its own, which runs between two rounds, because in a round devices decode unequally long.
+An episode has pages of its own row shard. So a beginning that another one has read is copied: from
+devices to devices, in one all-reduce for so many pages, to which all but the shard that has them
+add zeros. It is a program of its own, which runs between two rounds, because in a round shards
+decode unequally long.
 
 Whether it is worth it is a matter of cost, as it is for parked pages (parking.py): the copy against
-reading so many tokens chunk by chunk, both by the chip's data sheet. Lanes that read the same at
-the same time need no longer for it than one of them does; but nor do those that wait for it, which
-have the other slots of their lanes go on meanwhile, and begin when the first lane's other slots do.
+reading so many tokens chunk by chunk, both by the chip's data sheet. Row shards that read the same
+at the same time need no longer for it than one of them does; but nor do those that wait for it,
+whose other slots go on meanwhile, and which begin when the other slots of the first shard do.
 """
 
 import collections
@@ -19,11 +19,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from earl_jax.rollout.host_pages import local_pages
 from earl_jax.rollout.seat import Seat
 
 
-class LaneCopies:
+class ShardCopies:
     """The copies that are made before the next round. Host-side state only.
 
     `tokens` counts those that were copied.
@@ -38,9 +37,9 @@ class LaneCopies:
     def plan(
         self, source: int, source_pages: list[int], slot: int, pages: list[int], tokens: int
     ) -> None:
-        """The first so many tokens of `source` go to a slot of another lane.
+        """The first so many tokens of `source` go to a slot of another row shard.
 
-        Both have so many pages for them, numbered within their lanes; those of `source` stay as
+        Both have so many pages for them, numbered within their shards; those of `source` stay as
         they are until the round.
         """
         assert len(source_pages) == len(pages)
@@ -54,9 +53,9 @@ class LaneCopies:
         size = copies.pages_a_call
         slots_a_shard = seat.engine.config.num_slots // copies.num_shards
         for source, targets in self._targets.items():
-            sent = local_pages(seat, source, self._sources[source])
+            sent = self._sources[source]
             for slots in _waves(sorted(targets), slots_a_shard):
-                taken = [local_pages(seat, slot, targets[slot]) for slot in slots]
+                taken = [targets[slot] for slot in slots]
                 for first in range(0, max(map(len, taken)), size):
                     pages = np.zeros((copies.num_shards, size), np.int32)
                     counts = np.zeros(copies.num_shards, np.int32)
