@@ -20,7 +20,6 @@ from jax.sharding import NamedSharding
 
 from earl_jax.dispatch.pack import fit
 from earl_jax.models.parameters import Params
-from earl_jax.rest import from_rest
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.candidates import divisors
@@ -30,6 +29,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree, same_shards
 from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.metrics import sampling_kl
+from earl_jax.train.offload import load_moments
 from earl_jax.train.step import TrainState, state_shardings
 from earl_jax.trajectory import Experience, Outcome
 from earl_jax.weights import Published, publish
@@ -222,7 +222,7 @@ def to_checkpoint(world: World, state: TrainState) -> TrainState:
 
     A copy, because the next step donates the state while the checkpoint is being written.
     """
-    state = dataclasses.replace(from_rest(state), base=None)
+    state = dataclasses.replace(load_moments(state), base=None)
     if world.processes.all_train:
         return jax.tree.map(jnp.copy, state)
     where = dataclasses.replace(_cut_over(world, world.processes.devices), base=None)

@@ -77,6 +77,7 @@ class Keeper:
         What was compiled before counts for no step.
         """
         self.placement.about_to_use = self.ahead.hand_over
+        self.placement.is_compiled = self.ahead.is_compiled
         self.ahead.take_times()
 
     def after_step(self, position: Position, record: StepRecord) -> bool:

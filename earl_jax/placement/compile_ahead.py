@@ -17,6 +17,7 @@ import jax
 
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World
@@ -34,8 +35,13 @@ class Wanted(NamedTuple):
 
 
 def wanted_programs(world: World, placement: Placement, history: LoadHistory) -> Iterator[Wanted]:
-    """Yields what the next context bucket needs, as its plans would be chosen now."""
+    """Yields what the next context bucket needs, as its plans would be chosen now.
+
+    Before it what the last episodes of a rollout would need to go on elsewhere.
+    """
     rollout = world.config.rollout
+    if (tail := placement.foresee_tail(history.recent())) is not None:
+        yield _round(world, tail, placement.max_tokens)
     bucket = rollout.places_for(placement.max_tokens + 1)
     configured = bucket <= rollout.context_buckets[-1]
     if bucket > world.max_context or not (configured or _is_near(history, placement.max_tokens)):
@@ -45,10 +51,15 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
         # Jitted here: two threads would make two of it.
         world.train_step(train, "policy_gradient")
         yield Wanted(update_key(train, bucket), lambda: lower_update(world, train, bucket))
-    if (play := plans.rollout) is not None:
-        world.engine(play.mesh, play.num_slots)
-        key = play_key(play.mesh, play.num_slots, bucket, world.cache_pool(play))
-        yield Wanted(key, lambda: lower_round(world, play, bucket))
+    if plans.rollout is not None:
+        yield _round(world, plans.rollout, bucket)
+
+
+def _round(world: World, plan: RolloutPlan, max_tokens: int) -> Wanted:
+    # Built here: two threads would make two of it.
+    world.engine(plan.mesh, plan.num_slots)
+    key = play_key(plan.mesh, plan.num_slots, max_tokens)
+    return Wanted(key, lambda: lower_round(world, plan, max_tokens))
 
 
 def _is_near(history: LoadHistory, max_tokens: int) -> bool:
@@ -121,6 +132,11 @@ class CompileAhead:
                 self._thread.start()
         for failure in failures:
             self._say(failure)
+
+    def is_compiled(self, key: Hashable) -> bool:
+        """Whether a program was compiled here and is not in use yet."""
+        with self._changed:
+            return key in self._seconds
 
     def hand_over(self, key: Hashable) -> None:
         """The run uses this program now. It waits for one that is being compiled for it.

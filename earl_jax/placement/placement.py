@@ -40,8 +40,8 @@ Result = TypeVar("Result")
 # on CPUs, whose small programs have other temporaries, up to a half off. A plan that is nearer to
 # the budget is compiled before it is relied on.
 SURE, SURE_ON_CPU = 1.2, 1.5
-# A mesh where this process has not played yet needs its programs compiled or loaded.
-NEW_PROGRAM_S = 5.0
+# What it takes to load a program that was compiled ahead.
+LOADING_S = 1.0
 
 
 class ShortAlone(RuntimeError):
@@ -90,8 +90,9 @@ class Placement:
         self._outgrown = 0
         # Caches of the rollout before, for another under the same weights.
         self._kept: Seat | None = None
-        # Where this process has played: elsewhere programs are compiled or loaded first.
-        self._played: set[tuple[MeshShape, int]] = set()
+        # Rounds that this process has played; and says which others were compiled ahead.
+        self._played: set[Hashable] = set()
+        self.is_compiled: Callable[[Hashable], bool] = lambda key: False
         self.backup = StateBackup(kept=world.processes.count == 1)
         # Hears which program is used next (CompileAhead.hand_over).
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
@@ -194,8 +195,8 @@ class Placement:
         step = self._step(tokens, load)
         decision = self._settled(lambda chooser: chooser.step(step, self.plans, self.calm_steps))
         assert decision.rollout is not None and decision.train is not None
-        switched = decision.rollout.switched or decision.train.switched
-        self.calm_steps = 0 if switched else self.calm_steps + 1
+        stays = not decision.rollout.switched and decision.train.plan == self.plans.train
+        self.calm_steps = self.calm_steps + 1 if stays else 0
         self.plans = Plans(decision.rollout.plan, decision.train.plan)
         self.max_tokens, self.length = step.max_tokens, step.length
         self._most_tokens = max(self._most_tokens, step.max_tokens)
@@ -454,9 +455,9 @@ class Placement:
         return seat, published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
-        self._played.add((plan.mesh, self.max_tokens))
-        pool = self._world.cache_pool(plan)
-        self.about_to_use(play_key(plan.mesh, plan.num_slots, self.max_tokens, pool))
+        key = play_key(plan.mesh, plan.num_slots, self.max_tokens)
+        self._played.add(key)
+        self.about_to_use(key)
 
     def keep(self, seat: Seat) -> None:
         """Keeps what this seat's caches hold for the next seat with the same weights.
@@ -495,39 +496,28 @@ class Placement:
         return grown
 
     def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
-        """Returns a seat for the last `live` episodes of a rollout, the longest of `longest` tokens.
+        """Returns a seat for the last `live` episodes of a rollout.
 
-        They go to another mesh if rounds of so few are so much faster there that the move is earned
-        back until the longest is as long as episodes are expected to become. The next rollout
-        begins where this one began.
+        The longest has `longest` tokens. They go to another mesh if rounds of so few are so much
+        faster there that the move is earned back until the longest is as long as episodes are
+        expected to become. The next rollout begins where this one began.
         """
         world, plan = self._world, self.rollout
-        if load is None or world.processes.count > 1:
+        left = load.context_tokens_max - longest if load else 0
+        if load is None or left <= 0 or world.processes.count > 1:
             return seat
-        left = max(0, load.context_tokens_max - longest)
-        pool, page_size = seat.pool, self.problem.work.page_size
-        step = dataclasses.replace(
-            self._step(seat.places, load),
-            max_tokens=seat.places,
-            cache_tokens=pool.total * page_size,
-            rollout_tokens=live * left,
-        )
-        chooser = Chooser(self.problem, self.observations.table)
-        moved_bytes = pool.pages * self.problem.page_bytes(seat.engine.layout.shape)
+        here = plan._replace(mesh=seat.engine.layout.shape, pages=seat.pool.pages)
 
         def move_s(mesh: MeshShape) -> float:
-            new_s = 0.0 if (mesh, seat.places) in self._played else NEW_PROGRAM_S
-            return new_s + self.problem.relocate_s(mesh, moved_bytes)
+            # Nobody waits for a compiler in the middle of a rollout.
+            key = play_key(mesh, plan.num_slots, seat.places)
+            if key not in self._played and not self.is_compiled(key):
+                return math.inf
+            moved_bytes = here.pages * self.problem.page_bytes(here.mesh)
+            loading_s = 0.0 if key in self._played else LOADING_S
+            return loading_s + self.problem.relocate_s(mesh, moved_bytes)
 
-        here = plan._replace(mesh=seat.engine.layout.shape)
-        decision = chooser.rollout(
-            step,
-            here,
-            self.train.mesh,
-            keeps_slots=True,
-            live=live,
-            move_s=move_s,
-        )
+        decision = self._tail(here, seat.places, live, left, load, move_s)
         choice = decision.rollout
         if choice is None or not choice.switched:
             return seat
@@ -539,6 +529,37 @@ class Placement:
                 raise
             self.log.failures.append(f"{choice.reason}: there was too little memory")
             return seat
+
+    def _tail(
+        self,
+        here: RolloutPlan,
+        places: int,
+        live: int,
+        left: int,
+        load: Load,
+        move_s: Callable[[MeshShape], float],
+    ) -> Decision:
+        """Chooses for the last `live` episodes, which may have `left` more tokens each."""
+        step = dataclasses.replace(
+            self._step(places, load),
+            max_tokens=places,
+            cache_tokens=here.pages * here.mesh.data * self.problem.work.page_size,
+            rollout_tokens=live * left,
+        )
+        chooser = Chooser(self.problem, self.observations.table)
+        return chooser.rollout(
+            step, here, self.train.mesh, keeps_slots=True, live=live, move_s=move_s
+        )
+
+    def foresee_tail(self, load: Load | None) -> RolloutPlan | None:
+        """Returns the plan for the last episodes of a rollout, if it is another than for all."""
+        live = max(1, self.rollout.num_slots // 8)
+        left = load.context_tokens_max - int(load.context_tokens_mean) if load else 0
+        if load is None or left <= 0 or self._world.processes.count > 1:
+            return None
+        decision = self._tail(self.rollout, self.max_tokens, live, left, load, lambda mesh: 0.0)
+        choice = decision.rollout
+        return choice.plan if choice and choice.switched else None
 
     def _relocate(self, seat: Seat, plan: RolloutPlan) -> Seat:
         """Moves live episodes to the mesh and pages of a plan; `seat` stays as it is.

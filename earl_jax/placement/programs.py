@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from earl_jax.rollout.pages import Pool
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
@@ -53,9 +52,9 @@ def compiled_bytes(world: World, plan: RolloutPlan | TrainPlan, tokens: int) -> 
     return None if None in told else max(told)
 
 
-def play_key(mesh: MeshShape, num_slots: int, max_tokens: int, pool: Pool) -> Hashable:
+def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
     """Names the program of a round: who compiles it ahead and who uses it call it the same."""
-    return "play", mesh, num_slots, max_tokens, pool
+    return "play", mesh, num_slots, max_tokens
 
 
 def update_key(plan: TrainPlan, length: int) -> Hashable:

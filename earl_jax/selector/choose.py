@@ -239,7 +239,8 @@ class Chooser:
         # By what a trainer leaves on a device: the best rollout, and that on the mesh in use.
         beside: dict[tuple[int, bool], list[Candidate[RolloutPlan]]] = {}
         train_tokens = problem.work.num_rows * step.length * problem.work.epochs
-        for train in _fastest_by_mesh(self._that_fit(self.train_candidates(step.length))):
+        fitting = self._that_fit(self.train_candidates(step.length))
+        for train in _fastest_by_mesh(fitting, current.train):
             mesh = train.plan.mesh
             switches = current.train is not None and mesh != current.train.mesh
             switch_s = problem.move_s(mesh) / step.lasts if switches else 0.0
@@ -285,14 +286,14 @@ class Chooser:
             raise BudgetTooSmall(self._too_small(step, candidates))
         tokens = self.problem.work.num_rows * step.length * self.problem.work.epochs
         pairs = []
-        for candidate in _fastest_by_mesh(fitting):
+        for candidate in _fastest_by_mesh(fitting, current):
             seconds = tokens / candidate.tokens_per_s
             moves = current is not None and candidate.plan.mesh != current.mesh
             switch_s = self.problem.move_s(candidate.plan.mesh) / step.lasts if moves else 0.0
             pairs.append(_Pair(None, candidate, 0, seconds + switch_s, seconds))
         best, stays = _best(pairs), None
         if current is not None:
-            here = [p for p in pairs if p.train and p.train.plan.mesh == current.mesh]
+            here = [p for p in pairs if p.train and p.train.plan == current]
             stays = here[0] if here else None
         if stays is not None:
             gain = stays.cost_s / best.cost_s - 1.0
@@ -428,7 +429,7 @@ class Chooser:
         elif fits_here:
             reason = f"{current.mesh} -> {plan.words()} (step {gain:.0%} shorter; {facts})"
         else:
-            why = self._why_left(stage, current, tokens)
+            why = self._why_left(current, tokens)
             reason = f"{current.mesh} -> {plan.words()} ({why}; {facts})"
         return Choice(
             stage=stage,
@@ -441,7 +442,7 @@ class Chooser:
             reason=reason,
         )
 
-    def _why_left(self, stage: str, plan: RolloutPlan | TrainPlan, tokens: int) -> str:
+    def _why_left(self, plan: RolloutPlan | TrainPlan, tokens: int) -> str:
         """Says why a plan in use cannot stay."""
         problem = self.problem
         if isinstance(plan, TrainPlan):
@@ -518,14 +519,22 @@ def _all_failed(stage: str, candidates: Sequence[Candidate], tokens: int) -> str
     )
 
 
-def _fastest_by_mesh(candidates: Iterable[Candidate[TrainPlan]]) -> list[Candidate[TrainPlan]]:
-    """Returns the fastest of each mesh; the first where others are faster by no more than a tie."""
+def _fastest_by_mesh(
+    candidates: Iterable[Candidate[TrainPlan]], current: TrainPlan | None
+) -> list[Candidate[TrainPlan]]:
+    """Returns the fastest of each mesh, and the plan in use.
+
+    Of a mesh's ways the first of those that are faster by no more than a tie.
+    """
     best: dict[MeshShape, Candidate[TrainPlan]] = {}
+    here = []
     for candidate in candidates:
         known = best.get(candidate.plan.mesh)
         if known is None or candidate.tokens_per_s > (1.0 + TIE) * known.tokens_per_s:
             best[candidate.plan.mesh] = candidate
-    return list(best.values())
+        if candidate.plan == current:
+            here.append(candidate)
+    return list(dict.fromkeys([*best.values(), *here]))
 
 
 def _best(pairs: Sequence[_Pair]) -> _Pair:
@@ -536,11 +545,11 @@ def _best(pairs: Sequence[_Pair]) -> _Pair:
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
-    """Whether a pair is on the meshes in use."""
+    """Whether a pair trains by the plan in use and plays on the mesh in use."""
     rollout, train = current
     if rollout is None or train is None or pair.rollout is None or pair.train is None:
         return False
-    return (pair.rollout.plan.mesh, pair.train.plan.mesh) == (rollout.mesh, train.mesh)
+    return pair.train.plan == train and pair.rollout.plan.mesh == rollout.mesh
 
 
 def size_words(num_bytes: float) -> str:

@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Problems whose bytes and speeds are given by hand, so that a choice can be computed by hand."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from earl_jax.selector.footprint import Footprint, ModelSizes, Workload
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import MeshShape
+
+D8, D4T2, D2T4, T8 = (MeshShape(data=8 // n, tensor=n) for n in (1, 2, 4, 8))
+F8, D4F2 = MeshShape(fsdp=8), MeshShape(data=4, fsdp=2)
+# A page has 10 tokens, of a byte each where heads are not cut.
+PAGE = 10
+
+_SIZES = ModelSizes(
+    num_layers=1,
+    width=8,
+    num_heads=8,
+    num_kv_heads=8,
+    head_size=1,
+    ffn_size=8,
+    num_experts=0,
+    experts_per_token=1,
+    vocab_size=8,
+    windows=(0,),
+    compute_bytes=4,
+    engine_bytes=4,
+    engine=(),
+    trained=(),
+)
+_WORK = Workload(
+    num_slots=8,
+    num_rows=8,
+    micro_batches=1,
+    remat=True,
+    logprob_chunk=8,
+    chunk_size=8,
+    append_rows=8,
+    burst=1,
+    page_size=PAGE,
+    kv_itemsize=4,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class HandProblem(Problem):
+    """Eight devices, eight slots and rows.
+
+    `train_speeds` and `rollout_speeds` are tokens/s by mesh; `train_bytes` of an update by mesh
+    (halved with each doubling of the micro-batches), `state_bytes` what the trainer leaves during a
+    rollout, `rollout_bytes` those of a rollout without its pages, 1000 where none are given. Moving
+    the trainer takes `trainer_move_s`.
+    """
+
+    train_speeds: Mapping[MeshShape, float]
+    rollout_speeds: Mapping[MeshShape, float]
+    train_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
+    state_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
+    rollout_bytes: Mapping[MeshShape, int] = dataclasses.field(default_factory=dict)
+    trainer_move_s: float = 0.0
+
+    @property
+    def rollout_meshes(self) -> list[MeshShape]:
+        return list(self.rollout_speeds)
+
+    @property
+    def train_meshes(self) -> list[MeshShape]:
+        return list(self.train_speeds)
+
+    def rollout_meshes_for(self, max_tokens: int) -> list[MeshShape]:
+        return self.rollout_meshes
+
+    def train_meshes_for(self, length: int) -> list[MeshShape]:
+        return self.train_meshes
+
+    def update_footprint(self, plan: TrainPlan, length: int) -> Footprint:
+        return Footprint(weights=self.train_bytes.get(plan.mesh, 1000) // plan.micro_batches)
+
+    def bare_footprint(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> Footprint:
+        return Footprint(weights=self.rollout_bytes.get(mesh, 1000))
+
+    def page_bytes(self, mesh: MeshShape) -> int:
+        return 8 * PAGE // mesh.tensor // mesh.context
+
+    def trainer_bytes(self, mesh: MeshShape, offload: bool = False) -> int:
+        return 0 if offload else self.state_bytes.get(mesh, 0)
+
+    def moments_bytes(self, mesh: MeshShape) -> int:
+        return self.state_bytes.get(mesh, 0)
+
+    def update_speed(self, plan: TrainPlan, length: int) -> float:
+        return self.train_speeds[plan.mesh] / plan.micro_batches
+
+    def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:
+        # Rows that wait take their turn.
+        return self.rollout_speeds[mesh] * rows * mesh.data / self.work.num_slots
+
+    def live_round_s(self, mesh: MeshShape, live: int, max_tokens: int) -> float:
+        # The busiest row shard says when a round is over.
+        rows = -(-live // mesh.data)
+        return rows * mesh.data / self.rollout_speeds[mesh]
+
+    def publish_s(self, mesh: MeshShape) -> float:
+        return 0.0
+
+    def move_s(self, mesh: MeshShape) -> float:
+        return self.trainer_move_s
+
+    def offload_s(self, mesh: MeshShape) -> float:
+        return 1.0
+
+
+def hand_problem(
+    train: Mapping[MeshShape, float], rollout: Mapping[MeshShape, float], **settings: object
+) -> HandProblem:
+    """Returns a problem of these speeds; `settings` are further fields."""
+    fields: dict[str, object] = {
+        "hardware": parse_topology("cpu:8"),
+        "sizes": _SIZES,
+        "work": _WORK,
+        "budget_bytes": None,
+        "hysteresis": 0.1,
+        "train_speeds": train,
+        "rollout_speeds": rollout,
+    }
+    return HandProblem(**{**fields, **settings})  # type: ignore[arg-type]
+
+
+def rollout_on(mesh: MeshShape, num_slots: int = 8, pages: int = 1) -> RolloutPlan:
+    """Returns a rollout's plan in use."""
+    return RolloutPlan(mesh, num_slots, pages)
+
+
+def train_on(mesh: MeshShape, micro_batches: int = 1) -> TrainPlan:
+    """Returns a trainer's plan in use."""
+    return TrainPlan(mesh, micro_batches, True)

@@ -1,0 +1,349 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The selector's choice, by hand: fit, speed, switch cost, hysteresis, both stages at once."""
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step
+from earl_jax.selector.plans import Failure, Plans
+from earl_jax.selector.roofline import MODEL_ERROR
+from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
+from earl_jax.telemetry.load import WINDOW, Load
+from tests.support.problems import (
+    D2T4,
+    D4F2,
+    D4T2,
+    D8,
+    F8,
+    T8,
+    HandProblem,
+    hand_problem,
+    rollout_on,
+    train_on,
+)
+
+STEP = Step(max_tokens=20, length=20, cache_tokens=None, rollout_tokens=800, lasts=10)
+
+
+def choose(problem: HandProblem, step: Step = STEP, current=Plans(), table=None, calm=WINDOW):
+    return Chooser(problem, table or ThroughputTable()).step(step, current, calm)
+
+
+def meshes(decision) -> tuple:
+    return decision.rollout.plan.mesh, decision.train.plan.mesh
+
+
+def test_fastest_pair_is_chosen_and_its_seconds_are_those_of_both_stages():
+    problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 400.0, D4T2: 100.0})
+    decision = choose(problem)
+    assert meshes(decision) == (D8, F8)
+    # 8 rows of 20 tokens at 200 tokens/s, and 800 tokens at 400.
+    assert decision.seconds == pytest.approx(0.8 + 2.0)
+    assert "starts on data=8" in decision.rollout.reason
+    assert "400 tokens/s computed" in decision.rollout.reason
+
+
+def test_ties_go_to_the_mesh_that_leaves_most_memory():
+    problem = hand_problem(
+        {D8: 100.0, F8: 99.0},
+        {D8: 100.0, D4T2: 100.0},
+        train_bytes={D8: 5000, F8: 4000},
+        rollout_bytes={D8: 3000, D4T2: 2000},
+    )
+    assert meshes(choose(problem)) == (D4T2, F8)
+
+
+def test_trainer_is_cut_more_where_its_state_leaves_a_rollout_too_little():
+    # A rollout needs 1000 bytes, and two pages of 80 bytes at the least.
+    problem = hand_problem(
+        {D8: 200.0, F8: 100.0},
+        {D8: 100.0},
+        state_bytes={D8: 900, F8: 100},
+        budget_bytes=2000,
+    )
+    assert meshes(choose(problem)) == (D8, F8)
+    roomy = dataclasses.replace(problem, budget_bytes=2060)
+    assert meshes(choose(roomy)) == (D8, D8)
+
+
+def test_moments_wait_in_host_memory_where_a_rollout_has_no_room_beside_them():
+    problem = hand_problem(
+        {D8: 200.0}, {D8: 100.0}, state_bytes={D8: 900}, budget_bytes=1900, can_offload=True
+    )
+    decision = choose(problem)
+    assert decision.rollout.plan.offload
+    # An update of 160 tokens, a rollout of 800, and a second for the moments' way.
+    assert decision.seconds == pytest.approx(0.8 + 8.0 + 1.0)
+    with pytest.raises(BudgetTooSmall, match="a rollout beside the trainer"):
+        choose(dataclasses.replace(problem, can_offload=False))
+
+
+def test_pages_fill_the_budget_up_to_what_is_wanted_and_hold_one_episode_at_the_least():
+    # A page of data=8 takes 80 bytes, and an episode of 20 tokens two pages.
+    problem = hand_problem({D8: 1.0}, {D8: 100.0}, rollout_bytes={D8: 1000})
+    plan = choose(dataclasses.replace(problem, budget_bytes=1330)).rollout.plan
+    assert (plan.num_slots, plan.pages) == (8, 2)
+    work = dataclasses.replace(problem.work, num_slots=32, num_rows=32)
+    many = dataclasses.replace(problem, work=work)
+    for budget, slots, pages in ((1640, 32, 8), (1400, 32, 5), (1160, 32, 2)):
+        plan = choose(dataclasses.replace(many, budget_bytes=budget)).rollout.plan
+        assert (plan.num_slots, plan.pages) == (slots, pages)
+    with pytest.raises(BudgetTooSmall, match="about 1160 "):
+        choose(dataclasses.replace(many, budget_bytes=1159))
+
+
+def test_fewer_pages_are_chosen_where_fewer_tokens_are_expected_in_flight():
+    problem = hand_problem({D8: 1.0}, {D8: 100.0})
+    work = dataclasses.replace(problem.work, num_slots=32, num_rows=32)
+    problem = dataclasses.replace(problem, work=work)
+    # 320 tokens are 32 pages, 4 of each of 8 row shards; and half a page for each of 4 slots.
+    step = dataclasses.replace(STEP, cache_tokens=320)
+    assert choose(problem, step).rollout.plan.pages == 6
+
+
+@pytest.mark.parametrize(("mesh", "times"), [(D8, 1), (D4T2, 2), (D2T4, 4), (T8, 8)])
+def test_longest_episode_grows_as_tensor_does(mesh, times):
+    # 1600 bytes of pages are 200 tokens of whole heads.
+    problem = hand_problem({F8: 1.0}, {mesh: 100.0}, budget_bytes=2600)
+    longest = 200 * times
+    step = dataclasses.replace(STEP, max_tokens=longest)
+    assert choose(problem, step).rollout.plan.pages == longest // 10
+    with pytest.raises(BudgetTooSmall):
+        choose(problem, dataclasses.replace(STEP, max_tokens=longest + 10))
+
+
+def test_plans_in_use_stay_within_the_hysteresis_and_until_they_were_used_for_a_window():
+    current = Plans(rollout_on(D8), train_on(F8))
+    slightly = hand_problem({F8: 100.0}, {D8: 100.0, D4T2: 108.0})
+    assert meshes(choose(slightly, current=current)) == (D8, F8)
+    clearly = hand_problem({F8: 100.0}, {D8: 100.0, D4T2: 200.0})
+    assert meshes(choose(clearly, current=current)) == (D4T2, F8)
+    assert meshes(choose(clearly, current=current, calm=WINDOW - 1)) == (D8, F8)
+    longer = dataclasses.replace(STEP, is_new=True)
+    assert meshes(choose(clearly, longer, current, calm=0)) == (D4T2, F8)
+
+
+def test_a_switch_of_the_trainer_has_to_pay_for_itself():
+    # A step of 8 + 1.6 s against one of 8 + 0.8 s, and a move of 12 s: 1.2 s in each of 10 steps.
+    problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 100.0}, hysteresis=0.0, trainer_move_s=12)
+    current = Plans(rollout_on(D8), train_on(D8))
+    assert meshes(choose(problem, current=current)) == (D8, D8)
+    longer = dataclasses.replace(STEP, lasts=20)
+    assert meshes(choose(problem, longer, current)) == (D8, F8)
+
+
+def test_plans_that_do_not_fit_any_more_are_left_at_once_with_the_reason():
+    problem = hand_problem(
+        {D8: 200.0, F8: 100.0}, {D8: 100.0}, train_bytes={D8: 16_000}, budget_bytes=1900
+    )
+    current = Plans(rollout_on(D8), train_on(D8))
+    decision = choose(problem, current=current, calm=0)
+    assert decision.train.plan == train_on(F8) and decision.train.switched
+    assert decision.train.reason.startswith(
+        "data=8 -> data=1,fsdp=8 (context 20 needs 15.6 KiB/device on data=8; "
+    )
+
+
+def test_more_micro_batches_are_taken_before_a_slower_mesh():
+    problem = hand_problem(
+        {D8: 400.0, D4F2: 100.0}, {D8: 100.0}, train_bytes={D8: 3000}, budget_bytes=1900
+    )
+    work = dataclasses.replace(problem.work, num_rows=16, num_slots=16)
+    decision = choose(dataclasses.replace(problem, work=work))
+    # Half as fast on two micro-batches, and still twice as fast.
+    assert decision.train.plan == train_on(D8, 2)
+
+
+def test_what_ran_out_of_memory_is_not_chosen_nor_anything_larger():
+    failed = Failure(stage="rollout", mesh="data=8", size=(20, 20, 8, 1))
+    table = ThroughputTable(failures=(failed,))
+    problem = hand_problem({D8: 100.0}, {D8: 400.0, D4T2: 100.0})
+    assert meshes(choose(problem, table=table)) == (D4T2, D8)
+    shorter = dataclasses.replace(STEP, max_tokens=10)
+    assert meshes(choose(problem, shorter, table=table)) == (D8, D8)
+    only = hand_problem({D8: 100.0}, {D8: 400.0})
+    with pytest.raises(BudgetTooSmall, match="ran out of memory with 8 slots"):
+        choose(only, table=table)
+
+
+def test_exact_bytes_decide_instead_of_computed_ones():
+    problem = hand_problem({D8: 200.0, F8: 100.0}, {D8: 100.0}, budget_bytes=1900)
+    table = ThroughputTable().with_bytes(train_key(D8, 20, 1, True), 1901)
+    assert meshes(choose(problem, table=table)) == (D8, F8)
+    table = table.with_bytes(train_key(F8, 20, 1, True), 1902)
+    with pytest.raises(BudgetTooSmall, match="would do is 1901 "):
+        choose(problem, table=table)
+
+
+def test_training_alone_stays_unless_it_must_go_or_rows_are_new():
+    problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 100.0})
+    chooser = Chooser(problem, ThroughputTable())
+    assert chooser.training(STEP, train_on(D8)).train.plan.mesh == D8
+    new = dataclasses.replace(STEP, is_new=True)
+    assert chooser.training(new, train_on(D8)).train.plan.mesh == F8
+    small = dataclasses.replace(problem, train_bytes={D8: 90_000}, budget_bytes=1500)
+    chooser = Chooser(small, ThroughputTable())
+    assert chooser.training(STEP, train_on(D8)).train.plan.mesh == F8
+
+
+def test_live_episodes_keep_their_slots_and_move_only_where_they_must():
+    problem = hand_problem({F8: 1.0}, {D8: 100.0, T8: 900.0}, budget_bytes=1400)
+    chooser = Chooser(problem, ThroughputTable())
+    stays = chooser.rollout(STEP, rollout_on(D8, 8, 2), F8, keeps_slots=True)
+    assert (stays.rollout.plan.mesh, stays.rollout.switched) == (D8, False)
+    longer = dataclasses.replace(STEP, max_tokens=100)
+    moves = chooser.rollout(longer, rollout_on(D8, 8, 2), F8, keeps_slots=True)
+    # Ten pages of 80 bytes do not fit into 400; of an eighth of that 40 do.
+    assert moves.rollout.plan == rollout_on(T8, 8, 40)
+    with pytest.raises(BudgetTooSmall, match="a rollout fits"):
+        chooser.rollout(dataclasses.replace(STEP, max_tokens=500), rollout_on(D8), F8)
+
+
+def test_the_last_episodes_go_where_their_rounds_are_faster_if_the_move_is_earned_back():
+    # One episode: a round of a row on each of 8 shards, 8 / 80 s; and 1 / 80 s on one shard.
+    problem = hand_problem({F8: 1.0}, {D8: 80.0, T8: 80.0})
+    chooser = Chooser(problem, ThroughputTable())
+
+    def tail(rounds: int, move_s: float):
+        step = dataclasses.replace(STEP, rollout_tokens=rounds)
+        here = rollout_on(D8, 8, 2)
+        decision = chooser.rollout(
+            step, here, F8, keeps_slots=True, live=1, move_s=lambda mesh: move_s
+        )
+        return decision.rollout.plan.mesh
+
+    # 100 rounds are 10 s here and 1.25 s there.
+    assert tail(100, 5.0) == T8
+    assert tail(100, 9.0) == D8
+    assert tail(10, 5.0) == D8
+
+
+# Observed speeds.
+
+
+def observed(table: ThroughputTable, mesh, *speeds: float, tokens: int = 20) -> ThroughputTable:
+    for speed in speeds:
+        table = table.with_speed(rollout_key(mesh, tokens, 8), speed)
+    return table
+
+
+def test_speeds_that_were_observed_decide_and_the_median_of_them():
+    problem = hand_problem({F8: 100.0}, {D8: 100.0, D4T2: 90.0})
+    table = observed(ThroughputTable(), D8, 100, 10, 100, 100)
+    table = observed(table, D4T2, 200, 200, 200)
+    assert meshes(choose(problem, table=table)) == (D4T2, F8)
+    decision = choose(problem, table=observed(table, D4T2, 30, 30, 30))
+    assert meshes(decision) == (D8, F8)
+    assert "100 tokens/s observed" in decision.rollout.reason
+
+
+def test_one_noisy_observation_decides_nothing():
+    problem = hand_problem({F8: 100.0}, {D8: 200.0, D4T2: 100.0})
+    table = observed(ThroughputTable(), D8, 200, 200, 200, 200, 20)
+    assert meshes(choose(problem, table=observed(table, D4T2, 100, 100, 100))) == (D8, F8)
+
+
+def test_a_mesh_that_never_ran_has_to_win_by_more_than_the_models_error():
+    for advantage, mesh in ((0.95 * MODEL_ERROR, D8), (1.25 * MODEL_ERROR, D4T2)):
+        problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 100.0 * advantage}, hysteresis=0.0)
+        # The model's factor is a half: both are as much slower than computed.
+        table = observed(ThroughputTable(), D8, 50, 50, 50)
+        assert meshes(choose(problem, table=table)) == (mesh, F8)
+
+
+def test_a_factor_of_a_mesh_carries_over_context_buckets():
+    problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 90.0})
+    table = observed(ThroughputTable(), D8, 40, 40, 40)
+    table = observed(table, D4T2, 90, 90, 90)
+    longer = dataclasses.replace(STEP, max_tokens=40)
+    decision = choose(problem, longer, table=table)
+    assert meshes(decision) == (D4T2, F8)
+    assert decision.rollout.seconds == pytest.approx(800 / 90)
+
+
+def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0):
+    """Chooses, runs and observes step by step; returns the rollout meshes."""
+    plans, calm, seen = Plans(), WINDOW, []
+    for _ in range(steps):
+        decision = Chooser(problem, table).step(STEP, plans, calm)
+        switched = decision.rollout.switched or decision.train.switched
+        plans = Plans(decision.rollout.plan, decision.train.plan)
+        calm = 0 if switched else calm + 1
+        mesh = plans.rollout.mesh
+        speed = true_speeds[mesh] * (math.exp(rng.gauss(0.0, noise)) if rng else 1.0)
+        table = table.with_speed(rollout_key(mesh, 20, 8), speed)
+        seen.append(mesh)
+    return seen, table
+
+
+@pytest.mark.parametrize("others", [(), (D2T4,), (D2T4, T8)])
+def test_run_whose_table_was_poisoned_for_its_best_mesh_finds_back_within_ten_steps(others):
+    true = {D8: 300.0, D4T2: 150.0, D2T4: 120.0, T8: 100.0}
+    problem = hand_problem({F8: 1e6}, {mesh: 2.0 * speed for mesh, speed in true.items()})
+    table = observed(ThroughputTable(), D8, true[D8] / 3.0)
+    table = observed(table, D4T2, true[D4T2])
+    for mesh in others:
+        table = observed(table, mesh, true[mesh])
+    seen, _ = simulate(problem, table, true, 10)
+    assert seen[-1] == D8
+
+
+def test_run_whose_table_was_poisoned_for_a_slow_mesh_leaves_it_within_ten_steps():
+    true = {D8: 300.0, D4T2: 150.0}
+    problem = hand_problem({F8: 1e6}, true)
+    table = observed(observed(ThroughputTable(), D8, 300.0), D4T2, 3.0 * 150.0)
+    seen, _ = simulate(problem, table, true, 10)
+    assert seen[0] == D4T2 and seen[-1] == D8
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
+def test_noise_causes_no_storm_of_switches(noise):
+    switches = []
+    for seed in range(30):
+        rng = random.Random(seed)
+        meshes = (D8, D4T2, D2T4, T8)
+        true = {mesh: rng.uniform(50, 200) for mesh in meshes}
+        model = {mesh: speed * rng.uniform(0.6, 1.6) for mesh, speed in true.items()}
+        problem = hand_problem({F8: 1e6}, model)
+        seen, _ = simulate(problem, ThroughputTable(), true, 60, rng, noise)
+        changes = sum(a != b for a, b in zip(seen, seen[1:], strict=False))
+        switches.append(changes)
+    # A pair stays for a window of steps, so 60 steps have at most seven changes.
+    assert max(switches) <= 60 // WINDOW
+    if noise <= 0.2:
+        assert sum(switches) / len(switches) <= 3
+
+
+def test_contexts_that_come_and_go_cause_no_storm_of_switches():
+    problem = hand_problem({F8: 100.0, D8: 150.0}, {D8: 100.0, D4T2: 60.0}, budget_bytes=1500)
+    chooser, plans, calm, changes = Chooser(problem, ThroughputTable()), Plans(), WINDOW, 0
+    rng = random.Random(0)
+    for _ in range(80):
+        # Longer than data=8 holds in one step of four.
+        bucket = 100 if rng.random() < 0.25 else 20
+        step = dataclasses.replace(STEP, max_tokens=bucket)
+        decision = chooser.step(step, plans, calm)
+        changes += decision.rollout.switched
+        calm = 0 if decision.rollout.switched else calm + 1
+        plans = Plans(decision.rollout.plan, decision.train.plan)
+    # Away at once, back after a window.
+    assert changes <= 2 * 80 // WINDOW
+
+
+def test_the_same_question_has_the_same_answer():
+    rng = random.Random(1)
+    for _ in range(50):
+        speeds = {mesh: rng.uniform(1, 100) for mesh in (D8, D4T2, D2T4, T8)}
+        problem = hand_problem({D8: 3.0, F8: 4.0}, speeds, budget_bytes=rng.randint(1200, 3000))
+        load = Load(
+            context_tokens_max=15,
+            context_tokens_mean=10.0,
+            tokens_in_flight_max=80,
+            rollout_tokens=100,
+        )
+        step = dataclasses.replace(STEP, load=load)
+        assert choose(problem, step) == choose(problem, step)
