@@ -123,10 +123,11 @@ def test_device_put_is_checked_and_host_memory_is_free():
         assert refused(matrix)
         assert refused(lambda: jnp.asarray(np.ones((256, 256), np.float32)))
         assert held() == before
+        assert refused(lambda: jax.device_put([b, b], [jax.devices()[0], jax.devices()[2]]))
         on_host = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
         # The same buffer under another name.
         again = jax.device_put(a, jax.devices()[0])
-    assert len(allocator.refused) == 2
+    assert len(allocator.refused) == 3
     assert {on_host.sharding.memory_kind, again.sharding.memory_kind} == {"pinned_host", "device"}
     assert all(x[0, 0] == 1 for x in (b, c, again))
 

@@ -73,10 +73,12 @@ def memory_limit(num_bytes: int | None, *, takes_donated: bool = False) -> Itera
       takes_donated: whether a refused program takes its donated arguments with it.
 
     Raises:
-      RuntimeError: programs of this version of JAX cannot be caught, or limits are nested.
+      RuntimeError: this version of JAX calls programs or places arrays in another way, or limits are nested.
     """
-    if not _sees_all_programs():
-        raise RuntimeError(f"memory_limit does not see every program of jax {jax.__version__}")
+    if not _sees_everything():
+        raise RuntimeError(
+            f"memory_limit does not see every program and device_put of jax {jax.__version__}"
+        )
     allocator = Allocator(num_bytes, takes_donated)
     with _hooked(allocator):
         yield allocator
@@ -142,13 +144,13 @@ def _hooked(allocator: Allocator) -> Iterator[None]:
     if stages.Compiled.__call__ is _call_compiled:
         raise RuntimeError("memory_limit inside another memory_limit")
     execute = _checked_before(allocator, pxla.ExecuteReplicated.__call__)
-    put = _checked_after(allocator, dispatch.device_put_p.impl)
+    put = _checked_after(allocator, dispatch._batched_device_put_impl)
     put_shards = _checked_after(allocator, pxla.batched_device_put)
     with (
         mock.patch.object(pxla.ExecuteReplicated, "__call__", execute),
         mock.patch.object(stages.Compiled, "__call__", _call_compiled),
         mock.patch.object(pjit, "_get_fastpath_data", lambda *_, **__: None),
-        mock.patch.object(dispatch.device_put_p, "impl", put),
+        mock.patch.object(dispatch, "_batched_device_put_impl", put),
         mock.patch.object(pxla, "batched_device_put", put_shards),
     ):
         for name in _CPP_CACHES:
@@ -202,15 +204,18 @@ def _donated(executable: Any) -> set[int]:
 
 
 @functools.cache
-def _sees_all_programs() -> bool:
-    """Whether the hook sees every call: of functions called before, again, and compiled ahead."""
+def _sees_everything() -> bool:
+    """Tries functions called before, called again, and compiled ahead, and `jax.device_put`."""
     number = jnp.zeros(())
     before = jax.jit(lambda x: x + 1)
     ahead = before.lower(number).compile()
     for _ in range(3):
         before(number), ahead(number)
-    allocator = Allocator(None)
-    with _hooked(allocator):
+    programs = Allocator(None)
+    with _hooked(programs):
         for _ in range(3):
             before(number), ahead(number)
-    return allocator.num_programs == 6
+    puts = Allocator(None)
+    with _hooked(puts):
+        jax.device_put(number, jax.devices()[-1])
+    return programs.num_programs == 6 and puts.peak_bytes > 0
