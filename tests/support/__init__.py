@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What several test files use."""
+"""Instruments that several test files share."""
