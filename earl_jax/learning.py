@@ -79,13 +79,13 @@ def update(
         program = world.train_step(plan, objective)
         if objective == "policy_gradient":
             placement.about_to_use(update_key(plan, length))
-        placement.backup.keep((plan, objective, batch.tokens.shape), state)
+        placement.backup.save((plan, objective, batch.tokens.shape), state)
         again = functools.partial(_run_update, world, program, state, batch, controls)
         done = placement.attempt("train", again, length)
         if done is not None:
-            placement.backup.drop()
+            placement.backup.discard()
             return done[0], batch, done[1]
-        state = placement.backup.give_back(state)
+        state = placement.backup.restore(state)
         placement.choose_training_again()
         state = placement.move_state(state)
         layout = world.train_layout(placement.train.mesh)

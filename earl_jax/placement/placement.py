@@ -93,7 +93,7 @@ class Placement:
         # Rounds that this process has played; and says which others were compiled ahead.
         self._played: set[Hashable] = set()
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
-        self.backup = StateBackup(kept=world.processes.count == 1)
+        self.backup = StateBackup(world.processes.count == 1)
         # Hears which program is used next (CompileAhead.hand_over).
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.log = SwitchLog()

@@ -1,31 +1,5 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
-"""x"""
-from typing import Any
-import jax
-from earl_jax.selector.memory import unless_out_of_memory
-from earl_jax.sharding.reshard import reshard
-PIECES = 8
-
-def carry(state: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, bool]:
-    """The arrays where they were told to go, and whether all of them are there. Gives `state` up.
-
-    At once, or where memory is short for that, one after the other in pieces of at most
-    `chunk_bytes`: each makes room for the next. Where it is short even so, what has arrived stays,
-    and the rest is where it was: they can be carried on from there, to anywhere.
-    """
-    if chunk_bytes is None:
-        moved = unless_out_of_memory(lambda: reshard(state, shardings))
-        if moved is not None:
-            _free(state, moved)
-            return moved, True
-    leaves, structure = jax.tree.flatten(state)
-    targets = jax.tree.leaves(shardings)
-    for k, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
-        chunk = chunk_bytes or max(1, leaf.nbytes // PIECES)
-        moved = unless_out_of_memory(
-=======
 """Moves of a tree between placements that give up the source, also where memory is short."""
 
 from collections.abc import Callable
@@ -63,29 +37,15 @@ def carry(tree: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, bool
     for k, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         chunk = chunk_bytes or max(1, leaf.nbytes // PIECES)
         moved = _unless_out_of_memory(
->>>>>>> guard
             lambda leaf=leaf, target=target, chunk=chunk: reshard(leaf, target, chunk_bytes=chunk)
         )
         if moved is None:
             return jax.tree.unflatten(structure, leaves), False
-<<<<<<< HEAD
-        _free(leaf, moved)
-=======
         free_sources(leaf, moved)
->>>>>>> guard
         leaves[k] = moved
     return jax.tree.unflatten(structure, leaves), True
 
 
-<<<<<<< HEAD
-def is_placed(state: Any, shardings: Any) -> bool:
-    """Whether every array is where it should be, and says so by the same mesh.
-
-    The same bytes may lie under the labels of another mesh (fsdp=8, and fsdp=4 by context=2): a
-    program would be traced and compiled for these, and once more for those of its own results.
-    """
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
-=======
 def is_placed(tree: Any, shardings: Any) -> bool:
     """Returns True if every array has the given sharding, on the same mesh.
 
@@ -93,37 +53,25 @@ def is_placed(tree: Any, shardings: Any) -> bool:
     would be traced and compiled for these labels, and once more for those of its own results.
     """
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
->>>>>>> guard
     return all(
         leaf.sharding.mesh == where.mesh and leaf.sharding.is_equivalent_to(where, leaf.ndim)
         for leaf, where in pairs
     )
 
 
-<<<<<<< HEAD
-def _free(state: Any, moved: Any) -> None:
-    """Frees what the moved arrays do not share."""
-=======
 def free_sources(tree: Any, moved: Any) -> None:
     """Deletes the arrays of `tree` that share no buffer with those of `moved`."""
->>>>>>> guard
     kept = {
         (shard.device, shard.data.unsafe_buffer_pointer())
         for leaf in jax.tree.leaves(moved)
         for shard in leaf.addressable_shards
     }
-<<<<<<< HEAD
-    for leaf in jax.tree.leaves(state):
-=======
     for leaf in jax.tree.leaves(tree):
->>>>>>> guard
         buffers = {(s.device, s.data.unsafe_buffer_pointer()) for s in leaf.addressable_shards}
         if not buffers & kept:
             leaf.delete()
 
 
-<<<<<<< HEAD
-=======
 def _unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:
     """Returns the attempt's arrays when they are there; None where a device ran out of memory.
 
@@ -135,4 +83,3 @@ def _unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
     return None
->>>>>>> guard
