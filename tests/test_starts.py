@@ -9,9 +9,13 @@ trainer alone 12 bytes a parameter where nothing is cut.
 import pytest
 
 from earl_jax.config_file import make_config
+from earl_jax.placement import placement
+from earl_jax.placement.programs import compiled_bytes
 from earl_jax.run import run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.world import World
+
 from tests.support.allocator import memory_limit
 
 WIDE = {
@@ -46,32 +50,53 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def start(tmp_path, limit, name, *, train_meshes=(), table="model"):
-    """Two steps under a limit, the budget what is left beside a tenth; returns the metrics."""
-    selector = {
-        "budget_bytes_per_device": int(0.9 * limit),
-        "train_meshes": train_meshes,
-        "table": table,
-    }
+FSDP = ("data=8", "data=4,fsdp=2", "data=2,fsdp=4", "data=1,fsdp=8")
+
+
+def start(tmp_path, limit, budget=None, **selector):
+    """Trains two steps under a limit per device; returns their metrics and the allocator."""
+    selector = {"budget_bytes_per_device": budget or limit, **selector}
     config = make_config({**WIDE, "selector": selector})
-    workdir = tmp_path / name
     with memory_limit(limit) as allocator:
-        run(config, workdir)
-    rows = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
+        run(config, tmp_path / "run")
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
     return rows, allocator
 
 
-@pytest.mark.slow
-def test_model_that_needs_its_state_cut_in_eight_starts(tmp_path):
-    """Replicated, the state alone takes three times the limit; the audited start made one."""
-    rows, allocator = start(tmp_path, 15_000_000, "cut", table="auto")
-    assert len(rows) == 2
-    assert "out_of_memory" not in rows[0]
-    assert allocator.peak_bytes <= 15_000_000
+def test_model_that_needs_fsdp_8_starts(tmp_path):
+    """Replicated, the state of 27 MB alone would not fit; over fewer shards no update does."""
+    rows, allocator = start(tmp_path, 19_000_000, 17_000_000, train_meshes=FSDP, table="auto")
+    assert [row["train_mesh"] for row in rows] == ["data=1,fsdp=8"] * 2
+    assert not any("out_of_memory" in row for row in rows)
+    assert allocator.peak_bytes <= 19_000_000 and not allocator.refused
 
 
-@pytest.mark.slow
-def test_model_that_fits_nowhere_says_the_smallest_hardware(tmp_path):
+def test_model_that_fits_a_device_by_five_percent_starts(tmp_path):
+    meshes = {"train_meshes": ("data=8",), "rollout_meshes": ("data=8",), "table": "model"}
+    world = World(make_config({**WIDE, "selector": meshes}))
+    plans = world.problem.train_plans(32)
+    # The least that any way to train takes, by XLA.
+    least = min(filter(None, (compiled_bytes(world, plan, 32) for plan in plans)))
+    rows, allocator = start(tmp_path, int(least / 0.95), **meshes)
+    assert len(rows) == 2 and not any("out_of_memory" in row for row in rows)
+    assert not allocator.refused
+
+
+def test_model_that_fits_nowhere_says_the_smallest_budget_and_hardware(tmp_path):
     with pytest.raises(BudgetTooSmall, match="smallest budget that would do") as raised:
-        start(tmp_path, 2_000_000, "nowhere")
+        start(tmp_path, 2_000_000, table="model")
     assert "the smallest hardware that would do" in str(raised.value)
+
+
+def test_at_most_two_programs_of_a_stage_are_compiled_before_the_first_step(tmp_path, monkeypatch):
+    compiled = []
+
+    def count(world, plan, tokens):
+        compiled.append(plan)
+        return compiled_bytes(world, plan, tokens)
+
+    monkeypatch.setattr(placement, "compiled_bytes", count)
+    rows, _ = start(tmp_path, 19_000_000, 17_000_000, table="model")
+    assert rows[0]["step"] == 1
+    stages = [type(plan) for plan in compiled]
+    assert max(map(stages.count, stages), default=0) <= 2
