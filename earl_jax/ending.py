@@ -17,9 +17,9 @@ from typing import NoReturn
 
 import jax
 
+from earl_jax.placement.placement import ShortAlone
 from earl_jax.sharding.host_channel import HostChannel, open_channel
 from earl_jax.sharding.waiting import PeerLost
-from earl_jax.placement.placement import ShortAlone
 
 # The exit status of a process that another one of its run has left.
 LOST = 1

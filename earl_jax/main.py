@@ -137,9 +137,9 @@ def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
     import jax
 
     from earl_jax.ending import end, listening
+    from earl_jax.placement.placement import ShortAlone
     from earl_jax.run import run
     from earl_jax.sharding.waiting import PeerLost
-    from earl_jax.placement.placement import ShortAlone
 
     try:
         with listening():

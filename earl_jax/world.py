@@ -40,8 +40,8 @@ from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
-from earl_jax.train.offload import has_host_memory
 from earl_jax.train.config import TrainConfig
+from earl_jax.train.offload import has_host_memory
 from earl_jax.train.step import Objective, TrainState
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
@@ -116,7 +116,7 @@ class World:
         return has_host_memory(device) and (setting == "on" or device.platform != "cpu")
 
     def _attention_choices(self) -> list[Choice]:
-        """Returns the kernels that attention in training may have: for short rows, and long ones."""
+        """Returns the kernels that attention in training may have, for short and long rows."""
         # One mesh speaks for all that cut rows, or do not: they have the same devices.
         meshes = {shape.context > 1: shape for shape in reversed(self.problem.train_meshes)}
         rollout, setting = self.config.rollout, self.config.train.attention

@@ -205,11 +205,11 @@ def _check_chips(path: Path, facts: Mapping[str, Any], problem: Problem) -> None
             f"--table={path} does not say which devices it is of; give one that a run of this "
             "version has written"
         )
-    for stage, (platform, kind) in stages.items():
+    for stage, (backend, kind) in stages.items():
         known = chip_of(kind)
-        if (known.name if known else platform) != wanted:
+        if (known.name if known else backend) != wanted:
             raise ValueError(
-                f"--table={path} is of {kind} devices ({platform}) in its {stage}, and the plan is "
+                f"--table={path} is of {kind} devices ({backend}) in its {stage}, and the plan is "
                 f"for {problem.hardware.name}: one chip's speeds say nothing of another's. Give a "
                 f"table that a run on {wanted} has written, or none: speeds are then computed"
             )

@@ -19,7 +19,7 @@ import jax
 from earl_jax.joint import RolloutShort, Shortage, send_weights, shortage_of
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes, play_key
-from earl_jax.rollout.pages import Pool, roomier_pages
+from earl_jax.rollout.pages import roomier_pages
 from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate, vacate
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import is_out_of_memory, resident_bytes
@@ -216,9 +216,7 @@ class Placement:
             length=length,
             cache_tokens=self._wanted_tokens(load),
             rollout_tokens=(
-                load.rollout_tokens
-                if load
-                else rollout.episodes_per_step * rollout.max_turn_tokens
+                load.rollout_tokens if load else rollout.episodes_per_step * rollout.max_turn_tokens
             ),
             lasts=self._lasts(max_tokens, length, load),
             is_new=is_new,
@@ -244,10 +242,11 @@ class Placement:
         return max(1, min(horizon, math.ceil(left / load.growth_tokens)))
 
     def choose_training(self, load: Load | None) -> Decision:
-        """Chooses a plan for rows as long as the longest of recent steps, if the one in use must go.
+        """Chooses a plan for rows as long as the longest of recent steps, if one must be chosen.
 
-        Or if rows were never so long and another is faster. By recent steps and not by the batch
-        at hand: where the longest episode comes and goes, the mesh must not.
+        It must where the plan in use does not fit, or where rows were never so long and another
+        plan is faster. By recent steps and not by the batch at hand: where the longest episode
+        comes and goes, the mesh must not.
         """
         rollout = self._world.config.rollout
         longest = rollout.places_for(load.context_tokens_max if load else 1)
@@ -272,7 +271,7 @@ class Placement:
         return decision
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
-        """Chooses a plan for a rollout beside the trainer; the one in use stays unless it must go."""
+        """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
         return self._choose_rollout(self._step(tokens, load))
 
     def _choose_rollout(self, step: Step, **how: Any) -> Decision:

@@ -16,22 +16,18 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
-from earl_jax.selector.estimate import Estimator
-from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan, rollout_size, train_size
+from earl_jax.selector.plan_candidates import Candidate, Candidates, P
+from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.reasons import BudgetTooSmall, reason_of, step_too_small, too_small
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
 
-P = TypeVar("P", RolloutPlan, TrainPlan)
 # Steps so near to each other are equally fast; of such pairs the one that leaves most memory wins.
 TIE = 0.02
-
-
-class BudgetTooSmall(ValueError):
-    """No plan fits the budget; the message says the smallest budget that would do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,22 +52,6 @@ class Step:
     lasts: int
     is_new: bool = False
     load: Load | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate(Generic[P]):
-    """A plan with its bytes per device, its own program's alone, and its speed.
-
-    `is_exact` bytes are XLA's; a speed `is_observed`, or the speed model's. `failed` says why it
-    ran out of memory before, "" where it did not.
-    """
-
-    plan: P
-    num_bytes: int
-    is_exact: bool
-    tokens_per_s: float
-    is_observed: bool
-    failed: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,87 +109,9 @@ class Chooser:
     table: ThroughputTable
 
     @functools.cached_property
-    def _estimate(self) -> Estimator:
-        return Estimator(self.problem, self.table)
-
-    # Candidates.
-
-    def train_candidates(self, length: int) -> list[Candidate[TrainPlan]]:
-        """Returns every way to train on rows of so many tokens."""
-        estimate, rows = self._estimate, self.problem.work.num_rows
-        found = []
-        for plan in self.problem.train_plans(length):
-            num_bytes, is_exact = estimate.update_bytes(plan, length)
-            size = train_size(plan, length, rows)
-            found.append(
-                Candidate(
-                    plan=plan,
-                    num_bytes=num_bytes,
-                    is_exact=is_exact,
-                    tokens_per_s=estimate.update_speed(plan, length),
-                    is_observed=estimate.is_update_observed(plan, length),
-                    failed=self.table.failure_of("train", plan.mesh, size),
-                )
-            )
-        return found
-
-    def rollout_candidates(
-        self,
-        max_tokens: int,
-        cache_tokens: int | None,
-        room: float,
-        *,
-        offload: bool = False,
-        num_slots: int | None = None,
-    ) -> list[Candidate[RolloutPlan]]:
-        """Returns each mesh as a rollout would use it in `room` bytes of a device.
-
-        With the most slots, and then the most pages up to those that are wanted, that fit; with
-        the fewest of both where nothing does. With `num_slots` as many slots as given.
-        """
-        found = []
-        for mesh in self.problem.rollout_meshes_for(max_tokens):
-            if num_slots is not None and num_slots % mesh.data:
-                continue
-            numbers = self.problem.slot_numbers(mesh) if num_slots is None else [num_slots]
-            for slots in numbers:
-                plan = RolloutPlan(mesh, slots, 0, offload)
-                candidate = self._rollout(plan, max_tokens, cache_tokens, room)
-                if not candidate.failed and candidate.num_bytes <= room:
-                    break
-            found.append(candidate)
-        return found
-
-    def _rollout(
-        self, bare: RolloutPlan, max_tokens: int, cache_tokens: int | None, room: float
-    ) -> Candidate[RolloutPlan]:
-        """A plan's slots with as many pages as are wanted and fit, at least one episode's."""
-        problem, estimate, mesh = self.problem, self._estimate, bare.mesh
-        least = problem.least_pages(max_tokens)
-        dense = problem.dense_pages(mesh, bare.num_slots, max_tokens)
-        wanted = dense
-        if cache_tokens is not None:
-            tokens = cache_tokens / problem.work.page_size
-            # Half of each episode's last page is empty.
-            wanted = math.ceil(tokens / mesh.data + bare.num_slots / mesh.data / 2)
-        wanted = max(least, min(wanted, dense))
-        empty, _ = estimate.round_bytes(bare, max_tokens)
-        page_bytes = problem.page_bytes(mesh)
-        most = wanted if math.isinf(room) else int((room - empty) // page_bytes)
-        plan = bare._replace(pages=max(least, min(wanted, most)))
-        num_bytes, is_exact = estimate.round_bytes(plan, max_tokens)
-        size = rollout_size(plan, max_tokens, problem.work.page_size)
-        failed = self.table.failure_of("rollout", mesh, size)
-        return Candidate(
-            plan=plan,
-            num_bytes=num_bytes,
-            is_exact=is_exact,
-            tokens_per_s=estimate.round_speed(plan, max_tokens, wanted),
-            is_observed=estimate.is_round_observed(plan, max_tokens),
-            failed=failed,
-        )
-
-    # Choices.
+    def candidates(self) -> Candidates:
+        """The plans to choose from."""
+        return Candidates(self.problem, self.table)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
@@ -222,7 +124,7 @@ class Chooser:
         """
         pairs = self._pairs(step, current)
         if not pairs:
-            raise BudgetTooSmall(self._too_small(step, self.train_candidates(step.length)))
+            raise self._too_small(step)
         best = _best(pairs)
         here = [pair for pair in pairs if _is_here(pair, current)]
         stays = _best(here) if here else None
@@ -238,8 +140,8 @@ class Chooser:
         problem, pairs = self.problem, []
         # By what a trainer leaves on a device: the best rollout, and that on the mesh in use.
         beside: dict[tuple[int, bool], list[Candidate[RolloutPlan]]] = {}
-        train_tokens = problem.work.num_rows * step.length * problem.work.epochs
-        fitting = self._that_fit(self.train_candidates(step.length))
+        train_tokens = self._train_tokens(step)
+        fitting = self._that_fit(self.candidates.train(step.length))
         for train in _fastest_by_mesh(fitting, current.train):
             mesh = train.plan.mesh
             switches = current.train is not None and mesh != current.train.mesh
@@ -262,7 +164,7 @@ class Chooser:
     ) -> list[Candidate[RolloutPlan]]:
         """Returns the best rollout beside `resident` bytes, and that on the mesh in use."""
         room = self.problem.budget - resident
-        found = self.rollout_candidates(step.max_tokens, step.cache_tokens, room, offload=offload)
+        found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, room, offload=offload)
         fitting = [c for c in found if not c.failed and c.num_bytes <= room]
         if not fitting:
             return []
@@ -280,11 +182,11 @@ class Chooser:
         Raises:
             BudgetTooSmall: no plan fits.
         """
-        candidates = self.train_candidates(step.length)
+        candidates = self.candidates.train(step.length)
         fitting = self._that_fit(candidates)
         if not fitting:
-            raise BudgetTooSmall(self._too_small(step, candidates))
-        tokens = self.problem.work.num_rows * step.length * self.problem.work.epochs
+            raise too_small(self.candidates, "training", candidates, step.length)
+        tokens = self._train_tokens(step)
         pairs = []
         for candidate in _fastest_by_mesh(fitting, current):
             seconds = tokens / candidate.tokens_per_s
@@ -323,18 +225,20 @@ class Chooser:
         resident = problem.trainer_bytes(trainer, offload)
         room = problem.budget - resident
         slots = current.num_slots if current and keeps_slots else None
-        candidates = self.rollout_candidates(
+        candidates = self.candidates.rollouts(
             step.max_tokens, step.cache_tokens, room, offload=offload, num_slots=slots
         )
         fitting = [c for c in candidates if not c.failed and c.num_bytes <= room]
         if not fitting:
-            raise BudgetTooSmall(self._rollout_too_small(step, candidates, resident))
+            raise too_small(self.candidates, "a rollout", candidates, step.max_tokens, resident)
 
         def seconds(candidate: Candidate[RolloutPlan]) -> float:
             if live is None:
                 return step.rollout_tokens / candidate.tokens_per_s
             rounds = step.rollout_tokens / problem.work.burst / live
-            return rounds * self._estimate.live_round_s(candidate.plan, live, step.max_tokens)
+            return rounds * self.candidates.estimate.live_round_s(
+                candidate.plan, live, step.max_tokens
+            )
 
         pairs = []
         for candidate in fitting:
@@ -367,156 +271,60 @@ class Chooser:
         budget = self.problem.budget
         return [c for c in candidates if not c.failed and c.num_bytes <= budget]
 
-    # Words.
+    def _too_small(self, step: Step) -> BudgetTooSmall:
+        fitting = self._that_fit(self.candidates.train(step.length))
+        residents = {
+            (self.problem.trainer_bytes(candidate.plan.mesh, offload), offload)
+            for candidate in fitting
+            for offload in {False, self._may_offload(candidate.plan.mesh)}
+        }
+        return step_too_small(self.candidates, step.max_tokens, step.length, sorted(residents))
 
     def _decide(self, step: Step, pair: _Pair, stays: _Pair | None, current: Plans) -> Decision:
-        work, gain = self.problem.work, stays.cost_s / pair.cost_s - 1.0 if stays else 0.0
+        """The decision for a pair, where `stays` is the pair of the plans in use if that fits."""
+        gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
+
+        def choice(
+            stage: str,
+            chosen: Candidate[P],
+            before: P | None,
+            tokens: int,
+            work: int,
+            resident: int,
+        ) -> Choice[P]:
+            num_bytes = chosen.num_bytes + resident
+            reason = reason_of(
+                self.candidates,
+                chosen,
+                before,
+                tokens=tokens,
+                num_bytes=num_bytes,
+                gain=gain,
+                load=step.load,
+            )
+            return Choice(
+                stage=stage,
+                plan=chosen.plan,
+                tokens=tokens,
+                num_bytes=num_bytes,
+                is_exact=chosen.is_exact,
+                seconds=work / chosen.tokens_per_s,
+                switched=before is not None and chosen.plan.mesh != before.mesh,
+                reason=reason,
+            )
+
         rollout = train = None
-        if pair.rollout:
-            rollout = self._choice(
-                "rollout",
-                pair.rollout,
-                current.rollout,
-                step.max_tokens,
-                pair.rollout.num_bytes + pair.resident,
-                step.rollout_tokens / pair.rollout.tokens_per_s,
-                gain,
-                stays is not None,
-                step.load,
-            )
-        if pair.train:
-            train = self._choice(
-                "train",
-                pair.train,
-                current.train,
-                step.length,
-                pair.train.num_bytes,
-                work.num_rows * step.length * work.epochs / pair.train.tokens_per_s,
-                gain,
-                stays is not None,
-                step.load,
-            )
+        if (found := pair.rollout) is not None:
+            tokens, work = step.max_tokens, step.rollout_tokens
+            rollout = choice("rollout", found, current.rollout, tokens, work)
+        if (update := pair.train) is not None:
+            tokens, work = step.length, self._train_tokens(step)
+            train = choice("train", update, current.train, tokens, work)
         return Decision(rollout=rollout, train=train, seconds=pair.step_s)
 
-    def _choice(
-        self,
-        stage: str,
-        chosen: Candidate,
-        current: RolloutPlan | TrainPlan | None,
-        tokens: int,
-        num_bytes: int,
-        seconds: float,
-        gain: float,
-        fits_here: bool,
-        load: Load | None,
-    ) -> Choice:
-        """One stage's choice with its reason."""
-        plan, budget = chosen.plan, self.problem.budget_bytes
-        of = "" if budget is None else f" of {size_words(budget)}"
-        known = "observed" if chosen.is_observed else "computed"
-        about = "" if chosen.is_exact else "about "
-        facts = (
-            f"context {tokens}, {about}{size_words(num_bytes)}{of}/device, "
-            f"{chosen.tokens_per_s:,.0f} tokens/s {known}"
-        )
-        if load is not None:
-            facts += f"; longest episode {load.context_tokens_max} tokens"
-        switched = current is not None and plan.mesh != current.mesh
-        if current is None:
-            reason = f"starts on {plan.words()} ({facts})"
-        elif not switched:
-            reason = f"stays on {plan.words(current)} ({facts})"  # pyright: ignore[reportArgumentType]
-        elif fits_here:
-            reason = f"{current.mesh} -> {plan.words()} (step {gain:.0%} shorter; {facts})"
-        else:
-            why = self._why_left(current, tokens)
-            reason = f"{current.mesh} -> {plan.words()} ({why}; {facts})"
-        return Choice(
-            stage=stage,
-            plan=plan,
-            tokens=tokens,
-            num_bytes=num_bytes,
-            is_exact=chosen.is_exact,
-            seconds=seconds,
-            switched=switched,
-            reason=reason,
-        )
-
-    def _why_left(self, plan: RolloutPlan | TrainPlan, tokens: int) -> str:
-        """Says why a plan in use cannot stay."""
-        problem = self.problem
-        if isinstance(plan, TrainPlan):
-            found = [c for c in self.train_candidates(tokens) if c.plan.mesh == plan.mesh]
-        else:
-            found = [
-                c
-                for c in self.rollout_candidates(tokens, None, 0.0, offload=plan.offload)
-                if c.plan.mesh == plan.mesh
-            ]
-        if not found:
-            return f"{plan.mesh} is no candidate for context {tokens}"
-        least = min(found, key=lambda candidate: candidate.num_bytes)
-        if least.failed:
-            return f"{plan.mesh} {least.failed}"
-        if least.num_bytes > problem.budget:
-            return f"context {tokens} needs {size_words(least.num_bytes)}/device on {plan.mesh}"
-        return f"{plan.mesh} leaves the other stage too little memory"
-
-    def _too_small(self, step: Step, trains: Sequence[Candidate[TrainPlan]]) -> str:
-        """The message where no pair fits."""
-        trainers = [c for c in trains if not c.failed]
-        if not trainers:
-            return _all_failed("train", trains, step.length)
-        update = min(c.num_bytes for c in trainers)
-        if update > self.problem.budget:
-            least = min(trainers, key=lambda c: c.num_bytes)
-            return self._more("training", step.length, update, least)
-        residents = {
-            (self.problem.trainer_bytes(c.plan.mesh, offload), offload)
-            for c in self._that_fit(trains)
-            for offload in (False, self._may_offload(c.plan.mesh))
-        }
-        found = [
-            (candidate.num_bytes + resident, candidate)
-            for resident, offload in residents
-            for candidate in self.rollout_candidates(
-                step.max_tokens, step.cache_tokens, 0.0, offload=offload
-            )
-        ]
-        if all(candidate.failed for _, candidate in found):
-            return _all_failed("rollout", [candidate for _, candidate in found], step.max_tokens)
-        need, least = min(
-            ((need, c) for need, c in found if not c.failed), key=lambda pair: pair[0]
-        )
-        return self._more("a rollout beside the trainer", step.max_tokens, need, least)
-
-    def _rollout_too_small(
-        self, step: Step, candidates: Sequence[Candidate[RolloutPlan]], resident: int
-    ) -> str:
-        possible = [c for c in candidates if not c.failed]
-        if not possible:
-            return _all_failed("rollout", candidates, step.max_tokens)
-        least = min(possible, key=lambda c: c.num_bytes)
-        need = least.num_bytes + resident
-        return self._more("a rollout", step.max_tokens, need, least)
-
-    def _more(self, what: str, tokens: int, need: int, least: Candidate) -> str:
-        budget = self.problem.budget_bytes or 0
-        about = "" if least.is_exact else "about "
-        return (
-            f"config.selector.budget_bytes_per_device is {budget}, and no mesh for {what} fits it "
-            f"at a context of {tokens} tokens; the smallest budget that would do is {about}{need} "
-            f"(mesh {least.plan.mesh}), {size_words(need - budget)} more. Raise the budget, use "
-            "more devices, or lower config.rollout.num_slots or the model's size"
-        )
-
-
-def _all_failed(stage: str, candidates: Sequence[Candidate], tokens: int) -> str:
-    tried = "; ".join(f"{c.plan.words()} {c.failed}" for c in candidates[:4])
-    return (
-        f"no mesh for {stage} at a context of {tokens} tokens: {tried}. Use more devices, or "
-        "devices with more memory, or lower config.rollout.num_slots or the model's size"
-    )
+    def _train_tokens(self, step: Step) -> int:
+        work = self.problem.work
+        return work.num_rows * step.length * work.epochs
 
 
 def _fastest_by_mesh(
@@ -550,13 +358,3 @@ def _is_here(pair: _Pair, current: Plans) -> bool:
     if rollout is None or train is None or pair.rollout is None or pair.train is None:
         return False
     return pair.train.plan == train and pair.rollout.plan.mesh == rollout.mesh
-
-
-def size_words(num_bytes: float) -> str:
-    """Returns bytes for people: "1.50 GiB", "20.1 MiB"."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else (
-                f"{num_bytes / size:,.0f} {unit}"
-            )
-    return f"{num_bytes:.0f} bytes"

@@ -139,7 +139,7 @@ class Problem:
         return self.weights_obstacle(dataclasses.replace(mesh, context=1))
 
     def train_obstacle(self, mesh: MeshShape, micro_batches: int) -> str | None:
-        """Returns why the trainer cannot use this mesh for so many micro-batches; None if it can."""
+        """Returns why the trainer cannot use this mesh so, in words; None where it can."""
         rows, parts = self.work.num_rows // micro_batches, mesh.data * mesh.fsdp * mesh.expert
         if rows % parts:
             return f"{rows} rows per micro-batch do not divide by {parts}"
@@ -176,9 +176,7 @@ class Problem:
     @functools.cache  # noqa: B019 - a problem lives as long as its run or plan
     def update_footprint(self, plan: TrainPlan, length: int) -> Footprint:
         """Returns the bytes of an update on rows of so many tokens."""
-        work = dataclasses.replace(
-            self.work, micro_batches=plan.micro_batches, remat=plan.remat
-        )
+        work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         return train_footprint(self.sizes, work, plan.mesh, length, self.hardware.platform)
 
     @functools.cache  # noqa: B019
@@ -226,9 +224,7 @@ class Problem:
     @functools.cache  # noqa: B019
     def update_speed(self, plan: TrainPlan, length: int) -> float:
         """Returns the tokens/s of updates on rows of so many tokens."""
-        work = dataclasses.replace(
-            self.work, micro_batches=plan.micro_batches, remat=plan.remat
-        )
+        work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         hardware = self.hardware.with_devices(plan.mesh.num_devices)
         seconds = train_s(hardware, self.sizes, work, plan.mesh, length).total
         return work.num_rows * length / seconds
