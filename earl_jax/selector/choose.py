@@ -290,9 +290,8 @@ class Chooser:
             before: P | None,
             tokens: int,
             work: int,
-            resident: int,
         ) -> Choice[P]:
-            num_bytes = chosen.num_bytes + resident
+            num_bytes = chosen.num_bytes + (pair.resident if stage == "rollout" else 0)
             reason = reason_of(
                 self.candidates,
                 chosen,
