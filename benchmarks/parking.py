@@ -13,6 +13,7 @@ are to be corrected. Prints a Markdown table.
 """
 
 import argparse
+import dataclasses
 import os
 import platform
 import time
@@ -30,7 +31,7 @@ from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.orders import NO_ROW, pack_orders
-from earl_jax.rollout.pages import Pool, pages_for
+from earl_jax.rollout.pages import PageTable, Pool, pages_for
 from earl_jax.rollout.parking import copying_s, rates_of, reading_s, work_of
 from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.rollout.seat import Policy, Seat
@@ -74,14 +75,16 @@ def random_weights(engine: PolicyEngine) -> Any:
 def empty_seat(engine: PolicyEngine, params: Any, places: int) -> Seat:
     """With pages for every slot."""
     pool = Pool(1, SLOTS * pages_for(places, PAGE_SIZE))
+    pages = PageTable(pool, num_slots=SLOTS, page_size=PAGE_SIZE)
+    for slot in range(SLOTS):
+        pages.hold(slot, places)
     state = engine.empty_state(places, pool)
-    table = np.arange(pool.pages, dtype=np.int32).reshape(SLOTS, -1)
     return Seat(
         engine=engine,
         policy=Policy(params=params, version=0),
-        state=engine.give_pages(state, table),
+        state=engine.give_pages(state, pages.as_array(pages_for(places, PAGE_SIZE))),
         places=places,
-        pool=pool,
+        pages=pages,
     )
 
 
@@ -139,9 +142,7 @@ def reading(seat: Seat, context: int) -> Callable[[], list[float]]:
             state, _ = engine.play(seat.policy.params, state, orders)
         jax.block_until_ready(state)
         taken = time.perf_counter() - start
-        seat = Seat(
-            engine=engine, policy=seat.policy, state=state, places=seat.places, pool=seat.pool
-        )
+        seat = dataclasses.replace(seat, state=state)
         return [taken]
 
     return run

@@ -30,7 +30,7 @@ from earl_jax.models.parameters import parameter_specs
 from earl_jax.models.quantization import INPUTS, dequantize, quantize
 from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
 from earl_jax.run import read_newest
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.train.step import TrainState
@@ -95,8 +95,7 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
 
     def make_room(seat: Seat, tokens: int, pages: int) -> Seat:
         places, more = rollout.places_for(tokens), seat.pool._replace(pages=pages)
-        state = engine.grow(seat.state, places, seat.pool, more)
-        return dataclasses.replace(seat, state=state, places=places, pool=more)
+        return relocate(seat, engine, places, more)
 
     batches = []
     for step in range(FIRST_STEP, FIRST_STEP + num_steps):
@@ -106,12 +105,10 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
             world.pool,
             world.make_environment,
             make_room,
-            num_lanes=len(world.processes.lanes),
+            num_devices=len(world.processes.own_devices),
         )
         places = rollout.context_buckets[-1]
-        pool = world.pool_for(places)
-        state = engine.empty_state(places, pool)
-        seat = Seat(engine=engine, policy=policy, state=state, places=places, pool=pool)
+        seat = empty_seat(engine, policy, places, world.pool_for(mesh, places))
         sampling = Sampling(temperature=rollout.temperature)
         played = collector.collect(seat, world.training_tasks(step), sampling=sampling)
         longest = max(trajectory.num_tokens for trajectory in played.trajectories)

@@ -137,7 +137,7 @@ class Bench:
         from earl_jax.selector.choose import BudgetTooSmall
 
         placement = Placement(self.world, self.calibration)
-        placement.pages = self.world.pool_for(room).pages
+        placement.pages = self.world.device_pages(room)
         try:
             return placement.choose_step(room, load)
         except BudgetTooSmall:
@@ -154,7 +154,7 @@ class Bench:
         from earl_jax.selector.ladder import RolloutRung
 
         world = self.world
-        return RolloutRung(world.own_rollout.num_slots, world.pool_for(room).pages)
+        return RolloutRung(world.own_rollout.num_slots, world.device_pages(room))
 
     def _rollouts(self, room: int, chosen: Any) -> list[Any]:
         """Each mesh as the config says and as is chosen, with --ways in all ways.
@@ -164,7 +164,7 @@ class Bench:
         whole, world = self._whole(room), self.world
         rungs = [whole]
         for rung in (chosen, *(self.ladder.rollout_ways(room, whole.pages) if self.ways else ())):
-            dense = world.pool_for(room, rung.num_slots, rung.page_size).pages
+            dense = world.device_pages(room, rung.num_slots, rung.page_size)
             rungs.append(rung._replace(pages=dense, offload=False))
         return [
             dataclasses.replace(option, rung=rung)

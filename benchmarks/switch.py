@@ -25,11 +25,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.dispatch.within import copy_of, seconds
 from earl_jax.config import Config
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.moves import Move, carrier, viewed
@@ -100,10 +99,10 @@ def _switches(world: World) -> Iterator[Switch]:
     seat = _seat(world, rollout[0], params)
     for mesh in rollout[1:]:
         engine = world.engine(mesh)
-        arrays = (seat.policy.params, seat.state)
+        # The pages' gathering into as many parts as the mesh has row shards is in `run` alone.
+        arrays, pool = (seat.policy.params, seat.state), world.pool_for(mesh, seat.places)
         shardings = (engine.parameter_shardings, engine.state_shardings)
         moved, plan_s = _planned(arrays, shardings)
-        table = np.zeros(seat.state.cache.table.shape, np.int32)
         yield Switch(
             what="live rollout",
             source=rollout[0],
@@ -111,24 +110,21 @@ def _switches(world: World) -> Iterator[Switch]:
             size=resident_bytes(arrays, shardings),
             moved=moved,
             plan_s=plan_s,
-            run=lambda arrays=arrays, shardings=shardings: reshard(arrays, shardings),
+            run=lambda engine=engine, pool=pool: _arrays(relocate(seat, engine, seat.places, pool)),
             programs=functools.partial(_programs, arrays, shardings),
-            give=lambda there, engine=engine, table=table: engine.give_pages(there[1], table),
         )
+
+
+def _arrays(seat: Seat) -> Any:
+    return seat.policy.params, seat.state
 
 
 def _seat(world: World, mesh: MeshShape, params: Any) -> Seat:
     """Every slot with all its pages, at the last room that is configured."""
     engine, places = world.engine(mesh), world.config.rollout.context_buckets[-1]
-    pool = world.pool_for(places)
+    pool = world.pool_for(mesh, places)
     weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
-    return Seat(
-        engine=engine,
-        policy=Policy(params=weights, version=0),
-        state=engine.empty_state(places, pool),
-        places=places,
-        pool=pool,
-    )
+    return empty_seat(engine, Policy(params=weights, version=0), places, pool)
 
 
 def _row(switch: Switch, repeats: int) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def test_episodes_are_cut_over_the_processes_that_play():
     apart = [some_processes(index, num_rollout=4) for index in range(3)]
     assert [processes.own(range(12)) for processes in apart] == [range(6), range(6, 12), range(0)]
     assert [(p.plays, p.trains) for p in apart] == [(True, False), (True, False), (False, True)]
-    assert apart[2].lanes == apart[0].lanes, "of the first that plays, for its sizes"
+    assert apart[2].own_devices == apart[0].own_devices, "of the first that plays, for its sizes"
     assert apart[1].own_mesh(MeshShape(data=2, tensor=2)) == MeshShape(data=1, tensor=2)
     share = apart[0].own_rollout(RolloutConfig(num_slots=8, episodes_per_step=16))
     assert (share.num_slots, share.episodes_per_step) == (4, 8)
@@ -168,7 +168,7 @@ def test_the_groups_of_one_process():
     assert alone.gather({"a": 1}, "") == [{"a": 1}]
     halves = find_processes(4, 1.0)
     assert (list(halves.rollout_devices), list(halves.train_devices)) == (devices[:4], devices[4:])
-    assert halves.disjoint and halves.lanes == halves.rollout_devices
+    assert halves.disjoint and halves.own_devices == halves.rollout_devices
     with pytest.raises(ValueError, match="leave at least one to train"):
         find_processes(8, 1.0)
 

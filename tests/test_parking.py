@@ -169,9 +169,19 @@ def pools(seat: Seat) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(seat.state.cache.layers)]
 
 
-def numbers(seat: Seat, slot: int, pages) -> list[int]:
-    """In the whole pool."""
-    return [seat.pages.shard(slot) * seat.pool.pages + page for page in pages]
+def numbers(slot: int, pages) -> list[int]:
+    """In the whole pool: each two slots have twelve pages, on every mesh the same."""
+    return [slot // 2 * 12 + page for page in pages]
+
+
+def local(seat: Seat, slot: int, pages) -> list[int]:
+    """The same within the slot's row shard."""
+    return [number % seat.pool.pages for number in numbers(slot, pages)]
+
+
+def local_pages(seat: Seat, pages) -> dict[int, list[int]]:
+    """`local`, slot by slot."""
+    return {slot: local(seat, slot, some) for slot, some in pages.items()}
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -182,7 +192,7 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     before = pools(seat)
     host = HostPages(2**30, pinned=pinned)
     out = {slot: list(range(number)) for slot, number in SLOT_PAGES.items()}
-    seat = host.copy_out(seat, out)
+    seat = host.copy_out(seat, local_pages(seat, out))
     assert host.slots == sorted(SLOT_PAGES) and 5 in host
     assert np.flatnonzero(~np.asarray(seat.state.active)).tolist() == host.slots
     # Their pages are others' by then.
@@ -197,14 +207,14 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
     block = sum(leaf[0].nbytes for leaf in before) * 4
     assert (host.held_bytes, host.moved_bytes, host.most_bytes) == (7 * block,) * 3
     back = {2: [11], 5: [3, 10, 0, 7]}
-    seat = host.copy_back(seat, back, {2: False, 5: True})
+    seat = host.copy_back(seat, local_pages(seat, back), {2: False, 5: True})
     assert np.flatnonzero(np.asarray(seat.state.active)).tolist() == [
         slot for slot in range(16) if slot not in SLOT_PAGES or slot == 5
     ]
     for old, new in zip(before, pools(seat), strict=True):
         expected = np.zeros_like(old)
         for slot, pages in back.items():
-            expected[numbers(seat, slot, pages)] = old[numbers(seat, slot, out[slot])]
+            expected[numbers(slot, pages)] = old[numbers(slot, out[slot])]
         np.testing.assert_array_equal(new, expected)
     assert (host.held_bytes, host.moved_bytes) == (5 * block, 9 * block)
     host.drop(1), host.drop(14), host.drop(3)
@@ -220,12 +230,15 @@ def test_pages_come_back_on_another_mesh():
         before = pools(theirs)
         for first, second in ((ours, theirs), (theirs, ours)):
             host = HostPages(2**30)
-            host.copy_out(first, {slot: range(n) for slot, n in SLOT_PAGES.items()})
+            out = {slot: range(n) for slot, n in SLOT_PAGES.items()}
+            host.copy_out(first, local_pages(first, out))
             back = {slot: [11 - page for page in range(n)] for slot, n in SLOT_PAGES.items()}
             # `put` donates: to a copy, so that the seat can be used again.
             state = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), second.state)
             moved = host.copy_back(
-                dataclasses.replace(second, state=state), back, dict.fromkeys(back, True)
+                dataclasses.replace(second, state=state),
+                local_pages(second, back),
+                dict.fromkeys(back, True),
             )
             for old, new in zip(before, pools(moved), strict=True):
                 expected = old.copy()

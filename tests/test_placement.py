@@ -157,7 +157,7 @@ def test_each_candidate_is_measured_once_at_each_room_and_said(tiny):
             # One slot of 8 says fewer than all of them, and all others are quiet meanwhile.
             assert 0 < entry.alone_tokens_per_s < entry.tokens_per_s
             # Nothing that could fit is refused without a compiler.
-            pages = tiny.world.pool_for(places).pages
+            pages = tiny.world.device_pages(places)
             estimate = rollout_estimate(tiny.world, mesh, places, RolloutRung(8, pages))
             assert estimate.given < entry.program_bytes
             assert not estimate.surely_exceeds(entry.program_bytes)
@@ -650,7 +650,7 @@ def test_a_page_more_takes_its_bytes(tiny, place):
     shapes = {mesh: tiny.world.engine(mesh) for mesh in (D8, D4T2)}
     placement = place(None)
     seat, _ = placement.open_seat(tiny.world.init_train_state(D8).params, version=0)
-    assert (seat.pool.lanes, seat.pool.pages, seat.places) == (8, 1, SHORT)
+    assert (seat.pool.shards, seat.pool.pages, seat.places) == (8, 1, SHORT)
     grown = placement.make_room(seat, LONG, 2, None)
     assert (grown.pool.pages, grown.places, placement.pages) == (2, LONG, 2)
     # One page a lane of this model: keys and values of 1 layer, 2 heads, 16 places, 8 numbers.

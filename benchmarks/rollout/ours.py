@@ -38,7 +38,7 @@ from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import Report
 from earl_jax.rollout.pages import dense_pool
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
@@ -220,7 +220,7 @@ class Player:
             pool,
             lambda task: Speaker(texts[task.episode], script.env_ms / 1000),
             functools.partial(_make_room, config),
-            num_lanes=1,
+            num_devices=1,
         )
         rollout = collector.collect(seat, tasks, sampling=Sampling(temperature=script.temperature))
         jax.block_until_ready(rollout.seat.state)
@@ -258,8 +258,7 @@ class Player:
 def _empty_seat(engine: PolicyEngine, policy: Policy, places: int) -> Seat:
     """Where a rollout begins, as `placement.open_seat` makes it."""
     pool = dense_pool(1, engine.config.num_slots, places, PAGE_SIZE)
-    state = engine.empty_state(places, pool)
-    return Seat(engine=engine, policy=policy, state=state, places=places, pool=pool)
+    return empty_seat(engine, policy, places, pool)
 
 
 def _make_room(config: RolloutConfig, seat: Seat, tokens: int, pages: int) -> Seat:
@@ -269,8 +268,7 @@ def _make_room(config: RolloutConfig, seat: Seat, tokens: int, pages: int) -> Se
     if pages > pool.pages:
         most = dense_pool(1, config.num_slots, places, PAGE_SIZE).pages
         pool = pool._replace(pages=max(pages, min(3 * pages // 2, most)))
-    state = seat.engine.grow(seat.state, places, seat.pool, pool)
-    return dataclasses.replace(seat, state=state, places=places, pool=pool)
+    return relocate(seat, seat.engine, places, pool)
 
 
 def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:

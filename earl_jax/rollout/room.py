@@ -234,7 +234,9 @@ class CacheRoom:
         of the shard still need to have read what they read before.
         """
         slots = self._pages.slots_of(shard)
-        playing = [(slot, e) for slot in slots if (e := self._slots[slot]) and e.has_work]
+        playing = [
+            (slot, e) for slot in slots if (e := self._slots[slot]) and self._needs_pages(slot)
+        ]
         wanted = sum(self._wanted(slot, episode) for slot, episode in playing)
         if resuming is not None:
             wanted += resuming + sum(
@@ -250,6 +252,14 @@ class CacheRoom:
                 self._give_up(slot)
         return wanted - self._pages.num_free(shard)
 
+    def _needs_pages(self, slot: int) -> bool:
+        """Whether the slot's episode plays the next round, or comes back from the host before it.
+
+        It comes back while its environment is still at work, too.
+        """
+        episode = self._episode(slot)
+        return episode.has_work or slot in self._host and not (episode.parked or episode.begins)
+
     def _give_up(self, slot: int) -> None:
         self._pages.keep(slot, 0)
         self._prefixes.forget(slot)
@@ -261,7 +271,7 @@ class CacheRoom:
             slot
             for slot in slots
             if (e := self._slots[slot]) and not e.parked
-            if e.has_work or self._pages.num_held(slot)
+            if self._needs_pages(slot) or self._pages.num_held(slot)
         ]
         assert len(playing) > 1, "a pool holds at least one episode a row shard"
         slot = min(playing, key=self._rank)

@@ -1,0 +1,309 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Live episodes that move between meshes in the middle of a rollout; how long they may become.
+
+Meshes differ in the number of row shards, and the KV cache's pool with them.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import pytest
+import test_collect
+from test_collect import (
+    CONFIG,
+    MODEL,
+    Rooms,
+    Talker,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    tasks,
+    weights,
+)
+from test_collect import engine as make_engine
+
+from earl_jax.envs.environment import Start
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.models.config import ModelConfig
+from earl_jax.rollout.collect import Collector
+from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.pages import PageTable, Pool, pages_for
+from earl_jax.rollout.scheduler import make_rows
+from earl_jax.rollout.seat import Policy, Seat, lower_relocation, open_seat, relocate
+from earl_jax.selector.memory import program_bytes, resident_bytes
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.host_bytes import HostByteCounter
+
+MESHES = [
+    MeshShape(data=8),
+    MeshShape(data=2, tensor=2, context=2),
+    MeshShape(data=4, tensor=2),
+    MeshShape(data=1, context=4, tensor=2),
+]
+# Every ordered pair of them, as a way that comes to its start again.
+TOUR = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
+@functools.cache
+def player(mesh: MeshShape, kv_dtype: str = "compute") -> PolicyEngine:
+    """The engine of test_collect, on this mesh."""
+    config = dataclasses.replace(make_engine().config, kv_dtype=kv_dtype)
+    return PolicyEngine(config, make_layout(mesh))
+
+
+def test_the_tour_goes_from_every_mesh_to_every_other():
+    pairs = list(itertools.pairwise([*TOUR, TOUR[0]]))
+    assert sorted(pairs) == list(itertools.permutations(range(4), 2))
+
+
+class Moving(Collector):
+    """Moves all live episodes to the next mesh of TOUR before each round."""
+
+    rounds = host_bytes = duplicated = 0
+    # A whole episode is eight pages; sixteen live at once.
+    pages = 64
+
+    def _move_the_last(self, scheduler, seat: Seat) -> Seat:
+        self.rounds += 1
+        there = player(MESHES[TOUR[self.rounds % len(TOUR)]], seat.engine.config.kv_dtype)
+        shards = there.layout.num_row_shards
+        least = seat.pages.least_pages(shards)
+        Moving.duplicated += shards * least > self.pages
+        with HostByteCounter() as counter:
+            moved = relocate(
+                seat, there, seat.places, Pool(shards, max(self.pages // shards, least))
+            )
+            assert jax.tree.map(lambda leaf: leaf.sharding, moved.state) == there.state_shardings
+        Moving.host_bytes += counter.num_bytes or 0
+        return moved
+
+
+class Lecture(Talker):
+    """Begins with the same long words whoever listens, and goes on with a number."""
+
+    def start(self):
+        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
+
+
+def lecture(task):
+    return Lecture(task.env_seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parking", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
+def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking, kv_dtype):
+    """Over every pair of meshes; some are preempted, and prompts are taken over."""
+    given = {"sampling": Sampling(temperature=0.0), "places": 64, "share_prefixes": True}
+    still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
+    monkeypatch.setattr(test_collect, "Collector", Moving)
+    collectors = []
+    moved = collect(
+        pool,
+        tasks(44),
+        lecture,
+        player=player(MESHES[0], kv_dtype),
+        pages=Moving.pages // 8,
+        make_room=lambda seat, tokens, pages: seat,
+        collectors=collectors,
+        parking=parking,
+        copy_prefixes="on",
+        **given,
+    )
+    assert collectors[0].rounds > len(TOUR)
+    assert (moved.stats.parked_episodes > 0, still.stats.parked_episodes) == (True, 0)
+    assert (moved.stats.parked_host_bytes > 0) == (parking == "host")
+    assert moved.stats.shared_tokens > 0
+    assert_same_episodes(still.trajectories, moved.trajectories)
+    check_rows(moved, 44)
+    assert Moving.host_bytes == 0
+
+
+def test_programs_of_a_move_are_compiled_before_it_from_shapes_alone(caplog):
+    """Merged, split, and on the same mesh with more pages and more room."""
+    params = weights()
+    ways = [(0, 1, Pool(8, 4), Pool(2, 16)), (1, 0, Pool(2, 16), Pool(8, 5))]
+    ways += [(0, 0, Pool(8, 4), Pool(8, 6))]
+    for here, there, old, new in ways:
+        here, there = player(MESHES[here]), player(MESHES[there])
+        policy = Policy(params=here.load_params(params), version=0)
+        seat = open_seat(here, policy, 32, old)
+        for program in lower_relocation(here, there, 32, old, 48, new):
+            program.compile()
+        with jax.log_compiles():
+            caplog.clear()
+            moved = relocate(seat, there, 48, new)
+        compiled = [record for record in caplog.records if "Compiling" in record.getMessage()]
+        assert (moved.places, moved.pool) == (48, new)
+        assert moved.state.cache.num_pages == new.total
+        names = {record.getMessage().split()[1] for record in compiled}
+        assert not any("repack" in n or "widen" in n for n in names) or all(
+            "cache" in r.getMessage() for r in compiled
+        )
+
+
+@pytest.mark.slow
+def test_six_devices_in_two_row_shards_and_in_three():
+    """No number divides the other: pages go between row shards."""
+    model = dataclasses.replace(MODEL, num_heads=6, num_kv_heads=6)
+    config = dataclasses.replace(
+        make_engine().config, model=model, vocab_size=318, num_slots=6, num_rows=12
+    )
+    ours, theirs = (
+        PolicyEngine(config, make_layout(shape, jax.devices()[:6]))
+        for shape in (MeshShape(data=2, tensor=3), MeshShape(data=3, tensor=2))
+    )
+    for here, there in ((ours, theirs), (theirs, ours)):
+        shards = here.layout.num_row_shards
+        seat = numbered_seat(here, Pool(shards, 12 // shards))
+        for slot in range(6):
+            seat.pages.hold(slot, 9 if slot % 3 else 5)
+        shards = there.layout.num_row_shards
+        moved = relocate(seat, there, 32, Pool(shards, 18 // shards))
+        assert contents(moved) == contents(seat)
+
+
+def numbered_seat(engine: PolicyEngine, pool: Pool) -> Seat:
+    """Pools in which page z of every layer is full of z + 1."""
+    state = engine.empty_state(32, pool)
+
+    def number(leaf):
+        values = jax.numpy.arange(1, len(leaf) + 1, dtype=leaf.dtype)
+        full = jax.numpy.broadcast_to(values.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf.shape)
+        return jax.device_put(full, leaf.sharding)
+
+    layers = jax.tree.map(number, state.cache.layers)
+    state = dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+    config = engine.config
+    pages = PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
+    params = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape), engine.parameter_shapes)
+    policy = Policy(params=engine.load_params(params), version=0)
+    return Seat(engine=engine, policy=policy, state=state, places=32, pages=pages)
+
+
+def contents(seat: Seat) -> list[list[float]]:
+    """By slot, what is in its pages of the first layer."""
+    table = seat.pages.as_array(pages_for(seat.places, seat.engine.config.page_size))
+    keys = jax.device_get(seat.state.cache.layers[0].key)
+    return [
+        [float(keys[page].mean()) for page in row[: seat.pages.num_held(slot)]]
+        for slot, row in enumerate(table)
+    ]
+
+
+# How long an episode may become.
+
+# Keys and values of a token are 48 KiB, cut over up to eight heads; in the rows of experience, of
+# which data=1 has all sixteen, it is 256 bytes.
+LARGE = ModelConfig(num_layers=3, width=16, num_heads=8, num_kv_heads=8, head_size=256, ffn_size=32)
+FIRST = 1024
+CUTS = [
+    MeshShape(data=8),
+    MeshShape(data=4, tensor=2),
+    MeshShape(data=4, context=2),
+    MeshShape(data=2, tensor=4),
+    MeshShape(data=2, context=4),
+    MeshShape(data=2, context=2, tensor=2),
+    MeshShape(data=1, tensor=8),
+    MeshShape(data=1, context=8),
+]
+
+
+@functools.cache
+def large_engine(mesh: MeshShape, num_slots: int = 8) -> PolicyEngine:
+    rows = make_rows(num_rows=num_slots, num_slots=num_slots, num_devices=8)
+    config = dataclasses.replace(
+        make_engine().config,
+        model=LARGE,
+        num_slots=num_slots,
+        num_rows=rows.total,
+        page_size=64,
+        step_rows=0,
+    )
+    return PolicyEngine(config, make_layout(mesh))
+
+
+@functools.cache
+def bytes_of(mesh: MeshShape, places: int) -> int:
+    """Of a round with pages for one episode of so many tokens in each row shard."""
+    engine = large_engine(mesh)
+    pool = Pool(engine.layout.num_row_shards, pages_for(places, 64))
+    return program_bytes(engine.lower_play(places, pool).compile())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", CUTS[1:], ids=str)
+def test_the_longest_episode_of_a_budget_grows_with_tensor_and_context(mesh):
+    """1:2:4:8 within 10 %, by XLA's memory analysis of the whole round."""
+    budget = bytes_of(CUTS[0], FIRST)
+    times = mesh.tensor * mesh.context
+    assert (
+        bytes_of(mesh, int(0.9 * times * FIRST))
+        <= budget
+        < bytes_of(mesh, int(1.1 * times * FIRST))
+    )
+
+
+class Sage(Talker):
+    """One long reply."""
+
+    def step(self, reply: str):
+        return dataclasses.replace(super().step(reply), done=True, stop_reason="win", text="")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_slots", [1])
+def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool, num_slots):
+    """Of the bytes a device in which data=8 holds 64 tokens an episode."""
+    mesh, tokens = CUTS[-2], 8 * 64
+    engine = large_engine(mesh, num_slots)
+
+    def pool_bytes(on: PolicyEngine, cut: Pool) -> int:
+        layers = on.state_shapes(64, cut).cache.layers
+        return resident_bytes(layers, on.state_shardings.cache.layers)
+
+    whole = Pool(1, 8)
+    assert pool_bytes(engine, whole) == pool_bytes(large_engine(CUTS[0]), Pool(8, 1))
+    rollout = collect(
+        pool, tasks(1), lambda task: Sage(0), player=engine, num_slots=num_slots,
+        episodes_per_step=num_slots,
+        params=weights(model=LARGE, ends_turns=False), places=tokens, pages=8,
+        max_turn_tokens=tokens, max_episode_tokens=tokens, burst=CONFIG.burst, num_devices=8,
+        make_room=Rooms(most_pages=8),
+    )  # fmt: skip
+    assert rollout.seat.pool == whole
+    assert [t.num_tokens for t in rollout.trajectories] == [tokens]
+    check_rows(rollout, 1)
+
+
+# Numbers of slots.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_slots", "meshes"),
+    [(1, MESHES[3:4]), (2, [MESHES[1], MESHES[3]]), (12, MESHES[1:4])],
+)
+def test_slots_need_not_divide_over_the_devices(pool, num_slots, meshes):
+    """Only over the data axis: the same episodes on every mesh that it divides."""
+    rows = make_rows(num_rows=24, num_slots=num_slots, num_devices=8)
+    config = dataclasses.replace(make_engine().config, num_slots=num_slots, num_rows=rows.total)
+    alone = collect(pool, tasks(20))
+    for mesh in meshes:
+        rollout = collect(
+            pool, tasks(20), player=PolicyEngine(config, make_layout(mesh)), num_slots=num_slots,
+            episodes_per_step=24, num_devices=8,
+        )  # fmt: skip
+        assert rollout.rows == rows
+        assert_same_episodes(alone.trajectories, rollout.trajectories)
+        check_rows(rollout, 20)
