@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from earl_jax.dispatch.pack import fit
 from earl_jax.models.parameters import Params
@@ -24,7 +24,7 @@ from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.candidates import divisors
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.memory import is_out_of_memory
+from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree, same_shards
 from earl_jax.sharding.reshard import reshard
@@ -229,6 +229,43 @@ def to_checkpoint(world: World, state: TrainState) -> TrainState:
     state = reshard(state, where)
     world.processes.wait(state, "the checkpoint")
     return state
+
+
+def copy_to_save(world: World, state: TrainState) -> tuple[TrainState, bool]:
+    """The state to save, and True if it is a copy, so that `state` may be donated meanwhile.
+
+    Where the devices have no memory for a copy it is the state's own arrays, offloaded moments in
+    host memory included: `state` must be left alone until they are on disk.
+    """
+    if not world.processes.all_train:
+        return to_checkpoint(world, state), True
+    copied = unless_out_of_memory(lambda: to_checkpoint(world, state))
+    if copied is not None:
+        return copied, True
+    return jax.tree.map(_first_replica, dataclasses.replace(state, base=None)), False
+
+
+def _first_replica(array: jax.Array) -> jax.Array:
+    """The same array without the replicas of its shards, and without a copy.
+
+    Orbax cuts a part of every replica on its device, which takes memory there. Across processes it
+    decides who writes what: the array stays as it is.
+    """
+    own = array.sharding
+    if not isinstance(own, NamedSharding) or not own.is_fully_addressable:
+        return array
+    cut_by = {
+        axis for part in own.spec for axis in ((part,) if isinstance(part, str) else part or ())
+    }
+    first = tuple(slice(None if axis in cut_by else 1) for axis in own.mesh.axis_names)
+    mesh = Mesh(own.mesh.devices[first], own.mesh.axis_names, axis_types=own.mesh.axis_types)
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        NamedSharding(mesh, own.spec, memory_kind=own.memory_kind),
+        [shards[device] for device in mesh.devices.flat],
+        dtype=array.dtype,
+    )
 
 
 def from_checkpoint(

@@ -17,7 +17,7 @@ from earl_jax.config import Config
 from earl_jax.envs.repertoire import demonstrated
 from earl_jax.evaluation import evaluate
 from earl_jax.export import export_policy, keep_exports
-from earl_jax.joint import to_checkpoint
+from earl_jax.joint import copy_to_save
 from earl_jax.loop import Position, StepRecord, expected_tokens
 from earl_jax.models.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
@@ -166,9 +166,10 @@ class Keeper:
         if base is not None:
             own = int(fingerprint(base)) if processes.trains else None
             prints = [each for each in processes.gather(own, "the base") if each is not None]
+        state, is_copy = copy_to_save(self.world, position.state)
         self.checkpoints.save(
             position.step,
-            to_checkpoint(self.world, position.state),
+            state,
             {
                 "placement": self.placement.as_dict(),
                 "history": position.history.as_list(),
@@ -176,6 +177,9 @@ class Keeper:
                 **({"base_fingerprint": prints[0]} if prints else {}),
             },
         )
+        if not is_copy:
+            # The next step donates these arrays.
+            self.checkpoints.wait()
 
     def _export(self, position: Position) -> None:
         config = self.world.config

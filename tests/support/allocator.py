@@ -73,7 +73,8 @@ def memory_limit(num_bytes: int | None, *, takes_donated: bool = False) -> Itera
       takes_donated: whether a refused program takes its donated arguments with it.
 
     Raises:
-      RuntimeError: this version of JAX calls programs or places arrays in another way, or limits are nested.
+      RuntimeError: limits are nested, or this version of JAX calls programs or places arrays in
+        another way.
     """
     if not _sees_everything():
         raise RuntimeError(

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints where the devices have no memory for a copy of the state."""
+
+import gc
+import types
+
+import jax
+import numpy as np
+import pytest
+from support.allocator import live_bytes, memory_limit
+from test_checkpoint import (
+    CUBE,
+    D8,
+    MODEL,
+    POSITION,
+    TRAIN,
+    VOCAB,
+    assert_bitwise_equal,
+    made,
+    restored,
+)
+
+from earl_jax.checkpoint import Checkpoints
+from earl_jax.config import CheckpointConfig
+from earl_jax.joint import copy_to_save
+from earl_jax.keeper import Keeper
+from earl_jax.loop import Position
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.train.offload import is_offloaded, offload_moments
+from earl_jax.train.step import state_shardings
+
+F8 = make_layout(MeshShape(fsdp=8))
+ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(all_train=True, trains=True))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    yield opened
+    opened.close()
+
+
+def state_on(layout):
+    where = state_shardings(MODEL, TRAIN, VOCAB, layout)
+    state = jax.block_until_ready(jax.tree.map(jax.device_put, made(3), where))
+    gc.collect()
+    return state
+
+
+def keeper_of(checkpoints):
+    """A Keeper with what saving takes of a run."""
+    nothing = types.SimpleNamespace(
+        forget=lambda: None,
+        as_dict=dict,
+        calibration=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
+    )
+    settings = dict.fromkeys(("progress", "metrics_log", "workdir", "stop", "ahead"))
+    return Keeper(world=ALONE, placement=nothing, checkpoints=checkpoints, **settings)
+
+
+def save(checkpoints, state):
+    keeper_of(checkpoints)._save(Position(step=1, state=state, history=LoadHistory()))
+
+
+overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 7, s), donate_argnums=0)
+
+
+@pytest.mark.parametrize("layout", [D8, F8, CUBE], ids=str)
+def test_a_state_that_only_just_fits_is_saved_from_its_own_arrays(checkpoints, tmp_path, layout):
+    """Bit for bit, with no more memory than it has, and on disk before the next step takes it."""
+    state = state_on(layout)
+    overwrite.lower(state).compile()
+    with memory_limit(max(live_bytes().values())) as allocator:
+        save(checkpoints, state)
+        assert len(allocator.refused) == 1
+        # Another process would find it finished.
+        assert (tmp_path / "checkpoints" / "1" / "state").is_dir()
+    jax.block_until_ready(overwrite(state))
+    assert_bitwise_equal(made(3), restored(checkpoints, 1))
+
+
+def test_offloaded_moments_are_saved_from_host_memory(checkpoints):
+    state = offload_moments(state_on(D8))
+    gc.collect()
+    with memory_limit(max(live_bytes().values())) as allocator:
+        save(checkpoints, state)
+    assert len(allocator.refused) == 1 and is_offloaded(state)
+    assert_bitwise_equal(made(3), restored(checkpoints, 1))
+
+
+def test_with_memory_for_a_copy_the_state_may_go_while_it_is_written(checkpoints):
+    state = state_on(F8)
+    with memory_limit(3 * max(live_bytes().values())) as allocator:
+        copied, is_copy = copy_to_save(ALONE, state)
+    assert is_copy and allocator.refused == []
+    checkpoints.save(1, copied, POSITION)
+    jax.block_until_ready(overwrite(state))
+    checkpoints.wait()
+    assert_bitwise_equal(made(3), restored(checkpoints, 1))
+
+
+def test_other_errors_end_the_save(monkeypatch):
+    state = state_on(F8)
+    monkeypatch.setattr("earl_jax.joint.jnp.copy", lambda _: np.zeros(1) / None)
+    with pytest.raises(TypeError):
+        copy_to_save(ALONE, state)
