@@ -224,7 +224,7 @@ def to_checkpoint(world: World, state: TrainState) -> TrainState:
     """
     state = dataclasses.replace(load_moments(state), base=None)
     if world.processes.all_train:
-        return jax.tree.map(jnp.copy, state)
+        return jax.tree.map(lambda array: jnp.copy(_first_replica(array)), state)
     where = dataclasses.replace(_cut_over(world, world.processes.devices), base=None)
     state = reshard(state, where)
     world.processes.wait(state, "the checkpoint")

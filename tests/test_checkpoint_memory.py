@@ -54,7 +54,7 @@ def keeper_of(checkpoints):
     nothing = types.SimpleNamespace(
         forget=lambda: None,
         as_dict=dict,
-        calibration=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
+        observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
     )
     settings = dict.fromkeys(("progress", "metrics_log", "workdir", "stop", "ahead"))
     return Keeper(world=ALONE, placement=nothing, checkpoints=checkpoints, **settings)
