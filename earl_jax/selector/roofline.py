@@ -123,7 +123,7 @@ def decode_s(
 
 
 def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
-    """How often the host reads a loop's condition in a pass that reads so many blocks of pages.
+    """Counts how often the host reads a loop's condition in a pass that reads so many blocks of pages.
 
     Counted in the program for Qwen2.5 7B on an H100: 451 with 4 blocks, 2,803 with 32.
     """
@@ -157,7 +157,7 @@ def rollout_tokens_per_s(
     context: int,
     rows_that_fit: int,
 ) -> float:
-    """Tokens that all slots say in a second, at the end of their room.
+    """Tokens that all slots sample in a second, at the end of their context.
 
     Where the cache holds fewer rows of a row shard than it has slots, the others wait: the slots
     take turns in waves, of which the last may be small.
@@ -172,12 +172,12 @@ def rollout_tokens_per_s(
 def alone_tokens_per_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int
 ) -> float:
-    """Tokens that one slot says in a second while the others are idle, as above."""
+    """Tokens that one slot samples in a second while the others are idle."""
     return work.burst / round_s(hardware, sizes, work, mesh, 1, context)
 
 
 def waves(rows: int, rows_that_fit: int) -> list[int]:
-    """How many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
+    """Returns how many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
     full, rest = divmod(rows, rows_that_fit)
     return [rows_that_fit] * full + [rest] * (rest > 0)
 
@@ -351,7 +351,7 @@ def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int)
 
 
 def calibration(pairs: Iterable[tuple[float, float]]) -> float:
-    """What predicted speeds are to be multiplied by: the median of measured / predicted.
+    """Returns the factor for predicted speeds: the median of measured / predicted.
 
     1 where nothing was measured. A pair is (measured, predicted).
     """
@@ -359,7 +359,7 @@ def calibration(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[float, float]:
-    """Of one token through all layers' projections and feed-forward networks, on one device."""
+    """Operations of one token in all layers' projections and networks, on one device."""
     heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
     networks = 3 * sizes.width * sizes.ffn_size * (sizes.experts_per_token or 1)
     per_layer = 2.0 * sizes.num_layers / mesh.tensor
@@ -367,6 +367,6 @@ def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[
 
 
 def _attention_flops(sizes: ModelSizes, context: float) -> float:
-    """Of one token that looks at so many, over all layers."""
+    """Operations of one token that looks at so many, over all layers."""
     seen = sum(min(context, window or context) for window in sizes.windows)
     return 4.0 * sizes.num_heads * sizes.head_size * seen
