@@ -40,8 +40,9 @@ MODEL_ERROR = 1.5
 
 It holds for 14 of the 17 published speeds in benchmarks/speeds.md, whose median is off by 1.2; the
 others are two of torchtitan's rings (1.6 and 1.7 times too fast) and a whole RL step of prime-rl
-(3.1). Nearly all are predicted too fast, so that of two meshes on the same hardware less than 1.5
-is to be expected. None of these speeds is this project's: no program of ours was timed on a chip.
+(3.1). It rests on two guesses that the page names: torchtitan's attention kernel and the contexts of
+StreamRL. Nearly all are predicted too fast, so that of two meshes on the same hardware less than
+1.5 is to be expected. None of these speeds is this project's: no program of ours was timed on a chip.
 Virtual CPU devices are not covered: there the order of meshes is right, and speeds are up to three
 times too high.
 """
@@ -123,7 +124,7 @@ def decode_s(
 
 
 def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
-    """Counts how often the host reads a loop's condition in a pass that reads so many blocks of pages.
+    """Counts the loop conditions that the host reads in a pass over so many blocks of pages.
 
     Counted in the program for Qwen2.5 7B on an H100: 451 with 4 blocks, 2,803 with 32.
     """
