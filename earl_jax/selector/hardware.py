@@ -26,13 +26,83 @@ _GB = 10**9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """How far programs stay behind the data sheet: this engine's, or a published one's.
+
+    `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
+    over whole rows reaches. The other fields say what a program does beyond the ideal:
+
+    - `fused_ring`: attention over `context` is a fused kernel too. Without it scores go through
+      memory, twelve bytes each in a forward pass.
+    - `folded_ring`: each shard of a ring has an early and a late part of a causal row. Without it
+      the last shard has nearly twice the average work.
+    - `fused_pages`: decode and prefill read the cache in place. Without it pages are gathered,
+      which reads them, writes them, and reads them again, and scores go through memory.
+    - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
+      take, whoever speaks.
+    - `full_tiles`: attention reads as many tokens for each row as for the longest.
+    - `loop_sync_s`: time in which the host reads the condition of a loop.
+    - `op_s`: the least time of an operation on the device.
+    - `host_step_s`: time on the host between two decode steps.
+    """
+
+    attention_forward: float
+    attention_backward: float
+    fused_ring: bool = True
+    folded_ring: bool = True
+    fused_pages: bool = True
+    fixed_rows: bool = False
+    full_tiles: bool = False
+    loop_sync_s: float = 0.0
+    op_s: float = 0.0
+    host_step_s: float = 0.0
+
+
+# The FlashAttention-3 paper (arXiv 2407.08608, figures 5 and 6): H100 SXM5, heads of 128, rows of
+# 16K tokens. Forward, causal: FlashAttention-2 335 TFLOP/s, cuDNN 539, FlashAttention-3 616.
+# Backward, published without a mask: 322, 516, 561; a mask costs what it costs in the forward pass
+# (335 of 370, 539 of 595, 616 of 648). Fractions of 989 TFLOP/s.
+FLASH_ATTENTION_2 = Kernels(attention_forward=0.34, attention_backward=0.29)
+FLASH_ATTENTION_3 = Kernels(attention_forward=0.62, attention_backward=0.54)
+# cuDNN's, for any fused kernel that is not named.
+IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
+
+# This project's programs on chips. Whole rows have fused kernels (splash; tokamax where it is
+# installed), taken to be as good as cuDNN's: not measured. The ring is folded (models/ring.py) and
+# blockwise (benchmarks/context.md). Attention over pages gathers a block of 1,024 places of all
+# rows at a time (models/paged_attention.py): for Qwen2.5 7B on an H100, 128 rows of 4K, the
+# compiled program moves 3.25 bytes for each byte of the cache, the model here 3.2. Of TPUs no
+# program was counted; they are taken to do the same. Change this line, and no other, where a fused
+# kernel reads the pages.
+_ON_CHIPS = dataclasses.replace(
+    IDEAL, fused_ring=False, fused_pages=False, fixed_rows=True, full_tiles=True
+)
+# XLA's while thunk on GPUs copies a condition to the host and waits: 10 us by order of magnitude.
+_LOOP_SYNC_S = 1e-5
+# A kernel on a GPU takes so long at least. "Look Ma, No Bubbles!" (Hazy Research, 2025-05) counts
+# about 100 kernels for a token of Llama 3.2 1B on an H100, 1.3 us to start one from a CUDA graph,
+# and 1.5 times the time of one kernel for all (0.95 ms, 78 % of the memory's rate) in SGLang. A
+# program for a TPU is a single kernel.
+GPU_OP_S = 5e-6
+_ON_GPUS = dataclasses.replace(_ON_CHIPS, loop_sync_s=_LOOP_SYNC_S, op_s=GPU_OP_S)
+# Blocks stay in a core's cache, so that attention costs its operations, at the rate of products.
+_ON_CPU = Kernels(attention_forward=0.6, attention_backward=0.6, fixed_rows=True, op_s=5e-6)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Hardware:
     """Equal devices on equal hosts. Rates are peaks of one device, per second.
 
     `memory_bytes` is a device's memory, of which programs get `usable_fraction`. Collectives within
     `devices_a_host` (GPUs), or anywhere in the slice (TPUs), go at `link_bytes_per_s`, others at
     `network_bytes_per_s`; each takes `start_s`, and `hop_s` or `network_hop_s` for every step of
-    the ring. `host_bytes_per_s` of a device go to its host's memory, in one direction.
+    the ring. `host_bytes_per_s` of a device go to its host's memory, in one direction. `kernels`
+    say what programs reach of these rates: by default this project's, `IDEAL` for a published
+    engine.
+
+    Where `shared_cores` is not 0, all devices are threads on so many cores of one processor:
+    `flops_per_s` and `memory_bytes_per_s` are those of a core, of which a device has its share, and
+    a collective takes `hop_s` for each member of its group.
     """
 
     name: str
@@ -51,6 +121,12 @@ class Hardware:
     network_hop_s: float
     host_bytes_per_s: float
     host_memory_bytes: int
+    kernels: Kernels
+    shared_cores: int = 0
+
+    def share(self, busy: int) -> float:
+        """The part of its rates that a device has while `busy` devices work."""
+        return min(1.0, self.shared_cores / busy) if self.shared_cores else 1.0
 
     @property
     def usable_bytes(self) -> int:
@@ -68,8 +144,11 @@ class Hardware:
         return dataclasses.replace(self, name=name, num_devices=num_devices)
 
 
-# One of eight virtual devices on two cores, by the order of magnitude: what counts on a laptop is
-# which program runs, not how fast. A virtual device has as much memory as the budget gives it.
+# Virtual devices on two cores, by the order of magnitude. Measured on two cores of an x86-64 server
+# (2026-11, jax 0.10.2): products 53 to 150 GFLOP/s on both, a psum of 4 KB over 2, 4 and 8 devices
+# 40, 62 and 172 us, and one of 4 MB on each of 8 devices 3.8 ms, 18 GB/s. Small operations: a step
+# of two layers on 16 rows takes 0.4 ms on one device, some 20 us an operation; eight devices on two
+# cores take four times `op_s`. Each device has as much memory as the budget gives it.
 _CPU = Hardware(
     name="cpu:8",
     chip="cpu",
@@ -78,15 +157,17 @@ _CPU = Hardware(
     devices_a_host=8,
     memory_bytes=2 * 2**30,
     usable_fraction=1.0,
-    flops_per_s=1e10,
-    memory_bytes_per_s=5e9,
+    flops_per_s=5e10,
+    memory_bytes_per_s=1e10,
     link_bytes_per_s=2e9,
     network_bytes_per_s=1e8,
-    start_s=5e-5,
-    hop_s=1e-5,
+    start_s=0.0,
+    hop_s=2e-5,
     network_hop_s=1e-4,
     host_bytes_per_s=2e9,
     host_memory_bytes=16 * _GB,
+    kernels=_ON_CPU,
+    shared_cores=2,
 )
 
 # For each device that it has.
@@ -144,4 +225,5 @@ def hardware_of(topology: Topology) -> Hardware:
         network_hop_s=2.7e-6 if gpu else 1e-6,
         host_bytes_per_s=chip.host_bytes_per_s,
         host_memory_bytes=devices_a_host * _HOST_MEMORY_BYTES[chip.name],
+        kernels=_ON_GPUS if gpu else _ON_CHIPS,
     )

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Predicted seconds of a stage on hardware that is not here, from bytes and operations. Pure.
+"""Predicts the seconds of a stage from bytes and operations, without the hardware. Pure.
 
-A device computes while it reads, so that of the two the longer counts (a roofline; Williams et al.,
-CACM 2009); collectives are added, because in decoding nothing runs beside them, and in training no
-more than half of them does. Peaks are those of the data sheets; programs reach the fractions below.
-Where a throughput table has measurements of the same hardware, `calibration` gives one factor for a
-stage, and nothing else is fitted.
+A device computes while it reads its weights, so that of the two the longer counts (a roofline;
+Williams et al., CACM 2009). Element-wise loops, the optimizer and the least time of an operation
+are added, because kernels run one behind another; so are collectives, except those of an update
+that run beside its layers. Peaks are those of the data sheets; which fraction programs reach is
+below, and in `hardware.Kernels` where it depends on the program. No constant is fitted to a speed
+that benchmarks/speeds.md compares with.
 """
 
 import dataclasses
@@ -14,7 +15,17 @@ import math
 import statistics
 from collections.abc import Iterable
 
+from earl_jax.selector.collectives import (
+    MEMORY_REACHED,
+    all_reduce_s,
+    forward_collectives_s,
+    keys_s,
+    layers_collectives_s,
+    ring_s,
+    stride,
+)
 from earl_jax.selector.footprint import (
+    PLACES_AT_A_TIME,
     ModelSizes,
     Workload,
     cache_token_bytes,
@@ -24,48 +35,49 @@ from earl_jax.selector.footprint import (
 from earl_jax.selector.hardware import Hardware
 from earl_jax.sharding.layout import MeshShape
 
-# What large products reach of the peak, and streaming of the memory's and the links' rates: the
-# rule of thumb of "How to Scale Your Model" and of NCCL's published bus rates (370 of 450 GB/s).
+MODEL_ERROR = 1.5
+"""The factor by which a predicted speed of chips may be wrong, either way.
+
+It holds for 14 of the 17 published speeds in benchmarks/speeds.md, whose median is off by 1.2; the
+others are two of torchtitan's rings (1.6 and 1.7 times too fast) and a whole RL step of prime-rl
+(3.1). It rests on two guesses that the page names: torchtitan's attention kernel and the contexts of
+StreamRL. Nearly all are predicted too fast, so that of two meshes on the same hardware less than
+1.5 is to be expected. None of these speeds is this project's: no program of ours was timed on a chip.
+Virtual CPU devices are not covered: there the order of meshes is right, and speeds are up to three
+times too high.
+"""
+
+# What large products reach of the peak: the rule of thumb of "How to Scale Your Model".
 MATMUL_REACHED = 0.6
-MEMORY_REACHED = 0.8
-LINKS_REACHED = 0.8
 # A backward pass is two products for each of the forward pass; remat computes that once more.
 BACKWARD_PASSES = 2
-# How far a computed speed may be off.
-MODEL_ERROR = 1.5
-
-
-def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1) -> float:
-    """Seconds of adding up `num_bytes` that each device of a group of `size` has, in a ring.
-
-    `stride` is how far apart its members are in the order of devices: that of the mesh axes that
-    are further in. An all-gather or a reduce-scatter is half of it.
-    """
-    if size == 1:
-        return 0.0
-    here = max(1, min(size, hardware.devices_a_host // stride))
-    rate, hops = hardware.link_bytes_per_s, 2 * (size - 1)
-    start_s = hardware.start_s + hops * hardware.hop_s
-    if hardware.platform != "tpu" and here < size:
-        # Rings through several hosts use the network of each member that a host has.
-        rate = min(rate, here * hardware.network_bytes_per_s)
-        between = 2 * (math.ceil(size / here) - 1)
-        start_s += between * (hardware.network_hop_s - hardware.hop_s)
-    return start_s + hops / size * num_bytes / (rate * LINKS_REACHED)
+# Fused attention keeps no scores: backward it computes them again, five products for two forward
+# (FlashAttention-2, arXiv 2307.08691, section 4: 2.5 times).
+ATTENTION_BACKWARD = 2.5
+# A score that goes through memory is written and read in fp32, then in the compute type (bf16).
+SCORE_BYTES = 12
+# Pages that are gathered are read, written, and read again.
+GATHER_PASSES = 3
+# Logits in fp32: written and read, both once more backward, their gradient written, and read for
+# the gradients of the head and of the hidden states.
+LOGIT_PASSES = 7
+# Kernels of a layer's forward pass, by the page that `hardware.GPU_OP_S` is from: 100 in 16 layers.
+OPS_A_LAYER = 7
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
-    """Of one device: operations, memory, collectives; `total` is what they come to together."""
+    """Seconds of one device: operations, memory beside them, collectives, and latency."""
 
     compute_s: float
     memory_s: float
     collectives_s: float
+    latency_s: float = 0.0
 
     @property
     def total(self) -> float:
-        """The longer of the first two, and the third."""
-        return max(self.compute_s, self.memory_s) + self.collectives_s
+        """The longer of the first two, and the others."""
+        return max(self.compute_s, self.memory_s) + self.collectives_s + self.latency_s
 
 
 def decode_s(
@@ -76,28 +88,47 @@ def decode_s(
     rows: int,
     context: int,
     tokens: int = 1,
+    attended: int | None = None,
 ) -> Seconds:
     """One forward pass of the engine over `tokens` tokens of each of `rows` rows of a row shard.
 
-    Each row has `context` tokens behind it, which are all read; so are all weights, of a mixture's
-    experts those that some token goes to. Two all-reduces a layer add up what heads and
-    feed-forward networks are cut into. Over `context` the cache is cut, and the tokens of a chunk.
+    `attended` of the rows (by default all) have `context` tokens behind them, which are all read;
+    so are all weights, of a mixture's experts those that some token goes to. Two all-reduces a
+    layer add up what heads and feed-forward networks are cut into. Over `context` the cache is cut,
+    and the tokens of a chunk.
     """
+    kernels, attended = hardware.kernels, rows if attended is None else attended
     number = rows * tokens
     is_cut = tokens > 1 and tokens % mesh.context == 0
     own = number // mesh.context if is_cut else number
     flops = own * sum(_layer_flops(sizes, mesh, experts_cut=mesh.expert))
-    flops += number * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
     # Sampled from behind the last token only.
     flops += rows * 2 * sizes.width * sizes.vocab_size / mesh.tensor
-    read = weights_read(sizes, mesh, own)
-    read += rows * cache_read(sizes, work, mesh, context)
+    attention = attended * tokens * _attention_flops(sizes, context) / (mesh.tensor * mesh.context)
+    read = attended * cache_read(sizes, work, mesh, context)
+    if not kernels.fused_pages:
+        read = GATHER_PASSES * read + SCORE_BYTES * attention / (4 * sizes.head_size)
+    read += weights_read(sizes, mesh, own)
+    share = hardware.share(mesh.num_devices)
+    peak, rate = hardware.flops_per_s * share, hardware.memory_bytes_per_s * share
+    blocks = math.ceil(context / (PLACES_AT_A_TIME * mesh.context))
     return Seconds(
-        compute_s=flops / (hardware.flops_per_s * MATMUL_REACHED),
-        memory_s=read / (hardware.memory_bytes_per_s * MEMORY_REACHED),
-        collectives_s=_forward_collectives_s(hardware, sizes, mesh, own, rows)
+        compute_s=flops / (peak * MATMUL_REACHED) + attention / (peak * kernels.attention_forward),
+        memory_s=read / (rate * MEMORY_REACHED),
+        collectives_s=forward_collectives_s(hardware, sizes, mesh, own, rows)
         + keys_s(hardware, sizes, mesh, number, is_cut),
+        latency_s=sizes.num_layers * OPS_A_LAYER * kernels.op_s / share
+        + loop_syncs(sizes, blocks) * kernels.loop_sync_s
+        + kernels.host_step_s,
     )
+
+
+def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
+    """Counts the loop conditions that the host reads in a pass over so many blocks of pages.
+
+    Counted in the program for Qwen2.5 7B on an H100: 451 with 4 blocks, 2,803 with 32.
+    """
+    return sizes.num_layers * (3 * blocks + 4) + 3
 
 
 def round_s(
@@ -105,14 +136,18 @@ def round_s(
 ) -> float:
     """A round of the engine, `rows` busy slots a row shard: a chunk appended, a burst sampled.
 
-    Where there are more of these than rows of a decode step, they take turns.
+    Where there are more of these than rows of a decode step, they take turns. With
+    `Kernels.fixed_rows` programs have rows for all slots, with `full_tiles` they read for these.
     """
-    together = min(rows, work.append_rows)
-    passes = math.ceil(rows / together)
-    append = decode_s(hardware, sizes, work, mesh, together, context, work.chunk_size)
-    speaking = work.rows_a_step(mesh, rows)
-    step = decode_s(hardware, sizes, work, mesh, speaking, context)
-    return passes * append.total + work.burst * math.ceil(rows / speaking) * step.total
+    kernels = hardware.kernels
+    slots = max(rows, work.num_slots // mesh.data) if kernels.fixed_rows else rows
+    together, computed = min(slots, work.append_rows), work.rows_a_step(mesh, slots)
+    appended = together if kernels.full_tiles else min(rows, together)
+    read = computed if kernels.full_tiles else min(rows, computed)
+    append = decode_s(hardware, sizes, work, mesh, together, context, work.chunk_size, appended)
+    step = decode_s(hardware, sizes, work, mesh, computed, context, attended=read)
+    turns = math.ceil(rows / work.rows_a_step(mesh, rows))
+    return math.ceil(rows / together) * append.total + work.burst * turns * step.total
 
 
 def rollout_tokens_per_s(
@@ -123,7 +158,7 @@ def rollout_tokens_per_s(
     context: int,
     rows_that_fit: int,
 ) -> float:
-    """Tokens that all slots say in a second, at the end of their room.
+    """Tokens that all slots sample in a second, at the end of their context.
 
     Where the cache holds fewer rows of a row shard than it has slots, the others wait: the slots
     take turns in waves, of which the last may be small.
@@ -138,55 +173,163 @@ def rollout_tokens_per_s(
 def alone_tokens_per_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int
 ) -> float:
-    """Tokens that one slot says in a second while the others are idle, as above."""
+    """Tokens that one slot samples in a second while the others are idle."""
     return work.burst / round_s(hardware, sizes, work, mesh, 1, context)
 
 
 def waves(rows: int, rows_that_fit: int) -> list[int]:
-    """How many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
+    """Returns how many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
     full, rest = divmod(rows, rows_that_fit)
     return [rows_that_fit] * full + [rest] * (rest > 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainParts:
+    """Seconds of one update on one device, by what they are for.
+
+    `products_s` are projections, networks and the head; `attention_s` scores and what they weigh;
+    `elementwise_s` norms, gates, rotary embeddings and logits; `weights_s` reads of the weights,
+    beside the former two. `beside_s` are collectives that outlast the layers they run beside,
+    `crossing_s` those that nothing runs beside.
+    """
+
+    products_s: float
+    attention_s: float
+    elementwise_s: float
+    optimizer_s: float
+    weights_s: float
+    beside_s: float
+    crossing_s: float
+    latency_s: float
+
+    @property
+    def seconds(self) -> Seconds:
+        """The parts as `Seconds`."""
+        loops_s = self.elementwise_s + self.optimizer_s
+        return Seconds(
+            compute_s=self.products_s + self.attention_s + loops_s,
+            memory_s=self.weights_s + loops_s,
+            collectives_s=self.beside_s + self.crossing_s,
+            latency_s=self.latency_s,
+        )
 
 
 def train_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int
 ) -> Seconds:
-    """One update on rows of `length` tokens.
+    """One update on rows of `length` tokens."""
+    return train_parts(hardware, sizes, work, mesh, length).seconds
 
-    What is gathered and scattered over `fsdp`, `context` and `data` runs beside the layers before
-    and behind, so that it counts where it is longer than they are, and so do keys and values that
-    go round beside attention; what `tensor` and `expert` add up does not.
+
+def train_parts(
+    hardware: Hardware,
+    sizes: ModelSizes,
+    work: Workload,
+    mesh: MeshShape,
+    length: int,
+    recomputed: float | None = None,
+) -> TrainParts:
+    """One update on rows of `length` tokens, by parts.
+
+    `recomputed` is the share of a layer's products and element-wise loops that is computed again
+    backward, by default all of it with remat and nothing without. What is gathered and scattered
+    over `fsdp`, `context` and `data` runs beside the layers before and behind, so that it counts
+    where it is longer than they are, and so do keys and values that go round beside attention; what
+    `tensor` and `expert` add up does not.
     """
-    shards = mesh.data * mesh.fsdp * mesh.expert * mesh.context
-    tokens = work.num_rows * length // shards
-    passes = 1 + BACKWARD_PASSES + work.remat
-    attention = tokens * passes * _attention_flops(sizes, length / 2) / mesh.tensor
-    flops = attention + tokens * (
-        passes * sum(_layer_flops(sizes, mesh, experts_cut=1))
-        # The logits of a chunk are recomputed in the backward pass, with remat or without.
-        + (2 + BACKWARD_PASSES) * 2 * sizes.width * sizes.vocab_size / mesh.tensor
-    )
-    state = device_bytes(sizes.trained, mesh)
-    parts = mesh.fsdp * mesh.context
-    layers = device_bytes(sizes.trained + sizes.frozen, mesh) * parts
+    recomputed = work.remat if recomputed is None else recomputed
+    tokens = work.num_rows * length // (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
+    each = tokens // work.micro_batches
+    # A frozen matrix has no gradient of its own.
+    backward = BACKWARD_PASSES - (len(sizes.frozen) > 0)
+    passes = 1 + backward + recomputed
+    flops = tokens * passes * sum(_layer_flops(sizes, mesh, experts_cut=1))
+    # The logits of a chunk are recomputed in the backward pass, with remat or without.
+    flops += tokens * (2 + backward) * 2 * sizes.width * sizes.vocab_size / mesh.tensor
+    share = hardware.share(mesh.num_devices)
+    peak = hardware.flops_per_s * share
+    rate = hardware.memory_bytes_per_s * MEMORY_REACHED * share
+    products_s = flops / (peak * MATMUL_REACHED)
+    attention_s = _train_attention_s(hardware, sizes, work, mesh, tokens, length)
+    loops = tokens * (1 + BACKWARD_PASSES + recomputed) * _elementwise_bytes(sizes, mesh)
+    loops += tokens * LOGIT_PASSES * 4 * sizes.vocab_size / mesh.tensor
     # A pass reads the layers, gathered, in the compute type; the optimiser reads gradients,
     # parameters and two moments, and writes the last three.
-    copies = layers * sizes.compute_bytes / 4
-    read = work.micro_batches * passes * copies + 7 * state
-    gathered = work.micro_batches * (
-        (1 + work.remat) * 0.5 * all_reduce_s(hardware, copies, parts, _stride(mesh, "context"))
-        + 0.5 * all_reduce_s(hardware, state * parts, parts, _stride(mesh, "context"))
-        + all_reduce_s(hardware, state, mesh.data, _stride(mesh, "data"))
-    )
-    reached = hardware.flops_per_s * MATMUL_REACHED
-    ring = work.micro_batches * ring_s(hardware, sizes, work, mesh, tokens // work.micro_batches)
-    beside = max(0.0, gathered - flops / reached) + max(0.0, ring - attention / reached)
+    copies = _gathered_bytes(sizes, mesh)
+    weights = work.micro_batches * passes * copies
+    gathered = work.micro_batches * _gathers_s(hardware, sizes, work, mesh)
+    ring = work.micro_batches * ring_s(hardware, sizes, work, mesh, each)
     crossing = (1 + BACKWARD_PASSES / 2 + work.remat) * work.micro_batches
-    crossing *= _layers_collectives_s(hardware, sizes, mesh, tokens // work.micro_batches)
-    return Seconds(
-        compute_s=flops / reached,
-        memory_s=read / (hardware.memory_bytes_per_s * MEMORY_REACHED),
-        collectives_s=beside + crossing,
+    crossing *= layers_collectives_s(hardware, sizes, mesh, each)
+    beside = max(0.0, gathered - products_s - attention_s) + max(0.0, ring - attention_s)
+    if hardware.shared_cores:
+        # Nothing runs beside them: the same cores move the bytes.
+        beside = gathered + ring
+    ops = work.micro_batches * (1 + BACKWARD_PASSES + recomputed) * OPS_A_LAYER * sizes.num_layers
+    return TrainParts(
+        products_s=products_s,
+        attention_s=attention_s,
+        elementwise_s=loops / rate,
+        optimizer_s=7 * device_bytes(sizes.trained, mesh) / rate,
+        weights_s=weights / rate,
+        beside_s=beside,
+        crossing_s=crossing,
+        latency_s=ops * hardware.kernels.op_s / share,
+    )
+
+
+def _train_attention_s(
+    hardware: Hardware,
+    sizes: ModelSizes,
+    work: Workload,
+    mesh: MeshShape,
+    tokens: int,
+    length: int,
+) -> float:
+    """Attention of an update over so many tokens of a device, each behind half of a row."""
+    kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
+    peak = hardware.flops_per_s * share
+    flops = tokens * _attention_flops(sizes, length / 2) / mesh.tensor
+    forward = 1 + work.remat
+    seconds = forward * flops / (peak * kernels.attention_forward)
+    seconds += ATTENTION_BACKWARD * flops / (peak * kernels.attention_backward)
+    if mesh.context == 1:
+        return seconds
+    if not kernels.fused_ring:
+        rate = hardware.memory_bytes_per_s * share * MEMORY_REACHED
+        scores_s = SCORE_BYTES * flops / (4 * sizes.head_size) / rate
+        seconds = (forward + ATTENTION_BACKWARD) * max(scores_s, flops / (peak * MATMUL_REACHED))
+    # The last of n shards sees n - 1/2 parts of keys, where they see n / 2 on average.
+    return seconds * (1.0 if kernels.folded_ring else 2 - 1 / mesh.context)
+
+
+def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
+    """Bytes of a token that element-wise loops move in one pass over all layers, as compilers fuse.
+
+    Two norms with the residual sums before them (each reads two streams and writes two), rotary
+    embeddings (queries and keys, there and back), and the gate (reads two arrays, writes one).
+    """
+    heads = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+    gate = 3 * sizes.ffn_size * (sizes.experts_per_token or 1)
+    numbers = 8 * sizes.width + (heads + gate) / mesh.tensor
+    return sizes.num_layers * sizes.compute_bytes * numbers
+
+
+def _gathered_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
+    """Bytes of the layers in the compute type, as they are once gathered."""
+    parts = mesh.fsdp * mesh.context
+    whole = device_bytes(sizes.trained + sizes.frozen, mesh) * parts
+    return whole * sizes.compute_bytes / 4
+
+
+def _gathers_s(hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape) -> float:
+    """Gathers of weights and sums of gradients of one micro-batch."""
+    state, parts = device_bytes(sizes.trained, mesh), mesh.fsdp * mesh.context
+    copies, apart = _gathered_bytes(sizes, mesh), stride(mesh, "context")
+    return (
+        (1 + work.remat) * 0.5 * all_reduce_s(hardware, copies, parts, apart)
+        + 0.5 * all_reduce_s(hardware, state * parts, parts, apart)
+        + all_reduce_s(hardware, state, mesh.data, stride(mesh, "data"))
     )
 
 
@@ -209,7 +352,7 @@ def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int)
 
 
 def calibration(pairs: Iterable[tuple[float, float]]) -> float:
-    """What predicted speeds are to be multiplied by: the median of measured / predicted.
+    """Returns the factor for predicted speeds: the median of measured / predicted.
 
     1 where nothing was measured. A pair is (measured, predicted).
     """
@@ -217,7 +360,7 @@ def calibration(pairs: Iterable[tuple[float, float]]) -> float:
 
 
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[float, float]:
-    """Of one token through all layers' projections and feed-forward networks, on one device."""
+    """Operations of one token in all layers' projections and networks, on one device."""
     heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
     networks = 3 * sizes.width * sizes.ffn_size * (sizes.experts_per_token or 1)
     per_layer = 2.0 * sizes.num_layers / mesh.tensor
@@ -225,75 +368,6 @@ def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[
 
 
 def _attention_flops(sizes: ModelSizes, context: float) -> float:
-    """Of one token that looks at so many, over all layers."""
+    """Operations of one token that looks at so many, over all layers."""
     seen = sum(min(context, window or context) for window in sizes.windows)
     return 4.0 * sizes.num_heads * sizes.head_size * seen
-
-
-def _forward_collectives_s(
-    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, rows: int
-) -> float:
-    seconds = _layers_collectives_s(hardware, sizes, mesh, tokens, sizes.engine_bytes)
-    embedded = tokens * sizes.width * sizes.engine_bytes
-    seconds += all_reduce_s(hardware, embedded, mesh.tensor)
-    return seconds + 0.5 * all_reduce_s(hardware, rows * sizes.vocab_size * 4, mesh.tensor)
-
-
-def _layers_collectives_s(
-    hardware: Hardware,
-    sizes: ModelSizes,
-    mesh: MeshShape,
-    tokens: int,
-    itemsize: int | None = None,
-) -> float:
-    """Of one forward pass: behind attention over `tensor`, behind the network over its parts."""
-    num_bytes = tokens * sizes.width * (itemsize or sizes.compute_bytes)
-    network = mesh.tensor * mesh.expert
-    return sizes.num_layers * (
-        all_reduce_s(hardware, num_bytes, mesh.tensor) + all_reduce_s(hardware, num_bytes, network)
-    )
-
-
-def keys_s(
-    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, is_cut: bool
-) -> float:
-    """Of a forward pass of the engine over `context`, where `tokens` look at all parts of pages.
-
-    In each layer their largest scores, and then sums in fp32, are added up; where a chunk is cut,
-    queries, keys and values are gathered before, and the sums scattered.
-    """
-    size, stride = mesh.context, _stride(mesh, "context")
-    heads, kv_heads = sizes.num_heads // mesh.tensor, sizes.num_kv_heads // mesh.tensor
-
-    def whole_s(numbers: int, itemsize: int) -> float:
-        return all_reduce_s(hardware, tokens * numbers * itemsize, size, stride)
-
-    sums = heads * (sizes.head_size + 1)
-    layer_s = whole_s(heads, 4) + (0.5 if is_cut else 1.0) * whole_s(sums, 4)
-    if is_cut:
-        gathered = (heads + 2 * kv_heads) * sizes.head_size
-        layer_s += 0.5 * whole_s(gathered, sizes.engine_bytes)
-    return sizes.num_layers * layer_s
-
-
-def ring_s(
-    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int
-) -> float:
-    """Of keys and values that go round the `context` axis, `tokens` of each device.
-
-    Once in a forward pass, and in the backward pass again, with gradients in fp32.
-    """
-    numbers = 2 * tokens * mesh.context * sizes.num_kv_heads // mesh.tensor * sizes.head_size
-    rounds = ((2 + work.remat), sizes.compute_bytes), (1, 4)
-    return sizes.num_layers * sum(
-        times
-        * 0.5
-        * all_reduce_s(hardware, numbers * itemsize, mesh.context, _stride(mesh, "context"))
-        for times, itemsize in rounds
-    )
-
-
-def _stride(mesh: MeshShape, axis: str) -> int:
-    """How far apart the members of a group along this axis, or along all inside it, are."""
-    inner = mesh.expert * mesh.tensor
-    return inner * mesh.fsdp * mesh.context if axis == "data" else inner

@@ -1,0 +1,357 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Published and measured speeds against the planner's roofline.
+
+`python -m benchmarks.speeds` prints the tables of benchmarks/speeds.md; nothing is run on a chip.
+Nothing in earl_jax/selector/roofline.py or hardware.py was fitted to the figures here.
+"""
+
+import dataclasses
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import earl_cells
+from benchmarks.plan import sizes_of
+from earl_jax.config_file import make_config
+from earl_jax.scene import Scene, make_scene
+from earl_jax.selector.footprint import Workload
+from earl_jax.selector.hardware import (
+    FLASH_ATTENTION_2,
+    FLASH_ATTENTION_3,
+    GPU_OP_S,
+    IDEAL,
+    Hardware,
+    Kernels,
+    parse_topology,
+)
+from earl_jax.selector.roofline import (
+    decode_s,
+    rollout_tokens_per_s,
+    train_parts,
+    train_s,
+)
+from earl_jax.sharding.layout import MeshShape
+
+_WORK = Workload(
+    num_slots=1,
+    num_rows=1,
+    micro_batches=1,
+    remat=False,
+    logprob_chunk=512,
+    chunk_size=1,
+    append_rows=1,
+    burst=1,
+    page_size=16,
+    kv_itemsize=2,
+)
+# torchtitan's H100s: HBM2e with 2.4 TB/s, and 500 W for 700, of which the model knows nothing.
+_GRAND_TETON = dataclasses.replace(parse_topology("h100:1x8"), memory_bytes_per_s=2.4e12)
+_MANY_HOSTS = dataclasses.replace(parse_topology("h100:16x8"), memory_bytes_per_s=2.4e12)
+# What Float8 makes of the products, by torchtitan's table 1: 32.8 us less for each token, of 89.4.
+FLOAT8 = 0.63
+# A Python engine: an operation's least time, and 1 ms on the host between steps. vLLM took 2.5
+# times as long as one kernel of 0.95 ms for a token of Llama 3.2 1B (the page that GPU_OP_S is
+# from): 0.93 ms of weights, 16 x 7 operations, and the rest.
+_VLLM = dataclasses.replace(IDEAL, op_s=GPU_OP_S, host_step_s=1e-3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainPoint:
+    """A published speed of training, in tokens per second and device.
+
+    `before` is what the model said until it knew that attention is slower than products (77c3ea3).
+    """
+
+    name: str
+    hardware: Hardware
+    model: str
+    mesh: MeshShape
+    rows: int
+    length: int
+    published: float
+    before: float
+    kernels: Kernels
+    remat: bool = True
+    recomputed: float | None = None
+    products: float = 1.0
+    frozen: bool = False
+
+    @property
+    def after(self) -> float:
+        """Tokens per second and device as computed now."""
+        hardware = dataclasses.replace(self.hardware, kernels=self.kernels)
+        work = dataclasses.replace(_WORK, num_rows=self.rows, remat=self.remat)
+        sizes = sizes_of(self.model)
+        if self.frozen:
+            sizes = dataclasses.replace(sizes, frozen=sizes.trained, trained=())
+        parts = train_parts(hardware, sizes, work, self.mesh, self.length, self.recomputed)
+        parts = dataclasses.replace(parts, products_s=self.products * parts.products_s)
+        return self.rows * self.length / parts.seconds.total / self.mesh.num_devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodePoint:
+    """A published speed of decoding, in tokens per second of all devices."""
+
+    name: str
+    hardware: Hardware
+    model: str
+    mesh: MeshShape
+    rows: int
+    context: int
+    published: float
+    before: float
+    kernels: Kernels
+
+    @property
+    def after(self) -> float:
+        """Tokens per second as computed now."""
+        hardware = dataclasses.replace(self.hardware, kernels=self.kernels)
+        sizes = sizes_of(self.model)
+        return (
+            self.rows / decode_s(hardware, sizes, _WORK, self.mesh, self.rows, self.context).total
+        )
+
+
+def _one_host(context: int, published: float, before: float) -> TrainPoint:
+    """A row of torchtitan's table 2: a row of 32K tokens a device, Float8, all recomputed."""
+    return TrainPoint(
+        name=f"torchtitan, FSDP {8 // context}, CP {context}, Float8",
+        hardware=_GRAND_TETON,
+        model="llama3.1-8b",
+        mesh=MeshShape(fsdp=8 // context, context=context),
+        rows=8 // context,
+        length=32768 * context,
+        published=published,
+        before=before,
+        kernels=FLASH_ATTENTION_2,
+        products=FLOAT8,
+    )
+
+
+def _fsdp(hardware: Hardware, published: float, before: float) -> TrainPoint:
+    """A row of torchtitan's tables 1 and 3: rows of 8K in pairs, every other product recomputed."""
+    devices = hardware.num_devices
+    return TrainPoint(
+        name=f"torchtitan, FSDP {devices}, compiled",
+        hardware=hardware,
+        model="llama3.1-8b",
+        mesh=MeshShape(fsdp=devices),
+        rows=2 * devices,
+        length=8192,
+        published=published,
+        before=before,
+        kernels=FLASH_ATTENTION_2,
+        remat=False,
+        recomputed=0.5,
+    )
+
+
+def _one_h100(name: str, model: str, length: int, published: float, before: float) -> TrainPoint:
+    """A speed of prime-rl on one H100: all recomputed, FlashAttention-3."""
+    return TrainPoint(
+        name=f"prime-rl, {name}",
+        hardware=parse_topology("h100:1x1"),
+        model=model,
+        mesh=MeshShape(),
+        rows=1,
+        length=length,
+        published=published,
+        before=before,
+        kernels=FLASH_ATTENTION_3,
+        frozen="LoRA" in name,
+    )
+
+
+TRAINING = (
+    _fsdp(_GRAND_TETON, 6667, 11298),
+    _fsdp(_MANY_HOSTS, 6514, 11298),
+    _one_host(1, 3890, 6286),
+    _one_host(2, 2540, 4609),
+    _one_host(4, 1071, 3005),
+    _one_host(8, 548, 1772),
+    # 45 % of 918 TFLOP/s, where a token is six operations a parameter and attention without a mask.
+    TrainPoint(
+        name="MaxText, v6e-256",
+        hardware=parse_topology("v6e:16x16"),
+        model="llama3.1-8b",
+        mesh=MeshShape(fsdp=256),
+        rows=3 * 256,
+        length=8192,
+        published=0.45 * 918e12 / (6 * 8.03e9 + 12 * 32 * 4096 * 8192),
+        before=8026,
+        kernels=IDEAL,
+    ),
+    _one_h100("supervised", "qwen3-0.6b", 16384, 25500, 48306),
+    _one_h100("RL", "qwen3-0.6b", 16384, 11900, 48306),
+    # 37 % of 989 TFLOP/s, where a token is six operations a parameter and causal attention.
+    _one_h100(
+        "LoRA", "qwen3-4b", 65536, 0.37 * 989e12 / (6 * 4.02e9 + 6 * 36 * 4096 * 65536), 5420
+    ),
+)
+
+
+def _stream_rl(rows: int, published: float, before: float) -> DecodePoint:
+    """StreamRL's figure 6: a 7B model on one H800; the contexts are not given, 2K is a guess."""
+    return DecodePoint(
+        name="StreamRL figure 6, H800",
+        hardware=parse_topology("h100:1x1"),
+        model="qwen2.5-7b",
+        mesh=MeshShape(),
+        rows=rows,
+        context=2048,
+        published=published,
+        before=before,
+        kernels=_VLLM,
+    )
+
+
+DECODING = (
+    _stream_rl(1, 119, 188),
+    _stream_rl(64, 5500, 7920),
+    _stream_rl(128, 8400, 11759),
+    _stream_rl(256, 11900, 15520),
+    _stream_rl(512, 13900, 18475),
+    DecodePoint(
+        name="vLLM 0.19, H100, lightly loaded",
+        hardware=parse_topology("h100:1x1"),
+        model="qwen3-0.6b",
+        mesh=MeshShape(),
+        rows=1,
+        context=576,
+        published=1 / 2.4e-3,
+        before=2130,
+        kernels=_VLLM,
+    ),
+    # 85 % of the memory's rate: weights in bf16 and a cache of 1K a row, a sixteenth on each chip.
+    DecodePoint(
+        name="jax-llm-examples, v5e-16",
+        hardware=parse_topology("v5e:4x4"),
+        model="llama3.1-70b",
+        mesh=MeshShape(tensor=16),
+        rows=8,
+        context=1024,
+        published=8 / ((139.0e9 + 8 * 1024 * 327_680) / 16 / (0.85 * 819e9)),
+        before=425,
+        kernels=IDEAL,
+    ),
+)
+
+
+# Tokens per second of benchmarks/regret.md's steps and of devices.md, on 8 virtual devices.
+TINY = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
+TINY_ROOM = 24
+TINY_VOCAB = 24
+MEASURED_ROLLOUTS = {"data=8": 22054, "data=4,tensor=2": 16585}
+MEASURED_UPDATES = {"data=8": 34788, "data=1,fsdp=8": 44696}
+
+
+def tiny_scene() -> Scene:
+    """The default config on eight virtual CPU devices."""
+    config = make_config(runpy.run_path(str(TINY))["get_config"]())
+    hardware = parse_topology("cpu:8")
+    return make_scene(config, hardware, TINY_VOCAB, hardware.usable_bytes)
+
+
+def rollout_speed(scene: Scene, mesh: str, places: int) -> float:
+    """Tokens per second that all slots sample."""
+    shape = MeshShape.parse(mesh)
+    slots = scene.work.num_slots
+    return rollout_tokens_per_s(scene.hardware, scene.sizes, scene.work, shape, places, slots)
+
+
+def update_speed(scene: Scene, mesh: str, places: int) -> float:
+    """Tokens per second that an update learns from."""
+    seconds = train_s(scene.hardware, scene.sizes, scene.work, MeshShape.parse(mesh), places)
+    return scene.work.num_rows * places / seconds.total
+
+
+def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
+    names = header.split(" | ")
+    yield f"| {header} |"
+    yield "|---" * len(names) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
+
+
+def _training_rows() -> Iterator[list[str]]:
+    for point in TRAINING:
+        numbers = (point.published, point.before, point.after)
+        said = [f"{number:,.0f}" for number in numbers]
+        ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
+        yield [point.name, point.model, f"{point.length:,}", *said, *ratios]
+
+
+def _decoding_rows() -> Iterator[list[str]]:
+    for point in DECODING:
+        numbers = (point.published, point.before, point.after)
+        said = [f"{number:,.0f}" for number in numbers]
+        ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
+        yield [point.name, point.model, f"{point.rows} x {point.context:,}", *said, *ratios]
+
+
+def _cell_rows() -> Iterator[list[str]]:
+    sizes = sizes_of(earl_cells.MODEL)
+    for name, kernels in (("ideal", IDEAL), ("vLLM", _VLLM), ("ours", None)):
+        host = earl_cells.DGX_H100
+        host = host if kernels is None else dataclasses.replace(host, kernels=kernels)
+        row = [name]
+        for reading in (
+            earl_cells.Reading(host=host),
+            earl_cells.Reading(host=host, in_turn=True, fraction=0.8),
+        ):
+            wrong = earl_cells.wrong_cells(sizes, reading)
+            named = ", ".join(f"{cell.context // 1024}K x {cell.responses}" for cell in wrong)
+            row.append(f"{len(earl_cells.CELLS) - len(wrong)}" + (f" ({named})" if named else ""))
+        yield row
+
+
+def _engine_rows() -> Iterator[list[str]]:
+    sizes, hardware = sizes_of("qwen2.5-7b"), parse_topology("h100:1x1")
+    ideal = dataclasses.replace(hardware, kernels=IDEAL)
+    for rows, context in ((8, 1024), (8, 32768), (32, 8192), (128, 4096)):
+        times = [
+            1e3 * decode_s(each, sizes, _WORK, MeshShape(), rows, context).total
+            for each in (ideal, hardware)
+        ]
+        yield ["decode", f"{rows} x {context:,}", *(f"{one:.1f} ms" for one in times)]
+    sizes, hardware = sizes_of("llama3.1-8b"), parse_topology("h100:1x8")
+    ideal = dataclasses.replace(hardware, kernels=IDEAL)
+    for length, mesh in ((32768, MeshShape(context=8)), (131072, MeshShape(context=8))):
+        work = dataclasses.replace(_WORK, remat=True)
+        times = [train_s(each, sizes, work, mesh, length).total for each in (ideal, hardware)]
+        yield [f"update, {mesh}", f"1 x {length:,}", *(f"{one:.2f} s" for one in times)]
+
+
+def _cpu_rows() -> Iterator[list[str]]:
+    scene = tiny_scene()
+    for stage, measured, speed in (
+        ("rollout", MEASURED_ROLLOUTS, rollout_speed),
+        ("update", MEASURED_UPDATES, update_speed),
+    ):
+        for mesh, found in measured.items():
+            said = speed(scene, mesh, TINY_ROOM)
+            yield [stage, mesh, f"{found:,}", f"{said:,.0f}", f"{said / found:.2f}"]
+
+
+def main() -> None:
+    """Prints all tables."""
+    compared = "published | before | after | before / published | after / published"
+    for header, rows in (
+        (f"training | model | tokens a row | {compared}", _training_rows()),
+        (f"decoding | model | rows x context | {compared}", _decoding_rows()),
+        (
+            "kernels | responses wait for all before them | each makes room for the next",
+            _cell_rows(),
+        ),
+        ("stage | rows x tokens | ideal kernels | ours", _engine_rows()),
+        ("stage | mesh | measured | predicted | ratio", _cpu_rows()),
+    ):
+        for line in _table(header, rows):
+            print(line)
+
+
+if __name__ == "__main__":
+    main()

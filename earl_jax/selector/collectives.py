@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts the seconds of collectives: rings of GPUs and TPUs, threads of a processor. Pure."""
+
+import math
+
+from earl_jax.selector.footprint import ModelSizes, Workload
+from earl_jax.selector.hardware import Hardware
+from earl_jax.sharding.layout import MeshShape
+
+# What streaming reaches of the memory's and the links' rates: the rule of thumb of "How to Scale
+# Your Model", and NCCL's published bus rates (370 of 450 GB/s).
+MEMORY_REACHED = 0.8
+LINKS_REACHED = 0.8
+
+
+def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1) -> float:
+    """Seconds of adding up `num_bytes` that each device of a group of `size` has, in a ring.
+
+    `stride` is how far apart its members are in the order of devices: that of the mesh axes that
+    are further in. An all-gather or a reduce-scatter is half of it.
+    """
+    if size == 1:
+        return 0.0
+    if hardware.shared_cores:
+        # Every group does so in the same memory: each device writes its part, and reads the sum.
+        rate = hardware.shared_cores * hardware.memory_bytes_per_s * MEMORY_REACHED
+        return size * hardware.hop_s + 2 * num_bytes * hardware.num_devices / rate
+    here = max(1, min(size, hardware.devices_a_host // stride))
+    rate, hops = hardware.link_bytes_per_s, 2 * (size - 1)
+    # Rings of TPUs run both ways at once, so that nothing is further than half a ring ("How to
+    # Scale Your Model", Sharded Matrices: latency |X| / 2 hops for an all-gather).
+    steps = size if hardware.platform == "tpu" else hops
+    start_s = hardware.start_s + steps * hardware.hop_s
+    if hardware.platform != "tpu" and here < size:
+        # Rings through several hosts use the network of each member that a host has.
+        rate = min(rate, here * hardware.network_bytes_per_s)
+        between = 2 * (math.ceil(size / here) - 1)
+        start_s += between * (hardware.network_hop_s - hardware.hop_s)
+    return start_s + hops / size * num_bytes / (rate * LINKS_REACHED)
+
+
+def forward_collectives_s(
+    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, rows: int
+) -> float:
+    """Seconds of a forward pass of the engine: its layers, the embedding, and the logits."""
+    seconds = layers_collectives_s(hardware, sizes, mesh, tokens, sizes.engine_bytes)
+    embedded = tokens * sizes.width * sizes.engine_bytes
+    seconds += all_reduce_s(hardware, embedded, mesh.tensor)
+    return seconds + 0.5 * all_reduce_s(hardware, rows * sizes.vocab_size * 4, mesh.tensor)
+
+
+def layers_collectives_s(
+    hardware: Hardware,
+    sizes: ModelSizes,
+    mesh: MeshShape,
+    tokens: int,
+    itemsize: int | None = None,
+) -> float:
+    """Seconds of one forward pass: over `tensor` behind attention, and over a network's parts."""
+    num_bytes = tokens * sizes.width * (itemsize or sizes.compute_bytes)
+    network = mesh.tensor * mesh.expert
+    return sizes.num_layers * (
+        all_reduce_s(hardware, num_bytes, mesh.tensor) + all_reduce_s(hardware, num_bytes, network)
+    )
+
+
+def keys_s(
+    hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, is_cut: bool
+) -> float:
+    """Seconds of a forward pass of the engine over `context`, where all parts of pages are read.
+
+    In each layer their largest scores, and then sums in fp32, are added up; where a chunk is cut,
+    queries, keys and values are gathered before, and the sums scattered.
+    """
+    size, apart = mesh.context, stride(mesh, "context")
+    heads, kv_heads = sizes.num_heads // mesh.tensor, sizes.num_kv_heads // mesh.tensor
+
+    def whole_s(numbers: int, itemsize: int) -> float:
+        return all_reduce_s(hardware, tokens * numbers * itemsize, size, apart)
+
+    sums = heads * (sizes.head_size + 1)
+    layer_s = whole_s(heads, 4) + (0.5 if is_cut else 1.0) * whole_s(sums, 4)
+    if is_cut:
+        gathered = (heads + 2 * kv_heads) * sizes.head_size
+        layer_s += 0.5 * whole_s(gathered, sizes.engine_bytes)
+    return sizes.num_layers * layer_s
+
+
+def ring_s(
+    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int
+) -> float:
+    """Seconds of keys and values that go round the `context` axis, `tokens` of each device.
+
+    Once in a forward pass, and in the backward pass again, with gradients in fp32.
+    """
+    numbers = 2 * tokens * mesh.context * sizes.num_kv_heads // mesh.tensor * sizes.head_size
+    rounds = ((2 + work.remat), sizes.compute_bytes), (1, 4)
+    return sizes.num_layers * sum(
+        times
+        * 0.5
+        * all_reduce_s(hardware, numbers * itemsize, mesh.context, stride(mesh, "context"))
+        for times, itemsize in rounds
+    )
+
+
+def stride(mesh: MeshShape, axis: str) -> int:
+    """Returns how far apart the members of a group along this axis, or along all inside it, are."""
+    inner = mesh.expert * mesh.tensor
+    return inner * mesh.fsdp * mesh.context if axis == "data" else inner
