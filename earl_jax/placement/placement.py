@@ -274,9 +274,12 @@ class Placement:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
         return self._choose_rollout(self._step(tokens, load))
 
-    def _choose_rollout(self, step: Step, **how: Any) -> Decision:
+    def _choose_rollout(self, step: Step, *, live: bool = False) -> Decision:
+        """Chooses a rollout's plan; for `live` episodes, which one process may do by itself."""
+        plans, trainer = self.plans, self.train.mesh
         decision = self._settled(
-            lambda chooser: chooser.rollout(step, self.plans.rollout, self.train.mesh, **how)
+            lambda chooser: chooser.rollout(step, plans.rollout, trainer, keeps_slots=live),
+            together=not live,
         )
         assert decision.rollout is not None
         if decision.rollout.switched:
@@ -286,31 +289,45 @@ class Placement:
         self._note(decision)
         return decision
 
-    def _settled(self, ask: Callable[[Chooser], Decision]) -> Decision:
+    def _settled(self, ask: Callable[[Chooser], Decision], *, together: bool = True) -> Decision:
         """Asks until the programs of what is chosen are known to fit: those in doubt are compiled.
 
-        A stage needs one compilation, or two where the first turns out too large.
+        A stage needs one compilation, or two: where one turns out too large, plans whose computed
+        bytes are near the budget are left out next. `together`: all processes ask.
+
+        Raises BudgetTooSmall where nothing fits.
         """
+        margin = 1.0
         while True:
-            decision = ask(Chooser(self.problem, self.observations.table))
-            doubtful = [choice for choice in decision.choices if self._is_doubtful(choice)]
+            try:
+                decision = ask(Chooser(self.problem, self.observations.table, margin))
+            except BudgetTooSmall:
+                if margin == 1.0:
+                    raise
+                margin = 1.0
+                continue
+            doubtful = [choice for choice in decision.choices if self._is_doubtful(choice, margin)]
             if not doubtful:
                 return decision
-            for choice in doubtful:
-                self._compile(choice)
+            if not all([self._compile(choice, together) for choice in doubtful]):
+                margin = self._sure
 
-    def _is_doubtful(self, choice: Choice) -> bool:
-        cpu = self.problem.hardware.platform == "cpu"
-        sure = SURE_ON_CPU if cpu else SURE
-        return not choice.is_exact and sure * choice.num_bytes > self.problem.budget
+    @property
+    def _sure(self) -> float:
+        return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
 
-    def _compile(self, choice: Choice) -> None:
-        """Asks XLA for the bytes of a program; the compiler may run out of memory, too."""
-        num_bytes = compiled_bytes(self._world, choice.plan, choice.tokens)
+    def _is_doubtful(self, choice: Choice, margin: float) -> bool:
+        """Whether a plan's program may take more than the budget."""
+        return not choice.is_exact and self._sure / margin * choice.num_bytes > self.problem.budget
+
+    def _compile(self, choice: Choice, together: bool) -> bool:
+        """Asks XLA for the bytes of a program; returns whether it is no larger than computed."""
+        num_bytes = compiled_bytes(self._world, choice.plan, choice.tokens, together=together)
         if num_bytes is None:
             self._remember(choice.plan, choice.tokens)
-            return
+            return False
         self.observations.add_bytes(choice.plan, choice.tokens, num_bytes)
+        return num_bytes <= choice.program_bytes
 
     def _note(self, decision: Decision) -> None:
         for choice in decision.choices:
@@ -489,7 +506,7 @@ class Placement:
         self._outgrown = step.max_tokens
         grown = None
         while grown is None:
-            self._choose_rollout(step, keeps_slots=True)
+            self._choose_rollout(step, live=True)
             # Nothing is donated: where memory is short the live episodes are still there.
             grown = self._unless_short(lambda: self._relocate(seat, self.rollout))
         return grown

@@ -34,10 +34,12 @@ def lower_update(world: World, plan: TrainPlan, length: int) -> Any:
     return step.lower(state, batch, np.zeros(2, np.float32))
 
 
-def compiled_bytes(world: World, plan: RolloutPlan | TrainPlan, tokens: int) -> int | None:
+def compiled_bytes(
+    world: World, plan: RolloutPlan | TrainPlan, tokens: int, *, together: bool = True
+) -> int | None:
     """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
 
-    Of several processes those compile that run it, and all hear the most that one needs.
+    Of several processes those compile that run it, and `together` all hear the most of them.
     """
     processes, is_rollout = world.processes, isinstance(plan, RolloutPlan)
     own: int | None = 0
@@ -48,6 +50,8 @@ def compiled_bytes(world: World, plan: RolloutPlan | TrainPlan, tokens: int) -> 
             return program_bytes(lower(world, plan, tokens).compile())  # pyright: ignore
 
         own = unless_out_of_memory(compiled)
+    if not together:
+        return own
     told = processes.gather(own, f"the bytes of {plan.words()}")
     return None if None in told else max(told)
 

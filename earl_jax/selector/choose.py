@@ -58,13 +58,15 @@ class Step:
 class Choice(Generic[P]):
     """One stage's part of a decision; `tokens` is its context bucket.
 
-    `num_bytes` is all that a device holds meanwhile, `seconds` what the stage is expected to take.
+    `num_bytes` is all that a device holds meanwhile, `program_bytes` its own program's part of
+    them; `seconds` is what the stage is expected to take.
     """
 
     stage: str
     plan: P
     tokens: int
     num_bytes: int
+    program_bytes: int
     is_exact: bool
     seconds: float
     switched: bool
@@ -107,11 +109,13 @@ class Chooser:
 
     problem: Problem
     table: ThroughputTable
+    # Computed bytes are multiplied by it, where those of other programs turned out too few.
+    margin: float = 1.0
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The plans to choose from."""
-        return Candidates(self.problem, self.table)
+        return Candidates(self.problem, self.table, self.margin)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
@@ -306,6 +310,7 @@ class Chooser:
                 plan=chosen.plan,
                 tokens=tokens,
                 num_bytes=num_bytes,
+                program_bytes=chosen.num_bytes,
                 is_exact=chosen.is_exact,
                 seconds=work / chosen.tokens_per_s,
                 switched=before is not None and chosen.plan.mesh != before.mesh,

@@ -24,6 +24,8 @@ class Estimator:
 
     problem: Problem
     table: ThroughputTable
+    # Computed bytes are multiplied by it; not those of pages, which are exact.
+    margin: float = 1.0
 
     # Bytes.
 
@@ -31,17 +33,18 @@ class Estimator:
         """Returns bytes per device of an update, and whether they are XLA's."""
         if known := self._update(plan, length).program_bytes:
             return known, True
-        return self.problem.update_footprint(plan, length).total, False
+        return int(self.margin * self.problem.update_footprint(plan, length).total), False
 
     def round_bytes(self, plan: RolloutPlan, max_tokens: int) -> tuple[int, bool]:
         """Returns bytes per device of a rollout by itself, and whether they are XLA's.
 
         A program's bytes but for its pages are the same with any number of pages.
         """
-        entry = self._round(plan, max_tokens)
-        if known := entry.program_bytes:
-            return known + plan.pages * self.problem.page_bytes(plan.mesh), True
-        return self.problem.round_footprint(plan, max_tokens).total, False
+        pages = plan.pages * self.problem.page_bytes(plan.mesh)
+        if known := self._round(plan, max_tokens).program_bytes:
+            return known + pages, True
+        bare = self.problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
+        return int(self.margin * bare) + pages, False
 
     # Speeds.
 
