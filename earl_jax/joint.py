@@ -258,12 +258,13 @@ def _first_replica(array: jax.Array) -> jax.Array:
         axis for part in own.spec for axis in ((part,) if isinstance(part, str) else part or ())
     }
     first = tuple(slice(None if axis in cut_by else 1) for axis in own.mesh.axis_names)
-    mesh = Mesh(own.mesh.devices[first], own.mesh.axis_names, axis_types=own.mesh.axis_types)
+    devices: Any = own.mesh.devices
+    mesh = Mesh(devices[first], own.mesh.axis_names, axis_types=own.mesh.axis_types)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     return jax.make_array_from_single_device_arrays(
         array.shape,
         NamedSharding(mesh, own.spec, memory_kind=own.memory_kind),
-        [shards[device] for device in mesh.devices.flat],
+        [shards[device] for device in devices[first].flat],
         dtype=array.dtype,
     )
 

@@ -8,11 +8,21 @@ when the first counter opens. On jax 0.10.2 and 0.12.0 (CPU) it catches `jax.dev
 `jax.device_put` between meshes. A value that the array has kept on the host since an earlier read
 is not counted again.
 
-What it cannot see: memory shared without a copy (dlpack everywhere; on CPU also numpy's buffer
-protocol, which `np.asarray` takes for a single-device array of a dtype that numpy has itself),
-`copy_to_host_async` whose value is never taken, callbacks from compiled code, moves to a host
-memory kind, and copies that a driver stages through host memory on its own. On CPU an array on
-one device is read in place and never kept, so each read counts.
+Reads that are not counted:
+
+- numpy's buffer protocol on CPU: `np.asarray(shard.data)` and `memoryview(shard.data)` share the
+  memory of a single-device array whose dtype numpy has itself. `jax.device_get(shard.data)` reads
+  the same bytes and is counted;
+- dlpack, on every backend;
+- host callbacks from compiled code (`pure_callback`, `io_callback`, `debug.callback`,
+  `debug.print`);
+- copies to a host memory kind, and `copy_to_host_async` whose value is never taken;
+- copies that a driver stages through host memory on its own.
+
+So a count of zero says that no counted read happened. On the data path the others, but for the
+last, are forbidden by a check of the source text (tests/test_host_byte_lint.py), which names the
+few functions that need them. On CPU an array on one device is read in place and never kept, so
+each read counts.
 """
 
 import logging
