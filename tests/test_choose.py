@@ -96,13 +96,19 @@ def test_pages_fill_the_budget_up_to_what_is_wanted_and_hold_one_episode_at_the_
         choose(dataclasses.replace(many, budget_bytes=1159))
 
 
-def test_fewer_pages_are_chosen_where_fewer_tokens_are_expected_in_flight():
+def test_tokens_in_flight_say_how_many_pages_are_wanted_and_memory_left_over_goes_to_more():
     problem = hand_problem({D8: 1.0}, {D8: 100.0})
     work = dataclasses.replace(problem.work, num_slots=32, num_rows=32)
     problem = dataclasses.replace(problem, work=work)
     # 320 tokens are 32 pages, 4 of each of 8 row shards; and half a page for each of 4 slots.
-    step = dataclasses.replace(STEP, cache_tokens=320)
-    assert choose(problem, step).rollout.plan.pages == 6
+    (wanted,) = Chooser(problem, ThroughputTable()).candidates.rollouts(20, 320, math.inf)
+    assert wanted.plan.pages == 6
+    # All slots full take 8; of 100 bytes left over 90 go to pages of 80.
+    for budget, pages in ((None, 8), (1480, 6), (1580, 7), (5000, 8)):
+        step = dataclasses.replace(STEP, cache_tokens=320)
+        decision = choose(dataclasses.replace(problem, budget_bytes=budget), step)
+        assert decision.rollout.plan.pages == pages
+        assert decision.rollout.num_bytes == 1000 + 80 * pages
 
 
 @pytest.mark.parametrize(("mesh", "times"), [(D8, 1), (D4T2, 2), (D2T4, 4), (T8, 8)])

@@ -320,6 +320,7 @@ class Chooser:
         rollout = train = None
         if (found := pair.rollout) is not None:
             tokens, work = step.max_tokens, step.rollout_tokens
+            found = self.candidates.filled(found, tokens, self.problem.budget - pair.resident)
             rollout = choice("rollout", found, current.rollout, tokens, work)
         if (update := pair.train) is not None:
             tokens, work = step.length, self._train_tokens(step)

@@ -13,6 +13,10 @@ from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import ThroughputTable
 
 P = TypeVar("P", RolloutPlan, TrainPlan)
+# Without a known budget a pool has so many times the pages that are wanted.
+MOST_SPARE = 4
+# So much of the memory that is left over goes to pages.
+FILLED = 0.9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,28 @@ class Candidates:
                     break
             found.append(candidate)
         return found
+
+    def filled(
+        self, rollout: Candidate[RolloutPlan], max_tokens: int, room: float
+    ) -> Candidate[RolloutPlan]:
+        """Returns a chosen rollout with as many pages as could ever be of use, if they fit.
+
+        Memory that nothing else takes during the rollout: then its pool need not grow, for which
+        programs would be compiled. Where no budget is known, with a few times what is wanted.
+        """
+        problem, plan = self.problem, rollout.plan
+        dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
+        page_bytes = problem.page_bytes(plan.mesh)
+        most = MOST_SPARE * plan.pages
+        if not math.isinf(room):
+            most = plan.pages + int(FILLED * (room - rollout.num_bytes) // page_bytes)
+        pages = max(plan.pages, min(dense, most))
+        num_bytes = rollout.num_bytes + (pages - plan.pages) * page_bytes
+        plan = plan._replace(pages=pages)
+        size = rollout_size(plan, max_tokens, problem.work.page_size)
+        if self.table.failure_of("rollout", plan.mesh, size):
+            return rollout
+        return dataclasses.replace(rollout, plan=plan, num_bytes=num_bytes)
 
     def _rollout(
         self, bare: RolloutPlan, max_tokens: int, cache_tokens: int | None, room: float
