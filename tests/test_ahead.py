@@ -72,7 +72,7 @@ def keys(world, places, history, pages=1):
 def test_more_pages_and_the_next_configured_room_are_always_wanted(world):
     """A page holds 16 tokens, and a lane has one slot: the long room is two pages."""
     longer = [
-        ("grow", D8, 8, SHORT, Pool(8, 1), LONG, Pool(8, 2)),
+        ("relocate", D8, D8, 8, SHORT, Pool(8, 1), LONG, Pool(8, 2)),
         ("play", D8, 8, LONG, Pool(8, 2)),
     ]
     assert keys(world, SHORT, LoadHistory()) == [
@@ -89,7 +89,7 @@ def test_a_mesh_that_cannot_hold_the_next_room_is_not_prepared(world, monkeypatc
     found = keys(world, LONG, history_of(15, 18, 21, 24), 2)
     assert [key[:2] for key in found] == [
         ("play", D8),
-        *[("grow", D8), ("play", D8)] * 2,
+        *[("relocate", D8), ("play", D8)] * 2,
         ("train", D8),
     ]
 
@@ -102,7 +102,7 @@ def test_a_room_that_no_config_names_is_wanted_where_contexts_grow_towards_it(wo
     found = keys(world, LONG, history_of(15, 18, 21, 24), 2)
     rung = world.first_train_rung
     assert found[0] == in_use
-    assert [key[:4] for key in found[1:5:2]] == [("grow", D8, 8, LONG)] * 2
+    assert [key[:4] for key in found[1:5:2]] == [("relocate", D8, D8, 8)] * 2
     assert [key[:4] for key in found[2:5:2]] == [("play", D8, 8, 2 * LONG)] * 2
     assert found[5:] == [
         ("move", D8, CUBE),
@@ -139,11 +139,10 @@ def test_the_way_of_live_episodes_to_where_they_must_go_is_wanted(world, monkeyp
     placement = outgrown(world, monkeypatch)
     found = [wanted.key for wanted in wanted_programs(world, placement, LoadHistory())]
     way = [
-        ("move", D8, D4T2, 8, SHORT, Pool(8, 1)),
-        ("grow", D4T2, 8, SHORT, Pool(8, 1), LONG, Pool(8, 2)),
-        ("play", D4T2, 8, LONG, Pool(8, 2)),
+        ("relocate", D8, D4T2, 8, SHORT, Pool(8, 1), LONG, Pool(4, 4)),
+        ("play", D4T2, 8, LONG, Pool(4, 4)),
     ]
-    assert found[0] == ("play", D8, 8, SHORT, Pool(8, 1)) and found[1:7] == [*way, *way]
+    assert found[0] == ("play", D8, 8, SHORT, Pool(8, 1)) and found[1:5] == [*way, *way]
 
 
 @pytest.fixture
@@ -156,7 +155,7 @@ def programs(tmp_path):
     jax.clear_caches()
     for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
         jax.config.update(name, value)
-    kinds = ("jit_on_shard-*", "jit_step-*", "jit_grow-*", "jit_move_all-*")
+    kinds = ("jit_on_shard-*", "jit_step-*", "jit_repack-*", "jit_widen-*", "jit_move_all-*")
     yield lambda: {path.name for kind in kinds for path in tmp_path.glob(kind)}
     compilation_cache.reset_cache()
     for name, value in zip(names, before, strict=True):
@@ -173,8 +172,9 @@ def test_the_run_finds_what_was_compiled_ahead(world, programs):
         ahead.look(world, placement, history_of(15, 18, 21, 24))
         ahead.settle()
     compiled = programs()
-    # Rounds on both meshes, with every slot's own pages, and updates on both; growth and a move.
-    assert len(compiled - known) == 6
+    # Rounds on both meshes, with every slot's own pages, and updates on both; more pages, wider
+    # rows, and a move.
+    assert len(compiled - known) == 7
     grown = placement.make_room(seat, LONG + 1, 2, None)
     assert (grown.places, grown.pool) == (2 * LONG, Pool(8, 4))
     assert go_on(grown)[1].count.sum() > 0

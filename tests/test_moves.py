@@ -267,5 +267,9 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
     assert sum(ends[episode] > length for episode, length in went.items()) >= 4
     assert max(ends.values()) > MIDDLE
     assert_same_episodes(stayed.trajectories, moved.trajectories)
-    for count in ("prefill_tokens", "rollout_tokens", "parked_episodes", "recomputed_tokens"):
+    for count in ("rollout_tokens", "parked_episodes", "recomputed_tokens"):
         assert getattr(moved.stats, count) == getattr(stayed.stats, count), count
+    # Larger row shards share more of what they read.
+    assert moved.stats.shared_tokens >= stayed.stats.shared_tokens
+    read = [r.stats.prefill_tokens + r.stats.shared_tokens for r in (moved, stayed)]
+    assert read[0] == read[1]

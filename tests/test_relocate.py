@@ -33,7 +33,7 @@ from earl_jax.rollout.config import Sampling
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.pages import PageTable, Pool, pages_for
 from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.seat import Policy, Seat, lower_relocation, open_seat, relocate
+from earl_jax.rollout.seat import Policy, Seat, lower_relocation, relocate
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -129,33 +129,40 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking,
     assert Moving.host_bytes == 0
 
 
-def test_programs_of_a_move_are_compiled_before_it_from_shapes_alone(caplog):
-    """Merged, split, and on the same mesh with more pages and more room."""
-    params = weights()
-    ways = [(0, 1, Pool(8, 4), Pool(2, 16)), (1, 0, Pool(2, 16), Pool(8, 5))]
-    ways += [(0, 0, Pool(8, 4), Pool(8, 6))]
-    for here, there, old, new in ways:
-        here, there = player(MESHES[here]), player(MESHES[there])
-        policy = Policy(params=here.load_params(params), version=0)
-        seat = open_seat(here, policy, 32, old)
-        for program in lower_relocation(here, there, 32, old, 48, new):
-            program.compile()
-        with jax.log_compiles():
-            caplog.clear()
-            moved = relocate(seat, there, 48, new)
-        compiled = [record for record in caplog.records if "Compiling" in record.getMessage()]
-        assert (moved.places, moved.pool) == (48, new)
-        assert moved.state.cache.num_pages == new.total
-        names = {record.getMessage().split()[1] for record in compiled}
-        assert not any("repack" in n or "widen" in n for n in names) or all(
-            "cache" in r.getMessage() for r in compiled
-        )
+@pytest.mark.parametrize(
+    ("here", "there", "old", "new", "programs"),
+    [
+        # Pages that are gathered, rows that are widened, and weights and state that move.
+        (0, 1, Pool(8, 4), Pool(2, 16), 3),
+        (1, 0, Pool(2, 16), Pool(8, 5), 3),
+        (0, 0, Pool(8, 4), Pool(8, 6), 2),
+        (0, 0, Pool(8, 4), Pool(8, 4), 1),
+    ],
+    ids=["merged", "split", "more pages", "more room"],
+)
+def test_slots_have_their_pages_behind_a_move(here, there, old, new, programs):
+    """And its programs can be compiled before it, from shapes alone."""
+    before, after = player(MESHES[here]), player(MESHES[there])
+    seat = numbered_seat(before, old)
+    for slot, tokens in ((1, 3), (5, 9), (6, 24), (14, 32)):
+        seat.pages.hold(slot, tokens)
+    lowered = lower_relocation(before, after, 32, old, 48, new)
+    assert len(lowered) == programs if before is after else len(lowered) >= programs
+    for program in lowered:
+        program.compile()
+    with HostByteCounter() as counter:
+        moved = relocate(seat, after, 48, new)
+    assert counter.num_bytes == 0
+    assert (moved.places, moved.pool, moved.state.cache.num_pages) == (48, new, new.total)
+    assert jax.tree.map(lambda leaf: leaf.sharding, moved.state) == after.state_shardings
+    assert contents(moved) == contents(seat)
+    assert sum(map(len, contents(moved))) == 1 + 2 + 3 + 4
 
 
 @pytest.mark.slow
 def test_six_devices_in_two_row_shards_and_in_three():
     """No number divides the other: pages go between row shards."""
-    model = dataclasses.replace(MODEL, num_heads=6, num_kv_heads=6)
+    model = dataclasses.replace(MODEL, num_heads=6, num_kv_heads=6, ffn_size=66)
     config = dataclasses.replace(
         make_engine().config, model=model, vocab_size=318, num_slots=6, num_rows=12
     )

@@ -125,3 +125,40 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version(monkeyp
     monkeypatch.setattr(placement, "_chooser", dataclasses.replace(chooser, settings=settings))
     placement.keep(seat)
     assert placement._kept is None
+
+
+# One slot, on eight heads that divide over eight devices.
+FEW = {
+    "model": GIVEN["model"] | {"num_heads": 8, "num_kv_heads": 8},
+    "rollout": GIVEN["rollout"] | {"num_slots": 1, "episodes_per_step": 2, "group_size": 1},
+    "selector": {"train_meshes": ("data=2,tensor=4",), "order": "listed"},
+}
+
+
+def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used():
+    assert [str(mesh) for mesh in World(make_config(FEW)).rollout_candidates] == ["data=1,tensor=8"]
+    twelve = FEW["rollout"] | {"num_slots": 12, "episodes_per_step": 4}
+    some = World(make_config(FEW | {"rollout": twelve})).rollout_candidates
+    assert [mesh.data for mesh in some] == [4, 2, 1]
+    named = FEW["selector"] | {"rollout_meshes": ("data=8",)}
+    with pytest.raises(
+        ValueError, match=r"'data=8', .* rollout.num_slots = 1 does not divide by 8"
+    ):
+        World(make_config(FEW | {"selector": named}))
+    odd = {"model": GIVEN["model"], "rollout": GIVEN["rollout"] | {"num_slots": 3}}
+    with pytest.raises(ValueError, match=r"data=8: rollout.num_slots = 3 does not divide by 8"):
+        World(make_config(odd))
+
+
+@pytest.mark.slow
+def test_a_step_with_one_slot_on_eight_devices():
+    config = make_config(FEW)
+    few = World(config)
+    calibration = Calibration(few, ThroughputTable(path=None, measurements={}), lambda _: None)
+    placement = Placement(few, calibration)
+    placement.choose_training(None)
+    state = few.first_train_state(placement.in_training)
+    position = Position(step=0, state=state, history=LoadHistory())
+    _, record = rl_step(few, placement, position)
+    assert (placement.in_rollout.data, placement.in_rollout.tensor) == (1, 8)
+    assert len(record.trajectories) == 2 and record.updates[0].mismatch_max < 1e-4

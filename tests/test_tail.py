@@ -16,11 +16,12 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import Position, rl_step
 from earl_jax.placement import Placement
 from earl_jax.rollout.config import Limits, Sampling
+from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.seat import relocate
 from earl_jax.selector.choose import Settings
 from earl_jax.selector.tail import TailOption, choose_tail
 from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
 
@@ -116,12 +117,9 @@ def test_the_last_episodes_go_on_with_the_same_tokens(pool, temperature):
     def move(seat, live, longest):
         asked.append((live, longest))
         target = engine(mesh=D4T2 if seat.engine.layout.shape == D8 else D8)
-        params, state = reshard(
-            (seat.policy.params, seat.state),
-            (target.parameter_shardings, target.state_shardings),
-        )
-        policy = dataclasses.replace(seat.policy, params=params)
-        return dataclasses.replace(seat, engine=target, policy=policy, state=state)
+        shards = target.layout.num_row_shards
+        pages = max(seat.pool.total // shards, seat.pages.least_pages(shards))
+        return relocate(seat, target, seat.places, Pool(shards, pages))
 
     common = {"sampling": Sampling(temperature=temperature), "places": 64}
     stayed = collect(pool, tasks(24), Story, **common)
