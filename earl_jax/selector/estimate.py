@@ -38,10 +38,9 @@ class Estimator:
 
         A program's bytes but for its pages are the same with any number of pages.
         """
-        entry = self._round(plan, max_tokens)
-        if known := entry.program_bytes:
-            return known + plan.pages * self.problem.page_bytes(plan.mesh), True
-        return self.problem.round_footprint(plan, max_tokens).total, False
+        problem, known = self.problem, self._round(plan, max_tokens).program_bytes
+        bare = known or problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
+        return bare + plan.pages * problem.page_bytes(plan.mesh), known > 0
 
     # Speeds.
 

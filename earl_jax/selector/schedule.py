@@ -69,19 +69,24 @@ def make_schedule(
     return stops
 
 
+def full_step(problem: Problem, context: int) -> Step:
+    """Returns a step whose episodes all fill `context` with sampled tokens."""
+    return Step(
+        max_tokens=context,
+        length=context,
+        cache_tokens=None,
+        rollout_tokens=problem.work.num_rows * context,
+        lasts=problem.horizon_steps,
+    )
+
+
 def settled(chooser: Chooser, context: int, plans: Plans) -> Decision:
     """Returns the decision that a run stays with: one switch may change what others cost.
 
     Raises:
         BudgetTooSmall: no plans fit.
     """
-    step = Step(
-        max_tokens=context,
-        length=context,
-        cache_tokens=None,
-        rollout_tokens=chooser.problem.work.num_rows * context,
-        lasts=chooser.problem.horizon_steps,
-    )
+    step = full_step(chooser.problem, context)
     seen: set[Plans] = set()
     while True:
         decision = chooser.step(step, plans)
