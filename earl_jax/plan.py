@@ -80,12 +80,14 @@ def plan_command(arguments: Sequence[str]) -> None:
     from earl_jax.selector.table import ThroughputTable
 
     hardware, given = parse_topology(flags.topology), load_config_file(flags.config)
-    config, notes = make_config(given, overrides), []
+    config, notes, asked = make_config(given, overrides), [], _contexts(flags.contexts)
     if config.devices.platform == "cpu" != hardware.platform:
         changes = overrides_for_chips(overrides, flags.contexts or DEFAULT_CONTEXTS)
         config = make_config(given, [*changes, *overrides])
         notes.append(f"{flags.config.name} is for CPU devices; planned with {', '.join(changes)}")
-    contexts = _contexts(flags.contexts, config.rollout.context_buckets, hardware.platform)
+    contexts = [*config.rollout.context_buckets]
+    if hardware.platform != "cpu":
+        contexts += [c for c in _contexts(DEFAULT_CONTEXTS) if c > contexts[-1]]
     if flags.vocab_size is not None and flags.vocab_size < 1:
         raise ValueError(f"--vocab_size={flags.vocab_size}; give a number of at least 1")
     budget = config.selector.budget_bytes_per_device or hardware.usable_bytes
@@ -103,7 +105,7 @@ def plan_command(arguments: Sequence[str]) -> None:
         from earl_jax.placement.exact import compiler_for
 
         compiled = compiler_for(problem, config, model, vocab_size, flags.topology)
-    schedule = make_schedule(problem, table, contexts, compiled)
+    schedule = make_schedule(problem, table, asked or contexts, compiled)
     values = schedule_values(problem, schedule, exact=flags.exact) | {"notes": notes}
     lines = [*notes, *schedule_lines(values)]
     if broken := next((stop.context for stop in schedule if stop.decision is None), None):
@@ -113,19 +115,11 @@ def plan_command(arguments: Sequence[str]) -> None:
     print(json.dumps(values) if flags.json else "\n".join(lines))
 
 
-def _contexts(text: str, buckets: Sequence[int], platform: str) -> list[int]:
-    """Returns the contexts of the flag, or its default.
-
-    Raises ValueError for what is no rising list of numbers.
-    """
-    if not text:
-        beyond = [c for c in map(int, DEFAULT_CONTEXTS.split(",")) if c > buckets[-1]]
-        return [*buckets] if platform == "cpu" else [*buckets, *beyond]
-    try:
-        contexts = [int(part) for part in text.split(",")]
-    except ValueError:
-        contexts = []
-    if not contexts or contexts != sorted(set(contexts)) or contexts[0] < 1:
+def _contexts(text: str) -> list[int]:
+    """Returns the numbers of --contexts. Raises ValueError for what is no rising list of them."""
+    parts = text.split(",") if text else []
+    contexts = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(contexts) < len(parts) or contexts != sorted(set(contexts)) or 0 in contexts:
         raise ValueError(
             f"--contexts={text}: give rising numbers of tokens, separated by commas, as in "
             "--contexts=1024,8192,32768"

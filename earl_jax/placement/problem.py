@@ -217,7 +217,8 @@ def planned_problem(
 ) -> Problem:
     """Returns the problem of a run of this config on such hardware, with a process a host.
 
-    Raises ValueError as `make_problem`, and for processes that have unequal numbers of devices.
+    Raises ValueError as `make_problem`, for processes that have unequal numbers of devices, and
+    where a stage has no mesh.
     """
     num_processes = config.distributed.num_processes or hardware.num_hosts
     if hardware.num_devices % num_processes:
@@ -227,7 +228,7 @@ def planned_problem(
         )
     offload, apart = config.selector.offload, config.devices.num_rollout > 0
     can_offload = offload == "on" or (offload == "auto" and hardware.platform != "cpu")
-    return make_problem(
+    problem = make_problem(
         config,
         model,
         vocab_size,
@@ -236,6 +237,18 @@ def planned_problem(
         num_processes=num_processes,
         can_offload=can_offload and not apart,
     )
+    try:
+        assert problem.rollout_meshes and problem.train_meshes
+    except ValueError as error:
+        number, fields = hardware.num_devices, ("num_slots", "episodes_per_step")
+        given = {field: getattr(config.rollout, field) for field in fields}
+        if all(size % number == 0 for size in given.values()):
+            raise
+        even = " ".join(
+            f"--config.rollout.{f}={-(-n // number) * number}" for f, n in given.items()
+        )
+        raise ValueError(f"{error}. These divide evenly: {even}") from error
+    return problem
 
 
 def hardware_of_devices(devices: Sequence[Any], num_processes: int) -> Hardware:

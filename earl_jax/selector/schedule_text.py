@@ -107,8 +107,7 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         "plan": words,
         "fits": fits,
         "leaves_room": fits and left <= problem.budget,
-        # Even if it takes more than was computed, by more than was ever seen.
-        "safe": kinds.total * (1.0 if candidate.is_exact else 1.0 + MARGIN) <= problem.budget,
+        "safe": is_safe(kinds.total, problem.budget, is_exact=candidate.is_exact),
         "exact": candidate.is_exact,
         "observed": candidate.is_observed,
         "failed": candidate.failed,
@@ -116,6 +115,11 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         "bytes": kinds.as_dict(),
         "tokens_per_s": candidate.tokens_per_s,
     }
+
+
+def is_safe(num_bytes: float, budget: float, *, is_exact: bool) -> bool:
+    """Whether a program fits even if it takes more than was computed by what was ever seen."""
+    return num_bytes * (1.0 if is_exact else 1.0 + MARGIN) <= budget
 
 
 def schedule_lines(values: Values) -> Iterator[str]:
