@@ -45,29 +45,7 @@ def compiler_for(
     """
     devices = _devices(problem.hardware, topology)
     players = devices[: (problem.num_rollout or len(devices)) // problem.num_players]
-    trainers = devices[problem.num_rollout :]
-
-    def compiled(table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
-        start_s = time.perf_counter()
-        if isinstance(plan, RolloutPlan):
-            lowered = _lower_round(problem, config, model, vocab_size, players, plan, tokens)
-        else:
-            lowered = _lower_update(config, model, vocab_size, trainers, plan, tokens)
-        if problem.hardware.platform == "tpu" and isinstance(plan, RolloutPlan):
-            # At full effort minutes more for the same bytes: see benchmarks/compile.py.
-            jax.config.update("jax_optimization_level", "O1")
-        try:
-            num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
-        finally:
-            jax.config.update("jax_optimization_level", "UNKNOWN")
-        stage = "rollout" if isinstance(plan, RolloutPlan) else "train"
-        words = f"compiled {stage} on {plan.mesh}, context {tokens}, in"
-        print(f"{words} {time.perf_counter() - start_s:.0f} s", file=sys.stderr)
-        if num_bytes is None:
-            return with_failure(problem, table, plan, tokens)
-        return with_program_bytes(problem, table, plan, tokens, num_bytes)
-
-    return compiled
+    return _Compiler(problem, config, model, vocab_size, players, devices[problem.num_rollout :])
 
 
 def _devices(hardware: Hardware, topology: str) -> list[Any]:
@@ -85,62 +63,78 @@ def _devices(hardware: Hardware, topology: str) -> list[Any]:
     return chips.devices()
 
 
-def _lower_update(
-    config: Config,
-    model: ModelConfig,
-    vocab_size: int,
-    devices: list[Any],
-    plan: TrainPlan,
-    length: int,
-) -> Any:
-    layout = make_layout(plan.mesh, devices, row_axes=TRAINING_ROWS)
-    step = make_train_step(
-        model,
-        dataclasses.replace(config.train, micro_batches=plan.micro_batches, remat=plan.remat),
-        layout,
-        vocab_size=vocab_size,
-        temperature=config.rollout.temperature if config.train.ratio == "behaviour" else 1.0,
-        objective="policy_gradient",
-        importance_cap=config.importance_cap,
-    )
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        state_shapes(model, config.train, vocab_size),
-        state_shardings(model, config.train, vocab_size, layout),
-    )
-    batch = batch_shapes(
-        config.rollout.episodes_per_step,
-        length,
-        layout,
-        with_proximal=config.importance_cap > 0 and config.train.epochs > 1,
-    )
-    # Kernels ask JAX's default device which chip they are for.
-    with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
-        return step.lower(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
+@dataclasses.dataclass(frozen=True)
+class _Compiler:
+    """Compiles plans; `players` are the devices of one process that plays."""
 
+    problem: Problem
+    config: Config
+    model: ModelConfig
+    vocab_size: int
+    players: list[Any]
+    trainers: list[Any]
 
-def _lower_round(
-    problem: Problem,
-    config: Config,
-    model: ModelConfig,
-    vocab_size: int,
-    devices: list[Any],
-    plan: RolloutPlan,
-    max_tokens: int,
-) -> Any:
-    """A round of one process, which plays its part of the episodes on its own devices."""
-    rollout, number = config.rollout, problem.num_players
-    mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
-    slots = plan.num_slots // number
-    rows = make_rows(
-        num_rows=rollout.episodes_per_step // number, num_slots=slots, num_lanes=len(devices)
-    )
-    engine = PolicyEngine(
-        EngineConfig(
-            model=dataclasses.replace(
-                model, compute_dtype=rollout.computes_as(model.compute_dtype)
-            ),
+    def __call__(self, table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
+        """Returns the table with the bytes of a plan's program, or as one that has no room."""
+        start_s, is_rollout = time.perf_counter(), isinstance(plan, RolloutPlan)
+        if isinstance(plan, RolloutPlan):
+            lowered = self._round(plan, tokens)
+        else:
+            lowered = self._update(plan, tokens)
+        if self.problem.hardware.platform == "tpu" and is_rollout:
+            # At full effort minutes more for the same bytes: see benchmarks/compile.py.
+            jax.config.update("jax_optimization_level", "O1")
+        try:
+            num_bytes = unless_out_of_memory(lambda: program_bytes(lowered.compile()))
+        finally:
+            jax.config.update("jax_optimization_level", "UNKNOWN")
+        words = f"compiled {'rollout' if is_rollout else 'train'} on {plan.mesh}, context {tokens}"
+        print(f"{words}, in {time.perf_counter() - start_s:.0f} s", file=sys.stderr)
+        if num_bytes is None:
+            return with_failure(self.problem, table, plan, tokens)
+        return with_program_bytes(self.problem, table, plan, tokens, num_bytes)
+
+    def _update(self, plan: TrainPlan, length: int) -> Any:
+        config, model, vocab_size = self.config, self.model, self.vocab_size
+        train = dataclasses.replace(
+            config.train, micro_batches=plan.micro_batches, remat=plan.remat
+        )
+        layout = make_layout(plan.mesh, self.trainers, row_axes=TRAINING_ROWS)
+        step = make_train_step(
+            model,
+            train,
+            layout,
             vocab_size=vocab_size,
+            temperature=config.rollout.temperature if train.ratio == "behaviour" else 1.0,
+            objective="policy_gradient",
+            importance_cap=config.importance_cap,
+        )
+        state = jax.tree.map(
+            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+            state_shapes(model, train, vocab_size),
+            state_shardings(model, train, vocab_size, layout),
+        )
+        proximal = config.importance_cap > 0 and train.epochs > 1
+        rows = config.rollout.episodes_per_step
+        batch = batch_shapes(rows, length, layout, with_proximal=proximal)
+        # Kernels ask JAX's default device which chip they are for.
+        with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
+            return step.lower(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
+
+    def _round(self, plan: RolloutPlan, max_tokens: int) -> Any:
+        """A round of one process, which plays its part of the episodes on its own devices."""
+        rollout, number = self.config.rollout, self.problem.num_players
+        mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
+        slots = plan.num_slots // number
+        rows = make_rows(
+            num_rows=rollout.episodes_per_step // number,
+            num_slots=slots,
+            num_devices=len(self.players),
+        )
+        dtype = rollout.computes_as(self.model.compute_dtype)
+        config = EngineConfig(
+            model=dataclasses.replace(self.model, compute_dtype=dtype),
+            vocab_size=self.vocab_size,
             weight_dtype=rollout.weight_dtype,
             kv_dtype=rollout.kv_dtype,
             num_slots=slots,
@@ -155,10 +149,9 @@ def _lower_round(
                 ngram=rollout.speculation.ngram if rollout.max_drafts else 0,
                 draft=rollout.max_drafts,
             ),
-            seed=config.seed,
+            seed=self.config.seed,
             step_rows=-(-rollout.step_rows // number),
             page_size=rollout.tokens_a_page,
-        ),
-        make_layout(mesh, devices),
-    )
-    return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))
+        )
+        engine = PolicyEngine(config, make_layout(mesh, self.players))
+        return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))

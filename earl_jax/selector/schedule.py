@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plans of both stages at rising contexts, on hardware that need not be here. Pure.
 
-At each context a run's own question is asked, `Chooser.step`: all episodes fill the context with
-tokens that the policy samples, and the KV cache should hold all slots. The plans in use carry over
-from one context to the next, as in a run that stays at each for longer than a window of steps.
+At each context `Chooser.step` is asked, as in a run that is there for longer than a window of
+steps; the plans in use carry over to the next.
 """
 
 import dataclasses
@@ -25,9 +24,9 @@ class Stop:
     """One context of a schedule.
 
     `decision` is None where nothing fits, which `why` says. `trains` and `rollouts` have each mesh
-    once: in the way that is chosen, else in its fastest that fits, else in the smallest. Rollouts
-    are beside `resident` bytes of the trainer that is chosen, or of the one that leaves most
-    memory; the smallest by itself takes `least_rollout` bytes.
+    once, in its best way: what is chosen, then what fits by speed, then the others by bytes.
+    Rollouts are beside `resident` bytes of the trainer that is chosen, or of the one that leaves
+    most memory; the smallest by itself takes `least_rollout` bytes.
     """
 
     context: int
@@ -103,11 +102,6 @@ def plans_of(decision: Decision | None) -> Plans:
     return Plans(decision.rollout.plan, decision.train.plan)
 
 
-def fits(candidate: Candidate, room: float) -> bool:
-    """Whether a candidate takes no more than `room` bytes and never ran out of memory."""
-    return not candidate.failed and candidate.num_bytes <= room
-
-
 def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
     problem, decision, why = chooser.problem, None, ""
     try:
@@ -117,7 +111,7 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
     plans = plans_of(decision)
     offload = plans.rollout.offload if plans.rollout else problem.can_offload
     trains = chooser.train_candidates(context)
-    meshes = [c.plan.mesh for c in trains if fits(c, problem.budget)]
+    meshes = [c.plan.mesh for c in trains if not c.failed and c.num_bytes <= problem.budget]
     meshes = [plans.train.mesh] if plans.train else meshes
     resident = min((problem.trainer_bytes(mesh, offload) for mesh in meshes), default=0)
     room = problem.budget - resident if meshes else 0.0
@@ -137,16 +131,14 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
 def _by_mesh(
     candidates: Sequence[Candidate[P]], chosen: P | None, room: float
 ) -> tuple[Candidate[P], ...]:
-    """Returns one candidate a mesh, as `Stop.trains` says."""
+    """Returns the best candidate of each mesh: the chosen one, then the fastest, the smallest."""
 
     def rank(candidate: Candidate[P]) -> tuple[bool, bool, float]:
-        can = fits(candidate, room)
+        can = not candidate.failed and candidate.num_bytes <= room
         size = candidate.tokens_per_s if can else -candidate.num_bytes
         return candidate.plan == chosen, can, size
 
     best: dict[MeshShape, Candidate[P]] = {}
-    for candidate in candidates:
-        known = best.setdefault(candidate.plan.mesh, candidate)
-        if rank(candidate) > rank(known):
-            best[candidate.plan.mesh] = candidate
+    for candidate in sorted(candidates, key=rank, reverse=True):
+        best.setdefault(candidate.plan.mesh, candidate)
     return tuple(best.values())

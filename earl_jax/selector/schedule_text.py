@@ -51,11 +51,8 @@ def schedule_values(problem: Problem, schedule: Sequence[Stop], *, exact: bool) 
         "expected_error": {"bytes": error, "words": _TRUST},
         "contexts": [
             {"context": stop.context}
-            | {
-                stage: _stage(problem, stop, stage, meshes)
-                for stage, meshes in (("train", stop.trains), ("rollout", stop.rollouts))
-                if meshes
-            }
+            | ({"train": _stage(problem, stop, stop.trains)} if stop.trains else {})
+            | ({"rollout": _stage(problem, stop, stop.rollouts)} if stop.rollouts else {})
             for stop in schedule
         ],
         "schedule": [
@@ -67,17 +64,13 @@ def schedule_values(problem: Problem, schedule: Sequence[Stop], *, exact: bool) 
     }
 
 
-def _stage(problem: Problem, stop: Stop, stage: str, candidates: Sequence[Candidate]) -> Values:
-    """Returns the mesh that is chosen, the next best, and all; or by how much none fits."""
+def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:
+    """Returns the mesh that is chosen, and all in their order; or by how much none fits."""
     meshes = [_candidate(problem, stop, candidate) for candidate in candidates]
-    if stop.decision is None:
-        least = min(mesh["bytes_per_device"] for mesh in meshes)
-        return {"meshes": meshes, "shortfall_bytes": max(0, int(least - problem.budget))}
-    found: Values = {"mesh": str(stop.chosen[stage].mesh), "meshes": meshes}
-    others = [mesh for mesh in meshes if mesh["leaves_room"] and mesh["mesh"] != found["mesh"]]
-    if others:
-        found["next_mesh"] = max(others, key=lambda mesh: mesh["tokens_per_s"])["mesh"]
-    return found
+    if stop.decision is not None:
+        return {"mesh": meshes[0]["mesh"], "meshes": meshes}
+    least = min(mesh["bytes_per_device"] for mesh in meshes)
+    return {"meshes": meshes, "shortfall_bytes": max(0, int(least - problem.budget))}
 
 
 def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
@@ -147,13 +140,13 @@ def schedule_lines(values: Values) -> Iterator[str]:
             rows = [_row(budget, context, stage) for context in found]
             yield from table_lines([*header, "plan"], rows)
         for context in found:
-            yield f"  {context['context']:,}: {_others_words(budget, context[stage])}"
+            yield f"  {context['context']:,}: {_others_words(budget, context[stage]['meshes'])}"
     yield "\nschedule:"
     yield from _changes(values)
 
 
 def _row(budget: int, context: Values, stage: str) -> list[str]:
-    chosen = _named(context[stage], "mesh")
+    chosen = context[stage]["meshes"][0]
     total = chosen["bytes_per_device"]
     seconds = chosen["update_s"] if stage == "train" else 1000 * chosen["token_s"]
     return [
@@ -168,23 +161,16 @@ def _row(budget: int, context: Values, stage: str) -> list[str]:
     ]
 
 
-def _named(stage: Values, key: str) -> Values:
-    return next(mesh for mesh in stage["meshes"] if mesh["mesh"] == stage[key])
-
-
-def _others_words(budget: int, stage: Values) -> str:
+def _others_words(budget: int, meshes: Sequence[Values]) -> str:
     """The next best mesh, and what does not fit."""
-    words = "no other mesh fits"
-    if "next_mesh" in stage:
-        chosen, second = _named(stage, "mesh"), _named(stage, "next_mesh")
-        gain = second["tokens_per_s"] / chosen["tokens_per_s"] - 1
-        share = second["bytes_per_device"] / budget
+    words, second = "no other mesh fits", next((m for m in meshes[1:] if m["leaves_room"]), None)
+    if second:
+        gain = second["tokens_per_s"] / meshes[0]["tokens_per_s"] - 1
         words = f"next best {second['mesh']}, {second['plan']} ({gain:+.0%} tokens/s, "
-        words += f"{share:.0%} of budget)"
-    if lost := [mesh for mesh in stage["meshes"] if not mesh["fits"]]:
-        near = min(lost, key=lambda mesh: (mesh["failed"], mesh["bytes_per_device"]))
-        why = near["failed"] or f"by {bytes_text(near['bytes_per_device'] - budget)}"
-        words += f"; {len(lost)} do not fit, {near['mesh']} {why}"
+        words += f"{second['bytes_per_device'] / budget:.0%} of budget)"
+    if lost := [mesh for mesh in meshes if not mesh["fits"]]:
+        over = bytes_text(max(0, lost[0]["bytes_per_device"] - budget))
+        words += f"; {len(lost)} do not fit, {lost[0]['mesh']} {lost[0]['failed'] or f'by {over}'}"
     return words
 
 
@@ -197,13 +183,12 @@ def _changes(values: Values) -> Iterator[str]:
             continue
         changes = []
         for stage in _KINDS:
-            mesh = _named(context[stage], "mesh")
-            now = mesh["mesh"], f"{mesh['mesh']} ({mesh['plan']})"
-            was = before.get(stage)
-            if now != was:
-                moves = was and was[0] != now[0]
-                changes.append(f"{stage} {was[0] + ' -> ' if moves else ''}{now[1]}")
-            before[stage] = now
+            mesh, was = context[stage]["meshes"][0], before.get(stage, {})
+            if (mesh["mesh"], mesh["plan"]) != (was.get("mesh"), was.get("plan")):
+                moves = was and was["mesh"] != mesh["mesh"]
+                arrow = f"{was['mesh']} -> " if moves else ""
+                changes.append(f"{stage} {arrow}{mesh['mesh']} ({mesh['plan']})")
+            before[stage] = mesh
         where = f"beyond {before['tokens']:,} tokens" if "tokens" in before else "from the start"
         before["tokens"] = stop["context"]
         took = f"a step of {stop['context']:,} tokens takes {stop['step_s']:,.2f} s"
