@@ -3,10 +3,11 @@
 """The planner: what is chosen at each context, that a run chooses the same, and the command."""
 
 import dataclasses
-import importlib.util
 import json
 import random
 import re
+import subprocess
+import sys
 import time
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from earl_jax.config_file import make_config
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
+from earl_jax.placement.facts import _model_facts
 from earl_jax.placement.problem import (
     find_model,
     hardware_of_devices,
@@ -74,8 +76,8 @@ def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
     assert trains(tight)[2].mesh != first
     assert all(choice.num_bytes < needs[2] for s in tight[:3] for choice in s.decision.choices)
     # With more memory a step is never slower.
-    steps = [[stop.decision.seconds for stop in each[:3]] for each in (free, tight)]
-    assert all(more <= less * (1 + TIE) for more, less in zip(*steps, strict=True))
+    for more, less in zip(free[:3], tight[:3], strict=True):
+        assert more.decision.seconds <= less.decision.seconds * (1 + TIE)
 
 
 def test_contexts_are_those_asked_for_and_no_bucket():
@@ -106,10 +108,9 @@ def test_rows_too_long_for_a_device_are_cut_over_context():
     )
     found = trains(make_schedule(problem, EMPTY, [4096, 262_144]))
     assert [plan.mesh.context for plan in found] == [1, 4]
-    # Meshes that the user names are taken for rows of any length, and no other is.
+    # A mesh that the user names is taken for rows of any length.
     named = dataclasses.replace(problem, train_meshes_named=("context=8",))
-    found = trains(make_schedule(named, EMPTY, [4096, 131_072]))
-    assert [str(plan.mesh) for plan in found] == ["data=1,context=8"] * 2
+    assert trains(make_schedule(named, EMPTY, [4096]))[0].mesh == MeshShape(context=8)
 
 
 def test_of_equal_steps_the_one_that_leaves_most_memory_is_chosen():
@@ -209,15 +210,13 @@ def test_what_is_chosen_is_compiled_until_the_bytes_of_both_stages_are_exact():
 def test_rollout_meshes_do_not_span_hosts():
     assert {m.tensor for m in problem_on("cpu:2x1").rollout_meshes} == {1}
     assert {m.tensor for m in problem_on("cpu:2").rollout_meshes} == {1, 2}
-    assert {m.tensor for m in problem_on("cpu:2x4", "model.num_kv_heads=4").rollout_meshes} == {
-        *(1, 2, 4)
-    }
+    two = problem_on("cpu:2x4", "model.num_kv_heads=4")
+    assert {mesh.tensor for mesh in two.rollout_meshes} == {1, 2, 4}
     overrides = ("model.preset=llama3.1-8b", BF16)
     v5e = problem_on("v5e:4x4", *overrides, vocab_size=128_256)
     assert (v5e.num_processes, max(m.tensor for m in v5e.rollout_meshes)) == (4, 4)
-    one = "distributed.num_processes=1"
-    v5e = problem_on("v5e:4x4", *overrides, one, vocab_size=128_256)
-    assert (v5e.num_processes, max(m.tensor for m in v5e.rollout_meshes)) == (1, 8)
+    one = problem_on("v5e:4x4", *overrides, "distributed.num_processes=1", vocab_size=128_256)
+    assert (one.num_processes, max(m.tensor for m in one.rollout_meshes)) == (1, 8)
     with pytest.raises(ValueError, match="num_processes is 3, which does not divide the 8 dev"):
         problem_on("cpu:8", "distributed.num_processes=3")
 
@@ -259,21 +258,22 @@ def test_presets_have_their_own_vocabulary_without_a_tokenizer(monkeypatch):
         assert find_model(config, 77)[1] == 77
 
 
+def test_planning_needs_no_world():
+    code = "import sys; from earl_jax.plan import plan_command; plan_command(['--topology=cpu:8'])"
+    code += "; assert 'earl_jax.world' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_four_thousand_devices_are_planned_in_seconds():
-    hardware = parse_topology("v5e:64x64")
     rows = ["rollout.num_slots=4096", "rollout.episodes_per_step=4096"]
-    problem = problem_on(
-        "v5e:64x64",
-        *("model.preset=qwen2.5-7b", BF16, *rows),
-        budget=hardware.usable_bytes,
-        vocab_size=None,
-    )
+    overrides = ("model.preset=qwen2.5-7b", BF16, *rows)
+    problem = problem_on("v5e:64x64", *overrides, budget=15 * 2**30, vocab_size=None)
     start_s = time.process_time()
     schedule = make_schedule(problem, EMPTY, [1024 * 2**power for power in range(8)])
     assert time.process_time() - start_s < 5
     assert all(stop.decision for stop in schedule)
     start_s = time.process_time()
-    Chooser(problem, ThroughputTable()).step(full_step(problem, 131_072), Plans())
+    Chooser(problem, EMPTY).step(full_step(problem, 131_072), Plans())
     assert time.process_time() - start_s < 0.1
 
 
@@ -288,8 +288,7 @@ def run(capsys, *arguments):
 def test_the_default_config_is_planned_for_this_machine(capsys):
     out = run(capsys, "--topology=cpu:8")
     assert "cpu:8: 8 devices, 1 process; budget 16.21 MiB" in out
-    for words in ("weights", "optimizer", "cache", "trainer", "data=4,tensor=2", "schedule:"):
-        assert words in out
+    assert all(words in out for words in ("optimizer", "trainer", "data=4,tensor=2", "schedule:"))
     # Its contexts are its context_buckets.
     assert re.search(r"  24: next best \S+, .* tokens/s, \d+% of budget", out)
     assert "from the start: train data=" in out and "a step of 40 tokens takes" in out
@@ -306,12 +305,10 @@ def test_a_preset_for_chips_needs_no_other_flag(capsys):
     assert "131,072: next best" in out and "do not fit:" not in out
     # What is given counts.
     given = "--config.selector.budget_bytes_per_device=40000000000"
-    dtype = "--config.model.compute_dtype=float32"
-    flags = ["--topology=h100:1x8", "--config.model.preset=qwen2.5-7b", given, dtype, "--json"]
-    values = json.loads(run(capsys, *flags, "--contexts=1024"))
+    flags = ["--topology=h100:1x8", "--config.model.preset=qwen2.5-7b", given, "--contexts=1024"]
+    values = json.loads(run(capsys, *flags, "--json"))
     assert values["budget_bytes_per_device"] == 40_000_000_000
-    assert values["expected_error"]["bytes"] == 0.15
-    assert "compute_dtype" not in values["notes"][0]
+    assert "budget_bytes_per_device" not in values["notes"][0]
 
 
 @pytest.mark.parametrize(
@@ -367,8 +364,6 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
     [
         (["--topology=v9:4x4"], "'v9:4x4' is not known; those known are like"),
         (["--topology=cpu:8", "--contexts=8,4"], "--contexts=8,4: give rising numbers"),
-        (["--topology=cpu:8", "--contexts=many"], "--contexts=many: give rising numbers"),
-        (["--topology=h100:1x8", "--contexts=8,4"], "--contexts=8,4: give rising numbers"),
         (["--topology=h100:1x8", "--contexts=many"], "--contexts=many: give rising numbers"),
         (["--topology=cpu:8", "--hbm_gib=0"], "--hbm_gib=0.0; give GiB"),
         (["--topology=cpu:8", "--vocab_size=0"], "--vocab_size=0"),
@@ -385,21 +380,11 @@ def test_bad_input_is_answered_with_what_to_change(arguments, words):
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("topology", "extra"), [("v5e:2x4", "tpu-topology"), ("h100:1x8", "gpu-topology")]
-)
-def test_exact_mode_names_the_extra_that_it_needs(monkeypatch, topology, extra):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
-    with pytest.raises(ValueError, match=f"--exact: .*`uv sync --extra {extra}`"):
-        plan_command([f"--topology={topology}", "--exact"])
-
-
 def test_a_table_of_a_run_decides(capsys, tmp_path):
     """A slow mesh is left, and what was observed is marked; notes say what is different."""
     flags = ["--topology=cpu:8", "--contexts=40", "--vocab_size=320", "--json"]
     plain = json.loads(run(capsys, *flags))
     config = make_config({})
-    from earl_jax.placement.facts import _model_facts
 
     table = ThroughputTable(
         facts={

@@ -5,6 +5,7 @@
 Where the compilers of chips are: see test_compile.py.
 """
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +13,8 @@ import sys
 
 import pytest
 from test_topology import need_compiler
+
+from earl_jax.plan import plan_command
 
 # Longer than a block of our own attention, so that TPUs have their kernel.
 LENGTH = 512
@@ -73,6 +76,15 @@ def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path):
     assert (left["mesh"], left["micro_batches"], left["remat"]) != (
         *(found["mesh"], found["micro_batches"], found["remat"]),
     )
+
+
+@pytest.mark.parametrize(
+    ("topology", "extra"), [("v5e:2x4", "tpu-topology"), ("h100:1x8", "gpu-topology")]
+)
+def test_exact_mode_names_the_extra_that_it_needs(monkeypatch, topology, extra):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ValueError, match=f"--exact: .*`uv sync --extra {extra}`"):
+        plan_command([f"--topology={topology}", "--exact"])
 
 
 def command(cache, *flags):
