@@ -108,7 +108,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     schedule = make_schedule(problem, table, asked or contexts, compiled)
     values = schedule_values(problem, schedule, exact=flags.exact) | {"notes": notes}
     lines = [*notes, *schedule_lines(values)]
-    if broken := next((stop.context for stop in schedule if stop.decision is None), None):
+    broken = next((stop.context for stop in schedule if stop.decision is None), None)
+    if broken and not problem.num_rollout:
         found = smallest_hardware(problem, broken)
         values["enough"] = {"context": broken, "devices": dict(found)}
         lines.append(f"  {smallest_words(found, broken)}")
