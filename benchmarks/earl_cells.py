@@ -1,28 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""EARL's table of 30 cells against the planner's roofline, and what the agreement rests on.
+"""EARL's table of 30 cells against the selector's own candidates on 128 H100s.
 
-EARL (arXiv 2510.05943) measured by how many per cent tensor parallelism over 8 GPUs is faster than
-over 4 in tokens per second and GPU, for a context length and a number of responses.
-earl_jax/selector/roofline.py predicts the sign from the model's sizes and the H100's data sheet.
-The paper does not say how full the engines were, where responses waited, nor what ran out of
-memory: what is assumed of these is a `Reading`. `python -m benchmarks.plan` prints the tables.
+EARL (arXiv 2510.05943) measured by how many per cent tensor parallelism over 8 GPUs decodes more
+tokens per second and GPU than over 4, for a context length and a number of responses an engine.
+Here both are candidates of one problem, "data=32,tensor=4" and "data=16,tensor=8" over the same
+GPUs, with so many slots a row shard: `Chooser.rollout_candidates` says how many pages fit and how
+fast each is. `python -m benchmarks.plan` prints the tables.
 """
 
 import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from earl_jax.selector.footprint import (
-    ModelSizes,
-    Workload,
-    rollout_footprint,
-    row_bytes,
-)
-from earl_jax.selector.hardware import Hardware, parse_topology
-from earl_jax.selector.host_memory import host_obstacle, waiting_bytes
-from earl_jax.selector.roofline import decode_s, waves
-from earl_jax.sharding.layout import MeshShape
+from earl_jax.config_file import make_config
+from earl_jax.models.presets import preset_vocab_size
+from earl_jax.placement.problem import planned_problem
+from earl_jax.selector.choose import Candidate, Chooser
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.plans import RolloutPlan
+from earl_jax.selector.table import ThroughputTable
 
 # EARL's table 1: gain of TP8 over TP4 in per cent, None where TP4 ran out of memory.
 RESPONSES = (8, 16, 32, 64, 128)
@@ -34,33 +31,35 @@ GAINS: dict[int, tuple[float | None, ...]] = {
     2048: (-20.0, -28.6, -26.3, -16.6, -5.5),
     1024: (-21.1, -32.2, -30.7, -29.1, -6.9),
 }
-MODEL = "qwen2.5-72b"
-DGX_H100 = parse_topology("h100:1x8")
+MODEL, TOPOLOGY = "qwen2.5-72b", "h100:16x8"
+TP4, TP8 = "data=32,tensor=4", "data=16,tensor=8"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What is assumed where the paper is silent.
+class Setup:
+    """What the paper does not say.
 
-    An engine takes `fraction` of each GPU's memory (vLLM's default). Responses whose caches do not
-    fit wait until all before them are through; with `in_turn` each that ends makes room for the
-    next, so that as many run at any time as fit. With `keeps_waiting` the caches of those that wait
-    are in the memory of `host`, whose GPUs are all in use: two engines of four, unless `alone`.
+    An engine takes `fraction` of each GPU's memory (vLLM's default). Between two answers of 128
+    tokens each response has `burst` sampled ones: with many, all is decoding, which EARL measured.
     """
 
-    host: Hardware = DGX_H100
     fraction: float = 0.9
-    in_turn: bool = False
-    keeps_waiting: bool = True
-    alone: bool = False
+    burst: int = 512
 
 
 class Cell(NamedTuple):
-    """One of EARL's: the gain of TP8 over TP4 in per cent, measured; None where TP4 had no room."""
+    """One of EARL's: the gain of TP8 over TP4 in per cent, measured; None: TP4 out of memory."""
 
     context: int
     responses: int
     gain: float | None
+
+
+class Found(NamedTuple):
+    """The same, computed; and whether pages for all responses fit on four GPUs."""
+
+    gain: float
+    fits: bool
 
 
 CELLS = tuple(
@@ -68,101 +67,85 @@ CELLS = tuple(
     for context, gains in GAINS.items()
     for responses, gain in zip(RESPONSES, gains, strict=True)
 )
-
-
-def predicted_gain(
-    sizes: ModelSizes,
-    cell: Cell,
-    reading: Reading = Reading(),  # noqa: B008 - frozen
-) -> float | None:
-    """Gain of TP8 over TP4 in per cent, None where one of them cannot have so many responses."""
-    four, eight = (tokens_per_s_and_gpu(sizes, cell, tensor, reading) for tensor in (4, 8))
-    return None if four is None or eight is None else 100 * (eight / four - 1)
-
-
-def tokens_per_s_and_gpu(
-    sizes: ModelSizes, cell: Cell, tensor: int, reading: Reading
-) -> float | None:
-    """Of decoding a cell's responses at its context, on so many GPUs of a host.
-
-    None where host memory does not hold the caches of those that wait.
-    """
-    context, responses = cell.context, cell.responses
-    hardware, mesh = reading.host.with_devices(tensor), MeshShape(tensor=tensor)
-    work = Workload(
-        num_slots=responses,
-        num_rows=0,
-        micro_batches=1,
-        remat=False,
-        logprob_chunk=512,
-        chunk_size=1,
-        append_rows=1,
-        burst=1,
-        page_size=16,
-        kv_itemsize=2,
-    )
-    bare = rollout_footprint(sizes, work, mesh, context, 0, 0, "gpu").total
-    each = row_bytes(sizes, work, mesh, context)
-    fit = int(hardware.memory_bytes * reading.fraction - bare) // each
-    waiting = waiting_bytes(responses, fit, each) if reading.keeps_waiting else 0
-    if host_obstacle(hardware if reading.alone else reading.host, waiting):
-        return None
-    together = [min(responses, fit)] if reading.in_turn else waves(responses, fit)
-    steps = [decode_s(hardware, sizes, work, mesh, rows, context) for rows in together]
-    return sum(together) / sum(step.total for step in steps) / tensor
-
-
-def is_right(cell: Cell, predicted: float | None) -> bool:
-    """Whether the sign of the gain is predicted, or that memory runs out."""
-    if cell.gain is None or predicted is None:
-        return cell.gain is predicted
-    return (cell.gain > 0) == (predicted > 0)
-
-
-def wrong_cells(sizes: ModelSizes, reading: Reading) -> list[Cell]:
-    """Those of the 30 that are not predicted under these assumptions."""
-    return [cell for cell in CELLS if not is_right(cell, predicted_gain(sizes, cell, reading))]
-
-
-def with_host_tb(terabytes: float) -> Reading:
-    """The usual reading, with another memory of the host."""
-    return Reading(host=dataclasses.replace(DGX_H100, host_memory_bytes=int(terabytes * 10**12)))
-
-
-# What the agreement rests on: each but the first changes one assumption, or two.
-READINGS = {
-    "as in the table above: a host of 2 TB": Reading(),
-    "a host of 1 TB": with_host_tb(1),
-    "a host of 1.2 TB": with_host_tb(1.2),
-    "a host of 2.4 TB": with_host_tb(2.4),
-    "a host of 2.5 TB, or more": with_host_tb(2.5),
-    "caches of responses that wait are kept nowhere": Reading(keeps_waiting=False),
-    "an engine of four GPUs is alone on its host": Reading(alone=True),
-    "0.68 of a GPU's memory": Reading(fraction=0.68),
-    "0.7 of a GPU's memory": Reading(fraction=0.7),
-    "0.92 of a GPU's memory": Reading(fraction=0.92),
-    "0.93 of a GPU's memory": Reading(fraction=0.93),
-    "each response that ends makes room for the next": Reading(in_turn=True),
-    "the same, with 0.8 of a GPU's memory": Reading(in_turn=True, fraction=0.8),
+SETUPS = {
+    "as above: 0.9 of a GPU's memory, 512 tokens sampled in a row": Setup(),
+    "0.75 of a GPU's memory, which JAX takes": Setup(fraction=0.75),
+    "0.95 of a GPU's memory": Setup(fraction=0.95),
+    "64 tokens in a row": Setup(burst=64),
+    "16 tokens in a row": Setup(burst=16),
 }
 
 
-def lines(sizes: ModelSizes) -> Iterator[str]:
+def chooser_for(setup: Setup) -> Chooser:
+    """Returns the candidates of both meshes on 128 H100s with nothing beside the rollout."""
+    hardware, most = parse_topology(TOPOLOGY), 32 * max(RESPONSES)
+    config = make_config(
+        {
+            "model": {"preset": MODEL, "compute_dtype": "bfloat16"},
+            "rollout": {
+                "num_slots": most,
+                "episodes_per_step": most,
+                "burst": setup.burst,
+                "chunk_size": 128,
+                "context_buckets": (1024, 32768),
+                "page_size": 16,
+            },
+            "selector": {"rollout_meshes": (TP4, TP8)},
+        }
+    )
+    budget, vocab_size = int(setup.fraction * hardware.memory_bytes), preset_vocab_size(MODEL)
+    problem = planned_problem(config, config.model, vocab_size, hardware, budget)
+    return Chooser(problem, ThroughputTable())
+
+
+def candidates(chooser: Chooser, cell: Cell) -> dict[str, Candidate[RolloutPlan]]:
+    """Returns both meshes with a cell's responses in each row shard, by mesh."""
+    problem, found = chooser.problem, {}
+    for mesh in problem.rollout_meshes:
+        slots = cell.responses * mesh.data
+        each = chooser.candidates.rollouts(cell.context, None, problem.budget, num_slots=slots)
+        found |= {str(mesh): candidate for candidate in each if candidate.plan.mesh == mesh}
+    return found
+
+
+def predicted(chooser: Chooser, cell: Cell) -> Found:
+    """Returns a cell's gain in per cent, and whether it fits on four GPUs."""
+    four, eight = (candidates(chooser, cell)[name] for name in (TP4, TP8))
+    dense = chooser.problem.dense_pages(four.plan.mesh, four.plan.num_slots, cell.context)
+    gain = 100 * (eight.tokens_per_s / four.tokens_per_s - 1)
+    return Found(gain, four.plan.pages == dense)
+
+
+def is_right(cell: Cell, found: Found) -> bool:
+    """Whether the sign of the gain is predicted, or that pages for all do not fit."""
+    return not found.fits if cell.gain is None else (cell.gain > 0) == (found.gain > 0)
+
+
+def wrong_cells(setup: Setup) -> list[tuple[Cell, Found]]:
+    """Returns those of the 30 that are not predicted."""
+    chooser = chooser_for(setup)
+    found = [(cell, predicted(chooser, cell)) for cell in CELLS]
+    return [(cell, each) for cell, each in found if not is_right(cell, each)]
+
+
+def lines() -> Iterator[str]:
     """Both tables, in Markdown."""
+    chooser = chooser_for(Setup())
     yield f"| context | {' | '.join(map(str, RESPONSES))} |"
     yield "|---" * (1 + len(RESPONSES)) + "|"
     for context in GAINS:
-        words = [_words(cell, predicted_gain(sizes, cell)) for cell in CELLS if cell[0] == context]
+        words = [_words(cell, predicted(chooser, cell)) for cell in CELLS if cell[0] == context]
         yield f"| {context // 1024}K | {' | '.join(words)} |"
     yield ""
-    yield "| what is assumed | cells right | wrong (context, responses) |"
+    yield "| set-up | cells right | wrong (context x responses: computed gain) |"
     yield "|---|---|---|"
-    for name, reading in READINGS.items():
-        wrong = wrong_cells(sizes, reading)
-        named = ", ".join(f"{cell.context // 1024}K x {cell.responses}" for cell in wrong)
+    for name, setup in SETUPS.items():
+        wrong = wrong_cells(setup)
+        named = ", ".join(f"{c.context // 1024}K x {c.responses}: {f.gain:+.1f}" for c, f in wrong)
         yield f"| {name} | {len(CELLS) - len(wrong)} of {len(CELLS)} | {named or 'none'} |"
 
 
-def _words(cell: Cell, predicted: float | None) -> str:
-    measured, found = (f"{g:+.1f}" if g is not None else "no room" for g in (cell.gain, predicted))
-    return f"{measured} ({found}){'' if is_right(cell, predicted) else ' wrong'}"
+def _words(cell: Cell, found: Found) -> str:
+    measured = "out of memory" if cell.gain is None else f"{cell.gain:+.1f}"
+    wrong = "" if is_right(cell, found) else " wrong"
+    return f"{measured} ({found.gain:+.1f}{'' if found.fits else ' short'}){wrong}"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from benchmarks import earl_cells
 from benchmarks.compile import BURST, CHUNK, PAGE, VOCAB_SIZES
 from earl_jax.models.presets import PRESETS
-from earl_jax.scene import model_sizes
+from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
     ModelSizes,
     Workload,
@@ -169,7 +169,7 @@ def main() -> None:
     print(f"Compiled afterwards: {agreement(later)}.\n")
     print(f"Rounds of decode.md: {agreement(rounds)}.\n")
     print(f"All: {agreement(together)}; the largest lack is {min(map(error, together)):+.1%}.\n")
-    for line in earl_cells.lines(sizes_of(earl_cells.MODEL)):
+    for line in earl_cells.lines():
         print(line)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks import earl_cells
 from benchmarks.plan import sizes_of
 from earl_jax.config_file import make_config
-from earl_jax.scene import Scene, make_scene
+from earl_jax.placement.problem import make_problem
 from earl_jax.selector.footprint import Workload
 from earl_jax.selector.hardware import (
     FLASH_ATTENTION_2,
@@ -25,6 +25,7 @@ from earl_jax.selector.hardware import (
     Kernels,
     parse_topology,
 )
+from earl_jax.selector.problem import Problem
 from earl_jax.selector.roofline import (
     decode_s,
     rollout_tokens_per_s,
@@ -247,24 +248,25 @@ MEASURED_ROLLOUTS = {"data=8": 22054, "data=4,tensor=2": 16585}
 MEASURED_UPDATES = {"data=8": 34788, "data=1,fsdp=8": 44696}
 
 
-def tiny_scene() -> Scene:
-    """The default config on eight virtual CPU devices."""
-    config = make_config(runpy.run_path(str(TINY))["get_config"]())
+def cpu_problem(path: Path = TINY) -> Problem:
+    """Returns the problem of a config on eight virtual CPU devices."""
+    config = make_config(runpy.run_path(str(path))["get_config"]())
     hardware = parse_topology("cpu:8")
-    return make_scene(config, hardware, TINY_VOCAB, hardware.usable_bytes)
+    budget = hardware.usable_bytes
+    return make_problem(config, config.model, TINY_VOCAB, hardware, budget_bytes=budget)
 
 
-def rollout_speed(scene: Scene, mesh: str, places: int) -> float:
+def rollout_speed(problem: Problem, mesh: str, places: int) -> float:
     """Tokens per second that all slots sample."""
     shape = MeshShape.parse(mesh)
-    slots = scene.work.num_slots
-    return rollout_tokens_per_s(scene.hardware, scene.sizes, scene.work, shape, places, slots)
+    slots = problem.work.num_slots
+    return rollout_tokens_per_s(problem.hardware, problem.sizes, problem.work, shape, places, slots)
 
 
-def update_speed(scene: Scene, mesh: str, places: int) -> float:
+def update_speed(problem: Problem, mesh: str, places: int) -> float:
     """Tokens per second that an update learns from."""
-    seconds = train_s(scene.hardware, scene.sizes, scene.work, MeshShape.parse(mesh), places)
-    return scene.work.num_rows * places / seconds.total
+    seconds = train_s(problem.hardware, problem.sizes, problem.work, MeshShape.parse(mesh), places)
+    return problem.work.num_rows * places / seconds.total
 
 
 def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
@@ -326,13 +328,13 @@ def _engine_rows() -> Iterator[list[str]]:
 
 
 def _cpu_rows() -> Iterator[list[str]]:
-    scene = tiny_scene()
+    problem = cpu_problem()
     for stage, measured, speed in (
         ("rollout", MEASURED_ROLLOUTS, rollout_speed),
         ("update", MEASURED_UPDATES, update_speed),
     ):
         for mesh, found in measured.items():
-            said = speed(scene, mesh, TINY_ROOM)
+            said = speed(problem, mesh, TINY_ROOM)
             yield [stage, mesh, f"{found:,}", f"{said:,.0f}", f"{said / found:.2f}"]
 
 

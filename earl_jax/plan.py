@@ -6,29 +6,27 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.main import DEFAULT_CONFIG, exit_status
 
 _HELP = """\
-Says which meshes a run's stages fit on hardware that need not be here: bytes per device by kind,
-predicted times, the pairs of meshes that a run would choose as contexts grow, in which way they
-would be used (micro-batches, remat, slots, pages), and where that would change.
+Says which meshes a run would choose for both of its stages as contexts grow, on hardware that need
+not be here: bytes per device, expected times, the next best mesh, and what does not fit.
 
 examples:
+  python -m earl_jax.plan --topology=h100:1x8 --config.model.preset=qwen2.5-7b
+      a published model on eight GPUs: their whole memory, every mesh, bfloat16
+  python -m earl_jax.plan --config=configs/X.py --topology=v5e:16x16 --contexts=1024,8192,32768
+      a config of yours, as it stands, for these contexts and no others
   python -m earl_jax.plan --topology=cpu:8
       the default config, as it would run on this laptop
-  python -m earl_jax.plan --config=configs/X.py --topology=h100:16x8 --contexts=1024,8192,32768
-  python -m earl_jax.plan --config=configs/X.py --topology=v5e:16x16 --hbm_gib=14 --json
-  python -m earl_jax.plan --topology=v5p:4x4x8 --vocab_size=152064 \\
-      --config.model.preset=qwen2.5-72b --config.model.compute_dtype=bfloat16 \\
-      --config.rollout.num_slots=256 --config.rollout.episodes_per_step=256
-      what is in no file: --config.section.key=value changes one setting, as when training
 
-Episodes are taken to fill their room with tokens that the policy samples, at each context for
-longer than a run takes to settle there. Bytes and times are computed from the model's shapes and
-the chips' data sheets (quick mode). With --exact XLA compiles what is chosen for the real topology,
+--config.section.key=value changes one setting, as in training; rollout.num_slots and
+rollout.episodes_per_step are the ones to think about first. Episodes are taken to fill the context,
+and a run to stay at each. Bytes and times are computed in seconds from the model's shapes and the
+chips' data sheets (quick mode). With --exact XLA compiles what is chosen for the real topology,
 minutes a program, which needs no chip but the extra tpu-topology or gpu-topology. Exit status 2 for
 a mistake in what was given.
 """
@@ -36,7 +34,7 @@ DEFAULT_CONTEXTS = "1024,2048,4096,8192,16384,32768,65536,131072"
 
 
 def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The flags, and the overrides of the config ("section.key=value").
+    """Returns the flags, and the overrides of the config ("section.key=value").
 
     Exits with status 2 for a flag that does not exist.
     """
@@ -46,138 +44,88 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a file in configs/")
-    parser.add_argument(
-        "--topology",
-        required=True,
-        help="v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs of one), h200, b200, cpu:8",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", type=Path, default=DEFAULT_CONFIG, help="a file in configs/")
+    names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, b200, cpu:8, cpu:2x4"
+    add("--topology", required=True, help=f"{names} (hosts x devices)")
+    add(
         "--contexts",
         default="",
         help="tokens of the longest episodes, rising, separated by commas (default: the config's "
-        f"context_buckets, and of {DEFAULT_CONTEXTS} those beyond; on cpu the buckets alone)",
+        f"context_buckets and, for chips, of {DEFAULT_CONTEXTS} those beyond)",
     )
-    parser.add_argument(
-        "--hbm_gib",
-        type=float,
-        help="GiB of a device that a stage may take (default: the config's budget, else what "
-        "programs get of the chip's memory)",
-    )
-    parser.add_argument(
-        "--vocab_size",
-        type=int,
-        help="entries of the vocabulary, for a model without a checkpoint (default: that of the "
-        "tokenizer that the run would make)",
-    )
-    parser.add_argument(
-        "--table",
-        type=Path,
-        help="a throughput table of a run of this model on such chips (JSON, from the folder "
-        "throughput in the cache folder that a run measures into): computed speeds are multiplied "
-        "by one factor a stage, and what it has of the same work on a mesh at a room stands as it "
-        "was measured",
-    )
-    parser.add_argument(
-        "--exact", action="store_true", help="let XLA compile what is chosen, for its bytes"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    budget = "GiB of a device to be used (default: the config's budget, else what programs get)"
+    add("--hbm_gib", type=float, help=budget)
+    vocab = "size of the vocabulary (default: the preset's, else of the tokenizer of a run)"
+    add("--vocab_size", type=int, help=vocab)
+    table = "a throughput table of a run of this model on such chips: its speeds and bytes are used"
+    add("--table", type=Path, help=table)
+    add("--exact", action="store_true", help="let XLA compile what is chosen, for its bytes")
+    add("--json", action="store_true", help="print one JSON object, with all meshes")
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     return parser.parse_args([a for a in arguments if not a.startswith("--config.")]), overrides
 
 
 def plan_command(arguments: Sequence[str]) -> None:
-    """The whole command, from its flags to its last line. Raises ValueError for bad input."""
+    """Runs the whole command. Raises ValueError for bad input."""
     flags, overrides = parse_flags(arguments)
 
     from earl_jax.config_file import load_config_file, make_config
-    from earl_jax.measurements import calibrated_by
-    from earl_jax.scene import make_scene
-    from earl_jax.selector.enough import smallest_hardware
+    from earl_jax.placement.facts import table_for_plan
+    from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
+    from earl_jax.selector.enough import smallest_hardware, smallest_words
     from earl_jax.selector.hardware import parse_topology
     from earl_jax.selector.schedule import make_schedule
-    from earl_jax.selector.schedule_text import (
-        hardware_lines,
-        hardware_values,
-        schedule_lines,
-        schedule_values,
-        size_words,
-    )
+    from earl_jax.selector.schedule_text import schedule_lines, schedule_values
+    from earl_jax.selector.table import ThroughputTable
 
-    hardware = parse_topology(flags.topology)
-    config = make_config(load_config_file(flags.config), overrides)
-    contexts = _contexts(flags.contexts, config.rollout.context_buckets, hardware.platform)
+    hardware, given = parse_topology(flags.topology), load_config_file(flags.config)
+    config, notes, asked = make_config(given, overrides), [], _contexts(flags.contexts)
+    if config.devices.platform == "cpu" != hardware.platform:
+        changes = overrides_for_chips(overrides, flags.contexts or DEFAULT_CONTEXTS)
+        config = make_config(given, [*changes, *overrides])
+        notes.append(f"{flags.config.name} is for CPU devices; planned with {', '.join(changes)}")
+    contexts = [*config.rollout.context_buckets]
+    if hardware.platform != "cpu":
+        contexts += [c for c in _contexts(DEFAULT_CONTEXTS) if c > contexts[-1]]
     if flags.vocab_size is not None and flags.vocab_size < 1:
         raise ValueError(f"--vocab_size={flags.vocab_size}; give a number of at least 1")
-    budget = _budget(flags.hbm_gib, config.selector.budget_bytes_per_device, hardware.usable_bytes)
-    scene = make_scene(config, hardware, flags.vocab_size, budget)
-    notes: list[str] = []
+    budget = config.selector.budget_bytes_per_device or hardware.usable_bytes
+    if flags.hbm_gib is not None:
+        if not 0 < flags.hbm_gib < math.inf:
+            raise ValueError(f"--hbm_gib={flags.hbm_gib}; give GiB of a device's memory, above 0")
+        budget = int(flags.hbm_gib * 2**30)
+    model, vocab_size = find_model(config, flags.vocab_size)
+    problem = planned_problem(config, model, vocab_size, hardware, budget)
+    table, compiled = ThroughputTable(), None
     if flags.table:
-        scene, notes = calibrated_by(flags.table, scene, config)
-    rooms = {context: config.rollout.places_for(context) for context in contexts}
-    exactly = None
+        table, found = table_for_plan(flags.table, problem, model, vocab_size, config)
+        notes += [f"--table={flags.table}: {note}" for note in found]
     if flags.exact:
-        from earl_jax.compiled import compiler_for
+        from earl_jax.placement.exact import compiler_for
 
-        exactly = compiler_for(scene, config, flags.topology, flags.vocab_size)
-    between = _rooms(config.rollout.places_for, contexts)
-    # A compiler is asked for what is asked for, and no more.
-    schedule = make_schedule(scene, sorted(set(rooms.values())) if exactly else between, exactly)
-    broken = next((stop for stop in schedule if not stop.fits), None)
-    enough = smallest_hardware(scene, broken.places) if broken else ()
-    if flags.json:
-        values = hardware_values(scene, exact=flags.exact)
-        values |= schedule_values(scene, schedule, rooms)
-        values |= {"table_notes": notes} if flags.table else {}
-        if broken:
-            values["enough"] = {"places": broken.places, "devices": dict(enough)}
-        print(json.dumps(values))
-        return
-    for line in hardware_lines(scene, exact=flags.exact):
-        print(line)
-    for note in notes:
-        print(f"--table={flags.table}: {note}")
-    for line in schedule_lines(scene, schedule, rooms):
-        print(line)
-    if broken:
-        print(size_words(broken, enough))
+        compiled = compiler_for(problem, config, model, vocab_size, flags.topology)
+    schedule = make_schedule(problem, table, asked or contexts, compiled)
+    values = schedule_values(problem, schedule, exact=flags.exact) | {"notes": notes}
+    lines = [*notes, *schedule_lines(values)]
+    broken = next((stop.context for stop in schedule if stop.decision is None), None)
+    if broken and not problem.num_rollout:
+        found = smallest_hardware(problem, broken)
+        values["enough"] = {"context": broken, "devices": dict(found)}
+        lines.append(f"  {smallest_words(found, broken)}")
+    print(json.dumps(values) if flags.json else "\n".join(lines))
 
 
-def _contexts(text: str, buckets: Sequence[int], platform: str) -> list[int]:
-    """The contexts of the flag, or its default.
-
-    Raises ValueError for what is no rising list of numbers.
-    """
-    if not text:
-        beyond = [c for c in map(int, DEFAULT_CONTEXTS.split(",")) if c > buckets[-1]]
-        return [*buckets] if platform == "cpu" else [buckets[-1], *beyond]
-    try:
-        contexts = [int(part) for part in text.split(",")]
-    except ValueError:
-        contexts = []
-    if not contexts or contexts != sorted(set(contexts)) or contexts[0] < 1:
+def _contexts(text: str) -> list[int]:
+    """Returns the numbers of --contexts. Raises ValueError for what is no rising list of them."""
+    parts = text.split(",") if text else []
+    contexts = [int(part) for part in parts if part.isascii() and part.isdigit()]
+    if len(contexts) < len(parts) or contexts != sorted(set(contexts)) or 0 in contexts:
         raise ValueError(
             f"--contexts={text}: give rising numbers of tokens, separated by commas, as in "
             "--contexts=1024,8192,32768"
         )
     return contexts
-
-
-def _rooms(places_for: Callable[[int], int], contexts: Sequence[int]) -> list[int]:
-    """Every room per episode that a run has on its way through the contexts."""
-    rooms = [places_for(contexts[0])]
-    while rooms[-1] < contexts[-1]:
-        rooms.append(places_for(rooms[-1] + 1))
-    return rooms
-
-
-def _budget(hbm_gib: float | None, setting: int, usable_bytes: int) -> int:
-    """Bytes of a device that a stage may take: the flag, else the config's, else the chip's."""
-    if hbm_gib is None:
-        return setting or usable_bytes
-    if not 0 < hbm_gib < math.inf:
-        raise ValueError(f"--hbm_gib={hbm_gib}; give GiB of a device's memory, above 0")
-    return int(hbm_gib * 2**30)
 
 
 def main() -> None:

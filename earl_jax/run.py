@@ -258,9 +258,7 @@ def _restore(
         placement.restore(saved["placement"])
     except ValueError as error:
         raise DamagedCheckpoint(f"its position is not one: {error}") from error
-    state = from_checkpoint(
-        world, placement.train.mesh, functools.partial(checkpoints.state, step)
-    )
+    state = from_checkpoint(world, placement.train.mesh, functools.partial(checkpoints.state, step))
     state = _with_base(world, saved, state, placement)
     history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement

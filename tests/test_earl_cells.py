@@ -1,101 +1,57 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""EARL's table of 30 cells: what is predicted of it, and under which assumptions."""
-
-import dataclasses
-import statistics
+"""EARL's table of 30 cells by the selector's own candidates."""
 
 import pytest
 
-from benchmarks.earl_cells import (
-    CELLS,
-    DGX_H100,
-    MODEL,
-    Cell,
-    Reading,
-    is_right,
-    predicted_gain,
-    with_host_tb,
-    wrong_cells,
-)
-from benchmarks.plan import sizes_of
+from benchmarks import earl_cells
+from benchmarks.earl_cells import CELLS, SETUPS, Cell, Found, Setup, is_right, predicted
 
-SIZES = sizes_of(MODEL)
 OUT_OF_MEMORY = CELLS[4]
 
 
-def cells_right(reading: Reading) -> int:
-    return len(CELLS) - len(wrong_cells(SIZES, reading))
+@pytest.fixture(scope="module")
+def found():
+    chooser = earl_cells.chooser_for(Setup())
+    return {cell: predicted(chooser, cell) for cell in CELLS}
 
 
-def test_a_cell_is_right_by_its_sign_or_by_having_no_room():
-    assert [is_right(Cell(1, 1, 5.0), found) for found in (0.1, -0.1, None)] == [True, False, False]
-    assert [is_right(Cell(1, 1, -5.0), found) for found in (0.1, -0.1)] == [False, True]
-    assert [is_right(Cell(1, 1, None), found) for found in (0.1, None)] == [False, True]
+def test_a_cell_is_right_by_its_sign_or_by_pages_that_do_not_fit():
+    gains = [is_right(Cell(1, 1, 5.0), Found(gain, True)) for gain in (0.1, -0.1)]
+    assert gains == [True, False]
+    short = [is_right(Cell(1, 1, None), Found(5.0, fits)) for fits in (True, False)]
+    assert short == [False, True]
 
 
-def test_earls_table_is_predicted_from_sizes_and_a_data_sheet():
-    """With a host of 2 TB all cells: which parallelism is faster, and where there is no room."""
-    assert len(CELLS) == 30
-    assert cells_right(Reading()) == 30
-    assert OUT_OF_MEMORY == Cell(32768, 128, None)
-    assert predicted_gain(SIZES, OUT_OF_MEMORY) is None
+def test_the_signs_of_29_cells_and_the_cell_out_of_memory_are_predicted(found):
+    assert len(CELLS) == 30 and OUT_OF_MEMORY == Cell(32768, 128, None)
+    assert all(is_right(cell, each) for cell, each in found.items())
+    assert not found[OUT_OF_MEMORY].fits
 
 
-def test_the_29_signs_need_no_host_and_the_cell_without_room_does():
-    assert wrong_cells(SIZES, Reading(keeps_waiting=False)) == [OUT_OF_MEMORY]
-    assert wrong_cells(SIZES, Reading(alone=True)) == [OUT_OF_MEMORY]
-    assert wrong_cells(SIZES, with_host_tb(2.45)) == [OUT_OF_MEMORY]
-    assert [cells_right(with_host_tb(tb)) for tb in (1, 1.06, 1.07, 2.44, 4)] == [
-        28,
-        29,
-        30,
-        30,
-        29,
-    ]
+def test_pages_for_all_fit_where_fewer_than_512k_tokens_are_in_flight(found):
+    """Four GPUs hold so many beside the weights: ten cells do not fit, of which nine ran."""
+    short = {cell for cell, each in found.items() if not each.fits}
+    assert short == {cell for cell in CELLS if cell.context * cell.responses >= 512 * 1024}
+    assert len(short) == 10
 
 
-@pytest.mark.parametrize("fraction", [0.69, 0.75, 0.8])
-def test_the_signs_are_right_whether_responses_wait_for_each_other_or_not(fraction):
-    for in_turn in (False, True):
-        assert cells_right(Reading(fraction=fraction, in_turn=in_turn)) == 30
+def test_both_meshes_are_candidates_of_one_problem():
+    chooser = earl_cells.chooser_for(Setup())
+    four, eight = earl_cells.candidates(chooser, CELLS[0]).values()
+    assert (four.plan.num_slots, eight.plan.num_slots) == (8 * 32, 8 * 16)
+    assert chooser.problem.num_processes == 16
 
 
-def test_with_a_full_memory_the_signs_need_responses_that_wait():
-    """Those that are wrong have 512K tokens, a little more than four GPUs hold."""
-    wrong = wrong_cells(SIZES, Reading(in_turn=True))
-    assert {cell.context * cell.responses for cell in wrong} == {512 * 1024}
-    assert len(wrong) == 4
-    assert cells_right(Reading(fraction=0.92)) == 30 > cells_right(Reading(fraction=0.93)) == 28
-    assert cells_right(Reading(fraction=0.68)) == 29
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"memory_bytes_per_s": factor} for factor in (0.4 / 0.8, 1 / 0.8)]
-    + [{"flops_per_s": factor} for factor in (0.3 / 0.6, 1 / 0.6)]
-    + [{"start_s": factor, "hop_s": factor} for factor in (0.0, 4.0)],
-)
-def test_the_signs_do_not_depend_on_assumed_rates(changes):
-    rates = {name: getattr(DGX_H100, name) * factor for name, factor in changes.items()}
-    assert cells_right(Reading(host=dataclasses.replace(DGX_H100, **rates))) == 30
+@pytest.mark.parametrize(("name", "right"), [*zip(SETUPS, (30, 30, 26, 30, 29), strict=True)])
+def test_other_set_ups_lose_a_few_cells(name, right):
+    assert len(CELLS) - len(earl_cells.wrong_cells(SETUPS[name])) == right
 
 
 def test_a_rule_by_context_alone_reaches_24_cells():
-    """TP8 from some context on, where a cell without room counts for TP8."""
+    """TP8 from some context on, where the cell out of memory counts for TP8."""
 
     def right(least: int) -> int:
-        return sum(
-            (cell.context >= least) == (cell.gain is None or cell.gain > 0) for cell in CELLS
-        )
+        return sum((c.context >= least) == (c.gain is None or c.gain > 0) for c in CELLS)
 
     assert max(right(cell.context) for cell in CELLS) == 24
-
-
-def test_sizes_of_gains_are_not_predicted():
-    """As plan.md says: far too large where caches do not fit, and off by points where they do."""
-    pairs = [(cell.gain, predicted_gain(SIZES, cell)) for cell in CELLS if cell.gain is not None]
-    off = [abs(found - gain) for gain, found in pairs if gain < 0]
-    assert statistics.median(off) < 9 and 10 < max(off) < 15
-    above = [(gain, found) for gain, found in pairs if gain > 0]
-    assert all(gain < 7 and 25 < found < 52 for gain, found in above)

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computed bytes against every figure of XLA's that the pages in benchmarks/ have."""
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,21 +9,14 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import plan as benchmark
-from benchmarks import plan_ways
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
-from earl_jax.scene import make_scene
+from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector import schedule_text
-from earl_jax.selector.footprint import (
-    Footprint,
-    rollout_footprint,
-    train_footprint,
-    trainer_bytes,
-)
+from earl_jax.selector.footprint import rollout_footprint, train_footprint, trainer_bytes
 from earl_jax.selector.hardware import parse_topology
-from earl_jax.selector.prospects import Scene
-from earl_jax.selector.schedule import make_schedule
-from earl_jax.selector.schedule_text import _is_safe
+from earl_jax.selector.problem import Problem
+from earl_jax.selector.schedule_text import is_safe
 from earl_jax.sharding.layout import MeshShape
 
 GIB, MIB = 2**30, 2**20
@@ -54,16 +46,17 @@ class Program(NamedTuple):
 
 
 @functools.cache
-def scene_on(topology: str, *overrides: str, vocab_size: int | None = None) -> Scene:
-    """The default config with these overrides, on this hardware."""
+def problem_on(topology: str, *overrides: str, vocab_size: int | None = None) -> Problem:
+    """Returns the default config with these overrides, on this hardware."""
     hardware = parse_topology(topology)
     config = make_config(load_config_file(DEFAULT_CONFIG), [*overrides])
-    return make_scene(config, hardware, vocab_size, hardware.usable_bytes)
+    model, vocab_size = find_model(config, vocab_size)
+    return planned_problem(config, model, vocab_size, hardware, hardware.usable_bytes)
 
 
-def update_bytes(scene: Scene, mesh: MeshShape, length: int) -> int:
-    platform = scene.hardware.platform
-    return train_footprint(scene.sizes, scene.work, mesh, length, platform).total
+def update_bytes(problem: Problem, mesh: MeshShape, length: int) -> int:
+    platform = problem.hardware.platform
+    return train_footprint(problem.sizes, problem.work, mesh, length, platform).total
 
 
 def exact_programs() -> Iterator[tuple[Program, str]]:
@@ -73,11 +66,11 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if len(cells) != 8 or cells[1] not in ("update", "round beside the trainer"):
             continue
-        scene = scene_on(cells[0], *EXACT, vocab_size=152_064)
-        sizes, work, platform = scene.sizes, scene.work, scene.hardware.platform
+        problem = problem_on(cells[0], *EXACT, vocab_size=152_064)
+        sizes, work, platform = problem.sizes, problem.work, problem.hardware.platform
         mesh, places = MeshShape.parse(cells[2]), int(cells[3].replace(",", ""))
         if cells[1] == "update":
-            trainer, computed = mesh, update_bytes(scene, mesh, places)
+            trainer, computed = mesh, update_bytes(problem, mesh, places)
         else:
             rows, beside = work.num_slots // mesh.data, sum(trainer_bytes(sizes, trainer))
             found = rollout_footprint(sizes, work, mesh, places, rows, beside, platform)
@@ -88,9 +81,9 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
 
 def cpu_programs() -> Iterator[Program]:
     """The default config's updates at their longest; XLA's MiB as in plan.md."""
-    scene = scene_on("cpu:8")
+    problem = problem_on("cpu:8")
     for mesh, compiled in (("data=8", 17.28), ("fsdp=8", 15.55)):
-        computed = update_bytes(scene, MeshShape.parse(mesh), 40)
+        computed = update_bytes(problem, MeshShape.parse(mesh), 40)
         assert f"{computed / MIB:.2f}" in PAGE and f"{compiled}" in PAGE
         yield Program(f"cpu {mesh}", computed, compiled * MIB, 0.005 * MIB)
 
@@ -110,21 +103,6 @@ def programs() -> Iterator[Program]:
     yield from cpu_programs()
 
 
-def is_safe(computed: int, budget: float, *, exact: bool = False) -> bool:
-    """What the planner says of a program that is computed to take so much."""
-    scene = scene_on("cpu:8")
-    settings = dataclasses.replace(scene.settings, budget_bytes=int(budget))
-    prospect = dataclasses.replace(
-        some_prospect(), footprint=Footprint(weights=computed), exact=exact
-    )
-    return _is_safe(dataclasses.replace(scene, settings=settings), prospect)
-
-
-@functools.cache
-def some_prospect():
-    return make_schedule(scene_on("cpu:8"), [40])[0].train.prospects[0]
-
-
 def test_nothing_that_the_planner_calls_safe_runs_out():
     """No stored program is safe with a budget below XLA's figure, which its page has rounded."""
     found = [*programs()]
@@ -132,15 +110,17 @@ def test_nothing_that_the_planner_calls_safe_runs_out():
     for program in found:
         budgets = [program.compiled * percent / 100 for percent in (*range(75, 100, 5), 98, 99)]
         budgets += [program.compiled - program.rounding - 1]
-        called_safe = [budget for budget in budgets if is_safe(program.computed, budget)]
+        called_safe = [
+            budget for budget in budgets if is_safe(program.computed, budget, is_exact=False)
+        ]
         assert not called_safe, program
         # And it is no empty word: with a half more than it takes each of them is.
-        assert is_safe(program.computed, 1.5 * program.compiled), program
+        assert is_safe(program.computed, 1.5 * program.compiled, is_exact=False), program
 
 
 def test_exact_bytes_are_safe_to_the_last():
-    assert is_safe(1000, 1000, exact=True) and not is_safe(1001, 1000, exact=True)
-    assert is_safe(1000, 1150) and not is_safe(1000, 1149)
+    assert is_safe(1000, 1000, is_exact=True) and not is_safe(1001, 1000, is_exact=True)
+    assert is_safe(1000, 1150, is_exact=False) and not is_safe(1000, 1149, is_exact=False)
 
 
 def test_computed_bytes_are_within_a_tenth():
@@ -176,8 +156,3 @@ def test_the_page_says_what_the_benchmark_prints(capsys):
     assert len(printed) > 90
     page = set(PAGE.splitlines())
     assert [line for line in printed if line not in page] == []
-
-
-def test_the_page_says_what_is_planned_among_all_ways():
-    for line in plan_ways.lines():
-        assert line in PAGE

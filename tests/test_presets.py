@@ -14,7 +14,7 @@ from earl_jax.models.config import RopeScaling
 from earl_jax.models.families import FAMILIES, family_of
 from earl_jax.models.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
-from earl_jax.models.presets import PRESETS
+from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.world import World
 
 # Vocabulary and number of parameters of the published checkpoints (Gemma 3 without its images).
@@ -68,6 +68,7 @@ def test_every_family_has_a_preset():
 def test_a_preset_is_of_its_family_and_of_the_published_size(name):
     vocab_size, published = PUBLISHED[name]
     given = PRESETS[name]
+    assert preset_vocab_size(name) == vocab_size
     assert num_parameters(parameter_specs(given, vocab_size)) == published
     start = next(start for start in ARCHITECTURES if name.startswith(start))
     assert family_of(given).architecture == ARCHITECTURES[start]

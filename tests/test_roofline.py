@@ -3,15 +3,12 @@
 """The analytic speed model: formulas by hand, published speeds, and virtual CPU devices."""
 
 import dataclasses
-import runpy
 import statistics
 
 import pytest
 
 from benchmarks import earl_cells, speeds
 from benchmarks.plan import PAGES, sizes_of
-from earl_jax.config_file import make_config
-from earl_jax.scene import make_scene
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload, cache_token_bytes
 from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
 from earl_jax.selector.roofline import (
@@ -315,12 +312,12 @@ def test_on_cores_that_are_shared_a_cut_over_heads_gains_nothing():
 
 def test_meshes_of_the_default_run_have_the_order_that_was_measured():
     """benchmarks/regret.md: data=8 against tensor=2 in rollouts, and against fsdp=8 in updates."""
-    scene = speeds.tiny_scene()
+    problem = speeds.cpu_problem()
     for measured, speed in (
         (speeds.MEASURED_ROLLOUTS, speeds.rollout_speed),
         (speeds.MEASURED_UPDATES, speeds.update_speed),
     ):
-        said = {mesh: speed(scene, mesh, speeds.TINY_ROOM) for mesh in measured}
+        said = {mesh: speed(problem, mesh, speeds.TINY_ROOM) for mesh in measured}
         assert sorted(said, key=said.__getitem__) == sorted(measured, key=measured.__getitem__)
         for mesh, found in measured.items():
             assert 1 / 3 < said[mesh] / found < 3
@@ -329,7 +326,7 @@ def test_meshes_of_the_default_run_have_the_order_that_was_measured():
         scores["data=8"] / scores["data=4,tensor=2"]
         for scores in (
             speeds.MEASURED_ROLLOUTS,
-            {m: speeds.rollout_speed(scene, m, 24) for m in speeds.MEASURED_ROLLOUTS},
+            {m: speeds.rollout_speed(problem, m, 24) for m in speeds.MEASURED_ROLLOUTS},
         )
     ]
     assert ratios[1] == pytest.approx(ratios[0], rel=0.1)
@@ -338,14 +335,13 @@ def test_meshes_of_the_default_run_have_the_order_that_was_measured():
 def test_meshes_of_the_growing_run_have_the_order_that_was_measured():
     """benchmarks/growing.md: whole rows before rows in two parts, before rows in four."""
     path = speeds.TINY.with_name("trail_tiny_cpu.py")
-    config = make_config(runpy.run_path(str(path))["get_config"]())
-    scene = make_scene(config, CPU, 24, CPU.usable_bytes)
+    problem = speeds.cpu_problem(path)
     for places in (31, 79, 247):
-        assert speeds.rollout_speed(scene, "data=8", places) > speeds.rollout_speed(
-            scene, "data=4,tensor=2", places
+        assert speeds.rollout_speed(problem, "data=8", places) > speeds.rollout_speed(
+            problem, "data=4,tensor=2", places
         )
         meshes = ("data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
-        found = [speeds.update_speed(scene, mesh, places) for mesh in meshes]
+        found = [speeds.update_speed(problem, mesh, places) for mesh in meshes]
         assert found == sorted(found, reverse=True)
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published models by name: the settings of their config.json, without weights.
 
-The vocabulary is the run's own, so it is not here. Where the base and the instruct model of a size
-differ (Qwen2.5 in norm_eps), these are the instruct model's settings.
+A run makes its own vocabulary; the published sizes are for planning one. Where the base and the
+instruct model of a size differ (Qwen2.5 in norm_eps), these are the instruct model's settings.
 """
 
 import dataclasses
@@ -95,6 +95,25 @@ PRESETS: Mapping[str, ModelConfig] = {
     "gemma3-12b": _config(48, 3840, (16, 8, 256), 15360, **_GEMMA3),
     "gemma3-27b": _config(62, 5376, (32, 16, 128), 21504, **_GEMMA3, query_pre_attn_scalar=168),
 }
+
+# `vocab_size` of the published config.json, padding included, by the first name that a preset's
+# begins with.
+VOCAB_SIZES: Mapping[str, int] = {
+    "qwen2.5-0.5b": 151_936,
+    "qwen2.5-1.5b": 151_936,
+    "qwen2.5-3b": 151_936,
+    "qwen2.5-": 152_064,
+    "qwen3-": 151_936,
+    "llama3.": 128_256,
+    "mistral-7b": 32_000,
+    "gemma3-1b": 262_144,
+    "gemma3-": 262_208,
+}
+
+
+def preset_vocab_size(name: str) -> int:
+    """Returns the entries of a preset's published vocabulary."""
+    return next(size for start, size in VOCAB_SIZES.items() if name.startswith(start))
 
 
 def preset_named(name: str) -> ModelConfig:

@@ -20,6 +20,7 @@ from earl_jax.models.hf_read import open_checkpoint
 from earl_jax.models.hub import find_folder
 from earl_jax.models.kernels import context_obstacle
 from earl_jax.models.parameters import check_tensor_axis, is_spec
+from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.origin import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
@@ -32,12 +33,16 @@ from earl_jax.train.step import trained_specs
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:
-    """The model of a run of this config, and the entries of its vocabulary.
+    """Returns the model of a run of this config, and the entries of its vocabulary.
+
+    `vocab_size` None: a preset's published vocabulary, else the tokenizer's that a run would make.
 
     Raises:
         ValueError: a checkpoint that cannot be read, or a vocabulary beside one.
     """
     if not config.model.path:
+        if vocab_size is None and config.model.preset:
+            vocab_size = preset_vocab_size(config.model.preset)
         if vocab_size is None:
             corpus = game_corpus(config.env, CORPUS_GAMES, seed=0)
             entries = len(build_tokenizer(corpus, MAX_VOCAB_SIZE))
@@ -187,6 +192,63 @@ def make_problem(
         if rollout.parking == "recompute"
         else int(rollout.parking_host_gib * 2**30),
     )
+
+
+def overrides_for_chips(given: Sequence[str], contexts: str) -> list[str]:
+    """Returns overrides for what a config for CPU devices says of them, to plan it for chips.
+
+    `given` overrides ("section.key=value") stay; `contexts` are to be planned for, "1024,8192".
+    """
+    changes = (
+        "selector.budget_bytes_per_device=0",
+        "selector.rollout_meshes=()",
+        "selector.train_meshes=()",
+        "model.compute_dtype=bfloat16",
+        "rollout.chunk_size=128",
+        "rollout.burst=16",
+        f"rollout.context_buckets=({contexts},)",
+    )
+    known = {override.partition("=")[0] for override in given}
+    return [change for change in changes if change.partition("=")[0] not in known]
+
+
+def planned_problem(
+    config: Config, model: ModelConfig, vocab_size: int, hardware: Hardware, budget_bytes: int
+) -> Problem:
+    """Returns the problem of a run of this config on such hardware, with a process a host.
+
+    Raises ValueError as `make_problem`, for processes that have unequal numbers of devices, and
+    where a stage has no mesh.
+    """
+    num_processes = config.distributed.num_processes or hardware.num_hosts
+    if hardware.num_devices % num_processes:
+        raise ValueError(
+            f"config.distributed.num_processes is {num_processes}, which does not divide the "
+            f"{hardware.num_devices} devices of {hardware.name}"
+        )
+    offload, apart = config.selector.offload, config.devices.num_rollout > 0
+    can_offload = offload == "on" or (offload == "auto" and hardware.platform != "cpu")
+    problem = make_problem(
+        config,
+        model,
+        vocab_size,
+        hardware,
+        budget_bytes=budget_bytes,
+        num_processes=num_processes,
+        can_offload=can_offload and not apart,
+    )
+    try:
+        assert problem.rollout_meshes and problem.train_meshes
+    except ValueError as error:
+        number, fields = hardware.num_devices, ("num_slots", "episodes_per_step")
+        given = {field: getattr(config.rollout, field) for field in fields}
+        if all(size % number == 0 for size in given.values()):
+            raise
+        even = " ".join(
+            f"--config.rollout.{f}={-(-n // number) * number}" for f, n in given.items()
+        )
+        raise ValueError(f"{error}. These divide evenly: {even}") from error
+    return problem
 
 
 def hardware_of_devices(devices: Sequence[Any], num_processes: int) -> Hardware:

@@ -7,7 +7,7 @@ import dataclasses
 from earl_jax.selector.hardware import hardware_of
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.sharding.topology import CHIPS, Topology
+from earl_jax.sharding.topology import CHIPS, make_topology
 
 # No larger number of chips is tried.
 MOST_DEVICES = 8192
@@ -16,25 +16,24 @@ MOST_DEVICES = 8192
 def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]]:
     """Returns how many chips of each kind would hold both stages; the problem's kind first.
 
-    Powers of two up to MOST_DEVICES, in hosts of up to as many devices as the kind has. Any mesh
-    that cuts the model evenly counts, in whatever way it is used.
+    Powers of two up to MOST_DEVICES, in full hosts of the kind where there are several, with a
+    process each. Any mesh that cuts the model evenly counts, in whatever way it is used.
     """
-    chips = [name for name in CHIPS if name != problem.hardware.chip]
-    kinds = [hardware_of(Topology(chip=CHIPS[c], grid=(1,) * CHIPS[c].axes)) for c in chips]
-    own = problem.hardware
-    found = []
-    for kind in [own, *kinds]:
-        budget = problem.budget_bytes if kind is own else kind.usable_bytes
+    own, found = problem.hardware, []
+    kinds = {name: hardware_of(make_topology(chip.example)) for name, chip in CHIPS.items()}
+    for kind in {own.chip: own, **kinds}.values():
+        budget = problem.budget_bytes if kind.chip == own.chip else kind.usable_bytes
         number = 1
         while number <= MOST_DEVICES:
+            hardware = kind.with_devices(number)
             other = dataclasses.replace(
                 problem,
-                hardware=kind.with_devices(number),
+                hardware=hardware,
                 budget_bytes=budget,
                 rollout_meshes_named=(),
                 train_meshes_named=(),
                 num_rollout=0,
-                num_processes=1,
+                num_processes=1 if kind.platform == "cpu" else hardware.num_hosts,
             )
             if holds(other, max_tokens):
                 found.append((kind.chip, number))
@@ -44,10 +43,15 @@ def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]
 
 
 def enough_words(problem: Problem, max_tokens: int) -> str:
-    """Returns `smallest_hardware` as a sentence; "" where no number of known chips would do."""
+    """Returns `smallest_hardware` as a sentence; "" for a run whose stages have devices apart."""
     if problem.num_rollout:
         return ""
-    words = ", ".join(f"{number} {chip}" for chip, number in smallest_hardware(problem, max_tokens))
+    return smallest_words(smallest_hardware(problem, max_tokens), max_tokens)
+
+
+def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
+    """Returns the smallest hardware as a sentence; "" where no number of known chips would do."""
+    words = ", ".join(f"{number} {chip}" for chip, number in found)
     return words and (
         f"By computed bytes, at a context of {max_tokens} tokens, the smallest hardware that would "
         f"do (powers of two): {words}"

@@ -185,17 +185,23 @@ _TPU_CHIPS_A_HOST = 4
 def parse_topology(name: str) -> Hardware:
     """The hardware of this name: "v5e:16x16", "h100:16x8" (hosts x GPUs of a host), "cpu:8".
 
+    "cpu:2x4" are two hosts of four virtual devices.
+
     Raises:
         ValueError: an unknown chip (those known are listed), or a grid that cannot be read.
     """
     chip, _, size = name.partition(":")
     if chip == "cpu":
-        if not (size.isascii() and size.isdigit() and int(size) > 0):
+        sizes = size.split("x")
+        if len(sizes) > 2 or not all(s.isascii() and s.isdigit() and int(s) > 0 for s in sizes):
             raise ValueError(
-                f"topology {name!r}: virtual CPU devices are given by their number, as in 'cpu:8'"
+                f"topology {name!r}: virtual CPU devices are given by their number, as in 'cpu:8', "
+                "or as hosts x devices, as in 'cpu:2x4'"
             )
-        count = int(size)
-        return dataclasses.replace(_CPU, name=name, num_devices=count, devices_a_host=count)
+        hosts, a_host = map(int, ["1", *sizes][-2:])
+        return dataclasses.replace(
+            _CPU, name=name, num_devices=hosts * a_host, devices_a_host=a_host
+        )
     try:
         topology = make_topology(name)
     except ValueError as error:

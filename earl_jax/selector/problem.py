@@ -205,6 +205,7 @@ class Problem:
         parameters, moments = trainer_bytes(self.sizes, mesh)
         return parameters if offload else parameters + moments
 
+    @functools.cache  # noqa: B019
     def moments_bytes(self, mesh: MeshShape) -> int:
         """Returns the bytes of the optimizer's moments on each device."""
         return trainer_bytes(self.sizes, mesh)[1]
@@ -250,10 +251,12 @@ class Problem:
         rows = -(-live // mesh.data)
         return round_s(hardware, self.sizes, self.work, mesh, rows, max_tokens)
 
+    @functools.cache  # noqa: B019
     def publish_s(self, mesh: MeshShape) -> float:
         """Returns the seconds in which new weights come to a rollout on this mesh."""
         return self._arrival_s(engine_bytes(self.sizes.engine, mesh))
 
+    @functools.cache  # noqa: B019
     def move_s(self, mesh: MeshShape) -> float:
         """Returns the seconds in which the trainer's state comes to this mesh."""
         return self._arrival_s(sum(trainer_bytes(self.sizes, mesh)))

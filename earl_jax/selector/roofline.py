@@ -12,8 +12,6 @@ that benchmarks/speeds.md compares with.
 
 import dataclasses
 import math
-import statistics
-from collections.abc import Iterable
 
 from earl_jax.selector.collectives import (
     MEMORY_REACHED,
@@ -40,11 +38,10 @@ MODEL_ERROR = 1.5
 
 It holds for 14 of the 17 published speeds in benchmarks/speeds.md, whose median is off by 1.2; the
 others are two of torchtitan's rings (1.6 and 1.7 times too fast) and a whole RL step of prime-rl
-(3.1). It rests on two guesses that the page names: torchtitan's attention kernel and the contexts of
-StreamRL. Nearly all are predicted too fast, so that of two meshes on the same hardware less than
-1.5 is to be expected. None of these speeds is this project's: no program of ours was timed on a chip.
-Virtual CPU devices are not covered: there the order of meshes is right, and speeds are up to three
-times too high.
+(3.1). It rests on two guesses that the page names: torchtitan's attention kernel and the contexts
+of StreamRL. Nearly all are predicted too fast, so that of two meshes on the same hardware less is
+to be expected. No program of this project was timed on a chip. Virtual CPU devices are not covered:
+there the order of meshes is right, and speeds are up to three times too high.
 """
 
 # What large products reach of the peak: the rule of thumb of "How to Scale Your Model".
@@ -349,14 +346,6 @@ def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int)
     """Bytes of the cache that a device reads for a token behind so many."""
     seen = sum(min(context, window or context) for window in sizes.windows) / sizes.num_layers
     return cache_token_bytes(sizes, work, mesh) * seen / mesh.context
-
-
-def calibration(pairs: Iterable[tuple[float, float]]) -> float:
-    """Returns the factor for predicted speeds: the median of measured / predicted.
-
-    1 where nothing was measured. A pair is (measured, predicted).
-    """
-    return statistics.median([measured / predicted for measured, predicted in pairs] or [1.0])
 
 
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[float, float]:

@@ -11,6 +11,7 @@ median counts, as one speed: the next run's own steps soon outweigh it.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -148,11 +149,13 @@ class Key(NamedTuple):
         return f"{self.stage} {self.mesh} {self.tokens} {self.way}"
 
 
+@functools.cache
 def rollout_key(mesh: MeshShape, max_tokens: int, num_slots: int) -> str:
     """Returns the key of a rollout, "rollout data=4,tensor=2 48 slots=32"."""
     return str(Key("rollout", mesh, max_tokens, f"slots={num_slots}"))
 
 
+@functools.cache
 def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> str:
     """Returns the key of an update, "train data=8 48 micro_batches=2,remat=True"."""
     return str(Key("train", mesh, length, f"micro_batches={micro_batches},remat={remat}"))

@@ -14,9 +14,10 @@ from typing import Any
 class Load:
     """The load of recent rollouts, in tokens: counts, so that a replay decides alike.
 
-    `context_tokens_max` is the longest episode of the last `WINDOW` steps, `context_tokens_mean` and
-    `tokens_in_flight_max` are the newest step's, `rollout_tokens` is what it sampled. `growth_tokens` is by how much the
-    longest episode grows from step to step, 0 where no growth can be told from noise.
+    `context_tokens_max` is the longest episode of the last `WINDOW` steps; `context_tokens_mean`
+    and `tokens_in_flight_max` are the newest step's, and `rollout_tokens` is what it sampled.
+    `growth_tokens` is by how much the longest episode grows from step to step, 0 where no growth
+    can be told from noise.
     """
 
     context_tokens_max: int
