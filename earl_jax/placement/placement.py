@@ -128,7 +128,7 @@ class Placement:
                     "most_length",
                 )
             ]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its placement is not one: {error}") from error
         self.plans = Plans(rollout, train)
         self.max_tokens, self.calm_steps, self._cache_tokens = numbers[:3]
