@@ -235,6 +235,14 @@ class Placement:
         in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
         return max(first, self._cache_tokens, in_flight)
 
+    def _tokens_of(self, num_pages: int) -> int:
+        """Tokens that so many pages of all row shards hold: half of each slot's last is empty.
+
+        A rollout for so many tokens is chosen with as many pages again.
+        """
+        page_size = self.problem.work.page_size
+        return max(0, num_pages * page_size - self.rollout.num_slots * page_size // 2)
+
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
         """For how many steps a choice will last: until contexts outgrow its buckets."""
         horizon = self.problem.horizon_steps
@@ -482,10 +490,10 @@ class Placement:
         budget allows; else as many as before. If the budget does not hold the longer rows on this
         mesh, weights and live KV caches go to another one and the episodes continue there.
         """
-        pool, page_size = seat.pool, self.problem.work.page_size
+        pool = seat.pool
         wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
         step = dataclasses.replace(
-            self._step(tokens, load), cache_tokens=wanted * pool.shards * page_size
+            self._step(tokens, load), cache_tokens=self._tokens_of(wanted * pool.shards)
         )
         self._outgrown = step.max_tokens
         grown = None
@@ -543,7 +551,7 @@ class Placement:
         step = dataclasses.replace(
             self._step(places, load),
             max_tokens=places,
-            cache_tokens=here.pages * here.mesh.data * self.problem.work.page_size,
+            cache_tokens=self._tokens_of(here.pages * here.mesh.data),
             rollout_tokens=live * left,
         )
         chooser = Chooser(self.problem, self.observations.table)
@@ -582,7 +590,7 @@ class Placement:
         jax.block_until_ready((moved.policy.params, moved.state))
         if engine is not seat.engine:
             self.log.switch_s += time.perf_counter() - start
-        self._cache_tokens = max(self._cache_tokens, pool.total * self.problem.work.page_size)
+        self._cache_tokens = max(self._cache_tokens, self._tokens_of(pool.total))
         return moved
 
     def _unless_short(self, work: Callable[[], Result]) -> Result | None:

@@ -88,7 +88,7 @@ def too_large_for(
 
     Updates in at least `least_micro_batches` take 1 byte on every mesh.
     """
-    buckets = {parse.split(" ")[2] for parse in table.entries} | {str(t) for _, t in train}
+    buckets = {key.split(" ")[2] for key in table.entries} | {str(t) for _, t in train}
     for tokens in sorted(map(int, buckets)):
         for plan in problem.train_plans(tokens):
             large = (plan.mesh, tokens) in train and plan.micro_batches < least_micro_batches
