@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 # on CPUs, whose small programs have other temporaries, up to a half off. A plan that is nearer to
 # the budget is compiled before it is relied on.
 SURE, SURE_ON_CPU = 1.2, 1.5
+# Of a stage's programs no more are compiled for their bytes, where another plan surely fits.
+COMPILED_AT_MOST = 2
 # What it takes to load a program that was compiled ahead.
 LOADING_S = 1.0
 
@@ -216,9 +218,7 @@ class Placement:
             length=length,
             cache_tokens=self._wanted_tokens(load),
             rollout_tokens=(
-                load.rollout_tokens
-                if load
-                else rollout.episodes_per_step * rollout.max_turn_tokens
+                load.rollout_tokens if load else rollout.episodes_per_step * rollout.max_turn_tokens
             ),
             lasts=self._lasts(max_tokens, length, load),
             is_new=is_new,
@@ -298,20 +298,38 @@ class Placement:
     def _settled(self, ask: Callable[[Chooser], Decision]) -> Decision:
         """Asks until the programs of what is chosen are known to fit: those in doubt are compiled.
 
-        A stage needs one compilation, or two where the first turns out too large.
+        A stage needs one compilation, or two where the first turns out too large. Then what is
+        left is chosen by what surely fits, and is compiled only where nothing does.
         """
-        while True:
-            decision = ask(Chooser(self.problem, self.observations.table))
-            doubtful = [choice for choice in decision.choices if self._is_doubtful(choice)]
-            if not doubtful:
+        for _ in range(COMPILED_AT_MOST):
+            decision = ask(self._chooser())
+            if not self._compiled(decision):
                 return decision
-            for choice in doubtful:
-                self._compile(choice)
+        try:
+            return ask(self._chooser(self._sure))
+        except BudgetTooSmall:
+            pass
+        while self._compiled(decision := ask(self._chooser())):
+            pass
+        return decision
 
-    def _is_doubtful(self, choice: Choice) -> bool:
-        cpu = self.problem.hardware.platform == "cpu"
-        sure = SURE_ON_CPU if cpu else SURE
-        return not choice.is_exact and sure * choice.num_bytes > self.problem.budget
+    def _chooser(self, caution: float = 1.0) -> Chooser:
+        return Chooser(self.problem, self.observations.table, caution)
+
+    @property
+    def _sure(self) -> float:
+        return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
+
+    def _compiled(self, decision: Decision) -> bool:
+        """Compiles the programs in doubt; returns whether there were any."""
+        doubtful = [
+            choice
+            for choice in decision.choices
+            if not choice.is_exact and self._sure * choice.num_bytes > self.problem.budget
+        ]
+        for choice in doubtful:
+            self._compile(choice)
+        return bool(doubtful)
 
     def _compile(self, choice: Choice) -> None:
         """Asks XLA for the bytes of a program; the compiler may run out of memory, too."""
@@ -554,8 +572,7 @@ class Placement:
             cache_tokens=self._tokens_of(here.pages * here.mesh.data),
             rollout_tokens=live * left,
         )
-        chooser = Chooser(self.problem, self.observations.table)
-        return chooser.rollout(
+        return self._chooser().rollout(
             step, here, self.train.mesh, keeps_slots=True, live=live, move_s=move_s
         )
 
@@ -615,7 +632,7 @@ class Placement:
             self._step(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
         )
         try:
-            decision = Chooser(self.problem, self.observations.table).step(step, self.plans)
+            decision = self._chooser().step(step, self.plans)
         except BudgetTooSmall:
             return self.plans
         assert decision.rollout is not None and decision.train is not None

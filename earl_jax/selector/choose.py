@@ -123,14 +123,15 @@ class _Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The candidates of one problem by one table."""
+    """The candidates of one problem by one table; computed bytes are taken `caution` times."""
 
     problem: Problem
     table: ThroughputTable
+    caution: float = 1.0
 
     @functools.cached_property
     def _estimate(self) -> Estimator:
-        return Estimator(self.problem, self.table)
+        return Estimator(self.problem, self.table, self.caution)
 
     # Candidates.
 
@@ -556,7 +557,9 @@ def size_words(num_bytes: float) -> str:
     """Returns bytes for people: "1.50 GiB", "20.1 MiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else (
-                f"{num_bytes / size:,.0f} {unit}"
+            return (
+                f"{num_bytes / size:.3g} {unit}"
+                if num_bytes < 1000 * size
+                else (f"{num_bytes / size:,.0f} {unit}")
             )
     return f"{num_bytes:.0f} bytes"

@@ -20,10 +20,11 @@ from earl_jax.sharding.layout import MeshShape
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """What is known of one problem's plans by one table."""
+    """What is known of one problem's plans by one table; computed bytes are taken `caution` times."""
 
     problem: Problem
     table: ThroughputTable
+    caution: float = 1.0
 
     # Bytes.
 
@@ -31,7 +32,7 @@ class Estimator:
         """Returns bytes per device of an update, and whether they are XLA's."""
         if known := self._update(plan, length).program_bytes:
             return known, True
-        return self.problem.update_footprint(plan, length).total, False
+        return int(self.caution * self.problem.update_footprint(plan, length).total), False
 
     def round_bytes(self, plan: RolloutPlan, max_tokens: int) -> tuple[int, bool]:
         """Returns bytes per device of a rollout by itself, and whether they are XLA's.
@@ -41,7 +42,7 @@ class Estimator:
         entry = self._round(plan, max_tokens)
         if known := entry.program_bytes:
             return known + plan.pages * self.problem.page_bytes(plan.mesh), True
-        return self.problem.round_footprint(plan, max_tokens).total, False
+        return int(self.caution * self.problem.round_footprint(plan, max_tokens).total), False
 
     # Speeds.
 
