@@ -11,19 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import (
-    CONFIG,
-    MODEL,
-    assert_same_episodes,
-    check_rows,
-    collect,
-    renderer,
-    tasks,
-    tokenizer,
-    weights,
-)
 from test_control import Script, swap_to
-from test_tasks import GIVEN, one_step
+from test_tasks import GIVEN
 
 from earl_jax.config_file import make_config
 from earl_jax.envs.environment import EnvConfig, Start, StepResult
@@ -49,6 +38,18 @@ from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
+from tests.support.episodes import (
+    CONFIG,
+    MODEL,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    renderer,
+    tasks,
+    tokenizer,
+    weights,
+)
+from tests.support.placements import one_step
 
 MASKED = EnvConfig(mask_illegal=True)
 HOT = 300.0

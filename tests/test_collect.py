@@ -4,173 +4,35 @@
 
 import collections
 import dataclasses
-import functools
 import heapq
 import math
 import random
 import threading
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import EnvConfig, Start, StepResult
+from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.repertoire import game_corpus, make_environment
-from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
+from earl_jax.rollout.config import Limits
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.orders import NO_LIMIT
-from earl_jax.rollout.pages import Pool, pages_for
-from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate
-from earl_jax.rollout.slots import SlotRules
-from earl_jax.sharding.layout import MeshShape, make_layout
-
-NUM_DEVICES = 8
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
-CONFIG = RolloutConfig(
-    num_slots=16,
-    episodes_per_step=48,
-    chunk_size=8,
-    burst=4,
-    max_turn_tokens=4,
-    unfinished_reward=-0.5,
-    # Rounds wait for every environment, so that their number does not depend on the machine.
-    patience_s=60.0,
-    # Where nobody takes anything over, an episode's rounds are a matter of its own length.
-    share_prefixes=False,
-    context_buckets=(16, 24, 32),
-    page_size=8,
+from earl_jax.sharding.layout import MeshShape
+from tests.support.episodes import (
+    CONFIG,
+    NUM_DEVICES,
+    Rooms,
+    assert_same_episodes,
+    check_rows,
+    check_turns,
+    collect,
+    engine,
+    renderer,
+    tasks,
+    tictactoe,
+    weights,
 )
-ROOM = CONFIG.context_buckets[-1]
-TICTACTOE = EnvConfig()
-
-
-@functools.cache
-def tokenizer():
-    return build_tokenizer(game_corpus(TICTACTOE, 60, seed=0), 320)
-
-
-@functools.cache
-def renderer() -> ChatRenderer:
-    return ChatRenderer(tokenizer())
-
-
-def num_rows(num_slots: int, episodes: int) -> int:
-    """Rows of experience, with those for guests where there are slots for all lanes."""
-    devices = NUM_DEVICES if num_slots % NUM_DEVICES == 0 else 1
-    rows = make_rows(num_rows=episodes, num_slots=num_slots, num_devices=devices)
-    return rows.total
-
-
-@functools.cache
-def engine(
-    num_slots: int = CONFIG.num_slots,
-    mesh: MeshShape = MeshShape(data=8),  # noqa: B008
-    append_rows: int = CONFIG.append_rows,
-    burst: int = CONFIG.burst,
-    model_logprobs: bool = False,
-    ngram: int = 0,
-    draft: int = 0,
-    model: ModelConfig = MODEL,
-    episodes: int = CONFIG.episodes_per_step,
-    step_rows: int = 0,
-) -> PolicyEngine:
-    rules = SlotRules(
-        burst=burst,
-        end_of_turn_ids=renderer().end_of_turn_ids,
-        append_rows=append_rows,
-        model_logprobs=model_logprobs,
-        ngram=ngram,
-        draft=draft,
-    )
-    return PolicyEngine(
-        EngineConfig(
-            model=model,
-            vocab_size=320,
-            num_slots=num_slots,
-            num_rows=num_rows(num_slots, episodes),
-            chunk_size=CONFIG.chunk_size,
-            rules=rules,
-            seed=3,
-            step_rows=step_rows,
-            page_size=CONFIG.page_size,
-        ),
-        make_layout(mesh),
-    )
-
-
-@functools.cache
-def weights(seed: int = 0, *, ends_turns: bool = True, model: ModelConfig = MODEL):
-    """A policy that says one random digit and ends its turn, or never ends it.
-
-    Random weights, but for two features of the embedding that drown the rest: the first is 10
-    everywhere, the second tells digits (10) from the assistant's mark (-10). The head reads them.
-    """
-    rng = np.random.default_rng(seed)
-
-    def draw(spec):
-        noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
-        return np.broadcast_to(noise, spec.shape).astype(np.float32)
-
-    specs = unstacked_specs(parameter_specs(model, 320), model.num_layers)
-    values = jax.tree.map(draw, specs, is_leaf=is_spec)
-    digits = [tokenizer().convert_tokens_to_ids(str(digit)) for digit in range(9)]
-    speaks, ends = tokenizer().convert_tokens_to_ids(ASSISTANT), renderer().end_of_turn_id
-    embed, head = values["embed"].copy(), values["head"] / 2
-    embed[:, 0], embed[:, 1] = 10, 0
-    embed[digits, 1], embed[speaks, 1] = 10, -10
-    head[0], head[1] = -8, 0
-    head[0, digits] = 0
-    if ends_turns:
-        head[0, ends], head[1, ends], head[1, digits] = 0, 6, -6
-    values = {**values, "embed": embed, "head": head}
-    return engine(model=model).load_params(jax.tree.map(jnp.asarray, values))
-
-
-def tasks(number: int, first: int = 0) -> list[Task]:
-    return [
-        Task(episode=first + i, group=first + i, env_seed=100 + first + i, player=i % 2)
-        for i in range(number)
-    ]
-
-
-def tictactoe(task: Task):
-    return make_environment(TICTACTOE, seed=task.env_seed, player=task.player)
-
-
-@dataclasses.dataclass
-class Rooms:
-    """Grows the room, as `placement.make_room` does where the mesh stays; remembers what for.
-
-    Pages come by the dozen; at most `most_pages` a row shard, as where the budget is reached.
-    """
-
-    most_pages: int = 1000
-    wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    wanted_pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-
-    def __call__(self, seat: Seat, tokens: int, pages: int) -> Seat:
-        if tokens > seat.places:
-            self.wanted.append((seat.places, tokens))
-        if pages > seat.pool.pages:
-            self.wanted_pages.append((seat.pool.pages, pages))
-        assert tokens > seat.places or pages > seat.pool.pages, "asked for nothing"
-        places = CONFIG.places_for(tokens)
-        if pages > seat.pool.pages:
-            pages = min(pages + -pages % 12, self.most_pages)
-        pool = seat.pool._replace(pages=max(pages, seat.pool.pages))
-        return relocate(seat, seat.engine, places, pool)
 
 
 @pytest.fixture(scope="module")
@@ -178,95 +40,6 @@ def pool():
     pool = EnvironmentPool(2, timeout_s=60.0)
     yield pool
     pool.close()
-
-
-def collect(
-    pool,
-    todo,
-    make=tictactoe,
-    *,
-    params=None,
-    version=0,
-    places=ROOM,
-    num_slots=CONFIG.num_slots,
-    pages=0,
-    make_room=None,
-    player=None,
-    control=None,
-    sampling=Sampling(),  # noqa: B008
-    num_devices=NUM_DEVICES,
-    collectors=None,
-    max_context=NO_LIMIT,
-    drafting=None,
-    thin_out=None,
-    vacant=None,
-    **changes,
-):
-    """Plays the tasks; the Collector that does is added to `collectors`."""
-    player = player or engine(num_slots)
-    collector = Collector(
-        dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
-        lambda: Conversation(renderer()),
-        pool,
-        make,
-        make_room or Rooms(),
-        num_devices=num_devices,
-        max_context=max_context,
-        drafting=drafting,
-        thin_out=thin_out,
-    )
-    if collectors is not None:
-        collectors.append(collector)
-    size = player.config.page_size
-    shards = player.layout.num_row_shards
-    pages = pages or pages_for(places, size) * num_slots // shards
-    policy = Policy(params=player.load_params(params or weights()), version=version)
-    seat = open_seat(player, policy, places, Pool(shards, pages), vacant)
-    return collector.collect(seat, todo, sampling=sampling, control=control)
-
-
-def check_rows(rollout, num_tasks: int) -> None:
-    """Row i holds the turns of task i end to end, marked by author; nothing is anywhere else."""
-    written = {
-        field.name: np.asarray(getattr(rollout.experience, field.name))
-        for field in dataclasses.fields(rollout.experience)
-        if getattr(rollout.experience, field.name) is not None
-    }
-    for trajectory in rollout.trajectories:
-        expected = {name: [] for name in written}
-        spoken = 0
-        for turn in trajectory.turns:
-            policy = turn.author == "policy"
-            spoken += policy
-            zeros = [0] * len(turn.token_ids)
-            expected["tokens"] += turn.token_ids
-            expected["turn_ids"] += [spoken * policy] * len(zeros)
-            for name in written.keys() - {"tokens", "turn_ids"}:
-                expected[name] += getattr(turn, name) if policy else zeros
-        for name, numbers in expected.items():
-            row = written[name][trajectory.row]
-            np.testing.assert_array_equal(row[: len(numbers)], np.float32(numbers), name)
-            if (name, trajectory.stop_reason) != ("tokens", "aborted"):
-                # There it may be ids of an answer that was given up; nobody reads them.
-                assert not row[len(numbers) :].any(), name
-    assert not any(rows[num_tasks:].any() for rows in written.values())
-
-
-def check_turns(trajectory) -> None:
-    """Ids were rendered once, from the messages; the policy's turns are whole."""
-    assert [turn.author for turn in trajectory.turns] == [
-        ("environment", "policy")[i % 2] for i in range(len(trajectory.turns))
-    ]
-    for index, turn in enumerate(trajectory.turns):
-        if turn.author == "policy":
-            assert turn.token_ids[-1] == renderer().end_of_turn_id
-            assert renderer().end_of_turn_id not in turn.token_ids[:-1]
-            assert turn.text == renderer().decode_reply(turn.token_ids)
-            assert len(turn.logprobs) == len(turn.versions) == len(turn.token_ids)
-            assert max(turn.logprobs) <= 1e-6
-        else:
-            render = renderer().answer if index else renderer().first
-            assert turn.token_ids == render(turn.text)
 
 
 @pytest.fixture(scope="module")
@@ -399,22 +172,6 @@ def test_an_episode_is_the_same_among_other_episodes(pool, games):
     ours = [dataclasses.replace(t, row=0) for t in games.trajectories[10:30]]
     theirs = [dataclasses.replace(t, row=0) for t in other.trajectories[5:]]
     assert_same_episodes(ours, theirs)
-
-
-def assert_same_episodes(ours, theirs) -> None:
-    """Equal in everything; log-probs to 1e-5."""
-
-    def without_logprobs(trajectory):
-        turns = tuple(
-            dataclasses.replace(turn, logprobs=(), model_logprobs=()) for turn in trajectory.turns
-        )
-        return dataclasses.replace(trajectory, turns=turns)
-
-    for one, other in zip(ours, theirs, strict=True):
-        assert without_logprobs(one) == without_logprobs(other)
-        for turn, same in zip(one.turns, other.turns, strict=True):
-            np.testing.assert_allclose(turn.logprobs, same.logprobs, atol=1e-5)
-            np.testing.assert_allclose(turn.model_logprobs, same.model_logprobs, atol=1e-5)
 
 
 @pytest.mark.slow

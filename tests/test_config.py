@@ -271,9 +271,7 @@ RULES = [
     ("selector.budget_bytes_per_device=-1", "config.selector.budget_bytes_per_device is -1"),
     ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
-    ("selector.measure_rounds=0", "config.selector.measure_rounds is 0"),
-    ("selector.page_sizes=(64,64)", "config.selector.page_sizes is (64, 64); give different"),
-    ("selector.page_sizes=(0,)", "config.selector.page_sizes is (0,); give different"),
+    ("selector.table=", "config.selector.table is empty; give 'auto', 'model', or the path"),
     ("rollout.page_size=-1", "config.rollout.page_size is -1; it must be at least 0"),
     ("rollout.parking=disk", "config.rollout.parking is 'disk'; .*'auto', 'recompute', 'host'"),
     ("rollout.parking_host_gib=0", "parking_host_gib is 0.0; .*parking = 'recompute'"),
@@ -363,11 +361,6 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             ["rollout.parking_host_gib=1", "rollout.parking=recompute"],
             "rollout.parking_host_gib",
             "config.rollout.parking is 'recompute'",
-        ),
-        (
-            ["selector.measure_rounds=3", "selector.order=listed"],
-            "selector.measure_rounds",
-            "config.selector.order is 'listed'",
         ),
         (
             ["selector.offload=on", "devices.num_rollout=4"],

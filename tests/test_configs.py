@@ -88,14 +88,14 @@ def test_the_name_says_what_and_where(path, made):
 
 
 def test_the_meshes_to_choose_from_are_more_than_one(world):
-    assert len(world.rollout_candidates) > 1
-    assert len(world.train_candidates) > 1
+    assert len(world.problem.rollout_meshes) > 1
+    assert len(world.problem.train_meshes) > 1
 
 
 @pytest.mark.slow
 def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     config, rows = world.config, world.config.rollout.episodes_per_step
-    for shape in world.train_candidates:
+    for shape in world.problem.train_meshes:
         layout = make_abstract_layout(shape)
         state = placed(
             world.train_state_shapes(),
@@ -122,7 +122,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
 @pytest.mark.slow
 def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
     rollout = world.config.rollout
-    for shape in world.rollout_candidates:
+    for shape in world.problem.rollout_meshes:
         engine = PolicyEngine(world.engine(shape).config, make_abstract_layout(shape))
         rows = engine.layout.activations("B")
         width = order_width(rollout.chunk_size)

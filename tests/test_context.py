@@ -19,11 +19,9 @@ from earl_jax.models.kernels import attend_rows, context_obstacle
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.selector.candidates import train_candidates
-from earl_jax.selector.ladder import TrainRung
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
-from earl_jax.survival import Ladder
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import (
     TrainState,
@@ -315,13 +313,15 @@ def test_a_run_considers_to_cut_long_rows(tmp_path):
     overrides = ["selector.train_meshes=()", "selector.rollout_meshes=()"]
     overrides += ["model.num_kv_heads=2", "rollout.episodes_per_step=16", "rollout.num_slots=16"]
     world = World(make_config({}, overrides), tmp_path / "tokenizer")
-    assert {shape.context for shape in world.train_candidates_for(64)} == {1}
-    long = world.train_candidates_for(131_072)
+    assert {shape.context for shape in world.problem.train_meshes_for(64)} == {1}
+    long = world.problem.train_meshes_for(131_072)
     assert {shape.context for shape in long} == {1, 2, 4, 8}
-    ladder = Ladder(world)
-    assert ladder.train_rungs(64)[-1] == TrainRung(4, True)
-    assert ladder.train_rungs(131_072)[-1] == TrainRung(16, True)
-    one_row = [shape for shape in long if world.train_obstacle(shape, 16) is None]
+    most = [
+        max(plan.micro_batches for plan in world.problem.train_plans(tokens))
+        for tokens in (64, 131_072)
+    ]
+    assert most == [4, 16]
+    one_row = [shape for shape in long if world.problem.train_obstacle(shape, 16) is None]
     assert {str(shape) for shape in one_row} == {"data=1,context=8", "data=1,context=4,tensor=2"}
     with pytest.raises(ValueError, match="its kernel takes whole rows"):
         train_candidates(8, ("data=4,context=2",), lambda s: context_obstacle("splash", s))

@@ -270,9 +270,9 @@ def test_a_rollout_considers_to_cut_long_contexts(tmp_path):
     overrides = ["selector.rollout_meshes=()", "model.num_kv_heads=2", "rollout.chunk_size=4"]
     overrides += ["rollout.episodes_per_step=16", "rollout.num_slots=16"]
     world = World(make_config({}, overrides), tmp_path / "tokenizer")
-    assert {shape.context for shape in world.rollout_candidates_for(8191)} == {1}
-    assert {shape.context for shape in world.rollout_candidates_for(8192)} == {1, 2}
-    long = world.rollout_candidates_for(131_072)
+    assert {shape.context for shape in world.problem.rollout_meshes_for(8191)} == {1}
+    assert {shape.context for shape in world.problem.rollout_meshes_for(8192)} == {1, 2}
+    long = world.problem.rollout_meshes_for(131_072)
     assert {str(shape) for shape in long if shape.context > 1} == {
         "data=4,context=2",
         "data=2,context=2,tensor=2",
@@ -280,5 +280,5 @@ def test_a_rollout_considers_to_cut_long_contexts(tmp_path):
         "data=1,context=4,tensor=2",
     }
     named = ["selector.rollout_meshes=('data=1,context=8',)"]
-    with pytest.raises(ValueError, match="rollout.chunk_size = 4 does not divide by 8"):
+    with pytest.raises(ValueError, match="rollout.chunk_size = 4 does not divide by context=8"):
         World(make_config({}, overrides + named), tmp_path / "tokenizer")

@@ -12,19 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import (
-    CONFIG,
-    MODEL,
-    Talker,
-    Watched,
-    assert_same_episodes,
-    check_rows,
-    collect,
-    engine,
-    tasks,
-    weights,
-)
-from test_tasks import GIVEN, seated
+from test_collect import Talker, Watched
+from test_tasks import GIVEN
 
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
@@ -33,6 +22,17 @@ from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.seat import Policy
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.episodes import (
+    CONFIG,
+    MODEL,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+    weights,
+)
+from tests.support.placements import seated
 
 NUM_TASKS = 40
 PLACES = 64
@@ -317,7 +317,7 @@ def test_what_the_readme_says_of_control_is_so():
         if "RolloutControl" in code
     ]
     world, seat, placement = seated(GIVEN)
-    params = world.policy(world.first_train_state(placement.in_training))
+    params = world.policy(world.first_train_state(placement.train.mesh))
     names = {"world": world, "placement": placement, "seat": seat, "new_params": params}
     names["tasks"] = world.training_tasks(0)
     exec(example, names)

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 from processes import Processes
-from test_collect import CONFIG, ROOM, collect, engine, tasks
 from test_dispatch_pack import (
     ROWS,
     batch_by_hand,
@@ -29,6 +28,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.waiting import wait_for
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.episodes import CONFIG, ROOM, collect, engine, tasks
 
 PAIRS = [
     ("data=8", "data=4,tensor=2", 24),

@@ -8,18 +8,7 @@ import time
 
 import pytest
 from test_choices import BRANCHES, HOT, Words, engine_for
-from test_collect import (
-    ROOM,
-    Rooms,
-    Talker,
-    assert_same_episodes,
-    check_rows,
-    collect,
-    engine,
-    tasks,
-    tokenizer,
-    weights,
-)
+from test_collect import Talker
 from test_control import Script, furthest, swap_to
 
 from earl_jax.config_file import make_config
@@ -29,6 +18,17 @@ from earl_jax.rollout.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS,
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World, _drafting_notes
+from tests.support.episodes import (
+    ROOM,
+    Rooms,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+    tokenizer,
+    weights,
+)
 
 GUESSES = {"ngram": 1, "draft": 3}
 ON = SpeculationConfig(mode="on", **GUESSES)
@@ -312,9 +312,9 @@ def test_the_settings_reach_the_engine():
     settings = ["rollout.speculation.mode=auto", "rollout.speculation.draft=2"]
     world = World(make_config({}, settings))
     assert any(re.search("speculation.mode is 'auto'.*rounding", note) for note in world.notes)
-    rules = world.engine(world.rollout_candidates[0]).config.rules
+    rules = world.engine(world.problem.rollout_meshes[0]).config.rules
     assert (rules.ngram, rules.draft) == (3, 2)
     assert rules.round_tokens == world.config.rollout.round_tokens == 3 * rules.burst
     plain = World(make_config({}))
-    rules = plain.engine(plain.rollout_candidates[0]).config.rules
+    rules = plain.engine(plain.problem.rollout_meshes[0]).config.rules
     assert (rules.ngram, rules.draft, rules.round_tokens) == (0, 0, rules.burst)

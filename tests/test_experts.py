@@ -474,7 +474,7 @@ def get_config():
     )
     config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
     config.selector = dict(
-        measure_rounds=1,
+        table="model",
         rollout_meshes=("data=4,expert=2",),
         train_meshes=("data=2,fsdp=2,expert=2",),
     )

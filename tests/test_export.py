@@ -179,7 +179,7 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
 
 
 def a_state(world: World) -> TrainState:
-    state = world.first_train_state(world.train_candidates[0])
+    state = world.first_train_state(world.problem.train_meshes[0])
     return dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
 
 
@@ -230,7 +230,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     sections = {"num_steps": 5, "checkpoint": {"every_steps": 2, **given}}
     model = {"path": str(REFERENCE / path)} if path else {"num_layers": 1}
     world = World(make_config({**sections, "model": model}))
-    state = world.first_train_state(world.train_candidates[0])
+    state = world.first_train_state(world.problem.train_meshes[0])
     notes = []
     keeper = Keeper(
         world=world,

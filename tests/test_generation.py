@@ -103,7 +103,7 @@ def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
         make_config({"model": {"path": str(folder)}}, ["chat.history=fork"]), tmp_path / "none"
     )
     assert world.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 3
-    engine = world.engine(world.rollout_candidates[0])
+    engine = world.engine(world.problem.rollout_meshes[0])
     assert engine.config.rules.end_of_turn_ids == (3, 0)
     conversation = world.new_conversation()
     conversation.open("go")

@@ -7,7 +7,14 @@ import functools
 
 import numpy as np
 import pytest
-from test_collect import (
+from test_control import Script, swap_to
+
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout.pages import Pool
+from earl_jax.rollout.seat import open_seat, vacate
+from earl_jax.sharding.layout import MeshShape
+from tests.support.episodes import (
     CONFIG,
     assert_same_episodes,
     check_rows,
@@ -17,13 +24,6 @@ from test_collect import (
     tasks,
     weights,
 )
-from test_control import Script, swap_to
-
-from earl_jax.envs.environment import Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.seat import open_seat, vacate
-from earl_jax.sharding.layout import MeshShape
 
 SYSTEM = "0123456780123456780123456"
 NUM_SLOTS = 4

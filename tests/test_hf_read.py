@@ -21,7 +21,6 @@ from references import (
     loaded,
 )
 from safetensors.numpy import load_file, save_file
-from test_tasks import seated
 
 from earl_jax.config_file import make_config
 from earl_jax.loop import play
@@ -31,6 +30,7 @@ from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
+from tests.support.placements import seated
 
 
 @pytest.fixture
@@ -85,11 +85,11 @@ def test_a_world_is_the_model_of_the_path():
     assert world.model.path == "" and world.vocab_size == 320
     assert world.renderer.end_of_turn_id == 3
     first, measured = (
-        make(world.train_candidates[-1])
+        make(world.problem.train_meshes[-1])
         for make in (world.first_train_state, world.init_train_state)
     )
     assert_equal_trees(first.params, loaded("qwen2_tied"))
-    shardings = world.train_state_shardings(world.train_candidates[-1])
+    shardings = world.train_state_shardings(world.problem.train_meshes[-1])
     for state in (first, measured):
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
         assert int(state.updates) == 0
@@ -352,7 +352,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
             "context_buckets": (64,),
         },
         "train": {"ratio": "model"},
-        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
+        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
     world, seat, placement = seated(given)
     trajectories = play(world, placement, seat, world.training_tasks(0), None).trajectories

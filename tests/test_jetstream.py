@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import rows_of
-from test_collect import MODEL, tokenizer
 
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
@@ -28,6 +27,7 @@ from earl_jax.rollout.engine_config import EngineConfig, Serving
 from earl_jax.rollout.sampling import model_logprobs, sample, sampling_rows, token_uniforms
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.episodes import MODEL, tokenizer
 
 TESTS = Path(__file__).parent
 VOCAB, SEED, NUM_SLOTS, MAX_PREFILL, ROOM = 320, 11, 8, 64, 128

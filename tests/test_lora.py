@@ -553,7 +553,7 @@ def test_a_world_keeps_the_base_of_the_path_frozen():
         "train": {"lora": {"rank": 2, "base_dtype": "bfloat16"}},
     }
     world = World(make_config(given))
-    mesh = world.train_candidates[-1]
+    mesh = world.problem.train_meshes[-1]
     state = world.first_train_state(mesh)
     assert bits(state.base) == bits(world.frozen_base(mesh))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}

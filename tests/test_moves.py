@@ -11,22 +11,22 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from test_collect import assert_same_episodes
-
 from earl_jax.calibrate import Calibration
+from earl_jax.selector.ladder import TrainRung
+from earl_jax.selector.throughput import ThroughputTable
+from earl_jax.survival import Ladder
+
 from earl_jax.config_file import make_config
 from earl_jax.loop import Position, StepRecord, expected_tokens, play, train
 from earl_jax.placement import Placement
 from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import Limits, Sampling
 from earl_jax.rollout.pages import pages_for
-from earl_jax.selector.ladder import TrainRung
-from earl_jax.selector.throughput import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.survival import Ladder
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
+from tests.support.episodes import assert_same_episodes
 
 D8 = MeshShape(data=8)
 D4T2 = MeshShape(data=4, tensor=2)

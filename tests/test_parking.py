@@ -11,16 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import (
-    CONFIG,
-    NUM_DEVICES,
-    Rooms,
-    Talker,
-    check_rows,
-    collect,
-    engine,
-    tasks,
-)
+from test_collect import Talker
 from test_control import Script, furthest, lecture, swap_to
 from test_engine import COLLECTIVE
 
@@ -45,6 +36,7 @@ from earl_jax.rollout.room import CacheRoom
 from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
+from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
 KV_DTYPES = ("compute", "int8")

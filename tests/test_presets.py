@@ -7,7 +7,6 @@ import json
 
 import numpy as np
 import pytest
-from test_tasks import one_step
 
 from earl_jax.config_file import make_config
 from earl_jax.models.config import RopeScaling
@@ -16,6 +15,7 @@ from earl_jax.models.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.world import World
+from tests.support.placements import one_step
 
 # Vocabulary and number of parameters of the published checkpoints (Gemma 3 without its images).
 PUBLISHED = {
@@ -110,7 +110,7 @@ def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
         "selector": {
             "rollout_meshes": ("data=4,tensor=2",),
             "train_meshes": ("data=2,fsdp=2,tensor=2",),
-            "order": "listed",
+            "table": "model",
         },
     }
     world = World(make_config(sections))

@@ -20,23 +20,27 @@ from earl_jax.world import World
 D8 = MeshShape(data=8)
 POSITION = {
     "placement": {
-        "rollout_mesh": "data=8",
-        "train_mesh": "data=8",
-        "places": 24,
-        "pages": 4,
-        "num_slots": 64,
-        "train_rung": [1, False],
+        "rollout": ["data=8", 64, 4],
+        "train": ["data=8", 1, False],
+        "max_tokens": 24,
         "calm_steps": 3,
+        "cache_tokens": 512,
+        "most_tokens": 24,
+        "most_length": 24,
     },
     "history": [],
-    "throughput": {"measurements": {}, "failures": []},
+    "throughput": {"entries": {}, "failures": []},
 }
 
 
 def make_world(*overrides):
     given = {
         "model": {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_size": 16},
-        "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",)},
+        "selector": {
+            "rollout_meshes": ("data=8",),
+            "train_meshes": ("data=8",),
+            "table": "model",
+        },
     }
     return World(make_config(given, overrides))
 
@@ -70,9 +74,7 @@ def resumed(world, tmp_path, position):
 
 def test_the_newest_is_used(resume, world):
     position, placement = resume.call()
-    # A run that says nothing of its page size had the config's, and of rooms before this one.
-    unsaid = {"page_size": 0, "most_places": 24, "most_length": 24}
-    assert position.step == 2 and placement.as_dict() == {**POSITION["placement"], **unsaid}
+    assert position.step == 2 and placement.as_dict() == POSITION["placement"]
     jax.tree.map(np.testing.assert_array_equal, position.state, world.init_train_state(D8))
     assert len(resume.notes) == 1 and "after step 2" in resume.notes[0]
 
@@ -81,9 +83,10 @@ def test_the_newest_is_used(resume, world):
     ("old", "new", "words"),
     [
         ('"placement"', '"plaxement"', "without placement"),
-        ('"num_slots"', '"num_slotz"', "placement is without num_slots"),
-        ('"rollout_mesh": "data=8"', '"rollout_mesh": "dbta=8"', "cannot read 'dbta=8'"),
-        ('"measurements": {}', '"measurements": {"a": 1}', "not a throughput table"),
+        ('"max_tokens"', '"max_tokenz"', "placement is not one: 'max_tokens'"),
+        ('"train": ["data=8"', '"train": ["dbta=8"', "cannot read 'dbta=8'"),
+        ('"rollout": ["data=8", 64, 4]', '"rollout": ["data=8", 64]', "its placement is not one"),
+        ('"entries": {}', '"entries": {"a": 1}', "not a throughput table"),
         ("{", "[", "JSONDecodeError"),
     ],
 )

@@ -26,7 +26,7 @@ TINY = {
     "model.ffn_size": 64,
     "rollout.num_slots": 16,
     "rollout.episodes_per_step": 32,
-    "selector.order": "listed",
+    "selector.table": "model",
     "train.demonstration_steps": 6,
     "train.demonstration_updates": 2,
     "checkpoint.every_steps": 2,
@@ -409,7 +409,7 @@ def test_the_default_config_learns_and_its_mesh_changes(cache, tmp_path):
 
     Its meshes go by their order and not by speeds, which another process would disturb.
     """
-    flags = {"num_steps": 60, "selector.order": "listed"}
+    flags = {"num_steps": 60, "selector.table": "model"}
     done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", **flags), as_a_user=True)
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "w" / "metrics.jsonl")
@@ -433,7 +433,7 @@ def test_connect_four_runs_from_its_config(cache, tmp_path):
         "num_steps": 2,
         "selector.train_meshes": "('data=8',)",
         "selector.rollout_meshes": "('data=8',)",
-        "selector.order": "listed",
+        "selector.table": "model",
         "train.demonstration_steps": 1,
         "eval.games": 16,
         "eval.final_games": 16,
@@ -508,7 +508,7 @@ def get_config():
     config.num_steps = 2
     config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
     config.selector = dict(
-        order="listed",
+        table="model",
         rollout_meshes=("data=4,tensor=2",),
         train_meshes=("data=2,fsdp=2,tensor=2",),
     )
@@ -569,7 +569,7 @@ def qwen2_run(cache, tmp_path_factory):
         "rollout.episodes_per_step": 16,
         "selector.rollout_meshes": "('data=4,tensor=2',)",
         "selector.train_meshes": "('data=2,fsdp=4',)",
-        "selector.measure_rounds": 1,
+        "selector.table": "model",
         "train.demonstration_steps": 1,
         "checkpoint.every_steps": 1000,
         "eval.games": 16,

@@ -21,7 +21,7 @@ def get_config():
     config.num_steps = 6
     config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
     config.selector = dict(
-        order="listed",
+        table="model",
         rollout_meshes=("data=4,tensor=2",),
         train_meshes=("data=2,fsdp=2,tensor=2",),
     )

@@ -14,17 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import (
-    CONFIG,
-    MODEL,
-    NUM_DEVICES,
-    Rooms,
-    assert_same_episodes,
-    check_rows,
-    engine,
-    tasks,
-    weights,
-)
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.envs.chat import ChatRenderer
@@ -44,6 +33,17 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
 from earl_jax.trajectory import Trajectory, Turn
+from tests.support.episodes import (
+    CONFIG,
+    MODEL,
+    NUM_DEVICES,
+    Rooms,
+    assert_same_episodes,
+    check_rows,
+    engine,
+    tasks,
+    weights,
+)
 
 FORGOTTEN = "1357"
 NUM_TASKS, TURNS, ROOM = 32, 4, 128

@@ -64,15 +64,15 @@ def save_run(folder: Path, rank: int):
     state = dataclasses.replace(state, params=noisy)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     placement = {
-        "rollout_mesh": "data=4",
-        "train_mesh": "data=4",
-        "places": 32,
-        "pages": 4,
-        "num_slots": 16,
-        "train_rung": [1, False],
+        "rollout": ["data=4", 16, 8],
+        "train": ["data=4", 1, False],
+        "max_tokens": 32,
         "calm_steps": 0,
+        "cache_tokens": 512,
+        "most_tokens": 32,
+        "most_length": 32,
     }
-    table = {"measurements": {}, "failures": []}
+    table = {"entries": {}, "failures": []}
     position = {"placement": placement, "history": [], "throughput": table}
     if state.base is not None:
         position["base_fingerprint"] = int(fingerprint(state.base))

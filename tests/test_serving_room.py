@@ -10,7 +10,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_collect import MODEL
 from test_engine import COLLECTIVE
 from test_jetstream import (
     continuations,
@@ -27,6 +26,7 @@ from earl_jax.rollout.drafting import BLOCK_ROUNDS, TRIAL, Drafting
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.episodes import MODEL
 
 NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
 

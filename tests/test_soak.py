@@ -13,7 +13,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_collect import CONFIG, Rooms, check_rows, collect, engine, renderer, tasks, weights
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
@@ -24,6 +23,16 @@ from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.pages import pages_for
 from earl_jax.rollout.seat import Policy
 from earl_jax.sharding.layout import MeshShape
+from tests.support.episodes import (
+    CONFIG,
+    Rooms,
+    check_rows,
+    collect,
+    engine,
+    renderer,
+    tasks,
+    weights,
+)
 
 NUM_ROLLOUTS, EPISODES = 8, 320
 NUM_SLOTS = 32

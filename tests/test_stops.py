@@ -6,9 +6,16 @@ import dataclasses
 
 import pytest
 import test_samples
-from test_collect import (
+from test_collect import Talker
+from test_control import Script, furthest, swap_to
+
+from earl_jax.config_file import make_config
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout.config import Stops
+from earl_jax.world import World
+from tests.support.episodes import (
     ROOM,
-    Talker,
     assert_same_episodes,
     check_rows,
     collect,
@@ -18,13 +25,6 @@ from test_collect import (
     tokenizer,
     weights,
 )
-from test_control import Script, furthest, swap_to
-
-from earl_jax.config_file import make_config
-from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.config import Stops
-from earl_jax.world import World
 
 # The policy says digits and never ends a turn: a stop must.
 PLAIN, OWN = ("12", "34", "5", "0"), Stops(strings=("7", "80"), token_ids=())

@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 
 import pytest
-from test_collect import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
+from earl_jax.calibrate import Calibration
+from earl_jax.selector.tail import TailOption, choose_tail
+from earl_jax.selector.throughput import Measurement, ThroughputTable
 from test_survival import GIVEN, PLACES
 
-from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
@@ -19,11 +20,10 @@ from earl_jax.rollout.config import Limits, Sampling
 from earl_jax.rollout.pages import Pool
 from earl_jax.rollout.seat import relocate
 from earl_jax.selector.choose import Settings
-from earl_jax.selector.tail import TailOption, choose_tail
-from earl_jax.selector.throughput import Measurement, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.world import World
+from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
 
 D8 = MeshShape(data=8)
 D4T2 = MeshShape(data=4, tensor=2)

@@ -6,18 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from test_collect import assert_same_episodes, check_rows, collect, engine, tasks
 
-from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.loop import Position, learnable, rl_step
-from earl_jax.placement import Placement
+from earl_jax.loop import learnable
 from earl_jax.rollout.config import Sampling
-from earl_jax.selector.throughput import ThroughputTable
-from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import sampling_kl
 from earl_jax.world import World
+from tests.support.episodes import assert_same_episodes, check_rows, collect, engine, tasks
+from tests.support.placements import one_step
 
 WAYS = (
     Sampling(temperature=0.0),
@@ -109,30 +106,9 @@ GIVEN = {
         "top_k": 3,
         "model_logprobs": True,
     },
-    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     "train": {"ratio": "model", "epochs": 2},
 }
-
-
-def seated(given):
-    """A World of these settings, the first seat of its rollout, and the Placement that gave it."""
-    world = World(make_config(given))
-    calibration = Calibration(world, ThroughputTable(path=None, measurements={}), lambda _: None)
-    placement = Placement(world, calibration)
-    placement.choose_training(None)
-    placement.choose_rollout(world.config.rollout.context_buckets[0], None)
-    params = world.policy(world.first_train_state(placement.in_training))
-    return world, placement.open_seat(params, version=0)[0], placement
-
-
-def one_step(world: World):
-    """The first RL step of a run, without a workdir."""
-    calibration = Calibration(world, ThroughputTable(path=None, measurements={}), lambda _: None)
-    placement = Placement(world, calibration)
-    placement.choose_training(None)
-    state = world.first_train_state(placement.in_training)
-    position = Position(step=0, state=state, history=LoadHistory())
-    return rl_step(world, placement, position)[1]
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_a_plain_line_says_what_matters():
 def test_a_line_says_what_is_done_otherwise_than_the_config_says():
     stream = io.StringIO()
     with Progress(9, stream) as progress:
-        progress.update({"step": 1, "train_mesh": "fsdp=8", "rung": "training in 2 micro-batches"})
+        progress.update({"step": 1, "train_mesh": "fsdp=8", "plan": "training in 2 micro-batches"})
     assert stream.getvalue() == "step 1/9  train fsdp=8  (training in 2 micro-batches)\n"
 
 

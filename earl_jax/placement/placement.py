@@ -40,6 +40,8 @@ Result = TypeVar("Result")
 # on CPUs, whose small programs have other temporaries, up to a half off. A plan that is nearer to
 # the budget is compiled before it is relied on.
 SURE, SURE_ON_CPU = 1.2, 1.5
+# Of a stage's programs no more are compiled for their bytes, where another plan surely fits.
+COMPILED_AT_MOST = 2
 # What it takes to load a program that was compiled ahead.
 LOADING_S = 1.0
 
@@ -128,7 +130,7 @@ class Placement:
                     "most_length",
                 )
             ]
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its placement is not one: {error}") from error
         self.plans = Plans(rollout, train)
         self.max_tokens, self.calm_steps, self._cache_tokens = numbers[:3]
@@ -233,6 +235,14 @@ class Placement:
         in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
         return max(first, self._cache_tokens, in_flight)
 
+    def _tokens_of(self, num_pages: int) -> int:
+        """Tokens that so many pages of all row shards hold: half of each slot's last is empty.
+
+        A rollout for so many tokens is chosen with as many pages again.
+        """
+        page_size = self.problem.work.page_size
+        return max(0, num_pages * page_size - self.rollout.num_slots * page_size // 2)
+
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
         """For how many steps a choice will last: until contexts outgrow its buckets."""
         horizon = self.problem.horizon_steps
@@ -292,42 +302,45 @@ class Placement:
     def _settled(self, ask: Callable[[Chooser], Decision], *, together: bool = True) -> Decision:
         """Asks until the programs of what is chosen are known to fit: those in doubt are compiled.
 
-        A stage needs one compilation, or two: where one turns out too large, plans whose computed
-        bytes are near the budget are left out next. `together`: all processes ask.
+        A stage needs one compilation, or two where the first turns out too large. Then what is
+        left is chosen by what surely fits, and is compiled only where nothing does. `together`: all
+        processes ask.
 
         Raises BudgetTooSmall where nothing fits.
         """
-        margin = 1.0
-        while True:
-            try:
-                decision = ask(Chooser(self.problem, self.observations.table, margin))
-            except BudgetTooSmall:
-                if margin == 1.0:
-                    raise
-                margin = 1.0
-                continue
-            doubtful = [choice for choice in decision.choices if self._is_doubtful(choice, margin)]
-            if not doubtful:
+        for _ in range(COMPILED_AT_MOST):
+            decision = ask(self._chooser())
+            if not self._compiled(decision, together):
                 return decision
-            if not all([self._compile(choice, together) for choice in doubtful]):
-                margin = self._sure
+        try:
+            return ask(self._chooser(self._sure))
+        except BudgetTooSmall:
+            pass
+        while self._compiled(decision := ask(self._chooser()), together):
+            pass
+        return decision
+
+    def _chooser(self, caution: float = 1.0) -> Chooser:
+        return Chooser(self.problem, self.observations.table, caution)
 
     @property
     def _sure(self) -> float:
         return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
 
-    def _is_doubtful(self, choice: Choice, margin: float) -> bool:
-        """Whether a plan's program may take more than the budget."""
-        return not choice.is_exact and self._sure / margin * choice.num_bytes > self.problem.budget
-
-    def _compile(self, choice: Choice, together: bool) -> bool:
-        """Asks XLA for the bytes of a program; returns whether it is no larger than computed."""
-        num_bytes = compiled_bytes(self._world, choice.plan, choice.tokens, together=together)
-        if num_bytes is None:
-            self._remember(choice.plan, choice.tokens)
-            return False
-        self.observations.add_bytes(choice.plan, choice.tokens, num_bytes)
-        return num_bytes <= choice.program_bytes
+    def _compiled(self, decision: Decision, together: bool) -> bool:
+        """Asks XLA for the bytes of programs in doubt; returns whether there were any."""
+        found = False
+        for choice in decision.choices:
+            if choice.is_exact or self._sure * choice.num_bytes <= self.problem.budget:
+                continue
+            found = True
+            plan, tokens = choice.plan, choice.tokens
+            num_bytes = compiled_bytes(self._world, plan, tokens, together=together)
+            if num_bytes is None:
+                self._remember(plan, tokens)
+            else:
+                self.observations.add_bytes(plan, tokens, num_bytes)
+        return found
 
     def _note(self, decision: Decision) -> None:
         for choice in decision.choices:
@@ -498,10 +511,10 @@ class Placement:
         budget allows; else as many as before. If the budget does not hold the longer rows on this
         mesh, weights and live KV caches go to another one and the episodes continue there.
         """
-        pool, page_size = seat.pool, self.problem.work.page_size
+        pool = seat.pool
         wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
         step = dataclasses.replace(
-            self._step(tokens, load), cache_tokens=wanted * pool.shards * page_size
+            self._step(tokens, load), cache_tokens=self._tokens_of(wanted * pool.shards)
         )
         self._outgrown = step.max_tokens
         grown = None
@@ -559,11 +572,10 @@ class Placement:
         step = dataclasses.replace(
             self._step(places, load),
             max_tokens=places,
-            cache_tokens=here.pages * here.mesh.data * self.problem.work.page_size,
+            cache_tokens=self._tokens_of(here.pages * here.mesh.data),
             rollout_tokens=live * left,
         )
-        chooser = Chooser(self.problem, self.observations.table)
-        return chooser.rollout(
+        return self._chooser().rollout(
             step, here, self.train.mesh, keeps_slots=True, live=live, move_s=move_s
         )
 
@@ -598,7 +610,7 @@ class Placement:
         jax.block_until_ready((moved.policy.params, moved.state))
         if engine is not seat.engine:
             self.log.switch_s += time.perf_counter() - start
-        self._cache_tokens = max(self._cache_tokens, pool.total * self.problem.work.page_size)
+        self._cache_tokens = max(self._cache_tokens, self._tokens_of(pool.total))
         return moved
 
     def _unless_short(self, work: Callable[[], Result]) -> Result | None:
@@ -623,7 +635,7 @@ class Placement:
             self._step(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
         )
         try:
-            decision = Chooser(self.problem, self.observations.table).step(step, self.plans)
+            decision = self._chooser().step(step, self.plans)
         except BudgetTooSmall:
             return self.plans
         assert decision.rollout is not None and decision.train is not None

@@ -58,15 +58,13 @@ class Step:
 class Choice(Generic[P]):
     """One stage's part of a decision; `tokens` is its context bucket.
 
-    `num_bytes` is all that a device holds meanwhile, `program_bytes` its own program's part of
-    them; `seconds` is what the stage is expected to take.
+    `num_bytes` is all that a device holds meanwhile, `seconds` what the stage is expected to take.
     """
 
     stage: str
     plan: P
     tokens: int
     num_bytes: int
-    program_bytes: int
     is_exact: bool
     seconds: float
     switched: bool
@@ -105,17 +103,16 @@ class _Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The candidates of one problem by one table."""
+    """The candidates of one problem by one table; computed bytes are taken `caution` times."""
 
     problem: Problem
     table: ThroughputTable
-    # Computed bytes are multiplied by it, where those of other programs turned out too few.
-    margin: float = 1.0
+    caution: float = 1.0
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The plans to choose from."""
-        return Candidates(self.problem, self.table, self.margin)
+        return Candidates(self.problem, self.table, self.caution)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
@@ -310,7 +307,6 @@ class Chooser:
                 plan=chosen.plan,
                 tokens=tokens,
                 num_bytes=num_bytes,
-                program_bytes=chosen.num_bytes,
                 is_exact=chosen.is_exact,
                 seconds=work / chosen.tokens_per_s,
                 switched=before is not None and chosen.plan.mesh != before.mesh,

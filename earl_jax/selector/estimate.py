@@ -20,12 +20,14 @@ from earl_jax.sharding.layout import MeshShape
 
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """What is known of one problem's plans by one table."""
+    """What is known of one problem's plans by one table.
+
+    Computed bytes are taken `caution` times, but for those of pages, which are exact.
+    """
 
     problem: Problem
     table: ThroughputTable
-    # Computed bytes are multiplied by it; not those of pages, which are exact.
-    margin: float = 1.0
+    caution: float = 1.0
 
     # Bytes.
 
@@ -33,7 +35,7 @@ class Estimator:
         """Returns bytes per device of an update, and whether they are XLA's."""
         if known := self._update(plan, length).program_bytes:
             return known, True
-        return int(self.margin * self.problem.update_footprint(plan, length).total), False
+        return int(self.caution * self.problem.update_footprint(plan, length).total), False
 
     def round_bytes(self, plan: RolloutPlan, max_tokens: int) -> tuple[int, bool]:
         """Returns bytes per device of a rollout by itself, and whether they are XLA's.
@@ -44,7 +46,7 @@ class Estimator:
         if known := self._round(plan, max_tokens).program_bytes:
             return known + pages, True
         bare = self.problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
-        return int(self.margin * bare) + pages, False
+        return int(self.caution * bare) + pages, False
 
     # Speeds.
 

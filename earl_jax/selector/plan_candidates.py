@@ -41,12 +41,12 @@ class Candidates:
 
     problem: Problem
     table: ThroughputTable
-    margin: float = 1.0
+    caution: float = 1.0
 
     @functools.cached_property
     def estimate(self) -> Estimator:
         """Bytes and speeds."""
-        return Estimator(self.problem, self.table, self.margin)
+        return Estimator(self.problem, self.table, self.caution)
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
         """Returns every way to train on rows of so many tokens."""

@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.plans import RolloutPlan, TrainPlan, rollout_size, train_size
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
@@ -49,16 +49,19 @@ def reason_of(
 
 def _why_left(candidates: Candidates, plan: RolloutPlan | TrainPlan, tokens: int) -> str:
     """Returns why a plan in use cannot stay."""
+    work = candidates.problem.work
     if isinstance(plan, TrainPlan):
+        stage, size = "train", train_size(plan, tokens, work.num_rows)
         found: Sequence[Candidate] = candidates.train(tokens)
     else:
+        stage, size = "rollout", rollout_size(plan, tokens, work.page_size)
         found = candidates.rollouts(tokens, None, 0.0, offload=plan.offload)
+    if failed := candidates.table.failure_of(stage, plan.mesh, size):
+        return f"{plan.mesh} {failed}"
     there = [candidate for candidate in found if candidate.plan.mesh == plan.mesh]
     if not there:
         return f"{plan.mesh} is no candidate for context {tokens}"
     least = min(there, key=lambda candidate: candidate.num_bytes)
-    if least.failed:
-        return f"{plan.mesh} {least.failed}"
     if least.num_bytes > candidates.problem.budget:
         return f"context {tokens} needs {size_words(least.num_bytes)}/device on {plan.mesh}"
     return f"{plan.mesh} leaves the other stage too little memory"

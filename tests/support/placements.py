@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Placements whose speeds and bytes are given by a test, and programs that run out of memory."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.config_file import make_config
+from earl_jax.loop import Position, StepRecord, rl_step
+from earl_jax.placement.placement import Placement
+from earl_jax.rollout.seat import Seat
+from earl_jax.selector.problem import Problem
+from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.world import World
+
+D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
+F8, CUBE = MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)
+
+# One layer whose heads and widths divide over two devices.
+TINY = {
+    "num_layers": 1,
+    "width": 16,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "head_size": 8,
+    "ffn_size": 16,
+}
+# Bytes per device that no budget of a test holds.
+TOO_LARGE = 10**12
+
+
+def given(
+    rollout: Mapping[str, Any],
+    rollout_meshes: tuple[MeshShape, ...],
+    train_meshes: tuple[MeshShape, ...],
+    **selector: Any,
+) -> dict[str, Any]:
+    """Returns the settings of a tiny run on these meshes, whose table stays as a test gives it."""
+    meshes = {
+        "rollout_meshes": tuple(map(str, rollout_meshes)),
+        "train_meshes": tuple(map(str, train_meshes)),
+    }
+    return {
+        "model": TINY,
+        "rollout": dict(rollout),
+        "selector": {"table": "model", **meshes, **selector},
+    }
+
+
+def table_of(
+    problem: Problem,
+    train: Mapping[MeshShape, float],
+    rollout: Mapping[MeshShape, float],
+    buckets: tuple[int, ...],
+) -> ThroughputTable:
+    """Returns a table of trusted tokens/s of the config's plans on each mesh at each bucket."""
+    table, work = ThroughputTable(), problem.work
+    for tokens in buckets:
+        for mesh, speed in train.items():
+            key = train_key(mesh, tokens, work.micro_batches, work.remat)
+            table = _trusted(table, key, speed)
+        for mesh, speed in rollout.items():
+            table = _trusted(table, rollout_key(mesh, tokens, work.num_slots), speed)
+    return table
+
+
+def _trusted(table: ThroughputTable, key: str, speed: float) -> ThroughputTable:
+    for _ in range(TRUSTED):
+        table = table.with_speed(key, speed)
+    return table
+
+
+def too_large_for(
+    table: ThroughputTable,
+    problem: Problem,
+    *,
+    train: tuple[tuple[MeshShape, int], ...] = (),
+    rollout: tuple[tuple[MeshShape, int], ...] = (),
+    least_micro_batches: int = 10**6,
+) -> ThroughputTable:
+    """Returns the table in which plans on (mesh, context bucket) take TOO_LARGE, all others 1 byte.
+
+    Updates in at least `least_micro_batches` take 1 byte on every mesh.
+    """
+    buckets = {key.split(" ")[2] for key in table.entries} | {str(t) for _, t in train}
+    for tokens in sorted(map(int, buckets)):
+        for plan in problem.train_plans(tokens):
+            large = (plan.mesh, tokens) in train and plan.micro_batches < least_micro_batches
+            key = train_key(plan.mesh, tokens, plan.micro_batches, plan.remat)
+            table = table.with_bytes(key, TOO_LARGE if large else 1)
+        for mesh in problem.rollout_meshes_for(tokens):
+            for slots in problem.slot_numbers(mesh):
+                large = (mesh, tokens) in rollout
+                key = rollout_key(mesh, tokens, slots)
+                table = table.with_bytes(key, TOO_LARGE if large else 1)
+    return table
+
+
+def place(
+    world: World,
+    table: ThroughputTable | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    **changes: Any,
+) -> Placement:
+    """Returns a Placement by this table, of the world's problem with these fields changed."""
+    placement = Placement(world, table or ThroughputTable(), say)
+    placement.problem = dataclasses.replace(world.problem, **changes)
+    return placement
+
+
+def standing(
+    rollout: MeshShape,
+    train: MeshShape,
+    max_tokens: int,
+    *,
+    num_slots: int = 8,
+    pages: int = 1,
+    **changes: Any,
+) -> dict[str, Any]:
+    """Returns `Placement.as_dict` of a run on these meshes."""
+    return {
+        "rollout": [str(rollout), num_slots, pages],
+        "train": [str(train), 1, False],
+        "max_tokens": max_tokens,
+        "calm_steps": 0,
+        "cache_tokens": 0,
+        "most_tokens": max_tokens,
+        "most_length": max_tokens,
+        **changes,
+    }
+
+
+def load_of(tokens: int, *, mean: float | None = None, slots: int = 8) -> Load:
+    """Returns the load of a step whose longest episode has so many tokens."""
+    return Load(
+        context_tokens_max=tokens,
+        context_tokens_mean=tokens / 2 if mean is None else mean,
+        tokens_in_flight_max=slots * tokens,
+        rollout_tokens=2 * slots * tokens,
+    )
+
+
+def history_of(*longest: int) -> LoadHistory:
+    """Returns the history of steps with these longest episodes."""
+    return LoadHistory(steps=tuple(map(load_of, longest)))
+
+
+def first_position(world: World, placement: Placement) -> Position:
+    """Returns where a run begins, with random weights on the training mesh in use."""
+    state = world.first_train_state(placement.train.mesh)
+    state = placement.move_state(state, to_play=True)
+    return Position(step=0, state=state, history=LoadHistory())
+
+
+def begin(world: World) -> tuple[Placement, Position]:
+    """Returns the start of a run, without a workdir."""
+    placement = place(world)
+    placement.choose_step(world.config.rollout.context_buckets[0], None)
+    return placement, first_position(world, placement)
+
+
+def seated(settings: Mapping[str, Any]) -> tuple[World, Seat, Placement]:
+    """Returns a World of these settings, the first seat of its rollout, and the Placement."""
+    world = World(make_config(settings))
+    placement, position = begin(world)
+    seat, _ = placement.open_seat(world.policy(position.state), version=0)
+    assert seat is not None
+    return world, seat, placement
+
+
+def one_step(world: World) -> StepRecord:
+    """Takes the first RL step of a run, without a workdir; returns its record."""
+    return rl_step(world, *begin(world))[1]
+
+
+def hungry(donated: int) -> Any:
+    """Returns a program that wants an array of 141 TB: XLA's own RESOURCE_EXHAUSTED.
+
+    Argument number `donated` goes with it.
+    """
+
+    def run(*arguments: Any) -> Any:
+        seed = jax.tree.leaves(arguments[-1])[0].reshape(-1)[0].astype(jnp.float32)
+        kept = jax.tree.map(lambda leaf: leaf, arguments[donated])
+        return kept, jnp.zeros((2**23, 2**22)) + seed
+
+    return jax.jit(run, donate_argnums=donated)
