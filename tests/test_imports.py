@@ -30,7 +30,8 @@ ARROWS = {
     "train": {"models", "settings", "sharding", "trajectory"},
     "weights": {"models", "sharding"},
 }
-STAGES = ARROWS.keys() - {"settings", "trajectory", "weights"}
+# `placement` acts on all stages, as loop.py does; nothing that a stage needs may import it.
+STAGES = (ARROWS.keys() - {"settings", "trajectory", "weights"}) | {"placement"}
 JETSTREAM_GATE = "earl_jax/rollout/_jetstream.py"
 # The only private module of JAX that anything imports, and who does.
 COORDINATION_GATE = ("earl_jax/sharding/_coordination.py", "jax._src.distributed")

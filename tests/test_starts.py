@@ -91,9 +91,9 @@ def test_model_that_fits_nowhere_says_the_smallest_budget_and_hardware(tmp_path)
 def test_at_most_two_programs_of_a_stage_are_compiled_before_the_first_step(tmp_path, monkeypatch):
     compiled = []
 
-    def count(world, plan, tokens):
+    def count(world, plan, tokens, **how):
         compiled.append(plan)
-        return compiled_bytes(world, plan, tokens)
+        return compiled_bytes(world, plan, tokens, **how)
 
     monkeypatch.setattr(placement, "compiled_bytes", count)
     rows, _ = start(tmp_path, 19_000_000, 17_000_000, table="model")
