@@ -13,7 +13,9 @@ median counts, as one speed: the next run's own steps soon outweigh it.
 import dataclasses
 import hashlib
 import json
+import math
 import os
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -118,7 +120,7 @@ class ThroughputTable:
             for key, entry in values["entries"].items():
                 parse_key(key)
                 speeds, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
-                if min(speeds, default=1.0) <= 0 or num_bytes < 0:
+                if not all(0 < speed < math.inf for speed in speeds) or num_bytes < 0:
                     raise TypeError(f"{key}: {entry}")
                 entries[key] = Entry(speeds, num_bytes)
             failures = tuple(Failure.from_dict(failure) for failure in values["failures"])
@@ -134,6 +136,12 @@ class ThroughputTable:
             entries={**kept.entries, **self.entries},
             failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
         )
+
+
+_WAYS = {
+    "rollout": re.compile(r"slots=[1-9][0-9]*"),
+    "train": re.compile(r"micro_batches=[1-9][0-9]*,remat=(True|False)"),
+}
 
 
 class Key(NamedTuple):
@@ -161,7 +169,7 @@ def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> 
 def parse_key(text: str) -> Key:
     """The inverse of str(). Raises ValueError for anything else."""
     parts = text.split(" ")
-    known = len(parts) == 4 and parts[0] in ("rollout", "train")
+    known = len(parts) == 4 and parts[0] in _WAYS and _WAYS[parts[0]].fullmatch(parts[3])
     if not (known and parts[2].isascii() and parts[2].isdigit()):
         raise ValueError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
     return Key(parts[0], MeshShape.parse(parts[1]), int(parts[2]), parts[3])
