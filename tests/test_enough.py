@@ -28,9 +28,7 @@ def qwen(topology: str = "h100:1x8") -> Problem:
         }
     )
     hardware = parse_topology(topology)
-    return make_problem(
-        config, config.model, 152_064, hardware, budget_bytes=hardware.usable_bytes
-    )
+    return make_problem(config, config.model, 152_064, hardware, budget_bytes=hardware.usable_bytes)
 
 
 def with_chips(problem: Problem, chip: str, number: int) -> Problem:

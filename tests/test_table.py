@@ -79,7 +79,9 @@ def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
     other = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
     own = ThroughputTable(entries={TRAIN: Entry((1.0,))}, failures=(FAILED,))
     kept = ThroughputTable(
-        entries={TRAIN: Entry((2.0,)), ROLLOUT: Entry((3.0,))}, failures=(other, FAILED), facts=FACTS
+        entries={TRAIN: Entry((2.0,)), ROLLOUT: Entry((3.0,))},
+        failures=(other, FAILED),
+        facts=FACTS,
     )
     both = own.over(kept)
     assert both.entries == {TRAIN: Entry((1.0,)), ROLLOUT: Entry((3.0,))}
@@ -280,8 +282,8 @@ def test_the_nearest_stale_table_is_named_with_its_first_differences():
     assert note.count("settings.") == 4 and "settings.d 1 (here 2) and 2 more;" in note
 
 
-def test_damaged_or_empty_neighbours_are_not_named():
-    load_table(FACTS | {"versions": 1})[0].write()
+def test_neighbours_that_are_damaged_or_have_no_speeds_are_not_named():
+    load_table(FACTS | {"versions": 1})[0].with_bytes(TRAIN, 7).write()
     damaged, _ = load_table(FACTS | {"versions": 2})
     damaged.path.write_text("{")
     assert load_table(FACTS | {"versions": 3})[1] is None

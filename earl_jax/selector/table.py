@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 from earl_jax.selector.plans import Failure
 from earl_jax.sharding.layout import MeshShape
 
-# Facts that make two tables ones of the same model on the same devices.
-SUBJECT = ("model", "vocab_size", "devices")
+# Facts that make two tables ones of the same model on the same devices. `table` is "model" where no
+# speeds are taken.
+SUBJECT = ("model", "vocab_size", "devices", "table")
 # Raised whenever speeds mean something else: older tables are not taken then.
 METHOD = 3
 # An entry keeps so many speeds, and with fewer than TRUSTED it may still be noise.
@@ -257,7 +258,7 @@ def _stale_words(paths: Iterable[Path], facts: Mapping[str, Any]) -> str | None:
             table = ThroughputTable.from_dict(json.loads(path.read_text()))
         except (ValueError, OSError):
             continue
-        if table.facts and table.entries:
+        if table.facts and any(entry.speeds for entry in table.entries.values()):
             found.append(differences(table.facts, facts))
     return stale_words(min(found, key=len)) if found else None
 
