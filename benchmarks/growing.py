@@ -1,97 +1,247 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The growing run: contexts lengthen 16 times because the policy learns, under a byte budget.
+"""Contexts that grow 16 times under a byte budget: ours beside every static pair of meshes.
 
-    uv run python -m benchmarks.growing [--seeds=0,1,2] [--turns=2] [--in=DIR] [--only=ARMS]
-        [--no_fixed] [--again]
+    uv run python -m benchmarks.growing [--seeds=0] [--only=ours,static] [--write]
 
-The arms, each a run of configs/trail_tiny_cpu.py as its own process, with four training meshes to
-choose from by speed and more updates a step (`BY_SPEED` in growing_runs.py):
+Runs of configs/trail_tiny_cpu.py, each a process of its own:
 
-- `ours`: that; `unconstrained`: without a budget;
-- `held A + B`: on these two meshes from the first step to the last, under the same budget, for
-  every pair of the meshes that `ours` may choose from. How they are used may change, as in `ours`:
-  fewer slots and pages, more micro-batches, activations computed again;
-- `fixed A + B, WAY`: these two meshes in one way from the first step to the last, for the pairs
-  that so fit the budget at every length: what somebody would set by hand who knows how long
-  contexts become;
-- `limit N` and `no limit`: EARL's collapse, on one device (see growing_runs.py).
+- `ours` may choose from all meshes below, by the throughput table;
+- `static A + B` rolls out on A and trains on B from the first step to the last, under the same
+  budget. It may use them as ours may: fewer slots, more micro-batches, remat;
+- `limit N` and `no limit`: a hard limit of tokens an episode, for a task whose transcripts outgrow
+  it, and the same without; on one device.
 
-A run that is timed counts all that its steps take, choosing, moving and loading programs included.
-It is made in a cache folder of its arm, and once more if it found that empty, or compiled more
-than a few programs that were not there: the second counts. How long the first took, in an empty
-folder, is said too. Then `ours` and the static arms that fit the budget are run again by turns,
-`--turns` times with each seed: what is said of one beside the other is of these.
+Each of the first two runs twice: "cold" from an empty folder of compiled programs and observed
+speeds, then "warm" with what the cold run left there. Tokens/s are tokens of all steps over seconds
+of all steps, choosing, moving and compiling included. A run ends where no plan fits the budget.
 
-Each run is a line of benchmarks/growing.jsonl as soon as it is made. The same command goes on where
-it was stopped and makes none of these again; with --again it starts over. Arms that are timed and
-arms that are not may be made side by side on two cores, with --only=ours,held,fixed and
---only=unconstrained,limit,no; the command without it then writes growing.svg and growing.md, which
-with --no_fixed are without the `fixed` arms. DIR is where runs and cache folders are (default: a
-temporary folder).
+Each run is a line of DIR/rows.jsonl (--folder=DIR) as soon as it is over; the same command goes on
+where it was stopped. With --write the table goes into growing.md.
 """
 
 import argparse
+import dataclasses
+import itertools
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.growing_page import curves, page
-from benchmarks.growing_pairs import fitting, static_pairs
-from benchmarks.growing_runs import (
-    arms,
-    growing_config,
-    make_runs,
-    pairs_of,
-    take_turns,
-    write_rows,
-)
-from earl_jax.main import exit_status, start_jax
+from benchmarks.pages import replace_table, table
+from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent
-ROWS = HERE / "growing.jsonl"
+CONFIG = HERE.parent / "configs" / "trail_tiny_cpu.py"
+ROLLOUT_MESHES = ("data=8", "data=4,tensor=2")
+TRAIN_MESHES = ("data=8", "data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
+BUDGET = 2_200_000
+# More updates a step than a laptop would want, so that a step is work and not the start of
+# programs. A move takes a tenth of a second here: what is a twentieth faster is worth it.
+GROWING = (
+    "train.epochs=4",
+    "train.demonstration_updates=10",
+    "selector.table=auto",
+    "selector.hysteresis=0.05",
+    f"selector.budget_bytes_per_device={BUDGET}",
+)
+# Evaluations are no part of a step.
+ALWAYS = ("eval.every_steps=1000", "eval.games=2", "eval.final_games=2")
+# Trails of 4 steps, and one more every other RL step, to 24, whose walk has 151 tokens.
+LIMIT = 76
+LENGTHENING = (
+    "env.trail.num_steps=24",
+    "env.trail.first_steps=4",
+    "env.trail.longer_every=128",
+    "train.demonstration_steps=6",
+    "devices.num_cpu_devices=1",
+    "selector.budget_bytes_per_device=0",
+    "selector.rollout_meshes=('data=1',)",
+    "selector.train_meshes=('data=1',)",
+)
+# Rewards of so many last steps are averaged.
+LAST = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A way to run the config: what it overrides, and how many steps it has."""
+
+    name: str
+    overrides: tuple[str, ...]
+    num_steps: int = 20
+    caches: tuple[str, ...] = ("cold", "warm")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run by its metrics: a value a step. `wall_s` is of the whole process.
+
+    `refused` says why no plan was left ("" where it ended by itself), and `needs` the smallest
+    budget that would have done.
+    """
+
+    arm: str
+    seed: int
+    cache: str
+    wall_s: float
+    refused: str
+    needs: int | None
+    reward: list[float]
+    longest: list[int]
+    tokens: list[float]
+    seconds: list[float]
+    peak_bytes: list[int]
+    meshes: list[str]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all steps over seconds of all steps."""
+        return sum(self.tokens) / sum(self.seconds) if self.seconds else 0.0
+
+    @property
+    def switches(self) -> int:
+        """How often a step was on other meshes than the one before."""
+        return sum(a != b for a, b in itertools.pairwise(self.meshes))
+
+    def breaks(self, budget: int) -> int | None:
+        """Returns the first step over the budget, or without a plan; None where there is none."""
+        over = (step for step, taken in enumerate(self.peak_bytes, 1) if taken > budget)
+        return next(over, len(self.reward) + 1 if self.refused else None)
+
+
+def arms() -> list[Arm]:
+    """Returns all arms, ours first."""
+
+    def pair(rollout: Sequence[str], train: Sequence[str]) -> tuple[str, ...]:
+        return (f"selector.rollout_meshes={rollout!r}", f"selector.train_meshes={train!r}")
+
+    static = [
+        Arm(name=f"static {rollout} + {train}", overrides=(*GROWING, *pair((rollout,), (train,))))
+        for rollout, train in itertools.product(ROLLOUT_MESHES, TRAIN_MESHES)
+    ]
+    limited = (*LENGTHENING, f"rollout.max_episode_tokens={LIMIT}")
+    return [
+        Arm(name="ours", overrides=(*GROWING, *pair(ROLLOUT_MESHES, TRAIN_MESHES))),
+        *static,
+        Arm(name=f"limit {LIMIT}", overrides=limited, num_steps=42, caches=("warm",)),
+        Arm(name="no limit", overrides=LENGTHENING, num_steps=42, caches=("warm",)),
+    ]
+
+
+def play(arm: Arm, seed: int, num_steps: int, folder: Path) -> Iterator[Run]:
+    """Yields the arm's runs, cold before warm.
+
+    Raises ValueError where one stopped by itself, and not because no plan fits.
+    """
+    own = folder / f"{arm.name.replace(' ', '_')}_{seed}"
+    shutil.rmtree(own, ignore_errors=True)
+    line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
+    flags = (*arm.overrides, *ALWAYS, f"seed={seed}", f"num_steps={num_steps}")
+    for cache in arm.caches:
+        workdir = own / cache
+        start_s = time.perf_counter()
+        done = subprocess.run(
+            [*line, f"--workdir={workdir}", *(f"--config.{flag}" for flag in flags)],
+            env={**os.environ, "XDG_CACHE_HOME": str(own / "cache")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        errors = [row for row in done.stderr.splitlines() if row.startswith("error: ")]
+        if done.returncode and not (errors and "budget" in errors[-1]):
+            raise ValueError(f"{arm.name}, seed {seed}, ended with {done.stderr[-2000:]}")
+        words = errors[-1].removeprefix("error: ") if done.returncode else ""
+        wall_s = time.perf_counter() - start_s
+        yield read_run(workdir, arm=arm.name, seed=seed, cache=cache, wall_s=wall_s, refused=words)
+
+
+def read_run(workdir: Path, *, refused: str, **facts: Any) -> Run:
+    """Returns a run by what it left in its folder."""
+    path = workdir / "metrics.jsonl"
+    rows = [row for row in read_metrics(path) if "eval" not in row] if path.exists() else []
+    need = re.search(r"smallest budget that would do is (?:about )?(\d+)", refused)
+    return Run(
+        refused=refused,
+        needs=int(need[1]) if need else None,
+        reward=[row["reward_mean"] for row in rows],
+        longest=[row["context_tokens_max"] for row in rows],
+        tokens=[row["context_tokens_mean"] * row["episodes"] for row in rows],
+        seconds=[sum(row["stage_s"].values()) for row in rows],
+        peak_bytes=[row["peak_bytes_per_device"] for row in rows],
+        meshes=[f"{row['rollout_mesh']} + {row['train_mesh']}" for row in rows],
+        **facts,
+    )
+
+
+def page_rows(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
+    """Returns the table; speeds are beside those of ours with the same seed and cache."""
+    ours = {(run.seed, run.cache): run.tokens_per_s for run in runs if run.arm == "ours"}
+    rows = []
+    for run in runs:
+        is_limit = "limit" in run.arm
+        broken = None if is_limit else run.breaks(budget)
+        need = f", needs {run.needs / 2**20:.2f} MiB" if run.needs else ""
+        beside = ours.get((run.seed, run.cache))
+        compared = beside and not is_limit and broken is None
+        rows.append(
+            {
+                "run": run.arm,
+                "seed": run.seed,
+                "cache": run.cache,
+                "contexts": f"{run.longest[0]} to {max(run.longest)}" if run.longest else None,
+                "breaks the budget": f"step {broken}{need}" if broken else "no",
+                "most MiB/device": max(run.peak_bytes, default=0) / 2**20,
+                "switches": run.switches,
+                "process s": run.wall_s,
+                "tokens/s": run.tokens_per_s,
+                "ours = 1": run.tokens_per_s / beside if beside and compared else None,
+                f"reward, last {LAST} steps": statistics.fmean(run.reward[-LAST:])
+                if run.reward
+                else None,
+            }
+        )
+    return rows
 
 
 def command(arguments: Sequence[str]) -> None:
     """The whole command."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--turns", type=int, default=2, help="runs by turns with each seed")
-    parser.add_argument("--in", dest="folder", type=Path, help="where runs and caches are")
-    parser.add_argument("--again", action="store_true", help="forget the runs that were made")
-    parser.add_argument("--only", help="arms that begin with these words, as ours,held; no page")
-    parser.add_argument("--no_fixed", action="store_true", help="without the 'fixed' arms")
-    parser.add_argument("--note", default="", help="a sentence for the page, on the machine's load")
+    parser.add_argument("--seeds", default="0", help="numbers, by commas")
+    parser.add_argument("--steps", type=int, default=0, help="of every run; default the arm's")
+    parser.add_argument("--only", default="", help="arms that begin with these words, by commas")
+    parser.add_argument("--folder", type=Path, help="where runs and caches are kept")
+    parser.add_argument("--write", action="store_true", help="the table into growing.md")
     flags = parser.parse_args(arguments)
-    if flags.again:
-        ROWS.unlink(missing_ok=True)
-    config = growing_config()
-    start_jax(config.devices.platform, config.devices.num_cpu_devices)
     folder = flags.folder or Path(tempfile.mkdtemp(prefix="earl_jax_growing_"))
-    seeds = [int(seed) for seed in flags.seeds.split(",")]
-    only = flags.only.split(",") if flags.only else []
-    budget = config.selector.budget_bytes_per_device
-    without_fixed = flags.no_fixed or (only and "fixed" not in only)
-    pairs = [] if without_fixed else static_pairs(config)
-    fixed = fitting(pairs, budget)
-    all_arms = arms(pairs_of(config), fixed)
-    chosen = [arm for arm in all_arms if not only or arm.kind in only]
-    runs = make_runs(ROWS, chosen, seeds, folder)
-    if not only:
-        # Without what earlier configs left.
-        write_rows(ROWS, runs)
-    runs = take_turns(ROWS, runs, chosen, folder, flags.turns, budget)
-    if only:
-        return
-    (HERE / "growing.svg").write_text(curves(runs))
-    (HERE / "growing.md").write_text(page(runs, pairs, config, flags.note))
-    print((HERE / "growing.md").read_text())
+    kept = folder / "rows.jsonl"
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    runs = [Run(**json.loads(line)) for line in lines]
+    only = tuple(flags.only.split(","))
+    for seed, arm in itertools.product(map(int, flags.seeds.split(",")), arms()):
+        made = {run.cache for run in runs if (run.arm, run.seed) == (arm.name, seed)}
+        if not arm.name.startswith(only) or made == set(arm.caches):
+            continue
+        new = list(play(arm, seed, flags.steps or arm.num_steps, folder))
+        runs += new
+        with kept.open("a") as file:
+            file.writelines(json.dumps(dataclasses.asdict(run)) + "\n" for run in new)
+        print(table(page_rows(new, BUDGET)), flush=True)
+    text = table(page_rows(runs, BUDGET))
+    print(f"\n{text}")
+    if flags.write:
+        replace_table(HERE / "growing.md", text)
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(lambda: command(sys.argv[1:])))
+    command(sys.argv[1:])

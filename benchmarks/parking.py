@@ -31,10 +31,10 @@ from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.host_pages import HostPages
 from earl_jax.rollout.orders import NO_ROW, pack_orders
-from earl_jax.rollout.pages import PageTable, Pool, pages_for
+from earl_jax.rollout.pages import dense_pool, pages_for
 from earl_jax.rollout.parking import copying_s, rates_of, reading_s, work_of
 from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.seat import Policy, Seat
+from earl_jax.rollout.seat import Policy, Seat, empty_seat
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -72,20 +72,14 @@ def random_weights(engine: PolicyEngine) -> Any:
     return engine.load_params(values)
 
 
-def empty_seat(engine: PolicyEngine, params: Any, places: int) -> Seat:
-    """With pages for every slot."""
-    pool = Pool(1, SLOTS * pages_for(places, PAGE_SIZE))
-    pages = PageTable(pool, num_slots=SLOTS, page_size=PAGE_SIZE)
+def full_seat(engine: PolicyEngine, params: Any, places: int) -> Seat:
+    """Returns a seat in which every slot has its pages."""
+    pool = dense_pool(1, SLOTS, places, PAGE_SIZE)
+    seat = empty_seat(engine, Policy(params=params, version=0), places, pool)
     for slot in range(SLOTS):
-        pages.hold(slot, places)
-    state = engine.empty_state(places, pool)
-    return Seat(
-        engine=engine,
-        policy=Policy(params=params, version=0),
-        state=engine.give_pages(state, pages.as_array(pages_for(places, PAGE_SIZE))),
-        places=places,
-        pages=pages,
-    )
+        seat.pages.hold(slot, places)
+    table = seat.pages.as_array(pages_for(places, PAGE_SIZE))
+    return dataclasses.replace(seat, state=engine.give_pages(seat.state, table))
 
 
 def best_ms(run: Callable[[], list[float]], seconds: float) -> list[float]:
@@ -152,7 +146,7 @@ def row_of(context: int, engines: list[PolicyEngine], params: Any, seconds: floa
     """One row of the table."""
 
     def seat(engine: PolicyEngine) -> Seat:
-        return empty_seat(engine, params, context)
+        return full_seat(engine, params, context)
 
     out, back = best_ms(copying(seat(engines[0]), context), seconds)
     read = [best_ms(reading(seat(engine), context), seconds)[0] for engine in engines]

@@ -30,9 +30,11 @@ from earl_jax.models.parameters import parameter_specs
 from earl_jax.models.quantization import INPUTS, dequantize, quantize
 from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.pages import Pool, dense_pool
 from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
 from earl_jax.run import read_newest
 from earl_jax.selector.memory import resident_bytes
+from earl_jax.selector.plans import TrainPlan
 from earl_jax.train.step import TrainState
 from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.weights import publish
@@ -88,13 +90,14 @@ HEADINGS = ("mean", "99 %", "largest", "KL", "mean importance ratio", f"above {C
 
 def play(world: World, state: TrainState, num_steps: int) -> tuple[list[TrajectoryBatch], float]:
     """The batches of so many steps, and MiB of weights per device of the engine."""
-    mesh, rollout = world.rollout_candidates[0], world.config.rollout
+    mesh, rollout = world.problem.rollout_meshes[0], world.config.rollout
     engine = world.engine(mesh)
     params = publish(world.policy(state), engine.parameter_shapes, engine.parameter_shardings)
-    policy = Policy(params=params.params, version=0)
+    policy, size = Policy(params=params.params, version=0), rollout.tokens_a_page
 
     def make_room(seat: Seat, tokens: int, pages: int) -> Seat:
-        places, more = rollout.places_for(tokens), seat.pool._replace(pages=pages)
+        places = max(seat.places, rollout.places_for(tokens))
+        more = Pool(mesh.data, max(seat.pool.pages, pages))
         return relocate(seat, engine, places, more)
 
     batches = []
@@ -108,11 +111,12 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
             num_devices=len(world.processes.own_devices),
         )
         places = rollout.context_buckets[-1]
-        seat = empty_seat(engine, policy, places, world.pool_for(mesh, places))
+        pool = dense_pool(mesh.data, rollout.num_slots, places, size)
+        seat = empty_seat(engine, policy, places, pool)
         sampling = Sampling(temperature=rollout.temperature)
         played = collector.collect(seat, world.training_tasks(step), sampling=sampling)
         longest = max(trajectory.num_tokens for trajectory in played.trajectories)
-        layout = world.train_layout(world.train_candidates[0])
+        layout = world.train_layout(world.problem.train_meshes[0])
         outcomes = [trajectory.outcome for trajectory in played.trajectories]
         facts = row_facts(world, outcomes, rollout.places_for(longest), layout)
         batches.append(dispatch(played.experience, layout, **facts).batch)
@@ -122,7 +126,9 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
 
 def score(world: World, state: TrainState, batches: list[TrajectoryBatch]) -> np.ndarray:
     """The trainer's log-probs of all tokens that the policy sampled."""
-    scorer = world.scorer(world.train_candidates[0])
+    train = world.config.train
+    plan = TrainPlan(world.problem.train_meshes[0], train.micro_batches, train.remat)
+    scorer = world.scorer(plan)
     return sampled(batches, lambda batch: scorer(state, batch).proximal)
 
 

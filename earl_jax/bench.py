@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times one stage: python -m earl_jax.bench {dispatch,switch} [--only=PARTS] [--json]."""
+"""Times one stage: python -m earl_jax.bench {rollout,train,dispatch,switch} [--json]."""
 
 import argparse
 import importlib.util
@@ -16,6 +16,10 @@ _HELP = """\
 Times a stage and prints Markdown tables, or with --json an object a line. Run it in the root of the
 repository, where benchmarks/ is.
 
+  python -m earl_jax.bench rollout --config=configs/tictactoe_tiny_cpu.py
+      a rollout on each mesh that the config may use; --config.section.key=value too
+  python -m earl_jax.bench train --config=configs/tictactoe_tiny_cpu.py
+      an update on each mesh that the config may use
   python -m earl_jax.bench dispatch --only=processes --workers=16
       worker processes on hosts of their own (network namespaces, which need root) against rank 0
       that gathers and scatters
@@ -32,9 +36,11 @@ repository, where benchmarks/ is.
       1,024 devices by the planner
   python -m earl_jax.bench switch --config=configs/tictactoe_tiny_cpu.py
       from the first mesh of each stage to the others that the config may choose from: new weights,
-      the trainer with its optimiser, weights with live KV caches; --config.section.key=value too
+      the trainer with its optimizer, weights with live KV caches
 """
 PARTS = {
+    "rollout": ("rollout",),
+    "train": ("train",),
     "dispatch": ("processes", "links", "within", "weights", "compiled", "paper"),
     "switch": ("switch",),
 }
@@ -53,7 +59,9 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="parts, separated by commas (all)")
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.add_argument("--repeats", type=int, default=3, help="the median of so many (3)")
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="of switch: a file")
+    parser.add_argument(
+        "--config", type=Path, default=DEFAULT_CONFIG, help="of rollout, train, switch: a file"
+    )
     between = parser.add_argument_group("processes, links")
     between.add_argument("--workers", default="4,8,16", help="numbers of processes")
     between.add_argument(
@@ -97,8 +105,8 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
         from benchmarks.dispatch.paper import tables
 
         return tables()
-    if part == "switch":
-        return _switch_rows(flags)
+    if part in ("rollout", "train", "switch"):
+        return _config_rows(part, flags)
     models = tuple(filter(None, flags.models.split(",")))
     if part == "compiled":
         # First of all: else the compilers of other platforms look for their chips.
@@ -120,14 +128,15 @@ def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     return publishing.measure(models or publishing.MODELS, num, flags.cut, flags.repeats)
 
 
-def _switch_rows(flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _config_rows(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from earl_jax.config_file import load_config_file, make_config
 
     config = make_config(load_config_file(flags.config), flags.overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from benchmarks.switch import measure as measure_switches
+    from benchmarks import stages, switch
 
-    return measure_switches(config, flags.repeats)
+    rows = {"rollout": stages.rollout_rows, "train": stages.train_rows, "switch": switch.measure}
+    return rows[part](config, flags.repeats)
 
 
 def write_table(rows: Iterable[Mapping[str, Any]]) -> None:

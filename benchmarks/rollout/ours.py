@@ -37,7 +37,7 @@ from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.orders import Report
-from earl_jax.rollout.pages import dense_pool
+from earl_jax.rollout.pages import dense_pool, roomier_pages
 from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
@@ -207,7 +207,9 @@ class Player:
         )
         engine = self.engine(script.num_slots, script.step_rows, number, script.burst)
         engine.rounds.clear()
-        seat = _empty_seat(engine, self.policy(engine), script.places or ROOMS[0])
+        places = script.places or ROOMS[0]
+        every = dense_pool(1, script.num_slots, places, PAGE_SIZE)
+        seat = empty_seat(engine, self.policy(engine), places, every)
         tasks = [
             Task(episode=i, group=i, env_seed=i, player=0, limits=Limits(max_turn_tokens=tokens))
             for i, tokens in enumerate(script.turn_tokens)
@@ -255,19 +257,13 @@ class Player:
         return total | {"replies": said}
 
 
-def _empty_seat(engine: PolicyEngine, policy: Policy, places: int) -> Seat:
-    """Where a rollout begins, as `placement.open_seat` makes it."""
-    pool = dense_pool(1, engine.config.num_slots, places, PAGE_SIZE)
-    return empty_seat(engine, policy, places, pool)
-
-
 def _make_room(config: RolloutConfig, seat: Seat, tokens: int, pages: int) -> Seat:
     """More room, as `placement.make_room` gives it where the mesh stays and the budget allows."""
-    places = config.places_for(tokens)
+    places = max(seat.places, config.places_for(tokens))
     pool = seat.pool
     if pages > pool.pages:
         most = dense_pool(1, config.num_slots, places, PAGE_SIZE).pages
-        pool = pool._replace(pages=max(pages, min(3 * pages // 2, most)))
+        pool = pool._replace(pages=max(pages, min(roomier_pages(pages), most)))
     return relocate(seat, seat.engine, places, pool)
 
 

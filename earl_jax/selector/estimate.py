@@ -140,6 +140,8 @@ class Estimator:
         plan = TrainPlan(key.mesh, int(way["micro_batches"]), way["remat"] == "True")
         if key.mesh not in problem.train_meshes_for(key.tokens):
             return None
+        if problem.work.num_rows % plan.micro_batches:
+            return None
         if problem.train_obstacle(key.mesh, plan.micro_batches):
             return None
         return problem.update_speed(plan, key.tokens)

@@ -14,7 +14,9 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,8 +25,9 @@ from typing import Any, NamedTuple
 from earl_jax.selector.plans import Failure
 from earl_jax.sharding.layout import MeshShape
 
-# Facts that make two tables ones of the same model on the same devices.
-SUBJECT = ("model", "vocab_size", "devices")
+# Facts that make two tables ones of the same model on the same devices. `table` is "model" where no
+# speeds are taken.
+SUBJECT = ("model", "vocab_size", "devices", "table")
 # Raised whenever speeds mean something else: older tables are not taken then.
 METHOD = 3
 # An entry keeps so many speeds, and with fewer than TRUSTED it may still be noise.
@@ -119,7 +122,7 @@ class ThroughputTable:
             for key, entry in values["entries"].items():
                 parse_key(key)
                 speeds, num_bytes = tuple(map(float, entry["speeds"])), int(entry["program_bytes"])
-                if min(speeds, default=1.0) <= 0 or num_bytes < 0:
+                if not all(0 < speed < math.inf for speed in speeds) or num_bytes < 0:
                     raise TypeError(f"{key}: {entry}")
                 entries[key] = Entry(speeds, num_bytes)
             failures = tuple(Failure.from_dict(failure) for failure in values["failures"])
@@ -135,6 +138,12 @@ class ThroughputTable:
             entries={**kept.entries, **self.entries},
             failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
         )
+
+
+_WAYS = {
+    "rollout": re.compile(r"slots=[1-9][0-9]*"),
+    "train": re.compile(r"micro_batches=[1-9][0-9]*,remat=(True|False)"),
+}
 
 
 class Key(NamedTuple):
@@ -164,7 +173,7 @@ def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> 
 def parse_key(text: str) -> Key:
     """The inverse of str(). Raises ValueError for anything else."""
     parts = text.split(" ")
-    known = len(parts) == 4 and parts[0] in ("rollout", "train")
+    known = len(parts) == 4 and parts[0] in _WAYS and _WAYS[parts[0]].fullmatch(parts[3])
     if not (known and parts[2].isascii() and parts[2].isdigit()):
         raise ValueError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
     return Key(parts[0], MeshShape.parse(parts[1]), int(parts[2]), parts[3])
@@ -252,7 +261,7 @@ def _stale_words(paths: Iterable[Path], facts: Mapping[str, Any]) -> str | None:
             table = ThroughputTable.from_dict(json.loads(path.read_text()))
         except (ValueError, OSError):
             continue
-        if table.facts and table.entries:
+        if table.facts and any(entry.speeds for entry in table.entries.values()):
             found.append(differences(table.facts, facts))
     return stale_words(min(found, key=len)) if found else None
 

@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The Markdown pages of benchmarks: tables, and where they go."""
+
+import importlib.metadata
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a Markdown table with a column for each key of the first row."""
+    names = list(rows[0]) if rows else []
+    lines = [names, ["---"] * len(names), *([_cell(row[name]) for name in names] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def machine() -> str:
+    """Returns the processor, the versions and the month, for the page."""
+    return (
+        f"{_processor()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"jax {importlib.metadata.version('jax')}, {time.strftime('%Y-%m')}."
+    )
+
+
+def replace_table(page: Path, text: str) -> None:
+    """Replaces what stands between BEGIN and END in a page. Raises ValueError without these."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r} to put a table between")
+    page.write_text(f"{before}{BEGIN}\n{text.strip()}\n\n{machine()}\n{END}{after}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.3g}" if abs(value) < 100 else f"{value:,.0f}"
+    return "" if value is None else str(value)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

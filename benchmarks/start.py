@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds from the command to the first step of a run, and the programs compiled before it.
+
+    uv run python -m benchmarks.start [--config=FILE] [--config.section.key=value] [--write]
+
+Twice: "cold" in an empty folder of compiled programs and observed speeds, and "warm" with what the
+cold run left there. The run is ended after its first step. With --write the table goes into
+start.md.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import replace_table, table
+from earl_jax.main import DEFAULT_CONFIG
+from earl_jax.telemetry.metrics import read_metrics
+
+HERE = Path(__file__).parent
+# What JAX says of each program with JAX_LOG_COMPILES, and of one that was in the cache folder.
+MADE = re.compile(r"Finished XLA compilation of (\S+) in ([0-9.e-]+) sec")
+FOUND = re.compile(r"Persistent compilation cache hit for ")
+
+
+def count_programs(log: str) -> dict[str, Any]:
+    """Returns how many programs were compiled, how many loaded, and the seconds of both."""
+    made, found = MADE.findall(log), len(FOUND.findall(log))
+    return {
+        "compiled": len(made) - found,
+        "loaded": found,
+        "s in XLA": sum(float(seconds) for _, seconds in made),
+    }
+
+
+def has_stepped(path: Path) -> bool:
+    """Whether the first line of a step is in metrics.jsonl."""
+    return path.exists() and any("eval" not in row for row in read_metrics(path))
+
+
+def start(config: Path, overrides: Sequence[str], workdir: Path, caches: Path) -> dict[str, Any]:
+    """Returns a row: starts a run and ends it after its first step.
+
+    Raises ValueError where it ends by itself before.
+    """
+    log, metrics = workdir.with_suffix(".log"), workdir / "metrics.jsonl"
+    line = [sys.executable, "-m", "earl_jax.main", f"--config={config}", f"--workdir={workdir}"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(caches), "JAX_LOG_COMPILES": "1"}
+    with log.open("w") as file:
+        start_s = time.perf_counter()
+        run = subprocess.Popen([*line, *overrides], env=environment, stdout=file, stderr=file)
+        try:
+            while not has_stepped(metrics):
+                if run.poll() is not None:
+                    raise ValueError(f"the run ended before a step: {log.read_text()[-2000:]}")
+                time.sleep(0.05)
+            seconds = time.perf_counter() - start_s
+            # Read at once: it goes on.
+            programs = count_programs(log.read_text())
+        finally:
+            run.send_signal(signal.SIGKILL)
+            run.wait()
+    step = next(row for row in read_metrics(metrics) if "eval" not in row)
+    return {"s to the first step": seconds, "s of it": sum(step["stage_s"].values())} | programs
+
+
+def command(arguments: Sequence[str]) -> None:
+    """The whole command."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
+    parser.add_argument("--write", action="store_true", help="the table into start.md")
+    overrides = [a for a in arguments if a.startswith("--config.")]
+    flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="earl_jax_start_") as folder:
+        for cache in ("cold", "warm"):
+            found = start(flags.config, overrides, Path(folder) / cache, Path(folder) / "cache")
+            rows.append({"config": flags.config.stem, "cache": cache} | found)
+    text = table(rows)
+    print(text)
+    if flags.write:
+        replace_table(HERE / "start.md", text)
+
+
+if __name__ == "__main__":
+    command(sys.argv[1:])

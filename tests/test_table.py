@@ -1,0 +1,289 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The throughput table: entries, failures, keys, and its file."""
+
+import json
+
+import pytest
+
+from earl_jax.selector.plans import Failure
+from earl_jax.selector.table import (
+    KEPT,
+    TRUSTED,
+    Entry,
+    ThroughputTable,
+    cache_folder,
+    load_table,
+    parse_key,
+    rollout_key,
+    train_key,
+)
+from earl_jax.sharding.layout import MeshShape
+
+D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
+ROLLOUT, TRAIN = rollout_key(D4T2, 48, 32), train_key(D8, 48, 2, True)
+FAILED = Failure(stage="rollout", mesh="data=8", size=(48, 960, 32, 1))
+FACTS = {"model": {"width": 64}, "vocab_size": 320, "devices": {"train": {"number": 8}}}
+MADE = FACTS | {"versions": {"jax": "1"}, "flags": []}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "earl_jax"
+
+
+def one_speed(facts=MADE) -> ThroughputTable:
+    """A table of these facts with a speed, as it is on disk."""
+    table = load_table(facts)[0].with_speed(TRAIN, 1234.5678901234567)
+    table.write()
+    return table
+
+
+# Entries.
+
+
+def test_speed_of_an_entry_is_the_median_of_the_last_few():
+    table = ThroughputTable()
+    for speed in (900.0, 10.0, 30.0, 20.0):
+        table = table.with_speed(TRAIN, speed)
+    assert table.entries[TRAIN].tokens_per_s == 25.0
+    for speed in (1.0, 2.0, 3.0):
+        table = table.with_speed(TRAIN, speed)
+    assert table.entries[TRAIN].speeds == (30.0, 20.0, 1.0, 2.0, 3.0) and KEPT == 5
+    assert Entry().tokens_per_s is None
+
+
+def test_entry_is_trusted_once_it_has_enough_speeds():
+    trusted = [Entry(speeds=(1.0,) * count).is_trusted for count in range(KEPT + 1)]
+    assert trusted == [count >= TRUSTED for count in range(KEPT + 1)] and TRUSTED == 3
+
+
+def test_bytes_and_speeds_of_an_entry_stay_beside_each_other():
+    table = ThroughputTable().with_speed(TRAIN, 5.0)
+    both = table.with_bytes(TRAIN, 7).with_speed(TRAIN, 6.0)
+    assert both.entries == {TRAIN: Entry((5.0, 6.0), 7)}
+    assert table.entries == {TRAIN: Entry((5.0,))}, "a table itself does not change"
+
+
+def test_prior_counts_as_one_speed_so_that_own_steps_outweigh_it():
+    table = ThroughputTable(entries={TRAIN: Entry((1.0, 9.0, 5.0), 7), ROLLOUT: Entry((), 3)})
+    prior = table.as_prior()
+    assert prior.entries == {TRAIN: Entry((5.0,), 7), ROLLOUT: Entry((), 3)}
+    for _ in range(2):
+        prior = prior.with_speed(TRAIN, 20.0)
+    assert prior.entries[TRAIN].tokens_per_s == 20.0
+
+
+def test_own_entries_come_before_kept_ones_and_failures_are_of_both():
+    other = Failure(stage="train", mesh="data=8", size=(48, 8, 1))
+    own = ThroughputTable(entries={TRAIN: Entry((1.0,))}, failures=(FAILED,))
+    kept = ThroughputTable(
+        entries={TRAIN: Entry((2.0,)), ROLLOUT: Entry((3.0,))},
+        failures=(other, FAILED),
+        facts=FACTS,
+    )
+    both = own.over(kept)
+    assert both.entries == {TRAIN: Entry((1.0,)), ROLLOUT: Entry((3.0,))}
+    assert both.failures == (other, FAILED) and both.facts == FACTS
+
+
+# Failures.
+
+
+@pytest.mark.parametrize(
+    ("size", "fails"),
+    [
+        ((48, 960, 32, 1), True),
+        ((96, 960, 32, 1), True),
+        ((48, 1920, 64, 1), True),
+        # Smaller in one respect: it may run.
+        ((40, 1920, 64, 1), False),
+        ((96, 950, 64, 1), False),
+        ((96, 1920, 16, 1), False),
+        ((96, 1920, 64, 0), False),
+    ],
+)
+def test_failure_covers_plans_that_are_no_smaller_in_any_respect(size, fails):
+    table = ThroughputTable().with_failure(FAILED)
+    assert bool(table.failure_of("rollout", D8, size)) is fails
+    assert table.failure_of("rollout", D4T2, size) == ""
+
+
+def test_failure_says_what_ran_out_of_memory():
+    table = ThroughputTable(failures=(FAILED,))
+    assert table.failure_of("rollout", D8, FAILED.size) == (
+        "ran out of memory with 32 slots, a KV cache of 960 tokens per row shard and episodes of "
+        "48 tokens"
+    )
+    with_remat = Failure(stage="train", mesh="data=8", size=(48, 8, 0))
+    assert str(with_remat) == "ran out of memory with rows of 48 tokens, 8 at a time, with remat"
+    assert not with_remat.covers("rollout", D8, (48, 8, 1))
+
+
+# Keys.
+
+
+def test_keys_parse_to_what_they_were_made_of():
+    assert ROLLOUT == "rollout data=4,tensor=2 48 slots=32"
+    assert TRAIN == "train data=8 48 micro_batches=2,remat=True"
+    assert parse_key(ROLLOUT) == ("rollout", D4T2, 48, "slots=32")
+    assert str(parse_key(TRAIN)) == TRAIN
+
+
+NO_KEYS = [
+    "",
+    "train data=8 48",
+    "dance data=8 48 slots=8",
+    "rollout x 48 slots=8",
+    "rollout data=8 many slots=8",
+    "rollout data=8 ² slots=8",
+    "rollout data=8 48 slots=8 more",
+    # Ways: nobody could compute their speed.
+    "rollout data=8 48 lots=8",
+    "rollout data=8 48 slots=0",
+    "train data=8 48 slots=8",
+    "train data=8 48 micro_batches=2",
+    "train data=8 48 micro_batches=2,remat=maybe",
+]
+
+
+@pytest.mark.parametrize("text", NO_KEYS)
+def test_anything_else_is_no_key(text):
+    with pytest.raises(ValueError):
+        parse_key(text)
+
+
+# JSON.
+
+
+def test_table_comes_back_from_json_bit_for_bit():
+    table = ThroughputTable(
+        entries={TRAIN: Entry((0.1, 1 / 3), 10**12), ROLLOUT: Entry((), 7)},
+        failures=(FAILED,),
+        facts=FACTS,
+    )
+    assert ThroughputTable.from_dict(json.loads(json.dumps(table.as_dict()))) == table
+
+
+def holding(entry, key=TRAIN):
+    return {"entries": {key: entry}, "failures": []}
+
+
+GOOD = {"speeds": [1.0], "program_bytes": 1}
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        [],
+        None,
+        {},
+        holding(3),
+        holding({"speeds": [1.0]}),
+        holding(GOOD | {"speeds": ["fast"]}),
+        holding(GOOD | {"speeds": [0.0]}),
+        holding(GOOD | {"speeds": [float("nan")]}),
+        holding(GOOD | {"speeds": [float("inf")]}),
+        holding(GOOD | {"speeds": 3.0}),
+        holding(GOOD | {"program_bytes": None}),
+        holding(GOOD | {"program_bytes": -1}),
+        *(holding(GOOD, key) for key in NO_KEYS),
+        {"entries": {}},
+        {"entries": {}, "failures": [3]},
+        {"entries": {}, "failures": [{"stage": "rollout", "mesh": "data=8", "size": [1]}]},
+        {"entries": {}, "failures": [{"stage": "x", "mesh": "data=8", "size": [1, 2, 3]}]},
+        {"entries": {}, "failures": [], "facts": [1]},
+    ],
+)
+def test_nonsense_is_refused(nonsense):
+    with pytest.raises(ValueError, match="not a throughput table"):
+        ThroughputTable.from_dict(nonsense)
+
+
+# Files.
+
+
+def test_cache_folder_is_the_users(cache, monkeypatch, tmp_path):
+    assert cache_folder() == cache
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "earl_jax"
+
+
+def test_next_run_begins_with_the_medians_of_the_file(cache):
+    empty, note = load_table(MADE)
+    assert (dict(empty.entries), note) == ({}, None) and cache in empty.path.parents
+    table = one_speed().with_speed(TRAIN, 1000.0).with_bytes(ROLLOUT, 7).with_failure(FAILED)
+    table.write()
+    found, note = load_table(dict(reversed(MADE.items())))
+    assert (found, note) == (table.as_prior(), None)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: b"",
+        lambda whole: b"\xff\xfe\x00garbage",
+        lambda whole: b"[1, 2]",
+        lambda whole: whole.replace(b"program_bytes", b"program_bites"),
+        lambda whole: whole.replace(b"train data=8 48", b"train x 48"),
+    ],
+)
+def test_damaged_file_is_said_and_begun_anew(damage):
+    table = one_speed()
+    table.path.write_bytes(damage(table.path.read_bytes()))
+    found, note = load_table(MADE)
+    assert dict(found.entries) == {} and found.path == table.path
+    assert str(table.path) in note and "begins anew" in note
+    assert one_speed().entries == table.entries
+    assert load_table(MADE)[1] is None
+
+
+def test_write_that_dies_leaves_the_old_file_whole(monkeypatch):
+    kept = one_speed()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr("os.replace", die)
+        kept.with_speed(ROLLOUT, 1.0).write()
+    assert load_table(MADE) == (kept, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"versions": {"jax": "2"}}, "with versions.jax 1 (here 2); its speeds are not taken"),
+        ({"versions": {"jax": "1", "libtpu": "3"}}, "with versions.libtpu none (here 3)"),
+        ({"flags": ["--a", "--b"]}, "with flags none (here --a --b)"),
+        # Of another subject nothing is said.
+        ({"model": {"width": 65}}, None),
+        ({"vocab_size": 384}, None),
+        ({"devices": {"train": {"number": 4}}}, None),
+    ],
+)
+def test_other_facts_have_another_file_and_the_same_subject_is_said_to_be_stale(change, words):
+    one_speed()
+    found, note = load_table(MADE | change)
+    assert dict(found.entries) == {}
+    assert note is None if words is None else words in note
+    # Once it was observed under these facts nothing is said.
+    one_speed(MADE | change)
+    assert load_table(MADE | change)[1] is None
+
+
+def test_the_nearest_stale_table_is_named_with_its_first_differences():
+    one_speed(FACTS | {"flags": ["--a"], "settings": dict.fromkeys("abcdef", 3)})
+    one_speed(FACTS | {"flags": [], "settings": dict.fromkeys("abcdef", 1)})
+    _, note = load_table(FACTS | {"flags": [], "settings": dict.fromkeys("abcdef", 2)})
+    assert note.count("settings.") == 4 and "settings.d 1 (here 2) and 2 more;" in note
+
+
+def test_neighbours_that_are_damaged_or_have_no_speeds_are_not_named():
+    load_table(FACTS | {"versions": 1})[0].with_bytes(TRAIN, 7).write()
+    damaged, _ = load_table(FACTS | {"versions": 2})
+    damaged.path.write_text("{")
+    assert load_table(FACTS | {"versions": 3})[1] is None

@@ -1,0 +1,251 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Facts about a throughput table: which runs and plans take it, and what is said where none do."""
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from earl_jax.config_file import make_config
+from earl_jax.models.kernels import Choice
+from earl_jax.placement import facts as facts_module
+from earl_jax.placement.facts import facts_of, open_table, table_for_plan
+from earl_jax.placement.problem import find_model, make_problem
+from earl_jax.run import _new_placement, _observed_before
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.plans import Failure
+from earl_jax.selector.table import ThroughputTable, train_key
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.progress import Progress
+from earl_jax.world import World
+
+KEY = train_key(MeshShape(data=8), 16, 1, False)
+FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1))
+GIVEN = {
+    "model": {
+        "num_layers": 1,
+        "width": 16,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "head_size": 8,
+        "ffn_size": 16,
+    },
+    "rollout": {"num_slots": 8, "episodes_per_step": 16, "context_buckets": (16, 32)},
+}
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return World(make_config(GIVEN))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def asks_for(world: World, monkeypatch, table: str) -> World:
+    """The world with this config.selector.table."""
+    selector = dataclasses.replace(world.config.selector, table=table)
+    monkeypatch.setattr(world, "config", dataclasses.replace(world.config, selector=selector))
+    return world
+
+
+def keep(table: ThroughputTable) -> ThroughputTable:
+    kept = table.with_speed(KEY, 100.0).with_failure(FAILED)
+    kept.write()
+    return kept
+
+
+# The facts of a run.
+
+
+def test_facts_say_model_devices_versions_and_what_changes_programs(world):
+    facts = facts_of(world)
+    cpus = {"platform": "cpu", "kind": "cpu", "number": 8}
+    assert facts["devices"] == {"rollout": cpus, "train": cpus}
+    assert (facts["model"]["width"], facts["vocab_size"]) == (16, world.vocab_size)
+    assert {"jax", "jaxlib", "earl_jax"} <= facts["versions"].keys()
+    assert facts["rollout"]["num_slots"] == 8 and facts["train"]["remat"] is False
+    assert facts["attention"] == [choice.kernel for choice in world.attention_choices]
+
+
+def test_flags_are_facts_in_any_order_but_for_those_that_dump(world, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1")
+    facts = facts_of(world)
+    assert facts["flags"]["XLA_FLAGS"] == ["--xla_a=1", "--xla_b=2"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1  --xla_dump_to=/somewhere --xla_b=2")
+    assert facts_of(world) == facts
+
+
+# config.selector.table.
+
+
+def test_auto_takes_what_earlier_runs_have_observed(world):
+    table, note = open_table(world)
+    assert (dict(table.entries), note) == ({}, None)
+    kept = keep(table)
+    assert open_table(world) == (kept, None)
+
+
+@pytest.mark.parametrize("what", ["versions", "flags", "kernels"])
+def test_table_is_stale_where_programs_may_differ_and_that_is_said(world, monkeypatch, what):
+    keep(open_table(world)[0])
+    if what == "versions":
+        versions = facts_of(world)["versions"] | {"jax": "0.0.1"}
+        monkeypatch.setattr(facts_module, "_versions", lambda _: versions)
+        words = "versions.jax "
+    elif what == "flags":
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_fast_math=true")
+        words = "flags.XLA_FLAGS "
+    else:
+        choices = [Choice(kernel="splash", reason="")]
+        monkeypatch.setattr(world, "attention_choices", choices)
+        words = "attention "
+    shown = io.StringIO()
+    with Progress(1, shown) as progress:
+        placement = _new_placement(world, progress)
+    assert dict(placement.observations.table.entries) == {}
+    said = " ".join(shown.getvalue().split())
+    assert f"this model was timed on such devices before, with {words}" in said
+    assert said.count("its speeds are not taken") == 1
+
+
+def test_model_takes_no_speeds_but_remembers_what_ran_out_of_memory(world, monkeypatch):
+    keep(open_table(world)[0])
+    table, note = open_table(asks_for(world, monkeypatch, "model"))
+    assert (dict(table.entries), table.failures, note) == ({}, (), None)
+    keep(table)
+    table, _ = open_table(world)
+    assert (dict(table.entries), table.failures) == ({}, (FAILED,))
+
+
+def test_path_is_read_whole_and_never_written(world, monkeypatch, tmp_path):
+    path = tmp_path / "given.json"
+    given = ThroughputTable(path=path, entries={}).with_speed(KEY, 1.0).with_speed(KEY, 3.0)
+    given.write()
+    table, note = open_table(asks_for(world, monkeypatch, str(path)))
+    assert (table.entries, table.path, note) == (given.entries, None, None)
+    before = path.read_bytes()
+    keep(table)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "[1, 2]"])
+def test_path_of_something_else_is_a_mistake_of_the_users(world, monkeypatch, tmp_path, text):
+    path = tmp_path / "given.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"config.selector.table={path} cannot be read"):
+        open_table(asks_for(world, monkeypatch, str(path)))
+
+
+def test_resumed_run_leaves_what_other_versions_have_observed():
+    facts, said = {"versions": {"jax": "1"}}, []
+    saved = ThroughputTable(facts=facts).with_speed(KEY, 1.0)
+    kept = ThroughputTable(facts=facts).with_speed(KEY, 2.0)
+    assert _observed_before(saved, kept, said.append).entries == saved.entries
+    assert said == []
+    newer = ThroughputTable(facts={"versions": {"jax": "2"}})
+    assert _observed_before(saved, newer, said.append) == newer
+    assert len(said) == 1 and "versions.jax 1 (here 2); its speeds are not taken" in said[0]
+
+
+# A table that is given to a plan.
+
+
+@pytest.fixture
+def given(world, tmp_path):
+    """`given(change)` writes a table of a run whose facts have this change."""
+
+    def write(change=lambda facts: None) -> Path:
+        facts = json.loads(json.dumps(facts_of(world), default=str))
+        change(facts)
+        path = tmp_path / "table.json"
+        ThroughputTable(path=path, facts=facts).with_speed(KEY, 100.0).write()
+        return path
+
+    return write
+
+
+def planned(path: Path, topology: str = "cpu:8"):
+    """The table for a plan of the same config on these chips, and its notes."""
+    config = make_config(GIVEN)
+    model, vocab_size = find_model(config, None)
+    problem = make_problem(config, model, vocab_size, parse_topology(topology), budget_bytes=None)
+    return table_for_plan(path, problem, model, vocab_size, config)
+
+
+def test_plan_takes_a_table_of_the_same_chips_and_model(given):
+    table, notes = planned(given())
+    assert table.entries[KEY].speeds == (100.0,) and notes == []
+
+
+def test_plan_says_that_other_versions_and_other_work_were_observed(given):
+    def change(facts):
+        facts["versions"]["jax"] = "0.0.1"
+        facts["versions"]["libtpu"] = "0.0.2"
+        facts["rollout"]["num_slots"] = 4
+        facts["backend"] = "another"
+
+    table, (work, versions) = planned(given(change))
+    assert table.entries
+    assert work.endswith("of other work than is planned for: rollout.num_slots 4 (here 8)")
+    assert "its speeds are of other versions: jax 0.0.1 (here " in versions
+    # What only the chips need is not known here.
+    assert "libtpu" not in versions
+
+
+def other_model(facts):
+    facts["model"]["num_layers"] = 28
+
+
+def other_vocabulary(facts):
+    facts["vocab_size"] = 152_064
+
+
+def a_gpu(facts):
+    facts["devices"]["train"] = {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "number": 8}
+
+
+def no_devices(facts):
+    del facts["devices"]
+
+
+def no_kinds(facts):
+    facts["devices"] = ["cpu cpu"] * 8
+
+
+def nothing(facts):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("topology", "change", "words"),
+    [
+        ("cpu:8", other_model, "is of another model: model.num_layers 28 (here 1). Plan with"),
+        ("cpu:8", other_vocabulary, "another model: vocab_size 152064 (here "),
+        ("cpu:8", a_gpu, "is of NVIDIA H100 80GB HBM3 devices (gpu) in its train, and the plan"),
+        ("h100:1x8", nothing, "is of cpu devices (cpu) in its rollout, and the plan"),
+        ("h100:1x8", a_gpu, "in its rollout, and the plan is for h100:1x8: one chip's speeds say"),
+        ("v5e:2x4", nothing, "Give a table that a run on v5e has written, or none"),
+        ("cpu:8", no_devices, "does not say which devices it is of"),
+        ("cpu:8", no_kinds, "does not say which devices it is of"),
+        ("cpu:8", dict.clear, "does not say which devices it is of"),
+    ],
+)
+def test_plan_refuses_a_table_of_other_chips_or_another_model(given, topology, change, words):
+    path = given(change)
+    with pytest.raises(ValueError) as error:
+        planned(path, topology)
+    assert f"--table={path}" in str(error.value) and words in str(error.value)
+
+
+def test_plan_refuses_a_damaged_table(given):
+    path = given()
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(ValueError, match=f"--table={path} cannot be read: "):
+        planned(path)
