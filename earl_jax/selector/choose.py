@@ -445,7 +445,13 @@ class Chooser:
 
     def _why_left(self, plan: RolloutPlan | TrainPlan, tokens: int) -> str:
         """Says why a plan in use cannot stay."""
-        problem = self.problem
+        problem, work = self.problem, self.problem.work
+        if isinstance(plan, TrainPlan):
+            stage, size = "train", train_size(plan, tokens, work.num_rows)
+        else:
+            stage, size = "rollout", rollout_size(plan, tokens, work.page_size)
+        if failed := self.table.failure_of(stage, plan.mesh, size):
+            return f"{plan.mesh} {failed}"
         if isinstance(plan, TrainPlan):
             found = [c for c in self.train_candidates(tokens) if c.plan.mesh == plan.mesh]
         else:
@@ -546,11 +552,16 @@ def _best(pairs: Sequence[_Pair]) -> _Pair:
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
-    """Whether a pair trains by the plan in use and plays on the mesh in use."""
+    """Whether a pair trains by the plan in use and plays on the mesh in use, in no fewer slots."""
     rollout, train = current
     if rollout is None or train is None or pair.rollout is None or pair.train is None:
         return False
-    return pair.train.plan == train and pair.rollout.plan.mesh == rollout.mesh
+    plan = pair.rollout.plan
+    return (
+        pair.train.plan == train
+        and plan.mesh == rollout.mesh
+        and plan.num_slots >= rollout.num_slots
+    )
 
 
 def size_words(num_bytes: float) -> str:
