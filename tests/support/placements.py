@@ -67,6 +67,9 @@ def table_of(
             table = _trusted(table, key, speed)
         for mesh, speed in rollout.items():
             table = _trusted(table, rollout_key(mesh, tokens, work.num_slots), speed)
+            # With fewer slots, where that is possible, a rollout is much slower.
+            for slots in problem.slot_numbers(mesh)[1:]:
+                table = _trusted(table, rollout_key(mesh, tokens, slots), speed / 4)
     return table
 
 
@@ -125,7 +128,7 @@ def standing(
 ) -> dict[str, Any]:
     """Returns `Placement.as_dict` of a run on these meshes."""
     return {
-        "rollout": [str(rollout), num_slots, pages],
+        "rollout": [str(rollout), num_slots, pages, False],
         "train": [str(train), 1, False],
         "max_tokens": max_tokens,
         "calm_steps": 0,
