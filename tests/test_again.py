@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs that lost their state to a lack of memory go on by themselves, on the next rung.
+"""Runs that lost their state to a lack of memory go on by themselves, by another plan.
 
 In one process from the newest checkpoint; of several all are started again. The errors are real
-ones (`test_survival.hungry`).
+ones (`hungry`).
 """
 
 import contextlib
@@ -16,19 +16,27 @@ from pathlib import Path
 
 import pytest
 from processes import free_port
-from test_survival import CUBE, D8, GIVEN, hungry
 
 from earl_jax import learning
 from earl_jax.config_file import make_config
 from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
+from tests.support.placements import D8, F8, given, hungry
 
 ROOT = Path(__file__).parent.parent
 AGAIN = ROOT / "gpu_scripts" / "again.sh"
-RUN = GIVEN | {
+ROLLOUT = {
+    "num_slots": 16,
+    "episodes_per_step": 16,
+    "burst": 2,
+    "max_turn_tokens": 4,
+    "max_episode_tokens": 32,
+    "context_buckets": (32,),
+    "patience_s": 60.0,
+}
+RUN = given(ROLLOUT, (D8,), (D8, F8)) | {
     "num_steps": 4,
-    "selector": GIVEN["selector"] | {"rollout_meshes": (str(D8),)},
     "train": {"epochs": 2, "demonstration_steps": 0},
     "checkpoint": {"every_steps": 2},
     "eval": {"every_steps": 100, "games": 8, "final_games": 8},
