@@ -1,99 +1,146 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout that runs out of memory for real goes on with the optimizer's moments on the host."""
+"""The optimizer's moments wait in host memory where a rollout needs their room."""
 
 import json
 
 import jax
 import numpy as np
 import pytest
-from test_survival import D8, GIVEN, PLACES, hungry, placed
 
-from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.joint import to_checkpoint
-from earl_jax.loop import Position, rl_step
-from earl_jax.placement import Placement
-from earl_jax.rest import is_at_rest
-from earl_jax.selector.throughput import ThroughputTable
-from earl_jax.telemetry.load import LoadHistory
+from earl_jax.loop import rl_step
+from earl_jax.selector.table import ThroughputTable
+from earl_jax.train.offload import is_offloaded
 from earl_jax.world import World
+from tests.support.placements import (
+    D8,
+    first_position,
+    given,
+    hungry,
+    place,
+    table_of,
+    too_large_for,
+)
 
-MESHES = {"rollout_meshes": (str(D8),), "train_meshes": (str(D8),), "offload": "on"}
-RESTING = "the moments in host memory during rollouts"
+TOKENS = 32
+ROLLOUT = {
+    "num_slots": 16,
+    "episodes_per_step": 16,
+    "burst": 2,
+    "max_turn_tokens": 4,
+    "max_episode_tokens": TOKENS,
+    "context_buckets": (TOKENS,),
+    "patience_s": 60.0,
+}
+OFFLOADED = "the optimizer's moments wait in host memory during rollouts"
 
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(GIVEN | {"selector": GIVEN["selector"] | MESHES}))
+    return World(make_config(given(ROLLOUT, (D8,), (D8,), offload="on")))
 
 
-def begin(world):
-    return Position(step=0, state=world.init_train_state(D8), history=LoadHistory())
+def placed(world, **changes):
+    table = table_of(world.problem, {D8: 4000.0}, {D8: 4000.0}, (TOKENS,))
+    placement = place(world, too_large_for(table, world.problem), **changes)
+    placement.choose_step(TOKENS, None)
+    return placement
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world):
+    """A step with the moments on the devices, and its state as a checkpoint has it."""
+    placement = placed(world)
+    assert not placement.rollout.offload and placement.words == ""
+    position, record = rl_step(world, placement, first_position(world, placement))
+    assert not is_offloaded(position.state)
+    return record, jax.tree.map(np.array, to_checkpoint(world, position.state))
+
+
+def assert_same_step(world, undisturbed, position, record):
+    expected, state = undisturbed
+    assert record.trajectories == expected.trajectories and record.updates == expected.updates
+    saved = to_checkpoint(world, position.state)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(saved)} == {"device"}
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, saved), state)
 
 
 @pytest.mark.slow
-def test_a_rollout_short_of_memory_beside_the_moments_is_played_again_without_them(
-    world, monkeypatch
+def test_moments_wait_where_the_budget_has_no_room_beside_them(world, undisturbed, monkeypatch):
+    """A step that is the same bit for bit, beside a third of the trainer."""
+    whole, params = (world.problem.trainer_bytes(D8, offload) for offload in (False, True))
+    assert whole == 3 * params
+    placement = placed(world, budget_bytes=whole)
+    assert placement.rollout.offload and placement.words == OFFLOADED
+    assert placement.log.bytes_per_device < whole
+    position, open_seat, seen = first_position(world, placement), placement.open_seat, []
+
+    def look(params, version):
+        seen.append(is_offloaded(position.state))
+        return open_seat(params, version)
+
+    monkeypatch.setattr(placement, "open_seat", look)
+    after, record = rl_step(world, placement, position)
+    assert seen == [True] and is_offloaded(after.state)
+    assert_same_step(world, undisturbed, after, record)
+
+
+@pytest.mark.slow
+def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them(
+    world, undisturbed, monkeypatch
 ):
     """In its third round, without a budget; the step is then the undisturbed one, bit for bit."""
     placement, engine = placed(world), world.engine(D8)
+    position = first_position(world, placement)
     move_state, plays = placement.move_state, engine._play_plain
-    at_rest, rounds = [], []
+    offloaded, rounds = [], []
 
     def moving(state, **settings):
         moved = move_state(state, **settings)
-        at_rest.append(is_at_rest(moved))
+        offloaded.append(is_offloaded(moved))
         return moved
 
     def play(*arguments):
-        rounds.append(at_rest[-1])
-        enough = at_rest[-1] or len(rounds) < 3
+        rounds.append(offloaded[-1])
+        enough = offloaded[-1] or len(rounds) < 3
         return (plays if enough else hungry(donated=1))(*arguments)
 
     monkeypatch.setattr(placement, "move_state", moving)
     # Nothing is guessed in this run.
     monkeypatch.setattr(engine, "_play_plain", play)
-    assert not placement.offload
-    position, record = rl_step(world, placement, begin(world))
-    monkeypatch.undo()
-
+    position, record = rl_step(world, placement, position)
     # Two rounds and the failed one beside the moments; then from the first round again.
     assert rounds[:3] == [False] * 3 and set(rounds[3:]) == {True} and len(rounds) > 5
     (words,) = placement.take_log().failures
     assert words.startswith(f"rollout on {D8} ran out of memory with 16 slots")
-    assert RESTING not in words
-    assert placement.offload and placement.rung == RESTING
+    assert "moments" not in words
+    assert placement.rollout.offload and placement.words == OFFLOADED
     # Every slot has all its pages: nothing else is less.
-    assert placement.num_slots == 16 and record.stats.parked_episodes == 0
-    # And it waits there for the next rollout.
-    assert is_at_rest(position.state)
-
-    undisturbed, expected = rl_step(world, placed(world), begin(world))
-    assert not is_at_rest(undisturbed.state)
-    for played, wanted in zip(record.trajectories, expected.trajectories, strict=True):
-        assert played == wanted
-    assert record.updates == expected.updates
-    left, right = (to_checkpoint(world, each.state) for each in (position, undisturbed))
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+    assert placement.rollout.num_slots == 16 and record.stats.parked_episodes == 0
+    assert is_offloaded(position.state), "for the next rollout"
+    assert_same_step(world, undisturbed, position, record)
 
 
-@pytest.mark.slow
-def test_the_next_run_begins_with_the_moments_out_of_the_way(world, monkeypatch):
-    """What failed beside them is remembered as such."""
+def test_next_run_begins_with_the_moments_out_of_the_way(world):
+    """What failed beside them is remembered as such, and then what failed without them."""
     placement = placed(world)
 
     def attempt():
         return hungry(donated=0)(np.ones(1, np.float32))
 
-    assert placement.survive("rollout", attempt) is None
-    said, table = [], placement.calibration.table
-    again = ThroughputTable.from_dict(None, json.loads(json.dumps(table.as_dict())))
+    assert placement.attempt("rollout", attempt) is None
+    table = placement.observations.table
+    again = ThroughputTable.from_dict(json.loads(json.dumps(table.as_dict())))
     assert again.failures == table.failures and len(again.failures) == 1
-    resumed = Placement(world, Calibration(world, again, said.append))
-    resumed.choose_step(PLACES, None)
-    assert resumed.offload and resumed.rung == RESTING
-    # Beside nothing it failed too: then there are fewer pages, and in the end fewer slots.
-    assert resumed.survive("rollout", attempt) is None
-    resumed.choose_step(PLACES, None)
-    assert resumed.offload and (resumed.num_slots, resumed.pages) < (16, placement.pages)
+    resumed = place(world, again)
+    resumed.choose_step(TOKENS, None)
+    assert resumed.rollout.offload and resumed.words == OFFLOADED
+    saved = json.loads(json.dumps(resumed.as_dict()))
+    restored = place(world, again)
+    restored.restore(saved)
+    assert restored.plans == resumed.plans
+    assert resumed.attempt("rollout", attempt) is None
+    resumed.choose_step(TOKENS, None)
+    assert resumed.rollout.num_slots == 8

@@ -183,7 +183,7 @@ def test_restored_placement_chooses_alike(world, table):
     [
         {"rollout": None},
         {"rollout": ["data=8", 16]},
-        {"rollout": ["dbta=8", 16, 2]},
+        {"rollout": ["dbta=8", 16, 2, False]},
         {"train": ["data=8", "many", False]},
         {"max_tokens": "long"},
         {"calm_steps": None},

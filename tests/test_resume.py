@@ -20,7 +20,7 @@ from earl_jax.world import World
 D8 = MeshShape(data=8)
 POSITION = {
     "placement": {
-        "rollout": ["data=8", 64, 4],
+        "rollout": ["data=8", 64, 4, False],
         "train": ["data=8", 1, False],
         "max_tokens": 24,
         "calm_steps": 3,
@@ -85,7 +85,7 @@ def test_the_newest_is_used(resume, world):
         ('"placement"', '"plaxement"', "without placement"),
         ('"max_tokens"', '"max_tokenz"', "placement is not one: 'max_tokens'"),
         ('"train": ["data=8"', '"train": ["dbta=8"', "cannot read 'dbta=8'"),
-        ('"rollout": ["data=8", 64, 4]', '"rollout": ["data=8", 64]', "its placement is not one"),
+        ('["data=8", 64, 4, false]', '["data=8", 64, 4]', "its placement is not one"),
         ('"entries": {}', '"entries": {"a": 1}', "not a throughput table"),
         ("{", "[", "JSONDecodeError"),
     ],

@@ -7,14 +7,12 @@ import functools
 
 import pytest
 
-from earl_jax.calibrate import Calibration
 from earl_jax.config_file import make_config
 from earl_jax.evaluation import evaluate
 from earl_jax.loop import Position, play, rl_step
-from earl_jax.placement import Placement
-from earl_jax.selector.throughput import ThroughputTable
-from earl_jax.telemetry.load import LoadHistory
+from earl_jax.placement.placement import Placement
 from earl_jax.world import World
+from tests.support.placements import begin
 
 ROOM = 32
 GIVEN = {
@@ -30,7 +28,7 @@ GIVEN = {
         "page_size": 16,
         "patience_s": 10.0,
     },
-    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "order": "listed"},
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
 }
 
 
@@ -39,22 +37,13 @@ def world() -> World:
     return World(make_config(GIVEN))
 
 
-def begin() -> tuple[Placement, Position]:
-    """The start of a run, without a workdir."""
-    calibration = Calibration(world(), ThroughputTable(path=None, measurements={}), lambda _: None)
-    placement = Placement(world(), calibration)
-    placement.choose_training(None)
-    state = world().first_train_state(placement.in_training)
-    return placement, Position(step=0, state=state, history=LoadHistory())
-
-
 @pytest.mark.slow
 def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_whole(monkeypatch):
     """Prompts of eight tokens or more, and turns of 28: 32 are too few, and no limit cuts.
 
     Room is made in the first step; the second begins with it.
     """
-    placement, position = begin()
+    placement, position = begin(world())
     make_room, made = placement.make_room, []
 
     def noting(seat, tokens, *others):
@@ -81,12 +70,12 @@ def open_seat(placement: Placement, position: Position, version: int):
 
 
 @pytest.mark.slow
-def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version(monkeypatch):
+def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     """Eight games that begin with an empty board: four at home, four as guests, one in each lane.
 
     Then each again in the lane that has read its prompt: all but its last token is taken over.
     """
-    placement, position = begin()
+    placement, position = begin(world())
     placement.choose_rollout(2 * ROOM, None)
     tasks = world().evaluation_tasks(16)[::2]
 
@@ -120,9 +109,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version(monkeyp
     evaluate(world(), placement, position, games=16)
     assert open_seat(placement, position, position.step).kept is not None
     # Nothing is kept where there is too little memory for another seat.
-    chooser = placement._chooser
-    settings = dataclasses.replace(chooser.settings, budget_bytes=1)
-    monkeypatch.setattr(placement, "_chooser", dataclasses.replace(chooser, settings=settings))
+    placement.problem = dataclasses.replace(placement.problem, budget_bytes=1)
     placement.keep(seat)
     assert placement._kept is None
 

@@ -181,7 +181,9 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     # When they are expected to outgrow the room of 24 tokens, or do; not before they grow.
     assert steps[0]["context_tokens_max"] < before["context_tokens_max"] <= 24
     assert before["train_mesh"] != switch["train_mesh"]
-    assert re.search(r"leaves data=8, which needs .* of a budget of", switch["decision"])
+    assert re.search(
+        r"train data=8 -> .* \(context \d+ needs .*/device on data=8", switch["decision"]
+    )
 
 
 @pytest.mark.slow
@@ -375,8 +377,8 @@ def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_woul
     message = " ".join(done.stderr.split())
     assert re.search(r"the smallest budget that would do is \d+", message)
     assert re.search(
-        r"By computed bytes, with room for \d+ tokens an episode, this would do, of numbers that "
-        r"are powers of two: 1 v5e, 1 v5p, 1 v6e, 1 h100, 1 h200, 1 b200$",
+        r"By computed bytes, at a context of \d+ tokens, the smallest hardware that would do "
+        r"\(powers of two\): 1 v5e, 1 v5p, 1 v6e, 1 h100, 1 h200, 1 b200$",
         message,
     )
 
@@ -407,7 +409,7 @@ def test_help_names_an_example(cache, module):
 def test_the_default_config_learns_and_its_mesh_changes(cache, tmp_path):
     """The default run, shortened to 60 of its 400 steps. Random weights begin with 0 % wins.
 
-    Its meshes go by their order and not by speeds, which another process would disturb.
+    Its meshes go by the speed model and not by speeds, which another process would disturb.
     """
     flags = {"num_steps": 60, "selector.table": "model"}
     done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", **flags), as_a_user=True)
@@ -423,7 +425,7 @@ def test_the_default_config_learns_and_its_mesh_changes(cache, tmp_path):
     assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 1.0
     switched = [row for row in steps if row["switched"]]
     assert switched
-    assert "contexts up to" in switched[0]["decision"]
+    assert "longest episode" in switched[0]["decision"]
     assert max(row["logprob_mismatch_max"] for row in steps) <= 1e-4
 
 

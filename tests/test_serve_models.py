@@ -64,7 +64,7 @@ def save_run(folder: Path, rank: int):
     state = dataclasses.replace(state, params=noisy)
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     placement = {
-        "rollout": ["data=4", 16, 8],
+        "rollout": ["data=4", 16, 8, False],
         "train": ["data=4", 1, False],
         "max_tokens": 32,
         "calm_steps": 0,

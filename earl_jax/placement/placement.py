@@ -104,8 +104,8 @@ class Placement:
         """Returns what a resumed run needs to go on choosing alike."""
         rollout, train = self.plans
         return {
-            "rollout": rollout and [str(rollout.mesh), rollout.num_slots, rollout.pages],
-            "train": train and [str(train.mesh), train.micro_batches, train.remat],
+            "rollout": rollout and [str(rollout.mesh), *rollout[1:]],
+            "train": train and [str(train.mesh), *train[1:]],
             "max_tokens": self.max_tokens,
             "calm_steps": self.calm_steps,
             "cache_tokens": self._cache_tokens,
@@ -116,8 +116,8 @@ class Placement:
     def restore(self, saved: dict[str, Any]) -> None:
         """The inverse of `as_dict`. Raises ValueError where something is missing or no plan."""
         try:
-            mesh, num_slots, pages = saved["rollout"]
-            rollout = RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages))
+            mesh, num_slots, pages, offload = saved["rollout"]
+            rollout = RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages), bool(offload))
             mesh, micro_batches, remat = saved["train"]
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
             numbers = [

@@ -95,6 +95,11 @@ class _Pair(NamedTuple):
     step_s: float
 
     @property
+    def offloads(self) -> bool:
+        """Whether moments wait in host memory meanwhile."""
+        return self.rollout is not None and self.rollout.plan.offload
+
+    @property
     def fullest(self) -> int:
         """Bytes of the device in the fuller of the two stages."""
         rollout = self.resident + (self.rollout.num_bytes if self.rollout else 0)
@@ -347,15 +352,23 @@ def _fastest_by_mesh(
 
 
 def _best(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns the pair of least cost; of ties the one that leaves most memory, then the first."""
+    """Returns the pair of least cost; of ties the one that leaves most memory, then the first.
+
+    Of ties no moments are offloaded where there is room for them.
+    """
     least = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least]
-    return min(ties, key=lambda pair: pair.fullest)
+    return min(ties, key=lambda pair: (pair.offloads, pair.fullest))
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
-    """Whether a pair trains by the plan in use and plays on the mesh in use."""
+    """Whether a pair trains by the plan in use and plays on the mesh in use, in no fewer slots."""
     rollout, train = current
     if rollout is None or train is None or pair.rollout is None or pair.train is None:
         return False
-    return pair.train.plan == train and pair.rollout.plan.mesh == rollout.mesh
+    plan = pair.rollout.plan
+    return (
+        pair.train.plan == train
+        and plan.mesh == rollout.mesh
+        and plan.num_slots >= rollout.num_slots
+    )

@@ -67,6 +67,9 @@ def table_of(
             table = _trusted(table, key, speed)
         for mesh, speed in rollout.items():
             table = _trusted(table, rollout_key(mesh, tokens, work.num_slots), speed)
+            # With fewer slots, where that is possible, a rollout is much slower.
+            for slots in problem.slot_numbers(mesh)[1:]:
+                table = _trusted(table, rollout_key(mesh, tokens, slots), speed / 4)
     return table
 
 
@@ -82,16 +85,17 @@ def too_large_for(
     *,
     train: tuple[tuple[MeshShape, int], ...] = (),
     rollout: tuple[tuple[MeshShape, int], ...] = (),
-    least_micro_batches: int = 10**6,
+    in_one_part: tuple[tuple[MeshShape, int], ...] = (),
 ) -> ThroughputTable:
     """Returns the table in which plans on (mesh, context bucket) take TOO_LARGE, all others 1 byte.
 
-    Updates in at least `least_micro_batches` take 1 byte on every mesh.
+    Updates on those of `in_one_part` do so unless they go in micro-batches.
     """
     buckets = {key.split(" ")[2] for key in table.entries} | {str(t) for _, t in train}
     for tokens in sorted(map(int, buckets)):
         for plan in problem.train_plans(tokens):
-            large = (plan.mesh, tokens) in train and plan.micro_batches < least_micro_batches
+            where = (plan.mesh, tokens)
+            large = where in train or where in in_one_part and plan.micro_batches == 1
             key = train_key(plan.mesh, tokens, plan.micro_batches, plan.remat)
             table = table.with_bytes(key, TOO_LARGE if large else 1)
         for mesh in problem.rollout_meshes_for(tokens):
@@ -125,7 +129,7 @@ def standing(
 ) -> dict[str, Any]:
     """Returns `Placement.as_dict` of a run on these meshes."""
     return {
-        "rollout": [str(rollout), num_slots, pages],
+        "rollout": [str(rollout), num_slots, pages, False],
         "train": [str(train), 1, False],
         "max_tokens": max_tokens,
         "calm_steps": 0,

@@ -1,0 +1,194 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of longer contexts are compiled in the background, and the run finds them."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from earl_jax.config_file import make_config
+from earl_jax.placement.compile_ahead import CompileAhead, Wanted, wanted_programs
+from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
+from earl_jax.rollout.pages import roomier_pages
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.world import World
+from tests.support.placements import (
+    CUBE,
+    D4T2,
+    D8,
+    given,
+    history_of,
+    place,
+    standing,
+    table_of,
+    too_large_for,
+)
+
+SHORT, LONG = 16, 32
+ROLLOUT = {
+    "num_slots": 8,
+    "episodes_per_step": 16,
+    "burst": 2,
+    "max_turn_tokens": 4,
+    "context_buckets": (SHORT, LONG),
+    "page_size": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")))
+
+
+def placed(world, max_tokens, table=None, **changes):
+    speeds = {D8: 4000.0, CUBE: 1000.0}, {D8: 4000.0, D4T2: 1000.0}
+    table = table or table_of(world.problem, *speeds, (SHORT, LONG, 2 * LONG))
+    placement = place(world, table, **changes)
+    placement.restore(standing(D8, D8, max_tokens, pages=max_tokens // 16))
+    return placement
+
+
+def keys(world, max_tokens, history, **changes):
+    placement = placed(world, max_tokens, **changes)
+    return [wanted.key for wanted in wanted_programs(world, placement, history)]
+
+
+def test_more_pages_come_in_steps():
+    """The scale is 1, 2, 3, 5, 8, 12, 18, 27: half as many again, rounded up."""
+    assert [roomier_pages(n) for n in (1, 2, 3, 4, 6, 7, 9, 10)] == [2, 3, 5, 5, 8, 12, 12, 18]
+
+
+def test_programs_of_the_next_configured_context_are_always_wanted(world):
+    plan = TrainPlan(D8, 1, False)
+    assert keys(world, SHORT, LoadHistory()) == [update_key(plan, LONG), play_key(D8, 8, LONG)]
+
+
+def test_context_that_no_config_names_is_wanted_where_contexts_grow_towards_it(world):
+    # From step to step 3 tokens more, and 24 now: 33 in three steps do not fit 32.
+    assert keys(world, LONG, history_of(24, 24, 24, 24)) == []
+    assert keys(world, LONG, history_of(14, 17, 20, 23)) == []
+    found = keys(world, LONG, history_of(15, 18, 21, 24))
+    assert found == [update_key(TrainPlan(D8, 1, False), 2 * LONG), play_key(D8, 8, 2 * LONG)]
+
+
+def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(world):
+    """The budget holds LONG tokens on other meshes only."""
+    speeds = {D8: 4000.0, CUBE: 1000.0}, {D8: 4000.0, D4T2: 1000.0}
+    table = table_of(world.problem, *speeds, (SHORT, LONG))
+    table = too_large_for(table, world.problem, train=((D8, LONG),), rollout=((D8, LONG),))
+    train, play = keys(world, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
+    assert train == update_key(TrainPlan(CUBE, 1, False), LONG)
+    assert play == play_key(D4T2, 8, LONG)
+
+
+def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(world):
+    auto = World(make_config(given(ROLLOUT, (D8,), (D8,))))
+    with CompileAhead(print) as ahead:
+        ahead.look(auto, placed(auto, SHORT), LoadHistory())
+        assert not ahead._known
+        assert ahead._works_for(world)
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """JAX's persistent cache, empty, and for every program: the names of rounds and updates."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+    compilation_cache.reset_cache()
+    # What other tests compiled in this process would not be compiled again.
+    jax.clear_caches()
+    for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+        jax.config.update(name, value)
+    kinds = ("jit_on_shard-*", "jit_step-*")
+    yield lambda: {path.name for kind in kinds for path in tmp_path.glob(kind)}
+    compilation_cache.reset_cache()
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+
+
+@pytest.mark.slow
+def test_run_finds_what_was_compiled_ahead(world, programs):
+    placement = placed(world, SHORT)
+    with CompileAhead(print) as ahead:
+        ahead.look(world, placement, LoadHistory())
+        ahead.settle()
+        assert ahead.is_compiled(play_key(D8, 8, LONG))
+    compiled = programs()
+    assert len(compiled) == 2
+    # What the run calls itself: the same programs, traced again.
+    jax.clear_caches()
+    plans = placement.foresee(LONG)
+    lower_round(world, plans.rollout, LONG).compile()
+    lower_update(world, plans.train, LONG).compile()
+    assert programs() == compiled
+
+
+def test_what_cannot_be_compiled_is_said_and_the_run_goes_on():
+    def fail():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
+
+    said = []
+    with CompileAhead(said.append) as ahead:
+        ahead.ask([Wanted("large", fail)])
+        ahead.settle()
+        assert not ahead.is_compiled("large")
+        ahead.ask([])
+    assert said == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
+
+
+# What compiling took, and how much of it the run waited for.
+
+
+def small(name, scale, wait=None, begun=None):
+    """A program that no other test has; it is lowered when `wait` is set."""
+
+    def lower():
+        if begun is not None:
+            begun.set()
+        if wait is not None:
+            assert wait.wait(60)
+        return jax.jit(lambda x: jnp.sin(x * scale).sum()).lower(jnp.ones(7))
+
+    return Wanted(name, lower)
+
+
+def test_what_was_compiled_before_it_is_needed_is_hidden():
+    with CompileAhead(print) as ahead:
+        ahead.ask([small("a", 1.25), small("b", 1.375)])
+        ahead.settle()
+        jnp.ones(7).block_until_ready()
+        ahead.take_times()
+        # Nothing of it is said before it is used, and then once.
+        assert ahead.take_times() == (0.0, 0.0)
+        assert ahead.is_compiled("a")
+        ahead.hand_over("a")
+        assert not ahead.is_compiled("a") and ahead.is_compiled("b")
+        first = ahead.take_times()
+        assert first.total_s > 0 and first.waited_s == 0
+        ahead.hand_over("a")
+        assert ahead.take_times() == (0.0, 0.0)
+        # What nobody compiled ahead the run waits for.
+        small("c", 1.5).lower().compile()
+        own = ahead.take_times()
+        assert own.total_s == own.waited_s > 0
+
+
+def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
+    go, begun = threading.Event(), threading.Event()
+    with CompileAhead(print) as ahead:
+        ahead.ask([small("first", 1.625, go, begun), small("second", 1.75, go)])
+        assert begun.wait(60)
+        ahead.hand_over("second")
+        ahead.take_times()
+        threading.Timer(0.2, go.set).start()
+        ahead.hand_over("first")
+        times = ahead.take_times()
+        assert 0 < times.waited_s <= times.total_s
+        # It was given to the run.
+        ahead.ask([small("second", 1.75)])
+        ahead.settle()
+        assert not ahead.is_compiled("second")

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The throughput table of a run: fed by real steps, kept on disk, and read as config says."""
+
+import json
+
+import pytest
+
+from earl_jax.config_file import make_config
+from earl_jax.loop import rl_step
+from earl_jax.placement.facts import open_table
+from earl_jax.placement.placement import Placement
+from earl_jax.selector.table import Entry, ThroughputTable, rollout_key, train_key
+from earl_jax.world import World
+from tests.support.placements import D8, first_position, given
+
+TOKENS = 32
+ROLLOUT = {
+    "num_slots": 16,
+    "episodes_per_step": 16,
+    "burst": 2,
+    "max_turn_tokens": 4,
+    "max_episode_tokens": TOKENS,
+    "context_buckets": (TOKENS,),
+    "patience_s": 60.0,
+}
+TRAIN_KEY, ROLLOUT_KEY = train_key(D8, TOKENS, 1, False), rollout_key(D8, TOKENS, 16)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder of the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def world_with(table):
+    return World(make_config(given(ROLLOUT, (D8,), (D8,), table=str(table))))
+
+
+def opened(world):
+    table, note = open_table(world)
+    placement = Placement(world, table)
+    placement.choose_step(TOKENS, None)
+    return placement, note
+
+
+def files(cache):
+    return {path: path.read_text() for path in cache.rglob("*.json")}
+
+
+@pytest.mark.slow
+def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(cache):
+    """A step in which a program was compiled says nothing of the trainer's speed."""
+    world = world_with("auto")
+    placement, note = opened(world)
+    assert note is None and placement.observations.table.entries == {}
+    position = first_position(world, placement)
+    seen = []
+    for _ in range(4):
+        position, _ = rl_step(world, placement, position)
+        entries = placement.observations.table.entries
+        seen.append([len(entries.get(key, Entry()).speeds) for key in (TRAIN_KEY, ROLLOUT_KEY)])
+    assert [train for train, _ in seen] == [0, 1, 2, 3]
+    assert [rollout for _, rollout in seen] in ([0, 1, 2, 3], [1, 2, 3, 4])
+    ((path, text),) = files(cache).items()
+    assert path.is_relative_to(cache / "earl_jax" / "throughput")
+    assert ThroughputTable.from_dict(json.loads(text)).entries == entries
+    assert entries[TRAIN_KEY].is_trusted
+    again, note = opened(world)
+    assert note is None
+    for key in (TRAIN_KEY, ROLLOUT_KEY):
+        (speed,) = again.observations.table.entries[key].speeds
+        assert speed == entries[key].tokens_per_s
+
+
+def test_model_reads_and_writes_no_speeds_and_remembers_failures(cache):
+    known, _ = opened(world_with("auto"))
+    known.observations.add_speed(known.train, TOKENS, 123.0)
+    before = files(cache)
+    assert len(before) == 1
+    world = world_with("model")
+    placement, _ = opened(world)
+    assert placement.observations.table.entries == {}
+    placement.observations.add_speed(placement.train, TOKENS, 123.0)
+    assert placement.observations.table.entries == {} and files(cache) == before
+    placement.observations.add_failure(placement.rollout, TOKENS)
+    (path,) = files(cache).keys() - before.keys()
+    assert json.loads(path.read_text())["entries"] == {}
+    again, _ = opened(world)
+    assert again.observations.table.failures == placement.observations.table.failures
+    assert again.rollout != placement.rollout
+    # What failed by one table is another's business: that of the run by speeds is as it was.
+    assert all(path.read_text() == text for path, text in before.items())
+
+
+def test_given_table_is_read_and_not_changed(cache, tmp_path):
+    path = tmp_path / "mine.json"
+    ThroughputTable(path=path).with_speed(TRAIN_KEY, 7.0).with_speed(TRAIN_KEY, 9.0).write()
+    before = path.read_text()
+    placement, note = opened(world_with(path))
+    assert note is None
+    assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    placement.observations.add_speed(placement.train, TOKENS, 123.0)
+    placement.observations.add_failure(placement.rollout, TOKENS)
+    assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert len(placement.observations.table.failures) == 1
+    assert path.read_text() == before and files(cache) == {}
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", '{"entries": {"a": 1}}', '{"entries": {}, "failures": [3]}']
+)
+def test_path_of_something_else_is_an_error_that_names_the_setting(tmp_path, text):
+    path = tmp_path / "mine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"config.selector.table={path} cannot be read"):
+        open_table(world_with(path))
+
+
+def test_damaged_table_in_the_cache_begins_anew_and_says_so(cache):
+    world = world_with("auto")
+    placement, _ = opened(world)
+    placement.observations.add_speed(placement.train, TOKENS, 123.0)
+    ((path, text),) = files(cache).items()
+    path.write_text(text[: len(text) // 2])
+    again, note = opened(world)
+    assert str(path) in note and "it begins anew" in note
+    assert again.observations.table.entries == {}
+
+
+def test_table_that_cannot_be_written_is_kept_in_memory(cache):
+    cache.write_text("a file, where a folder should be")
+    said = []
+    world = world_with("auto")
+    table, _ = open_table(world)
+    placement = Placement(world, table, said.append)
+    placement.choose_step(TOKENS, None)
+    for _ in range(2):
+        placement.observations.add_speed(placement.train, TOKENS, 123.0)
+    assert placement.observations.table.entries[TRAIN_KEY].speeds == (123.0, 123.0)
+    assert len(said) == 1 and "cannot be kept for later runs" in said[0]
