@@ -15,7 +15,6 @@ from earl_jax.run import run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World
-
 from tests.support.allocator import memory_limit
 
 WIDE = {
