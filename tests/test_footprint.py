@@ -14,7 +14,7 @@ from earl_jax.models.decoder import forward_rows
 from earl_jax.models.kernels import Kernel
 from earl_jax.models.parameters import parameter_shapes, parameter_specs
 from earl_jax.models.presets import PRESETS
-from earl_jax.scene import model_sizes
+from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import BLOCK_TOKENS, kept_width
 from earl_jax.sharding.layout import MeshShape, make_layout
 
