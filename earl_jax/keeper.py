@@ -160,7 +160,7 @@ class Keeper:
 
     def _save(self, position: Position) -> None:
         # A run that is resumed has it not either, and the copy of the weights needs room.
-        self.placement.forget()
+        self.placement.seats.forget()
         processes, base = self.world.processes, position.state.base
         prints: list[int | None] = []
         if base is not None:

@@ -177,7 +177,7 @@ def publish_and_play(
     """
     by_hosts = world.processes.by_hosts
     with timer("publish"), only_on_devices(world.config.dispatch, by_hosts) as reads:
-        seat, publish_bytes = placement.open_seat(world.policy(state), version=step)
+        seat, publish_bytes = placement.seats.open(world.policy(state), version=step)
     with timer("rollout"):
         tasks = learnable(world, world.training_tasks(step))
         rollout, played = play_all(world, placement, seat, tasks, load)
@@ -246,11 +246,11 @@ def play(
         world.new_conversation,
         world.pool,
         world.make_environment,
-        lambda seat, tokens, pages: placement.make_room(seat, tokens, pages, load),
+        lambda seat, tokens, pages: placement.seats.make_room(seat, tokens, pages, load),
         num_devices=len(world.processes.own_devices),
         max_context=world.max_context,
         drafting=world.drafting,
-        thin_out=lambda seat, live, longest: placement.thin_out(seat, live, longest, load),
+        thin_out=lambda seat, live, longest: placement.seats.thin_out(seat, live, longest, load),
     )
     sampling = sampling or world.config.rollout.sampling
     return collector.collect(seat, tasks, sampling=sampling, control=control)

@@ -143,7 +143,7 @@ def _train(
         except StateLost as lost:
             progress.note(str(lost))
             # What it kept on the devices makes room for what comes from the checkpoint.
-            placement.forget()
+            placement.seats.forget()
             return None
     return position, keeper.stopped
 

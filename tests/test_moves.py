@@ -168,7 +168,7 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
         placement = place(world, table, train_meshes_named=(str(D8),), **changes)
         placement.choose_step(SMALL, None)
         assert (placement.rollout.mesh, placement.max_tokens) == (D8, SMALL)
-        make_room, moves = placement.make_room, []
+        make_room, moves = placement.seats.make_room, []
 
         def noting(seat, *wanted):
             grown = make_room(seat, *wanted)
@@ -176,8 +176,8 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
             moves.append((seat.engine.layout.shape, grown.engine.layout.shape, (cached > 0).sum()))
             return grown
 
-        placement.make_room = noting
-        seat, _ = placement.open_seat(params, version=0)
+        placement.seats.make_room = noting
+        seat, _ = placement.seats.open(params, version=0)
         tasks, sampling = world.training_tasks(0), Sampling(temperature=temperature)
         return play(world, placement, seat, tasks, None, sampling), placement, moves
 

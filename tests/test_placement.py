@@ -259,7 +259,7 @@ def live_orders(engine, **changes):
 
 def live_seat(world, placement):
     """A seat on data=8 in the middle of every slot's first turn, with a page for each."""
-    seat, _ = placement.open_seat(world.init_train_state(D8).params, version=3)
+    seat, _ = placement.seats.open(world.init_train_state(D8).params, version=3)
     for slot in range(SLOTS):
         seat.pages.hold(slot, 4)
     state = seat.engine.give_pages(seat.state, seat.pages.as_array(1))
@@ -291,7 +291,7 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
     seat = live_seat(world, placement)
     weights, before = on_host(seat.policy.params), on_host(seat.state)
     with HostByteCounter() as counter:
-        moved = placement.make_room(seat, SHORT + 1, 2, None)
+        moved = placement.seats.make_room(seat, SHORT + 1, 2, None)
     assert counter.num_bytes == 0
     assert (moved.engine.layout.shape, moved.places, moved.policy.version) == (D4T2, LONG, 3)
     assert placement.rollout.mesh == D4T2
@@ -321,7 +321,7 @@ def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table
     placement = stand(place(world, table))
     seat = live_seat(world, placement)
     params, cached = seat.policy.params, np.array(seat.state.cached)
-    grown = placement.make_room(seat, SHORT + 1, 2, None)
+    grown = placement.seats.make_room(seat, SHORT + 1, 2, None)
     assert grown.engine is seat.engine and grown.policy.params is params
     # Memory that is left over holds pages for every slot.
     assert (grown.places, grown.pool.pages) == (LONG, 4)
@@ -342,8 +342,8 @@ def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(world,
     def pages_with(num_bytes):
         budget = num_bytes and beside + 1 + num_bytes
         placement = stand(place(world, exact, budget_bytes=budget, **only))
-        seat, _ = placement.open_seat(params, version=0)
-        return placement.make_room(seat, LONG, 3, None).pool.pages
+        seat, _ = placement.seats.open(params, version=0)
+        return placement.seats.make_room(seat, LONG, 3, None).pool.pages
 
     budgets = (None, 4 * page, 4 * page - 1, 3 * page - 1, 2 * page)
     assert [pages_with(n) for n in budgets] == [4, 4, 3, 2, 2]

@@ -44,7 +44,7 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
     Room is made in the first step; the second begins with it.
     """
     placement, position = begin(world())
-    make_room, made = placement.make_room, []
+    make_room, made = placement.seats.make_room, []
 
     def noting(seat, tokens, *others):
         made.append((seat.places, tokens))
@@ -66,7 +66,7 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
 
 
 def open_seat(placement: Placement, position: Position, version: int):
-    return placement.open_seat(world().policy(position.state), version=version)[0]
+    return placement.seats.open(world().policy(position.state), version=version)[0]
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
     assert first.stats.guest_episodes == 4
     assert first.stats.shared_tokens == 0 and len(prompt) > world().config.rollout.chunk_size
-    placement.keep(first.seat)
+    placement.seats.keep(first.seat)
     second = played(open_seat(placement, position, 0))
     taken = 8 * (len(prompt) - 1)
     assert second.stats.shared_tokens == taken
@@ -97,12 +97,12 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     assert open_seat(placement, position, 0).kept is None
     for spoil in (
         lambda: open_seat(placement, position, 1),
-        placement.forget,
+        placement.seats.forget,
         lambda: placement.choose_rollout(ROOM, None),
     ):
         placement.choose_rollout(2 * ROOM, None)
         seat = open_seat(placement, position, 0)
-        placement.keep(dataclasses.replace(seat, kept=second.seat.kept))
+        placement.seats.keep(dataclasses.replace(seat, kept=second.seat.kept))
         spoil()
         assert open_seat(placement, position, 0).kept is None
     # Evaluation leaves what it has read to the step behind it.
@@ -110,8 +110,8 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     assert open_seat(placement, position, position.step).kept is not None
     # Nothing is kept where there is too little memory for another seat.
     placement.problem = dataclasses.replace(placement.problem, budget_bytes=1)
-    placement.keep(seat)
-    assert placement._kept is None
+    placement.seats.keep(seat)
+    assert placement.seats._kept is None
 
 
 # One slot, on eight heads that divide over eight devices.

@@ -40,7 +40,7 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
     Before it what the last episodes of a rollout would need to go on elsewhere.
     """
     rollout = world.config.rollout
-    if (tail := placement.foresee_tail(history.recent())) is not None:
+    if (tail := placement.seats.tail_plan(history.recent())) is not None:
         yield _round(world, tail, placement.max_tokens)
     bucket = rollout.places_for(placement.max_tokens + 1)
     configured = bucket <= rollout.context_buckets[-1]

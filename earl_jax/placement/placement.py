@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 
 import jax
 
-from earl_jax.joint import RolloutShort, Shortage, send_weights, shortage_of
+from earl_jax.joint import RolloutShort, Shortage, shortage_of
 from earl_jax.placement.observations import Observations
-from earl_jax.placement.programs import compiled_bytes, play_key
-from earl_jax.rollout.pages import roomier_pages
-from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate, vacate
+from earl_jax.placement.programs import compiled_bytes
+from earl_jax.placement.seats import Seats
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
-from earl_jax.selector.memory import is_out_of_memory, resident_bytes
+from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.carry import carry, is_placed
@@ -42,8 +41,6 @@ Result = TypeVar("Result")
 SURE, SURE_ON_CPU = 1.2, 1.5
 # Of a stage's programs no more are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
-# What it takes to load a program that was compiled ahead.
-LOADING_S = 1.0
 
 
 class ShortAlone(RuntimeError):
@@ -79,7 +76,7 @@ class Placement:
         self, world: World, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
     ) -> None:
         """`say` tells the user what ran out of memory, or could not be kept."""
-        self._world, self.problem = world, world.problem
+        self.world, self.problem = world, world.problem
         self.observations = Observations(world, table, say)
         self.plans = Plans()
         # Context buckets that the plans in use are for, and the largest that ever were.
@@ -87,17 +84,14 @@ class Placement:
         self._most_tokens = self._most_length = 0
         self.calm_steps = 0
         # Tokens that the KV cache of the last rollout held in the end, over all row shards.
-        self._cache_tokens = 0
+        self.cache_tokens = 0
         # The bucket of a rollout that ran out of memory: it is played again from the start.
-        self._outgrown = 0
-        # Caches of the rollout before, for another under the same weights.
-        self._kept: Seat | None = None
-        # Rounds that this process has played; and says which others were compiled ahead.
-        self._played: set[Hashable] = set()
-        self.is_compiled: Callable[[Hashable], bool] = lambda key: False
+        self.outgrown = 0
         self.backup = StateBackup(world.processes.count == 1)
-        # Hears which program is used next (CompileAhead.hand_over).
+        self.seats = Seats(self)
+        # Hears which program is used next (CompileAhead.hand_over); says which are compiled.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
+        self.is_compiled: Callable[[Hashable], bool] = lambda key: False
         self.log = SwitchLog()
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,7 +102,7 @@ class Placement:
             "train": train and [str(train.mesh), *train[1:]],
             "max_tokens": self.max_tokens,
             "calm_steps": self.calm_steps,
-            "cache_tokens": self._cache_tokens,
+            "cache_tokens": self.cache_tokens,
             "most_tokens": self._most_tokens,
             "most_length": self._most_length,
         }
@@ -133,7 +127,7 @@ class Placement:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its placement is not one: {error}") from error
         self.plans = Plans(rollout, train)
-        self.max_tokens, self.calm_steps, self._cache_tokens = numbers[:3]
+        self.max_tokens, self.calm_steps, self.cache_tokens = numbers[:3]
         self._most_tokens, self._most_length = numbers[3:]
 
     @property
@@ -164,8 +158,8 @@ class Placement:
     @property
     def most_tokens(self) -> int:
         """The longest context that the run came to, or must hold from the start."""
-        configured = self._world.config.rollout.context_buckets[-1]
-        return max(configured, self.max_tokens, self._outgrown)
+        configured = self.world.config.rollout.context_buckets[-1]
+        return max(configured, self.max_tokens, self.outgrown)
 
     def take_log(self) -> SwitchLog:
         """Returns what changed since the last call."""
@@ -194,7 +188,7 @@ class Placement:
         return self._choose_step(tokens - ahead, shorter)
 
     def _choose_step(self, tokens: int, load: Load | None) -> Decision:
-        step = self._step(tokens, load)
+        step = self.step_of(tokens, load)
         decision = self._settled(lambda chooser: chooser.step(step, self.plans, self.calm_steps))
         assert decision.rollout is not None and decision.train is not None
         stays = not decision.rollout.switched and decision.train.plan == self.plans.train
@@ -207,10 +201,10 @@ class Placement:
         self._note(decision)
         return decision
 
-    def _step(self, tokens: int, load: Load | None) -> Step:
+    def step_of(self, tokens: int, load: Load | None) -> Step:
         """Returns the work of a step whose episodes may have so many tokens."""
-        rollout = self._world.config.rollout
-        max_tokens = max(rollout.places_for(tokens), self._outgrown)
+        rollout = self.world.config.rollout
+        max_tokens = max(rollout.places_for(tokens), self.outgrown)
         length = rollout.places_for(load.context_tokens_max if load else 1)
         is_new = max_tokens > self._most_tokens or length > self._most_length
         return Step(
@@ -230,12 +224,12 @@ class Placement:
 
         At first as many as all slots have in the first context bucket.
         """
-        rollout = self._world.config.rollout
+        rollout = self.world.config.rollout
         first = rollout.num_slots * rollout.context_buckets[0]
         in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
-        return max(first, self._cache_tokens, in_flight)
+        return max(first, self.cache_tokens, in_flight)
 
-    def _tokens_of(self, num_pages: int) -> int:
+    def tokens_of(self, num_pages: int) -> int:
         """Tokens that so many pages of all row shards hold: half of each slot's last is empty.
 
         A rollout for so many tokens is chosen with as many pages again.
@@ -258,7 +252,7 @@ class Placement:
         plan is faster. By recent steps and not by the batch at hand: where the longest episode
         comes and goes, the mesh must not.
         """
-        rollout = self._world.config.rollout
+        rollout = self.world.config.rollout
         longest = rollout.places_for(load.context_tokens_max if load else 1)
         return self._choose_training(longest, load)
 
@@ -268,7 +262,7 @@ class Placement:
 
     def _choose_training(self, length: int, load: Load | None) -> Decision:
         step = dataclasses.replace(
-            self._step(self.max_tokens, load), length=length, is_new=length > self._most_length
+            self.step_of(self.max_tokens, load), length=length, is_new=length > self._most_length
         )
         decision = self._settled(lambda chooser: chooser.training(step, self.plans.train))
         assert decision.train is not None
@@ -282,9 +276,9 @@ class Placement:
 
     def choose_rollout(self, tokens: int, load: Load | None) -> Decision:
         """Chooses a plan for a rollout beside the trainer; the one in use stays if it may."""
-        return self._choose_rollout(self._step(tokens, load))
+        return self.choose_rollout_of(self.step_of(tokens, load))
 
-    def _choose_rollout(self, step: Step, *, live: bool = False) -> Decision:
+    def choose_rollout_of(self, step: Step, *, live: bool = False) -> Decision:
         """Chooses a rollout's plan; for `live` episodes, which one process may do by itself."""
         plans, trainer = self.plans, self.train.mesh
         decision = self._settled(
@@ -309,18 +303,19 @@ class Placement:
         Raises BudgetTooSmall where nothing fits.
         """
         for _ in range(COMPILED_AT_MOST):
-            decision = ask(self._chooser())
+            decision = ask(self.chooser())
             if not self._compiled(decision, together):
                 return decision
         try:
-            return ask(self._chooser(self._sure))
+            return ask(self.chooser(self._sure))
         except BudgetTooSmall:
             pass
-        while self._compiled(decision := ask(self._chooser()), together):
+        while self._compiled(decision := ask(self.chooser()), together):
             pass
         return decision
 
-    def _chooser(self, caution: float = 1.0) -> Chooser:
+    def chooser(self, caution: float = 1.0) -> Chooser:
+        """Returns the selector on what is known now; computed bytes are taken `caution` times."""
         return Chooser(self.problem, self.observations.table, caution)
 
     @property
@@ -335,7 +330,7 @@ class Placement:
                 continue
             found = True
             plan, tokens = choice.plan, choice.tokens
-            num_bytes = compiled_bytes(self._world, plan, tokens, together=together)
+            num_bytes = compiled_bytes(self.world, plan, tokens, together=together)
             if num_bytes is None:
                 self._remember(plan, tokens)
             else:
@@ -369,7 +364,7 @@ class Placement:
         try:
             result = work()
         except BudgetTooSmall:
-            if stage != "rollout" or not self._outgrown:
+            if stage != "rollout" or not self.outgrown:
                 raise
             result = None
         except RolloutShort as error:
@@ -378,8 +373,8 @@ class Placement:
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._fail(stage, length)
-            processes = self._world.processes
+            self.fail(stage, length)
+            processes = self.world.processes
             if processes.count > 1:
                 who = f"process {processes.index} of {processes.count}"
                 raise ShortAlone(who, self.log.failures[-1]) from error
@@ -388,12 +383,13 @@ class Placement:
             # What the failed attempt had on the devices is gone with its frames.
             gc.collect()
         elif stage == "rollout":
-            self._outgrown = 0
+            self.outgrown = 0
         return result
 
-    def _fail(self, stage: str, length: int | None = None) -> None:
+    def fail(self, stage: str, length: int | None = None) -> None:
+        """Remembers that a stage's plan ran out of memory; `length` as in `attempt`."""
         if stage == "rollout":
-            self._outgrown = self.max_tokens
+            self.outgrown = self.max_tokens
             self._remember(self.rollout, self.max_tokens)
         else:
             self._remember(self.train, length or self.length)
@@ -403,20 +399,21 @@ class Placement:
 
     def shortage(self, error: Exception) -> Shortage | None:
         """What this process tells the others of a rollout that ended so (`joint.shortage_of`)."""
-        return shortage_of(self._world, error, self.as_dict(), self._outgrown)
+        return shortage_of(self.world, error, self.as_dict(), self.outgrown)
 
     def _agree(self, shortage: Shortage) -> None:
         """All go on from where the rollout ended that was short, and remember the same."""
         self.restore(shortage.placement)
-        self._outgrown = shortage.outgrown
+        self.outgrown = shortage.outgrown
         if shortage.failed:
-            self._fail("rollout")
+            self.fail("rollout")
 
     # Moving.
 
     @property
-    def _chunk_bytes(self) -> int | None:
-        return self._world.config.dispatch.chunk_bytes or None
+    def chunk_bytes(self) -> int | None:
+        """The most that a device holds of a move under way; None: all of it at once."""
+        return self.world.config.dispatch.chunk_bytes or None
 
     def move_state(self, state: TrainState, *, to_play: bool = False) -> TrainState:
         """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
@@ -428,14 +425,14 @@ class Placement:
             BudgetTooSmall: no mesh is left.
         """
         offload = to_play and self.rollout.offload
-        where = self._world.train_state_shardings(self.train.mesh)
+        where = self.world.train_state_shardings(self.train.mesh)
         if offload and is_offloaded(state) and is_placed(state.params, where.params):
             return state
         state = self._to_mesh(load_moments(state))
         return offload_moments(state) if offload else state
 
     def _to_mesh(self, state: TrainState) -> TrainState:
-        world = self._world
+        world = self.world
         while True:
             shardings = world.train_state_shardings(self.train.mesh)
             if not world.processes.trains:
@@ -449,193 +446,27 @@ class Placement:
                 assert moved is not None, "of several processes one that is short ends"
                 state = moved
             else:
-                state, whole = carry(state, shardings, self._chunk_bytes)
+                state, whole = carry(state, shardings, self.chunk_bytes)
             self.log.switch_s += time.perf_counter() - start
             if whole:
                 return state
-            self._fail("train")
+            self.fail("train")
             self.choose_training_again()
 
     def _to_mesh_together(self, state: TrainState, shardings: Any) -> TrainState:
-        state = reshard(state, shardings, chunk_bytes=self._chunk_bytes, donate=True)
-        self._world.processes.wait(state, "the switch of the trainer")
+        state = reshard(state, shardings, chunk_bytes=self.chunk_bytes, donate=True)
+        self.world.processes.wait(state, "the switch of the trainer")
         return state
-
-    def open_seat(self, params: Any, version: int) -> tuple[Seat | None, int]:
-        """Opens an empty seat on the rollout's mesh, with this policy published to it.
-
-        Every process calls it.
-
-        Returns:
-            The seat, None in a process that does not play, and the bytes of weights that changed
-            device, of all processes.
-        """
-        world, plan = self._world, self.rollout
-        engine = world.engine(plan.mesh, plan.num_slots)
-        published = send_weights(
-            world, params, plan.mesh, plan.num_slots, chunk_bytes=self._chunk_bytes
-        )
-        if not world.processes.plays:
-            return None, published.moved_bytes
-        policy = Policy(params=published.params, version=version)
-        self._play_on(plan)
-        kept, self._kept = self._kept, None
-        seat = open_seat(engine, policy, self.max_tokens, world.cache_pool(plan), kept)
-        return seat, published.moved_bytes
-
-    def _play_on(self, plan: RolloutPlan) -> None:
-        key = play_key(plan.mesh, plan.num_slots, self.max_tokens)
-        self._played.add(key)
-        self.about_to_use(key)
-
-    def keep(self, seat: Seat) -> None:
-        """Keeps what this seat's caches hold for the next seat with the same weights.
-
-        Unless there is too little memory for another seat beside them.
-        """
-        engine = seat.engine
-        taken = resident_bytes(seat.state, engine.state_shardings)
-        taken += resident_bytes(seat.policy.params, engine.parameter_shardings)
-        need = self.problem.trainer_bytes(self.train.mesh) + 2 * taken
-        if not self.rollout.offload and need <= self.problem.budget:
-            self._kept = vacate(seat)
-
-    def forget(self) -> None:
-        """Lets the kept caches go."""
-        self._kept = None
-
-    def make_room(self, seat: Seat, tokens: int, pages: int, load: Load | None) -> Seat:
-        """Returns a seat whose rows hold `tokens` tokens; the live episodes move along.
-
-        It has `pages` pages a row shard, and some more so that it does not grow often, if the
-        budget allows; else as many as before. If the budget does not hold the longer rows on this
-        mesh, weights and live KV caches go to another one and the episodes continue there.
-        """
-        pool = seat.pool
-        wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
-        step = dataclasses.replace(
-            self._step(tokens, load), cache_tokens=self._tokens_of(wanted * pool.shards)
-        )
-        self._outgrown = step.max_tokens
-        grown = None
-        while grown is None:
-            self._choose_rollout(step, live=True)
-            # Nothing is donated: where memory is short the live episodes are still there.
-            grown = self._unless_short(lambda: self._relocate(seat, self.rollout))
-        return grown
-
-    def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
-        """Returns a seat for the last `live` episodes of a rollout.
-
-        The longest has `longest` tokens. They go to another mesh if rounds of so few are so much
-        faster there that the move is earned back until the longest is as long as episodes are
-        expected to become. The next rollout begins where this one began.
-        """
-        world, plan = self._world, self.rollout
-        left = load.context_tokens_max - longest if load else 0
-        if load is None or left <= 0 or world.processes.count > 1:
-            return seat
-        here = plan._replace(mesh=seat.engine.layout.shape, pages=seat.pool.pages)
-
-        def move_s(mesh: MeshShape) -> float:
-            # Nobody waits for a compiler in the middle of a rollout.
-            key = play_key(mesh, plan.num_slots, seat.places)
-            if key not in self._played and not self.is_compiled(key):
-                return math.inf
-            moved_bytes = here.pages * self.problem.page_bytes(here.mesh)
-            loading_s = 0.0 if key in self._played else LOADING_S
-            return loading_s + self.problem.relocate_s(mesh, moved_bytes)
-
-        decision = self._tail(here, seat.places, live, left, load, move_s)
-        choice = decision.rollout
-        if choice is None or not choice.switched:
-            return seat
-        self.log.choices.append(dataclasses.replace(choice, stage="tail"))
-        try:
-            return self._relocate(seat, choice.plan)
-        except (BudgetTooSmall, jax.errors.JaxRuntimeError) as error:
-            if not (isinstance(error, BudgetTooSmall) or is_out_of_memory(error)):
-                raise
-            self.log.failures.append(f"{choice.reason}: there was too little memory")
-            return seat
-
-    def _tail(
-        self,
-        here: RolloutPlan,
-        places: int,
-        live: int,
-        left: int,
-        load: Load,
-        move_s: Callable[[MeshShape], float],
-    ) -> Decision:
-        """Chooses for the last `live` episodes, which may have `left` more tokens each."""
-        step = dataclasses.replace(
-            self._step(places, load),
-            max_tokens=places,
-            cache_tokens=self._tokens_of(here.pages * here.mesh.data),
-            rollout_tokens=live * left,
-        )
-        return self._chooser().rollout(
-            step, here, self.train.mesh, keeps_slots=True, live=live, move_s=move_s
-        )
-
-    def foresee_tail(self, load: Load | None) -> RolloutPlan | None:
-        """Returns the plan for the last episodes of a rollout, if it is another than for all."""
-        live = max(1, self.rollout.num_slots // 8)
-        left = load.context_tokens_max - int(load.context_tokens_mean) if load else 0
-        if load is None or left <= 0 or self._world.processes.count > 1:
-            return None
-        decision = self._tail(self.rollout, self.max_tokens, live, left, load, lambda mesh: 0.0)
-        choice = decision.rollout
-        return choice.plan if choice and choice.switched else None
-
-    def _relocate(self, seat: Seat, plan: RolloutPlan) -> Seat:
-        """Moves live episodes to the mesh and pages of a plan; `seat` stays as it is.
-
-        Raises BudgetTooSmall where the plan has too few pages for them.
-        """
-        world, pool = self._world, self._world.cache_pool(plan)
-        need = seat.pages.least_pages(pool.shards)
-        if need > pool.pages:
-            raise BudgetTooSmall(
-                f"live episodes need {need} pages of a row shard on {plan.mesh}, and the budget "
-                f"holds {pool.pages}"
-            )
-        engine = world.engine(plan.mesh, plan.num_slots)
-        start = time.perf_counter()
-        self._play_on(plan)
-        moved = relocate(
-            seat, engine, max(self.max_tokens, seat.places), pool, chunk_bytes=self._chunk_bytes
-        )
-        jax.block_until_ready((moved.policy.params, moved.state))
-        if engine is not seat.engine:
-            self.log.switch_s += time.perf_counter() - start
-        self._cache_tokens = max(self._cache_tokens, self._tokens_of(pool.total))
-        return moved
-
-    def _unless_short(self, work: Callable[[], Result]) -> Result | None:
-        """Returns what the work returns; None where memory was short, which is remembered.
-
-        Of several processes the others may not have failed: this one raises, to tell them.
-        """
-        try:
-            return work()
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error) or self._world.processes.count > 1:
-                raise
-        self._fail("rollout")
-        gc.collect()
-        return None
 
     # For compiling ahead: what would be chosen by what is known now.
 
     def foresee(self, max_tokens: int) -> Plans:
         """Returns the plans for contexts of so many tokens; those in use where nothing fits."""
         step = dataclasses.replace(
-            self._step(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
+            self.step_of(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
         )
         try:
-            decision = self._chooser().step(step, self.plans)
+            decision = self.chooser().step(step, self.plans)
         except BudgetTooSmall:
             return self.plans
         assert decision.rollout is not None and decision.train is not None

@@ -143,7 +143,7 @@ def tictactoe(task: Task):
 
 @dataclasses.dataclass
 class Rooms:
-    """Grows the room, as `placement.make_room` does where the mesh stays; remembers what for.
+    """Grows the room, as `placement.seats.make_room` does where the mesh stays; remembers what for.
 
     Pages come by the dozen; at most `most_pages` a row shard, as where the budget is reached.
     """

@@ -173,7 +173,7 @@ def seated(settings: Mapping[str, Any]) -> tuple[World, Seat, Placement]:
     """Returns a World of these settings, the first seat of its rollout, and the Placement."""
     world = World(make_config(settings))
     placement, position = begin(world)
-    seat, _ = placement.open_seat(world.policy(position.state), version=0)
+    seat, _ = placement.seats.open(world.policy(position.state), version=0)
     assert seat is not None
     return world, seat, placement
 
