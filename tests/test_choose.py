@@ -29,8 +29,8 @@ from tests.support.problems import (
 STEP = Step(max_tokens=20, length=20, cache_tokens=None, rollout_tokens=800, lasts=10)
 
 
-def choose(problem: HandProblem, step: Step = STEP, current=Plans(), table=None, calm=WINDOW):
-    return Chooser(problem, table or ThroughputTable()).step(step, current, calm)
+def choose(problem: HandProblem, step: Step = STEP, current=None, table=None, calm=WINDOW):
+    return Chooser(problem, table or ThroughputTable()).step(step, current or Plans(), calm)
 
 
 def meshes(decision) -> tuple:

@@ -308,7 +308,7 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
             assert old[side][:, :, :3].any()
 
     loose = stand(place(world, table))
-    stayed = loose.make_room(live_seat(world, loose), SHORT + 1, 2, None)
+    stayed = loose.seats.make_room(live_seat(world, loose), SHORT + 1, 2, None)
     assert (stayed.engine.layout.shape, stayed.places) == (D8, LONG)
     (_, expected), (_, report) = go_on(stayed), go_on(moved)
     np.testing.assert_array_equal(expected.tokens, report.tokens)

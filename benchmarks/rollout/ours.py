@@ -258,7 +258,7 @@ class Player:
 
 
 def _make_room(config: RolloutConfig, seat: Seat, tokens: int, pages: int) -> Seat:
-    """More room, as `placement.seats.make_room` gives it where the mesh stays and the budget allows."""
+    """More room, as `Seats.make_room` gives it where the mesh stays and the budget allows."""
     places = max(seat.places, config.places_for(tokens))
     pool = seat.pool
     if pages > pool.pages:

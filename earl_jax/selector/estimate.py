@@ -10,6 +10,8 @@ mesh that never ran must win by more than the model's stated error to be tried.
 import dataclasses
 import functools
 import statistics
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
@@ -53,14 +55,14 @@ class Estimator:
     def update_speed(self, plan: TrainPlan, length: int) -> float:
         """Returns the tokens/s of an update."""
         computed = self.problem.update_speed(plan, length)
-        return self._speed("train", plan.mesh, self._update(plan, length), computed)
+        return self._speed("train", plan.mesh, length, self._update(plan, length), computed)
 
     def round_speed(self, plan: RolloutPlan, max_tokens: int, wanted: int) -> float:
         """Returns the tokens/s of a rollout, of whose pages `wanted` are enough for all slots."""
         problem, mesh, slots = self.problem, plan.mesh, plan.num_slots
         rows = slots // mesh.data
         full = problem.round_speed(mesh, slots, max_tokens, rows)
-        speed = self._speed("rollout", mesh, self._round(plan, max_tokens), full)
+        speed = self._speed("rollout", mesh, max_tokens, self._round(plan, max_tokens), full)
         at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
         if at_once == rows:
             return speed
@@ -70,7 +72,7 @@ class Estimator:
         """Returns the seconds of a round with `live` episodes left."""
         problem, mesh, slots = self.problem, plan.mesh, plan.num_slots
         full = problem.round_speed(mesh, slots, max_tokens, slots // mesh.data)
-        speed = self._speed("rollout", mesh, self._round(plan, max_tokens), full)
+        speed = self._speed("rollout", mesh, max_tokens, self._round(plan, max_tokens), full)
         return problem.live_round_s(mesh, live, max_tokens) * full / speed
 
     def is_update_observed(self, plan: TrainPlan, length: int) -> bool:
@@ -89,43 +91,37 @@ class Estimator:
         key = rollout_key(plan.mesh, max_tokens, plan.num_slots)
         return self.table.entries.get(key, Entry())
 
-    def _speed(self, stage: str, mesh: MeshShape, entry: Entry, computed: float) -> float:
+    def _speed(
+        self, stage: str, mesh: MeshShape, tokens: int, entry: Entry, computed: float
+    ) -> float:
         """The observed speed once it is trusted; before that no less than the model's, discounted.
 
         So a plan whose only observation was noise is tried again, and a true one is believed after
-        a few steps.
+        a few steps. A plan that never ran is as wrong as others on its mesh, at this context bucket
+        where there are any.
         """
-        factors, usual = self._factors[stage]
-        corrected = computed * factors.get(mesh, usual)
-        if not factors:
-            return corrected
-        observed = entry.tokens_per_s
-        if observed is not None and entry.is_trusted:
-            return observed
-        careful = computed * usual / MODEL_ERROR
-        if observed is not None:
-            return max(observed, careful)
-        return corrected if mesh in factors else careful
+        factors = self._factors[stage]
+        if not factors.usual:
+            return computed
+        if entry.speeds and entry.is_trusted:
+            return entry.tokens_per_s or computed
+        careful = computed * factors.usual / MODEL_ERROR
+        if entry.speeds:
+            return max(entry.tokens_per_s or 0.0, careful)
+        own = factors.by_bucket.get((mesh, tokens)) or factors.by_mesh.get(mesh)
+        return computed * own if own else careful
 
     @functools.cached_property
-    def _factors(self) -> dict[str, tuple[dict[MeshShape, float], float]]:
-        """Of each stage, observed by computed speed of each mesh that ran; and the usual factor.
-
-        The usual one is the median over trusted meshes, where there are any.
-        """
-        found: dict[str, dict[MeshShape, list[tuple[float, bool]]]] = {"rollout": {}, "train": {}}
+    def _factors(self) -> "dict[str, _Factors]":
+        """Observed by computed speeds, of each stage."""
+        found: dict[str, list[tuple[MeshShape, int, float, bool]]] = {"rollout": [], "train": []}
         for text, entry in self.table.entries.items():
             observed, computed = entry.tokens_per_s, self._computed(text)
             if observed is not None and computed:
-                stage, mesh, *_ = parse_key(text)
-                found[stage].setdefault(mesh, []).append((observed / computed, entry.is_trusted))
-        factors = {}
-        for stage, by_mesh in found.items():
-            each = {mesh: statistics.median(_trusted(pairs)) for mesh, pairs in by_mesh.items()}
-            sure = [each[mesh] for mesh, pairs in by_mesh.items() if any(t for _, t in pairs)]
-            usual = statistics.median(sure or each.values()) if each else 1.0
-            factors[stage] = (each, usual)
-        return factors
+                key = parse_key(text)
+                one = (key.mesh, key.tokens, observed / computed, entry.is_trusted)
+                found[key.stage].append(one)
+        return {stage: _factors_of(each) for stage, each in found.items()}
 
     def _computed(self, text: str) -> float | None:
         """The speed model's figure for an entry; None for a plan that this problem cannot have."""
@@ -147,6 +143,30 @@ class Estimator:
         return problem.update_speed(plan, key.tokens)
 
 
-def _trusted(pairs: list[tuple[float, bool]]) -> list[float]:
-    """Returns the trusted factors, all of them where none is."""
-    return [factor for factor, trusted in pairs if trusted] or [factor for factor, _ in pairs]
+class _Factors(NamedTuple):
+    """Medians of observed by computed speeds; `usual` is that over meshes, None where none ran."""
+
+    by_bucket: dict[tuple[MeshShape, int], float]
+    by_mesh: dict[MeshShape, float]
+    usual: float | None
+
+
+def _factors_of(found: Sequence[tuple[MeshShape, int, float, bool]]) -> _Factors:
+    """Of (mesh, context bucket, factor, trusted): trusted ones count, all where none is."""
+
+    def medians(key: Callable[[MeshShape, int], Any], trusted: bool) -> dict[Any, float]:
+        groups: dict[Any, list[float]] = {}
+        for mesh, tokens, factor, is_trusted in found:
+            if is_trusted or not trusted:
+                groups.setdefault(key(mesh, tokens), []).append(factor)
+        return {group: statistics.median(factors) for group, factors in groups.items()}
+
+    def of_mesh(mesh: MeshShape, tokens: int) -> MeshShape:
+        return mesh
+
+    sure = medians(of_mesh, True)
+    by_mesh = medians(of_mesh, False) | sure
+    by_bucket = medians(lambda mesh, tokens: (mesh, tokens), False)
+    by_bucket |= medians(lambda mesh, tokens: (mesh, tokens), True)
+    usual = statistics.median((sure or by_mesh).values()) if by_mesh else None
+    return _Factors(by_bucket, by_mesh, usual)
