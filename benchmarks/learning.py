@@ -88,7 +88,7 @@ def _page(runs: dict[int, list[dict]], walls: dict[int, str]) -> str:
         "",
         "`uv run python benchmarks/learning.py`: for each seed",
         "`python -m earl_jax.main --config.seed=N`, compilation included, but for what an",
-        "earlier run left in the user's cache: programs, and measurements of the candidate meshes.",
+        "earlier run left in the user's cache: programs, and speeds that were observed.",
         f"{platform.machine()}, 2 cores, Python {platform.python_version()}, {versions},",
         f"{time.strftime('%Y-%m')}. 512 games against the random opponent, half on each side, at",
         "temperature 1. Random legal play wins 43.7 %, the best possible 96.7 %. In its first 120",

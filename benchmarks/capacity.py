@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The longest episode that a fixed budget holds on 8 devices, by rollout mesh.
+
+    uv run python -m benchmarks.capacity [--budget_mib=4] [--write]
+
+One episode per row shard, beside a trainer on data=1,fsdp=8, as the selector computes it; checked
+against XLA's memory analysis of the rollout's program at that length. With --write the table goes
+into capacity.md.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import replace_table, table
+from earl_jax.config_file import make_config
+from earl_jax.main import start_jax
+from earl_jax.selector.plans import RolloutPlan
+from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import MeshShape
+
+PAGE = Path(__file__).with_suffix(".md")
+MESHES = (
+    "data=8",
+    "data=4,tensor=2",
+    "data=2,tensor=4",
+    "tensor=8",
+    "data=4,context=2",
+    "data=2,context=4",
+    "context=8",
+    "data=2,context=2,tensor=2",
+)
+TRAINER = MeshShape(fsdp=8)
+GIVEN = {
+    "devices": {"platform": "cpu", "num_cpu_devices": 8},
+    "env": {"name": "trail"},
+    "model": {"width": 128, "num_heads": 8, "num_kv_heads": 8, "head_size": 16, "ffn_size": 256},
+    "rollout": {"num_slots": 8, "episodes_per_step": 8, "page_size": 16},
+    "selector": {"rollout_meshes": MESHES},
+}
+
+
+def longest(fits: Callable[[int], bool], unit: int) -> int:
+    """Returns the largest multiple of `unit` that fits; all smaller ones do too. 0 for none."""
+    high = unit
+    while fits(high):
+        high *= 2
+    low = high // 2 if high > unit else 0
+    while high - low > unit:
+        middle = (low + high) // 2 // unit * unit
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def plan_for(problem: Problem, mesh: MeshShape, tokens: int) -> RolloutPlan:
+    """Returns the smallest rollout on a mesh that holds an episode of so many tokens."""
+    return RolloutPlan(mesh, problem.slot_numbers(mesh)[-1], problem.least_pages(tokens))
+
+
+def row_of(world: Any, mesh: MeshShape) -> dict[str, Any]:
+    """Returns a mesh's row."""
+    from earl_jax.placement.programs import compiled_bytes
+
+    problem, unit = world.problem, world.problem.work.page_size
+    resident = problem.trainer_bytes(TRAINER)
+
+    def computed(tokens: int) -> int:
+        plan = plan_for(problem, mesh, tokens)
+        return problem.round_footprint(plan, tokens).total + resident
+
+    tokens = longest(lambda length: computed(length) <= problem.budget, unit)
+    exact = compiled_bytes(world, plan_for(problem, mesh, tokens), tokens)
+    assert exact is not None, "a program ran out of memory when it was compiled"
+    return {
+        "rollout mesh": str(mesh),
+        "row shards": mesh.data,
+        "longest episode": tokens,
+        "computed MiB": computed(tokens) / 2**20,
+        "XLA's MiB": (exact + resident) / 2**20,
+        "fits by XLA": exact + resident <= problem.budget,
+    }
+
+
+def capacity_rows(budget: int) -> list[dict[str, Any]]:
+    """Returns the table for a budget of so many bytes per device."""
+    from earl_jax.world import World
+
+    world = World(make_config(GIVEN))
+    world.problem = dataclasses.replace(world.problem, budget_bytes=budget)
+    rows = [row_of(world, MeshShape.parse(mesh)) for mesh in MESHES]
+    return [
+        row | {"data=8 = 1": row["longest episode"] / rows[0]["longest episode"]} for row in rows
+    ]
+
+
+def command(arguments: Sequence[str]) -> None:
+    """The whole command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget_mib", type=float, default=4, help="of a device (4)")
+    parser.add_argument("--write", action="store_true", help="the table into capacity.md")
+    flags = parser.parse_args(arguments)
+    start_jax("cpu", 8)
+    text = table(capacity_rows(int(flags.budget_mib * 2**20)))
+    print(text)
+    if flags.write:
+        replace_table(PAGE, text)
+
+
+if __name__ == "__main__":
+    command(sys.argv[1:])

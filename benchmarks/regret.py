@@ -1,0 +1,187 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Regret of the selector against exhaustive measurement by real steps, where the mesh matters.
+
+    uv run python -m benchmarks.regret [--only=WORDS,...] [--write]
+
+At each point (few slots and rows, long turns, wide models; 8 virtual CPU devices) every pair of a
+rollout mesh and a training mesh runs real steps with nothing else to choose from, in rounds of all
+pairs; a pair's step is the median. Then the selector runs with an empty throughput table, which its
+own steps feed, and may choose from all pairs. `first` is the pair of its first step, by the speed
+model alone, `settles on` the one of its last; each is slower than the best by so much. Compiling
+counts for none: programs are the same for all. The policy is random, and learns next to nothing.
+
+With --write the table goes into regret.md.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.pages import replace_table, table
+from earl_jax.config_file import make_config
+from earl_jax.main import start_jax
+
+PAGE = Path(__file__).with_suffix(".md")
+BASE = {
+    "devices": {"platform": "cpu", "num_cpu_devices": 8},
+    "env": {"name": "trail"},
+    "rollout": {"patience_s": 10.0, "burst": 8},
+    "train": {"learning_rate": 1e-6, "demonstration_steps": 0},
+}
+NARROW = {"width": 64, "num_heads": 8, "num_kv_heads": 8, "head_size": 8, "ffn_size": 128}
+WIDE = {"width": 512, "num_heads": 8, "num_kv_heads": 8, "head_size": 64, "ffn_size": 2048}
+CONTEXT = {
+    "rollout_meshes": ("data=4,tensor=2", "data=2,tensor=4", "data=4,context=2", "tensor=8"),
+    "train_meshes": ("data=4,tensor=2", "data=4,context=2", "data=1,fsdp=4,context=2", "context=8"),
+}
+
+FEW = {
+    "rollout_meshes": ("data=8", "data=2,tensor=4", "tensor=8"),
+    "train_meshes": ("data=8", "data=1,fsdp=8", "data=4,tensor=2", "data=1,fsdp=2,tensor=4"),
+}
+
+
+class Pair(NamedTuple):
+    """What both stages do, as (mesh, number of slots) and (mesh, micro-batches, remat)."""
+
+    rollout: tuple[str, int]
+    train: tuple[str, int, bool]
+
+    def __str__(self) -> str:
+        return f"{self.rollout[0]} + {self.train[0]}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Point:
+    """A model, so many slots and rows, and turns of so many tokens; `selector` names meshes."""
+
+    name: str
+    slots: int
+    rows: int
+    turn: int
+    model: Mapping[str, Any]
+    selector: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def config(self) -> Any:
+        """Returns its config; one context bucket holds every episode."""
+        bucket = 64 * -(-(self.turn + 48) // 64)
+        rollout = {
+            "num_slots": self.slots,
+            "episodes_per_step": self.rows,
+            "max_turn_tokens": self.turn,
+            "context_buckets": (bucket,),
+        }
+        return make_config(
+            BASE
+            | {
+                "model": dict(self.model),
+                "selector": dict(self.selector),
+                "rollout": BASE["rollout"] | rollout,
+            }
+        )
+
+
+POINTS = (
+    Point(name="one slot", slots=1, rows=2, turn=64, model=NARROW),
+    Point(name="two slots, long turns", slots=2, rows=2, turn=200, model=NARROW),
+    Point(
+        name="four long rows, context", slots=4, rows=4, turn=448, model=NARROW, selector=CONTEXT
+    ),
+    Point(name="eight rows, wide", slots=8, rows=8, turn=16, model=WIDE, selector=FEW),
+    Point(name="two rows, wide", slots=2, rows=2, turn=32, model=WIDE),
+)
+
+
+def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, Any]:
+    """Returns a point's row."""
+    from benchmarks.stages import placement_on
+    from earl_jax.world import World
+
+    world = World(point.config())
+    bucket = world.config.rollout.context_buckets[0]
+    rollouts = world.problem.rollout_meshes_for(bucket)
+    trains = world.problem.train_meshes_for(bucket)
+    seconds: dict[Pair, list[float]] = {}
+    # The first round compiles and is not counted.
+    for number in range(1 + rounds):
+        for rollout, train in itertools.product(rollouts, trains):
+            taken = run_steps(world, placement_on(world, rollout, train), steps if number else 1)
+            if number:
+                for pair, step_s in taken:
+                    seconds.setdefault(pair, []).append(step_s)
+    own = run_steps(world, placement_on(world, None, None), own_steps)
+    # Ways of a mesh that no pair ran with are timed by our own steps.
+    for pair in {pair for pair, _ in own} - seconds.keys():
+        seconds[pair] = [step_s for other, step_s in own if other == pair]
+    step_s = {pair: statistics.median(each) for pair, each in seconds.items()}
+    return {"point": point.name, "pairs": len(rollouts) * len(trains)} | summary(
+        step_s, [pair for pair, _ in own]
+    )
+
+
+def run_steps(world: Any, placement: Any, steps: int) -> list[tuple[Pair, float]]:
+    """Returns the pair and the seconds of each of the first `steps` steps of a run."""
+    from earl_jax.loop import Position, expected_tokens, rl_step
+    from earl_jax.telemetry.load import LoadHistory
+
+    placement.choose_step(expected_tokens(world, None), None)
+    state = world.init_train_state(placement.train.mesh)
+    position, taken = Position(step=0, state=state, history=LoadHistory()), []
+    for _ in range(steps):
+        position, record = rl_step(world, placement, position)
+        rollout, train = placement.plans
+        pair = Pair(
+            (str(rollout.mesh), rollout.num_slots),
+            (str(train.mesh), train.micro_batches, train.remat),
+        )
+        taken.append((pair, sum(record.stage_s.values())))
+    return taken
+
+
+def summary(step_s: Mapping[Pair, float], own: Sequence[Pair]) -> dict[str, Any]:
+    """Returns the best pair, and how much slower the first and the last of ours are."""
+    best = min(step_s, key=lambda pair: step_s[pair])
+    worst = max(step_s.values())
+    first, last = own[0], own[-1]
+    return {
+        "best": str(best),
+        "best s": step_s[best],
+        "worst, best = 1": worst / step_s[best],
+        "first": str(first),
+        "first slower by": step_s[first] / step_s[best] - 1.0,
+        "settles on": str(last),
+        "slower by": step_s[last] / step_s[best] - 1.0,
+        "switches": sum(a != b for a, b in itertools.pairwise(own)),
+    }
+
+
+def command(arguments: Sequence[str]) -> None:
+    """The whole command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="points that begin with these words, by commas")
+    parser.add_argument("--rounds", type=int, default=2, help="of all pairs (2)")
+    parser.add_argument("--steps", type=int, default=4, help="of a pair in a round (4)")
+    parser.add_argument("--own_steps", type=int, default=30, help="of the selector (30)")
+    parser.add_argument("--write", action="store_true", help="the table into regret.md")
+    flags = parser.parse_args(arguments)
+    start_jax("cpu", 8)
+    rows = []
+    for point in POINTS:
+        if point.name.startswith(tuple(flags.only.split(","))):
+            rows.append(measure(point, flags.rounds, flags.steps, flags.own_steps))
+            print(f"{rows[-1]}", file=sys.stderr, flush=True)
+    print(table(rows))
+    if flags.write:
+        replace_table(PAGE, table(rows))
+
+
+if __name__ == "__main__":
+    command(sys.argv[1:])

@@ -1,0 +1,145 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks regret, capacity and start: their figures by hand, and tiny runs of them."""
+
+import itertools
+
+import pytest
+
+from benchmarks import start
+from benchmarks.capacity import GIVEN, MESHES, longest, plan_for
+from benchmarks.regret import POINTS, Pair, Point, measure, summary
+from benchmarks.start import command, count_programs, has_stepped
+from earl_jax.config_file import make_config
+from earl_jax.placement.problem import find_model, make_problem
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.problem import Problem
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.world import World
+
+
+def pair(rollout: str, train: str, slots: int = 8) -> Pair:
+    return Pair((rollout, slots), (train, 1, False))
+
+
+# Regret.
+
+
+def test_regret_of_the_first_and_of_the_last_choice_by_hand():
+    step_s = {pair("a", "x"): 3.0, pair("a", "y"): 2.0, pair("b", "x"): 5.0}
+    own = [pair("b", "x"), pair("b", "x"), pair("a", "x"), pair("a", "x")]
+    found = summary(step_s, own)
+    assert (found["best"], found["best s"], found["worst, best = 1"]) == ("a + y", 2.0, 2.5)
+    assert (found["first"], found["first slower by"]) == ("b + x", 1.5)
+    assert (found["settles on"], found["slower by"], found["switches"]) == ("a + x", 0.5, 1)
+    assert summary(step_s, [pair("a", "y")])["slower by"] == 0.0
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_points_leave_more_than_one_pair_to_choose_from(point):
+    world = World(point.config())
+    bucket = world.config.rollout.context_buckets[0]
+    rollouts = world.problem.rollout_meshes_for(bucket)
+    trains = world.problem.train_meshes_for(bucket)
+    assert len(rollouts) * len(trains) > 2
+    # On most points the usual pair is not even possible.
+    usual = MeshShape(data=8)
+    assert (usual in rollouts and usual in trains) == (point.rows == 8)
+
+
+@pytest.mark.slow
+def test_regret_of_a_tiny_point():
+    model = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
+    meshes = {"rollout_meshes": ("data=4,tensor=2",), "train_meshes": ("data=8", "data=1,fsdp=8")}
+    point = Point(
+        name="tiny",
+        slots=8,
+        rows=8,
+        turn=4,
+        model=model | {"ffn_size": 16},
+        selector=meshes,
+    )
+    row = measure(point, rounds=1, steps=1, own_steps=2)
+    assert row["pairs"] == 2 and row["best s"] > 0
+    pairs = {f"data=4,tensor=2 + {train}" for train in meshes["train_meshes"]}
+    assert {row["best"], row["first"], row["settles on"]} <= pairs
+    assert row["slower by"] >= 0
+
+
+# Capacity.
+
+
+@pytest.mark.parametrize("most", [0, 15, 16, 100, 1000])
+def test_longest_is_the_last_multiple_that_fits(most):
+    assert longest(lambda tokens: tokens <= most, 16) == most // 16 * 16
+
+
+def capacity_problem(budget: int) -> Problem:
+    config = make_config(GIVEN)
+    model, vocab_size = find_model(config, None)
+    return make_problem(config, model, vocab_size, parse_topology("cpu:8"), budget_bytes=budget)
+
+
+def test_longest_episode_grows_with_tensor_and_with_context():
+    problem = capacity_problem(4 * 2**20)
+
+    def most(mesh: MeshShape) -> int:
+        def fits(tokens: int) -> bool:
+            plan = plan_for(problem, mesh, tokens)
+            return problem.round_footprint(plan, tokens).total <= problem.budget
+
+        return longest(fits, 16)
+
+    found = {mesh: most(MeshShape.parse(mesh)) for mesh in MESHES}
+    by_tensor = [found[mesh] for mesh in MESHES[:4]]
+    by_context = [found[mesh] for mesh in ("data=8", *MESHES[4:7])]
+    for lengths in (by_tensor, by_context):
+        assert all(longer > 1.5 * shorter for shorter, longer in itertools.pairwise(lengths))
+
+
+# The start.
+
+
+def test_programs_are_counted_by_what_jax_says_of_them():
+    log = (
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(step) in 1.5 sec\n"
+        "WARNING: Persistent compilation cache hit for 'jit_play' with key 'jit_play-ab'\n"
+        "WARNING:jax._src.dispatch:Finished XLA compilation of jit(play) in 0.25 sec\n"
+    )
+    assert count_programs(log) == {"compiled": 1, "loaded": 1, "s in XLA": 1.75}
+
+
+def test_first_step_is_no_evaluation(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert not has_stepped(path)
+    path.write_text('{"step": 0, "eval": {"win": 0.5}}\n')
+    assert not has_stepped(path)
+    path.write_text(path.read_text() + '{"step": 1, "stage_s": {"train": 1.0}}\n')
+    assert has_stepped(path)
+
+
+def test_start_is_measured_cold_and_warm(monkeypatch, capsys):
+    asked = []
+
+    def fake(config, overrides, workdir, caches):
+        asked.append((config.stem, tuple(overrides), workdir.name, caches))
+        return {"s to the first step": 2.0}
+
+    monkeypatch.setattr(start, "start", fake)
+    command(["--config=configs/trail_tiny_cpu.py", "--config.seed=3"])
+    (cold, warm) = asked
+    assert (cold[:3], warm[2]) == (("trail_tiny_cpu", ("--config.seed=3",), "cold"), "warm")
+    assert cold[3] == warm[3]
+    assert "| trail_tiny_cpu | cold | 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_run_is_ended_behind_its_first_step(tmp_path):
+    config = start.DEFAULT_CONFIG
+    small = ["model.num_layers=1", "rollout.num_slots=8", "rollout.episodes_per_step=16"]
+    overrides = [f"--config.{one}" for one in small]
+    row = start.start(config, overrides, tmp_path / "run", tmp_path / "cache")
+    assert row["s to the first step"] > row["s of it"] > 0
+    assert row["compiled"] > 5 and row["loaded"] == 0
+    with pytest.raises(ValueError, match="the run ended before a step"):
+        start.start(config, ["--config.num_steps=0"], tmp_path / "none", tmp_path / "cache")
