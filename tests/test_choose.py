@@ -54,7 +54,11 @@ def test_ties_go_to_the_mesh_that_leaves_most_memory():
         train_bytes={D8: 5000, F8: 4000},
         rollout_bytes={D8: 3000, D4T2: 2000},
     )
-    assert meshes(choose(problem)) == (D4T2, F8)
+    scarce = dataclasses.replace(problem, budget_bytes=6000)
+    assert meshes(choose(scarce)) == (D4T2, F8)
+    # With half of the memory left the least cut is as good.
+    ample = dataclasses.replace(problem, budget_bytes=12_000)
+    assert meshes(choose(ample)) == meshes(choose(problem)) == (D8, D8)
 
 
 def test_trainer_is_cut_more_where_its_state_leaves_a_rollout_too_little():

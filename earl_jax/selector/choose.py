@@ -26,8 +26,9 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
 
-# Steps so near to each other are equally fast; of such pairs the one that leaves most memory wins.
-TIE = 0.02
+# Steps so near to each other are equally fast. Of such pairs the one that leaves most memory wins,
+# but all that leave so large a share of the budget leave enough: of these the least cut.
+TIE, AMPLE = 0.02, 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,9 +132,9 @@ class Chooser:
         pairs = self._pairs(step, current)
         if not pairs:
             raise self._too_small(step)
-        best = _best(pairs)
+        best = _best(pairs, self.problem.budget)
         here = [pair for pair in pairs if _is_here(pair, current)]
-        stays = _best(here) if here else None
+        stays = _best(here, self.problem.budget) if here else None
         if stays is not None:
             gain = stays.cost_s / best.cost_s - 1.0
             calm = step.is_new or calm_steps >= WINDOW
@@ -176,7 +177,7 @@ class Chooser:
             return []
         top = max(candidate.tokens_per_s for candidate in fitting)
         ties = [c for c in fitting if (1.0 + TIE) * c.tokens_per_s >= top]
-        best = min(ties, key=lambda candidate: candidate.num_bytes)
+        best = min(ties, key=lambda candidate: max(candidate.num_bytes, AMPLE * room))
         here = [c for c in fitting if current and c.plan.mesh == current.mesh and c is not best]
         return [best, *here]
 
@@ -199,7 +200,7 @@ class Chooser:
             moves = current is not None and candidate.plan.mesh != current.mesh
             switch_s = self.problem.move_s(candidate.plan.mesh) / step.lasts if moves else 0.0
             pairs.append(_Pair(None, candidate, 0, seconds + switch_s, seconds))
-        best, stays = _best(pairs), None
+        best, stays = _best(pairs, self.problem.budget), None
         if current is not None:
             here = [p for p in pairs if p.train and p.train.plan == current]
             stays = here[0] if here else None
@@ -259,7 +260,7 @@ class Chooser:
         if stays is None:
             # It must move: which way takes least does not depend on what every move costs.
             pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
-        best = _best(pairs)
+        best = _best(pairs, self.problem.budget)
         if stays is not None and stays.cost_s <= (1.0 + problem.hysteresis) * best.cost_s:
             best = stays
         return self._decide(step, best, stays, Plans(rollout=current))
@@ -351,14 +352,14 @@ def _fastest_by_mesh(
     return list(dict.fromkeys([*best.values(), *here]))
 
 
-def _best(pairs: Sequence[_Pair]) -> _Pair:
+def _best(pairs: Sequence[_Pair], budget: float) -> _Pair:
     """Returns the pair of least cost; of ties the one that leaves most memory, then the first.
 
     Of ties no moments are offloaded where there is room for them.
     """
     least = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least]
-    return min(ties, key=lambda pair: (pair.offloads, pair.fullest))
+    return min(ties, key=lambda pair: (pair.offloads, max(pair.fullest, AMPLE * budget)))
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
