@@ -61,7 +61,9 @@ def _why_left(candidates: Candidates, plan: RolloutPlan | TrainPlan, tokens: int
     there = [candidate for candidate in found if candidate.plan.mesh == plan.mesh]
     if not there:
         return f"{plan.mesh} is no candidate for context {tokens}"
-    least = min(there, key=lambda candidate: candidate.num_bytes)
+    # The plan in use, or the least that its mesh could do with.
+    same = [candidate for candidate in there if candidate.plan == plan]
+    least = min(same or there, key=lambda candidate: candidate.num_bytes)
     if least.num_bytes > candidates.problem.budget:
         return f"context {tokens} needs {size_words(least.num_bytes)}/device on {plan.mesh}"
     return f"{plan.mesh} leaves the other stage too little memory"
