@@ -97,6 +97,11 @@ class _Pair(NamedTuple):
     step_s: float
 
     @property
+    def offloads(self) -> bool:
+        """Whether the optimizer's moments are in host memory during the rollout."""
+        return self.rollout is not None and self.rollout.plan.offload
+
+    @property
     def fullest(self) -> int:
         """Bytes of the device in the fuller of the two stages."""
         rollout = self.resident + (self.rollout.num_bytes if self.rollout else 0)
@@ -351,10 +356,13 @@ def _fastest_by_mesh(
 
 
 def _best(pairs: Sequence[_Pair]) -> _Pair:
-    """Returns the pair of least cost; of ties the one that leaves most memory, then the first."""
+    """Returns the pair of least cost; of ties the one that leaves most memory, then the first.
+
+    Moments go to host memory only where that is faster by more than a tie.
+    """
     least = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least]
-    return min(ties, key=lambda pair: pair.fullest)
+    return min(ties, key=lambda pair: (pair.offloads, pair.fullest))
 
 
 def _is_here(pair: _Pair, current: Plans) -> bool:
