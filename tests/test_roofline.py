@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from benchmarks import earl_cells, speeds
+from benchmarks import speeds
 from benchmarks.plan import PAGES, sizes_of
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload, cache_token_bytes
 from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
@@ -273,18 +273,6 @@ def test_the_page_has_the_tables_that_the_script_prints(capsys):
     page = (PAGES / "speeds.md").read_text()
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line not in page] == []
-
-
-def test_earls_signs_come_out_with_an_ideal_engine_and_with_ours():
-    sizes = sizes_of(earl_cells.MODEL)
-
-    def right(hardware, **reading):
-        found = earl_cells.wrong_cells(sizes, earl_cells.Reading(host=hardware, **reading))
-        return len(earl_cells.CELLS) - len(found)
-
-    in_turn = {"in_turn": True, "fraction": 0.8}
-    assert (right(PUBLISHED), right(PUBLISHED, **in_turn)) == (30, 30)
-    assert (right(H100), right(H100, **in_turn)) == (30, 26)
 
 
 def test_virtual_devices_have_a_share_of_the_cores():
