@@ -17,6 +17,7 @@ from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
 from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.footprint import (
     BLOCK_TOKENS,
@@ -192,6 +193,22 @@ def _engine_config(model, weight_dtype):
         seed=0,
         page_size=4,
     )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_rows", "num_players"),
+    [(16, 16, 1), (16, 16, 8), (16, 16, 2), (9, 16, 1), (6, 12, 1), (16, 15, 1)],
+)
+def test_each_slot_has_a_row_for_guests_where_a_process_has_several_lanes(
+    num_slots, num_rows, num_players
+):
+    """As the engine's rows, on eight devices with slots that may divide by none of them."""
+    work = dataclasses.replace(
+        WORK, num_slots=num_slots, num_rows=num_rows, num_players=num_players
+    )
+    parts = {"num_rows": num_rows, "num_slots": num_slots, "num_devices": 8}
+    rows = make_rows(**{name: number // num_players for name, number in parts.items()})
+    assert work.guests(MeshShape(tensor=8)) == num_players * rows.total - num_rows
 
 
 def test_kinds_add_up_and_gradients_are_as_large_as_parameters():

@@ -182,7 +182,7 @@ class Problem:
     @functools.cache  # noqa: B019
     def bare_footprint(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> Footprint:
         """Returns the bytes of a rollout without its KV cache, beside no trainer."""
-        work = dataclasses.replace(self.work, num_slots=num_slots)
+        work = dataclasses.replace(self.work, num_slots=num_slots, num_players=self.num_players)
         platform = self.hardware.platform
         return rollout_footprint(self.sizes, work, mesh, max_tokens, 0, 0, platform)
 
