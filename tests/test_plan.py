@@ -53,11 +53,11 @@ def with_budget(problem, budget, **changes):
 
 
 def trains(schedule):
-    return [stop.chosen["train"] for stop in schedule]
+    return [stop.decision.train.plan for stop in schedule]
 
 
 def rollouts(schedule):
-    return [stop.chosen["rollout"] for stop in schedule]
+    return [stop.decision.rollout.plan for stop in schedule]
 
 
 # The schedule.

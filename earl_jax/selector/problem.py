@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selector's problem: a model, its work in a step, and the devices to put it on.
 
-A run and the planner make the same record (earl_jax/placement/problem.py) and ask `choose` the same question
+A run and the planner make the same record (placement/problem.py) and ask `choose` the same question
 about it. Everything here is arithmetic on the record: which meshes are possible at all, what a plan
 takes of a device, and how fast the speed model says it is. Nothing is started or placed.
 """
