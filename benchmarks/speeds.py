@@ -16,13 +16,9 @@ from earl_jax.config_file import make_config
 from earl_jax.placement.problem import make_problem
 from earl_jax.selector.footprint import Workload
 from earl_jax.selector.hardware import GPU_OP_S, IDEAL, Hardware, Kernels, parse_topology
+from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import (
-    decode_s,
-    rollout_tokens_per_s,
-    train_parts,
-    train_s,
-)
+from earl_jax.selector.roofline import decode_s, train_parts, train_s
 from earl_jax.sharding.layout import MeshShape
 
 _WORK = Workload(
@@ -254,15 +250,15 @@ def cpu_problem(path: Path = TINY) -> Problem:
 
 def rollout_speed(problem: Problem, mesh: str, places: int) -> float:
     """Tokens per second that all slots sample."""
-    shape = MeshShape.parse(mesh)
-    slots = problem.work.num_slots
-    return rollout_tokens_per_s(problem.hardware, problem.sizes, problem.work, shape, places, slots)
+    shape, slots = MeshShape.parse(mesh), problem.work.num_slots
+    return problem.round_speed(shape, slots, places, slots // shape.data)
 
 
 def update_speed(problem: Problem, mesh: str, places: int) -> float:
     """Tokens per second that an update learns from."""
-    seconds = train_s(problem.hardware, problem.sizes, problem.work, MeshShape.parse(mesh), places)
-    return problem.work.num_rows * places / seconds.total
+    work = problem.work
+    plan = TrainPlan(MeshShape.parse(mesh), work.micro_batches, work.remat)
+    return problem.update_speed(plan, places)
 
 
 def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
