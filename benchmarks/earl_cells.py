@@ -5,8 +5,9 @@
 EARL (arXiv 2510.05943) measured by how many per cent tensor parallelism over 8 GPUs decodes more
 tokens per second and GPU than over 4, for a context length and a number of responses an engine.
 Here both are candidates of one problem, "data=32,tensor=4" and "data=16,tensor=8" over the same
-GPUs, with so many slots a row shard: `Chooser.rollout_candidates` says how many pages fit and how
-fast each is. `python -m benchmarks.plan` prints the tables.
+GPUs, with so many slots a row shard: `Chooser.candidates.rollouts` says how many pages fit and how
+fast each is. EARL's engine is a published one, so that its kernels are `hardware.IDEAL`; the second
+table has this project's engine beside it. `python -m benchmarks.plan` prints the tables.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from earl_jax.config_file import make_config
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.placement.problem import planned_problem
 from earl_jax.selector.choose import Candidate, Chooser
-from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.hardware import IDEAL, parse_topology
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.table import ThroughputTable
 
@@ -41,10 +42,12 @@ class Setup:
 
     An engine takes `fraction` of each GPU's memory (vLLM's default). Between two answers of 128
     tokens each response has `burst` sampled ones: with many, all is decoding, which EARL measured.
+    `is_ours` is this project's engine in place of a published one.
     """
 
     fraction: float = 0.9
     burst: int = 512
+    is_ours: bool = False
 
 
 class Cell(NamedTuple):
@@ -79,6 +82,8 @@ SETUPS = {
 def chooser_for(setup: Setup) -> Chooser:
     """Returns the candidates of both meshes on 128 H100s with nothing beside the rollout."""
     hardware, most = parse_topology(TOPOLOGY), 32 * max(RESPONSES)
+    if not setup.is_ours:
+        hardware = dataclasses.replace(hardware, kernels=IDEAL)
     config = make_config(
         {
             "model": {"preset": MODEL, "compute_dtype": "bfloat16"},
@@ -137,12 +142,16 @@ def lines() -> Iterator[str]:
         words = [_words(cell, predicted(chooser, cell)) for cell in CELLS if cell[0] == context]
         yield f"| {context // 1024}K | {' | '.join(words)} |"
     yield ""
-    yield "| set-up | cells right | wrong (context x responses: computed gain) |"
-    yield "|---|---|---|"
+    yield "| set-up | engine | cells right | wrong (context x responses: computed gain) |"
+    yield "|---|---|---|---|"
     for name, setup in SETUPS.items():
-        wrong = wrong_cells(setup)
-        named = ", ".join(f"{c.context // 1024}K x {c.responses}: {f.gain:+.1f}" for c, f in wrong)
-        yield f"| {name} | {len(CELLS) - len(wrong)} of {len(CELLS)} | {named or 'none'} |"
+        for engine, is_ours in (("published", False), ("ours", True)):
+            wrong = wrong_cells(dataclasses.replace(setup, is_ours=is_ours))
+            named = ", ".join(
+                f"{c.context // 1024}K x {c.responses}: {f.gain:+.1f}" for c, f in wrong
+            )
+            right = f"{len(CELLS) - len(wrong)} of {len(CELLS)}"
+            yield f"| {name} | {engine} | {right} | {named or 'none'} |"
 
 
 def _words(cell: Cell, found: Found) -> str:

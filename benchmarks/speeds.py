@@ -11,27 +11,14 @@ import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import earl_cells
 from benchmarks.plan import sizes_of
 from earl_jax.config_file import make_config
 from earl_jax.placement.problem import make_problem
 from earl_jax.selector.footprint import Workload
-from earl_jax.selector.hardware import (
-    FLASH_ATTENTION_2,
-    FLASH_ATTENTION_3,
-    GPU_OP_S,
-    IDEAL,
-    Hardware,
-    Kernels,
-    parse_topology,
-)
+from earl_jax.selector.hardware import GPU_OP_S, IDEAL, Hardware, Kernels, parse_topology
+from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import (
-    decode_s,
-    rollout_tokens_per_s,
-    train_parts,
-    train_s,
-)
+from earl_jax.selector.roofline import decode_s, train_parts, train_s
 from earl_jax.sharding.layout import MeshShape
 
 _WORK = Workload(
@@ -46,6 +33,11 @@ _WORK = Workload(
     page_size=16,
     kv_itemsize=2,
 )
+# The FlashAttention-3 paper (arXiv 2407.08608, figures 5 and 6) as fractions of 989 TFLOP/s, by the
+# arithmetic of hardware.IDEAL: forward 335 and 616 TFLOP/s; backward without a mask 322 and 561,
+# with one in the ratio of the forward pass (335 of 370, 616 of 648).
+FLASH_ATTENTION_2 = Kernels(attention_forward=0.34, attention_backward=0.29)
+FLASH_ATTENTION_3 = Kernels(attention_forward=0.62, attention_backward=0.54)
 # torchtitan's H100s: HBM2e with 2.4 TB/s, and 500 W for 700, of which the model knows nothing.
 _GRAND_TETON = dataclasses.replace(parse_topology("h100:1x8"), memory_bytes_per_s=2.4e12)
 _MANY_HOSTS = dataclasses.replace(parse_topology("h100:16x8"), memory_bytes_per_s=2.4e12)
@@ -258,15 +250,15 @@ def cpu_problem(path: Path = TINY) -> Problem:
 
 def rollout_speed(problem: Problem, mesh: str, places: int) -> float:
     """Tokens per second that all slots sample."""
-    shape = MeshShape.parse(mesh)
-    slots = problem.work.num_slots
-    return rollout_tokens_per_s(problem.hardware, problem.sizes, problem.work, shape, places, slots)
+    shape, slots = MeshShape.parse(mesh), problem.work.num_slots
+    return problem.round_speed(shape, slots, places, slots // shape.data)
 
 
 def update_speed(problem: Problem, mesh: str, places: int) -> float:
     """Tokens per second that an update learns from."""
-    seconds = train_s(problem.hardware, problem.sizes, problem.work, MeshShape.parse(mesh), places)
-    return problem.work.num_rows * places / seconds.total
+    work = problem.work
+    plan = TrainPlan(MeshShape.parse(mesh), work.micro_batches, work.remat)
+    return problem.update_speed(plan, places)
 
 
 def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
@@ -292,22 +284,6 @@ def _decoding_rows() -> Iterator[list[str]]:
         said = [f"{number:,.0f}" for number in numbers]
         ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
         yield [point.name, point.model, f"{point.rows} x {point.context:,}", *said, *ratios]
-
-
-def _cell_rows() -> Iterator[list[str]]:
-    sizes = sizes_of(earl_cells.MODEL)
-    for name, kernels in (("ideal", IDEAL), ("vLLM", _VLLM), ("ours", None)):
-        host = earl_cells.DGX_H100
-        host = host if kernels is None else dataclasses.replace(host, kernels=kernels)
-        row = [name]
-        for reading in (
-            earl_cells.Reading(host=host),
-            earl_cells.Reading(host=host, in_turn=True, fraction=0.8),
-        ):
-            wrong = earl_cells.wrong_cells(sizes, reading)
-            named = ", ".join(f"{cell.context // 1024}K x {cell.responses}" for cell in wrong)
-            row.append(f"{len(earl_cells.CELLS) - len(wrong)}" + (f" ({named})" if named else ""))
-        yield row
 
 
 def _engine_rows() -> Iterator[list[str]]:
@@ -344,10 +320,6 @@ def main() -> None:
     for header, rows in (
         (f"training | model | tokens a row | {compared}", _training_rows()),
         (f"decoding | model | rows x context | {compared}", _decoding_rows()),
-        (
-            "kernels | responses wait for all before them | each makes room for the next",
-            _cell_rows(),
-        ),
         ("stage | rows x tokens | ideal kernels | ours", _engine_rows()),
         ("stage | mesh | measured | predicted | ratio", _cpu_rows()),
     ):

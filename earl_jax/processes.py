@@ -135,13 +135,7 @@ class Processes:
 
     def own_rollout(self, rollout: RolloutConfig) -> RolloutConfig:
         """The settings of a process's part of a rollout."""
-        num = len(self.players)
-        return dataclasses.replace(
-            rollout,
-            num_slots=rollout.num_slots // num,
-            step_rows=-(-rollout.step_rows // num),
-            episodes_per_step=rollout.episodes_per_step // num,
-        )
+        return rollout.part(len(self.players))
 
     def own(self, items: Any) -> Any:
         """This process's part, maybe none, of a sequence in the order of the episodes of all."""

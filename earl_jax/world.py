@@ -30,11 +30,9 @@ from earl_jax.processes import find_processes
 from earl_jax.rollout.choices import choice_tree
 from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.engine_config import make_engine_config
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.memory import device_budget
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
@@ -160,39 +158,18 @@ class World:
 
     @functools.cache  # noqa: B019
     def _engine(self, shape: MeshShape, num_slots: int) -> PolicyEngine:
-        rollout = self.own_rollout
-        rows = make_rows(
-            num_rows=rollout.episodes_per_step,
-            num_slots=num_slots,
+        config = make_engine_config(
+            dataclasses.replace(self.own_rollout, num_slots=num_slots),
+            self.model,
+            self.vocab_size,
             num_devices=len(self.processes.own_devices),
+            seed=self.config.seed,
         )
-        return PolicyEngine(
-            EngineConfig(
-                model=dataclasses.replace(
-                    self.model, compute_dtype=rollout.computes_as(self.model.compute_dtype)
-                ),
-                vocab_size=self.vocab_size,
-                weight_dtype=rollout.weight_dtype,
-                kv_dtype=rollout.kv_dtype,
-                num_slots=num_slots,
-                num_rows=rows.total,
-                chunk_size=rollout.chunk_size,
-                rules=SlotRules(
-                    burst=rollout.burst,
-                    end_of_turn_ids=self.renderer.end_of_turn_ids,
-                    append_rows=rollout.append_rows,
-                    model_logprobs=rollout.model_logprobs,
-                    choice_branches=self.choice_branches,
-                    ngram=rollout.speculation.ngram if rollout.max_drafts else 0,
-                    draft=rollout.max_drafts,
-                ),
-                seed=self.config.seed,
-                step_rows=rollout.step_rows,
-                page_size=rollout.tokens_a_page,
-            ),
-            self.rollout_layout(shape),
-            self.tokenizer,
+        rules = config.rules._replace(
+            end_of_turn_ids=self.renderer.end_of_turn_ids, choice_branches=self.choice_branches
         )
+        config = dataclasses.replace(config, rules=rules)
+        return PolicyEngine(config, self.rollout_layout(shape), self.tokenizer)
 
     def cache_pool(self, plan: RolloutPlan) -> Pool:
         """Returns the pages of this process's part of a rollout."""

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner says that layers keep for their gradients, against what JAX saves."""
+"""Hardware by its data sheets, and bytes per device: by hand, as placed, and as JAX saves."""
 
 import dataclasses
 
@@ -15,8 +15,221 @@ from earl_jax.models.kernels import Kernel
 from earl_jax.models.parameters import parameter_shapes, parameter_specs
 from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
-from earl_jax.selector.footprint import BLOCK_TOKENS, kept_width
-from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.rollout.engine import PolicyEngine
+from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.scheduler import make_rows
+from earl_jax.rollout.slots import SlotRules
+from earl_jax.selector.footprint import (
+    BLOCK_TOKENS,
+    Workload,
+    cache_token_bytes,
+    device_bytes,
+    kept_width,
+    parts_of,
+    rollout_footprint,
+    row_bytes,
+    train_footprint,
+    trainer_bytes,
+)
+from earl_jax.selector.hardware import hardware_of, parse_topology
+from earl_jax.selector.memory import resident_bytes
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
+from earl_jax.sharding.topology import CHIPS, make_topology
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.step import state_shapes, state_shardings
+
+# Two layers of width 8, 4 heads on 2 key/value heads of size 4, a network of 16, 32 entries.
+TINY = ModelConfig(
+    num_layers=2, width=8, num_heads=4, num_kv_heads=2, head_size=4, ffn_size=16, windows=(6, 0)
+)
+# Of a layer: two norms of 8, queries and outputs of 8 x 16, keys and values of 8 x 8, three
+# matrices of 8 x 16.
+LAYER = 2 * 8 + 2 * 8 * 16 + 2 * 8 * 8 + 3 * 8 * 16
+NUMBERS = 2 * LAYER + 8 + 2 * 32 * 8
+SIZES = model_sizes(TINY, 32, engine_dtype="float32")
+WORK = Workload(
+    num_slots=16,
+    num_rows=16,
+    micro_batches=2,
+    remat=True,
+    logprob_chunk=4,
+    chunk_size=4,
+    append_rows=2,
+    burst=4,
+    page_size=4,
+    kv_itemsize=4,
+)
+D1 = MeshShape()
+D4T2 = MeshShape(data=4, tensor=2)
+F4T2 = MeshShape(fsdp=4, tensor=2)
+H100 = parse_topology("h100:1x8")
+
+
+# Hardware.
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "hosts", "memory_gib"),
+    [
+        ("v5e:16x16", 256, 64, 16),
+        ("v5p:4x4x8", 128, 32, 95),
+        ("v6e:4x4", 16, 4, 32),
+        ("h100:16x8", 128, 16, 79.6),
+        ("h200:1x8", 8, 1, 140.4),
+        ("b200:64x8", 512, 64, 179.1),
+        ("cpu:8", 8, 1, 2),
+        ("cpu:2x4", 8, 2, 2),
+    ],
+)
+def test_a_topology_is_so_many_devices_on_so_many_hosts(name, devices, hosts, memory_gib):
+    hardware = parse_topology(name)
+    assert (hardware.name, hardware.num_devices, hardware.num_hosts) == (name, devices, hosts)
+    assert hardware.memory_bytes / 2**30 == pytest.approx(memory_gib, abs=0.05)
+    assert hardware.usable_bytes <= hardware.memory_bytes
+
+
+def test_every_chip_has_all_facts():
+    for chip in CHIPS.values():
+        hardware = hardware_of(make_topology(chip.example))
+        assert hardware.host_memory_bytes > hardware.memory_bytes
+        assert hardware.link_bytes_per_s > hardware.network_bytes_per_s
+    # One of the two axes of a v5e's torus, both ways: half of its four links of 50 GB/s.
+    assert parse_topology("v5e:4x4").link_bytes_per_s == 100e9
+
+
+@pytest.mark.parametrize("name", ["v9:4x4", "tpu", "", "H100:1x8"])
+def test_an_unknown_topology_is_answered_with_those_known(name):
+    with pytest.raises(ValueError, match="'v5e:4x4', .*'b200:1x8', or 'cpu:8'"):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize("name", ["cpu:", "cpu:0", "cpu:2x", "cpu:1x2x4", "cpu:²"])
+def test_virtual_devices_are_given_by_their_number(name):
+    with pytest.raises(ValueError, match="by their number, as in 'cpu:8'"):
+        parse_topology(name)
+
+
+@pytest.mark.parametrize(
+    ("topology", "gigabytes"),
+    [
+        ("v5e:16x16", 192),
+        ("v5e:1x1", 48),
+        ("v5p:4x4x8", 448),
+        ("v6e:4x4", 720),
+        ("v6e:1x2", 360),
+        ("h100:16x8", 2000),
+        ("h200:1x4", 1000),
+        ("b200:1x8", 2000),
+    ],
+)
+def test_a_host_has_memory_by_its_number_of_devices(topology, gigabytes):
+    assert parse_topology(topology).host_memory_bytes == gigabytes * 10**9
+
+
+# Bytes.
+
+
+def test_parameters_are_cut_as_the_rules_say():
+    assert parts_of("LDF", F4T2) == 8
+    assert parts_of("LD", F4T2) == 4
+    assert parts_of("LH", F4T2) == 1
+    assert parts_of("LEDF", MeshShape(fsdp=2, expert=4, tensor=3)) == 24
+    assert device_bytes(SIZES.trained, D1) == device_bytes(SIZES.engine, D1) == 4 * NUMBERS
+    # Each over tensor; norms have no axis that is cut there.
+    assert device_bytes(SIZES.engine, MeshShape(tensor=2)) == 4 * (NUMBERS + 5 * 8) // 2
+
+
+def test_a_token_of_context_has_a_key_and_a_value_in_every_layer():
+    assert cache_token_bytes(SIZES, WORK, D1) == 2 * 2 * 2 * 4 * 4
+    assert cache_token_bytes(SIZES, WORK, D4T2) == 2 * 2 * 2 * 4 * 4 // 2
+    # Nine places are three pages of four.
+    assert row_bytes(SIZES, WORK, D1, 9) == 12 * 128
+    # In int8 with a scale of 4 bytes for each head.
+    eight = dataclasses.replace(WORK, kv_itemsize=1)
+    assert cache_token_bytes(SIZES, eight, D1) == 2 * 2 * 2 * (4 + 4)
+
+
+@pytest.mark.parametrize("family", ["dense", "mixture", "adapters", "int8"])
+def test_resident_bytes_are_those_of_placed_shapes(family):
+    """On every mesh of eight devices, exactly."""
+    mixture = {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 16}
+    model = dataclasses.replace(TINY, **(mixture if family == "mixture" else {}))
+    train = TrainConfig()
+    if family == "adapters":
+        lora = dataclasses.replace(train.lora, rank=2, base_dtype="bfloat16")
+        train = dataclasses.replace(train, lora=lora)
+    weight_dtype = "int8" if family == "int8" else "compute"
+    sizes = model_sizes(model, 32, engine_dtype="float32", weight_dtype=weight_dtype, train=train)
+    meshes = [MeshShape(data=8), D4T2, F4T2, MeshShape(data=2, fsdp=2, tensor=2)]
+    meshes += [MeshShape(data=2, fsdp=2, expert=2)] if family == "mixture" else []
+    meshes += [MeshShape(data=2, context=2, tensor=2)]
+    for mesh in meshes:
+        layout = make_abstract_layout(mesh, row_axes=TRAINING_ROWS)
+        found = resident_bytes(
+            state_shapes(model, train, 32), state_shardings(model, train, 32, layout)
+        )
+        # Two counters, of updates and of Adam.
+        assert sum(trainer_bytes(sizes, mesh)) == found - 2 * 4
+        if mesh.fsdp > 1:
+            continue
+        engine = PolicyEngine(_engine_config(model, weight_dtype), make_abstract_layout(mesh))
+        parameters = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
+        cache = engine.state_shapes(12).cache.layers
+        pages = resident_bytes(cache, engine.state_shardings.cache.layers)
+        rows = 16 // mesh.data
+        planned = rollout_footprint(sizes, WORK, mesh, 12, rows, 77, "cpu")
+        assert (planned.weights, planned.cache, planned.trainer) == (parameters, pages, 77)
+
+
+def _engine_config(model, weight_dtype):
+    return EngineConfig(
+        model=model,
+        vocab_size=32,
+        weight_dtype=weight_dtype,
+        num_slots=16,
+        num_rows=16,
+        chunk_size=4,
+        rules=SlotRules(burst=4, end_of_turn_ids=(0,)),
+        seed=0,
+        page_size=4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_rows", "num_players"),
+    [(16, 16, 1), (16, 16, 8), (16, 16, 2), (9, 16, 1), (6, 12, 1), (16, 15, 1)],
+)
+def test_each_slot_has_a_row_for_guests_where_a_process_has_several_lanes(
+    num_slots, num_rows, num_players
+):
+    """As the engine's rows, on eight devices with slots that may divide by none of them."""
+    work = dataclasses.replace(
+        WORK, num_slots=num_slots, num_rows=num_rows, num_players=num_players
+    )
+    parts = {"num_rows": num_rows, "num_slots": num_slots, "num_devices": 8}
+    rows = make_rows(**{name: number // num_players for name, number in parts.items()})
+    assert work.guests(MeshShape(tensor=8)) == num_players * rows.total - num_rows
+
+
+def test_kinds_add_up_and_gradients_are_as_large_as_parameters():
+    planned = train_footprint(SIZES, WORK, F4T2, 8, "gpu")
+    assert planned.weights == device_bytes(SIZES.trained, F4T2)
+    # In fp32 the sum of those of micro-batches, and of one.
+    assert planned.gradients == 2 * planned.weights
+    assert planned.optimizer == 2 * planned.weights
+    assert planned.total == sum(planned.as_dict().values())
+    assert "cache" not in planned.as_dict()
+
+
+def test_remat_and_micro_batches_save_activations():
+    def activations(**changes):
+        work = dataclasses.replace(WORK, **changes)
+        return train_footprint(SIZES, work, D1, 64, "gpu").activations
+
+    assert activations(remat=False) > activations() > activations(micro_batches=4)
+
+
+# Activations that are kept without remat.
 
 VOCAB = 64
 SMALL = {"width": 256, "num_heads": 4, "num_kv_heads": 2, "head_size": 128, "ffn_size": 512}

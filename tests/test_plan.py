@@ -53,11 +53,11 @@ def with_budget(problem, budget, **changes):
 
 
 def trains(schedule):
-    return [stop.chosen["train"] for stop in schedule]
+    return [stop.decision.train.plan for stop in schedule]
 
 
 def rollouts(schedule):
-    return [stop.chosen["rollout"] for stop in schedule]
+    return [stop.decision.rollout.plan for stop in schedule]
 
 
 # The schedule.
@@ -71,10 +71,10 @@ def test_bytes_rise_with_the_context_and_a_mesh_that_does_not_fit_is_left():
     assert {plan.mesh for plan in trains(free)} == {first}
     needs = [stop.decision.train.num_bytes for stop in free]
     assert needs == sorted(set(needs))
-    tight = make_schedule(with_budget(problem, needs[2] - 1), EMPTY, contexts)
+    tight = make_schedule(with_budget(problem, needs[2] - 1), EMPTY, contexts[:3])
     assert [plan.mesh for plan in trains(tight)[:2]] == [first] * 2
     assert trains(tight)[2].mesh != first
-    assert all(choice.num_bytes < needs[2] for s in tight[:3] for choice in s.decision.choices)
+    assert all(choice.num_bytes < needs[2] for s in tight for choice in s.decision.choices)
     # With more memory a step is never slower.
     for more, less in zip(free[:3], tight[:3], strict=True):
         assert more.decision.seconds <= less.decision.seconds * (1 + TIE)

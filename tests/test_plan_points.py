@@ -12,11 +12,11 @@ from benchmarks import plan as benchmark
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.placement.problem import find_model, planned_problem
-from earl_jax.selector import schedule_text
+from earl_jax.selector import schedule
 from earl_jax.selector.footprint import rollout_footprint, train_footprint, trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.schedule_text import is_safe
+from earl_jax.selector.schedule import is_safe
 from earl_jax.sharding.layout import MeshShape
 
 GIB, MIB = 2**30, 2**20
@@ -146,7 +146,7 @@ def test_exact_mode_is_met_by_quick_mode_as_the_page_says():
 
 def test_the_planner_says_of_itself_what_was_counted():
     counted = benchmark.agreement([*stored_points()])
-    assert counted.startswith(f"{schedule_text.WITHIN} of {schedule_text.PROGRAMS} within 10 %")
+    assert counted.startswith(f"{schedule.WITHIN} of {schedule.PROGRAMS} within 10 %")
 
 
 def test_the_page_says_what_the_benchmark_prints(capsys):

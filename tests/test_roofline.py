@@ -7,18 +7,16 @@ import statistics
 
 import pytest
 
-from benchmarks import earl_cells, speeds
+from benchmarks import speeds
 from benchmarks.plan import PAGES, sizes_of
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload, cache_token_bytes
 from earl_jax.selector.hardware import IDEAL, Kernels, parse_topology
 from earl_jax.selector.roofline import (
     MODEL_ERROR,
     all_reduce_s,
-    alone_tokens_per_s,
     cache_read,
     decode_s,
     loop_syncs,
-    rollout_tokens_per_s,
     round_s,
     train_parts,
     train_s,
@@ -275,18 +273,6 @@ def test_the_page_has_the_tables_that_the_script_prints(capsys):
     assert [line for line in printed if line not in page] == []
 
 
-def test_earls_signs_come_out_with_an_ideal_engine_and_with_ours():
-    sizes = sizes_of(earl_cells.MODEL)
-
-    def right(hardware, **reading):
-        found = earl_cells.wrong_cells(sizes, earl_cells.Reading(host=hardware, **reading))
-        return len(earl_cells.CELLS) - len(found)
-
-    in_turn = {"in_turn": True, "fraction": 0.8}
-    assert (right(PUBLISHED), right(PUBLISHED, **in_turn)) == (30, 30)
-    assert (right(H100), right(H100, **in_turn)) == (30, 26)
-
-
 def test_virtual_devices_have_a_share_of_the_cores():
     assert [CPU.share(busy) for busy in (1, 2, 4, 8)] == [1.0, 1.0, 0.5, 0.25]
     assert H100.share(8) == 1.0
@@ -304,8 +290,8 @@ def test_on_cores_that_are_shared_a_cut_over_heads_gains_nothing():
         full = {}
         for mesh in ("data=8", "data=4,tensor=2", "data=2,tensor=4", "data=1,tensor=8"):
             shape = MeshShape.parse(mesh)
-            alone = alone_tokens_per_s(CPU, SIZES, work, shape, places)
-            full[mesh] = rollout_tokens_per_s(CPU, SIZES, work, shape, places, 64), alone
+            rounds = [round_s(CPU, SIZES, work, shape, n, places) for n in (64 // shape.data, 1)]
+            full[mesh] = [1 / seconds for seconds in rounds]
         for both in zip(*full.values(), strict=True):
             assert list(both) == sorted(both, reverse=True)
 

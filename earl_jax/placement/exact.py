@@ -19,10 +19,8 @@ from earl_jax.main import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.observations import with_failure, with_program_bytes
 from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
+from earl_jax.rollout.engine_config import make_engine_config
 from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
@@ -123,35 +121,17 @@ class _Compiler:
 
     def _round(self, plan: RolloutPlan, max_tokens: int) -> Any:
         """A round of one process, which plays its part of the episodes on its own devices."""
-        rollout, number = self.config.rollout, self.problem.num_players
+        number = self.problem.num_players
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
-        slots = plan.num_slots // number
-        rows = make_rows(
-            num_rows=rollout.episodes_per_step // number,
-            num_slots=slots,
+        rollout = self.config.rollout.part(number)
+        rollout = dataclasses.replace(rollout, num_slots=plan.num_slots // number)
+        # Which ids end a turn, and which replies are allowed, take no memory to speak of.
+        config = make_engine_config(
+            rollout,
+            self.model,
+            self.vocab_size,
             num_devices=len(self.players),
-        )
-        dtype = rollout.computes_as(self.model.compute_dtype)
-        config = EngineConfig(
-            model=dataclasses.replace(self.model, compute_dtype=dtype),
-            vocab_size=self.vocab_size,
-            weight_dtype=rollout.weight_dtype,
-            kv_dtype=rollout.kv_dtype,
-            num_slots=slots,
-            num_rows=rows.total,
-            chunk_size=rollout.chunk_size,
-            # Which ids end a turn, and which replies are allowed, take no memory to speak of.
-            rules=SlotRules(
-                burst=rollout.burst,
-                end_of_turn_ids=(0,),
-                append_rows=rollout.append_rows,
-                model_logprobs=rollout.model_logprobs,
-                ngram=rollout.speculation.ngram if rollout.max_drafts else 0,
-                draft=rollout.max_drafts,
-            ),
             seed=self.config.seed,
-            step_rows=-(-rollout.step_rows // number),
-            page_size=rollout.tokens_a_page,
         )
         engine = PolicyEngine(config, make_layout(mesh, self.players))
         return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))

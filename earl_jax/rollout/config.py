@@ -220,6 +220,15 @@ class RolloutConfig:
     kv_dtype: Literal["compute", "int8"] = "compute"
     speculation: SpeculationConfig = SpeculationConfig()
 
+    def part(self, num_players: int) -> "RolloutConfig":
+        """Returns the settings of each of so many processes that play."""
+        return dataclasses.replace(
+            self,
+            num_slots=self.num_slots // num_players,
+            step_rows=-(-self.step_rows // num_players),
+            episodes_per_step=self.episodes_per_step // num_players,
+        )
+
     def computes_as(self, model_dtype: str) -> str:
         """The engine's compute type, for a model whose trainer computes in `model_dtype`."""
         return model_dtype if self.compute_dtype == "model" else self.compute_dtype

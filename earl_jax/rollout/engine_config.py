@@ -6,7 +6,8 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.config import Sampling
+from earl_jax.rollout.config import RolloutConfig, Sampling
+from earl_jax.rollout.scheduler import make_rows
 from earl_jax.rollout.slots import SlotRules
 
 
@@ -62,3 +63,36 @@ class EngineConfig:
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"
     serving: Serving = Serving()
+
+
+def make_engine_config(
+    rollout: RolloutConfig, model: ModelConfig, vocab_size: int, *, num_devices: int, seed: int
+) -> EngineConfig:
+    """Returns what the engine of one process is compiled for, whose part of a rollout is given.
+
+    Its rules end turns at id 0 and allow every reply, until they are told otherwise.
+    """
+    rows = make_rows(
+        num_rows=rollout.episodes_per_step, num_slots=rollout.num_slots, num_devices=num_devices
+    )
+    dtype = rollout.computes_as(model.compute_dtype)
+    return EngineConfig(
+        model=dataclasses.replace(model, compute_dtype=dtype),
+        vocab_size=vocab_size,
+        weight_dtype=rollout.weight_dtype,
+        kv_dtype=rollout.kv_dtype,
+        num_slots=rollout.num_slots,
+        num_rows=rows.total,
+        chunk_size=rollout.chunk_size,
+        rules=SlotRules(
+            burst=rollout.burst,
+            end_of_turn_ids=(0,),
+            append_rows=rollout.append_rows,
+            model_logprobs=rollout.model_logprobs,
+            ngram=rollout.speculation.ngram if rollout.max_drafts else 0,
+            draft=rollout.max_drafts,
+        ),
+        seed=seed,
+        step_rows=rollout.step_rows,
+        page_size=rollout.tokens_a_page,
+    )

@@ -97,7 +97,7 @@ class _Pair(NamedTuple):
 
     @property
     def offloads(self) -> bool:
-        """Whether moments wait in host memory meanwhile."""
+        """Whether the optimizer's moments are in host memory during the rollout."""
         return self.rollout is not None and self.rollout.plan.offload
 
     @property

@@ -75,8 +75,9 @@ class ModelSizes:
 class Workload:
     """What the stages do in a step; the fields of the same names in the config say what they are.
 
-    `num_rows` are the episodes of a step. `kv_itemsize` 1 is a cache of int8, which has a scale of
-    4 bytes for each token and head beside it.
+    `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part.
+    `kv_itemsize` 1 is a cache of int8, which has a scale of 4 bytes for each token and head beside
+    it.
     """
 
     num_slots: int
@@ -91,6 +92,15 @@ class Workload:
     kv_itemsize: int
     step_rows: int = 0
     epochs: int = 1
+    num_players: int = 1
+
+    def guests(self, mesh: MeshShape) -> int:
+        """Rows for guests over all devices: one a slot where a process has several lanes.
+
+        As rollout/scheduler.py cuts them: so many lanes as divide its devices, slots and episodes.
+        """
+        lanes = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
+        return self.num_slots if lanes > self.num_players else 0
 
     def rows_a_step(self, mesh: MeshShape, rows: int) -> int:
         """Rows of a decode step where so many of a row shard's are busy."""
@@ -191,9 +201,7 @@ def rollout_footprint(
 ) -> Footprint:
     """Of a rollout beside `trainer` bytes, with pages for so many full rows of a row shard."""
     rows = work.num_slots // mesh.data
-    # Where there are several lanes each slot has a row for guests (rollout/scheduler.py).
-    guests = work.num_slots if mesh.num_devices > 1 else 0
-    buffers = (work.num_rows + guests) // mesh.data * places * EXPERIENCE_BYTES
+    buffers = (work.num_rows + work.guests(mesh)) // mesh.data * places * EXPERIENCE_BYTES
     at_a_time = min(PLACES_AT_A_TIME, places // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4

@@ -58,13 +58,9 @@ class Kernels:
     host_step_s: float = 0.0
 
 
-# The FlashAttention-3 paper (arXiv 2407.08608, figures 5 and 6): H100 SXM5, heads of 128, rows of
-# 16K tokens. Forward, causal: FlashAttention-2 335 TFLOP/s, cuDNN 539, FlashAttention-3 616.
-# Backward, published without a mask: 322, 516, 561; a mask costs what it costs in the forward pass
-# (335 of 370, 539 of 595, 616 of 648). Fractions of 989 TFLOP/s.
-FLASH_ATTENTION_2 = Kernels(attention_forward=0.34, attention_backward=0.29)
-FLASH_ATTENTION_3 = Kernels(attention_forward=0.62, attention_backward=0.54)
-# cuDNN's, for any fused kernel that is not named.
+# Any fused kernel of a published engine: cuDNN's by the FlashAttention-3 paper (arXiv 2407.08608,
+# figures 5 and 6), H100 SXM5, heads of 128, rows of 16K. Forward, causal: 539 of 989 TFLOP/s.
+# Backward, published without a mask: 516; a mask costs what it does forward (539 of 595).
 IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
 
 # This project's programs on chips. Whole rows have fused kernels (splash; tokamax where it is

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The selector's problem: a model, its work in a step, and the devices to put it on.
 
-A run and the planner make the same record (earl_jax/problems.py) and ask `choose` the same question
+A run and the planner make the same record (placement/problem.py) and ask `choose` the same question
 about it. Everything here is arithmetic on the record: which meshes are possible at all, what a plan
 takes of a device, and how fast the speed model says it is. Nothing is started or placed.
 """
@@ -182,7 +182,7 @@ class Problem:
     @functools.cache  # noqa: B019
     def bare_footprint(self, mesh: MeshShape, num_slots: int, max_tokens: int) -> Footprint:
         """Returns the bytes of a rollout without its KV cache, beside no trainer."""
-        work = dataclasses.replace(self.work, num_slots=num_slots)
+        work = dataclasses.replace(self.work, num_slots=num_slots, num_players=self.num_players)
         platform = self.hardware.platform
         return rollout_footprint(self.sizes, work, mesh, max_tokens, 0, 0, platform)
 

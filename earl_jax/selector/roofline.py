@@ -147,33 +147,6 @@ def round_s(
     return math.ceil(rows / together) * append.total + work.burst * turns * step.total
 
 
-def rollout_tokens_per_s(
-    hardware: Hardware,
-    sizes: ModelSizes,
-    work: Workload,
-    mesh: MeshShape,
-    context: int,
-    rows_that_fit: int,
-) -> float:
-    """Tokens that all slots sample in a second, at the end of their context.
-
-    Where the cache holds fewer rows of a row shard than it has slots, the others wait: the slots
-    take turns in waves, of which the last may be small.
-    """
-    rows = work.num_slots // mesh.data
-    seconds = sum(
-        round_s(hardware, sizes, work, mesh, wave, context) for wave in waves(rows, rows_that_fit)
-    )
-    return work.num_slots * work.burst / seconds
-
-
-def alone_tokens_per_s(
-    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int
-) -> float:
-    """Tokens that one slot samples in a second while the others are idle."""
-    return work.burst / round_s(hardware, sizes, work, mesh, 1, context)
-
-
 def waves(rows: int, rows_that_fit: int) -> list[int]:
     """Returns how many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
     full, rest = divmod(rows, rows_that_fit)
