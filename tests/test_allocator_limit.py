@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from support.allocator import live_bytes, memory_limit
 
 from earl_jax.selector.memory import is_out_of_memory
+from tests.support.allocator import live_bytes, memory_limit
 
 P = PartitionSpec
 # A float32 matrix of 256 x 256.

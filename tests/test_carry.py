@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from support.allocator import live_bytes, memory_limit
 
 from earl_jax.sharding import carry as carry_module
 from earl_jax.sharding.carry import carry, free_sources, is_placed
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
+from tests.support.allocator import live_bytes, memory_limit
 
 P = PartitionSpec
 D8 = make_layout(MeshShape(data=8)).mesh

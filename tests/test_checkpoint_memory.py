@@ -8,7 +8,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from support.allocator import live_bytes, memory_limit
 from test_checkpoint import (
     CUBE,
     D8,
@@ -30,6 +29,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.step import state_shardings
+from tests.support.allocator import live_bytes, memory_limit
 
 F8 = make_layout(MeshShape(fsdp=8))
 ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(all_train=True, trains=True))

@@ -11,19 +11,7 @@ import itertools
 
 import jax
 import pytest
-import test_collect
-from test_collect import (
-    CONFIG,
-    MODEL,
-    Rooms,
-    Talker,
-    assert_same_episodes,
-    check_rows,
-    collect,
-    tasks,
-    weights,
-)
-from test_collect import engine as make_engine
+from test_collect import Talker
 
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
@@ -37,6 +25,17 @@ from earl_jax.rollout.seat import Policy, Seat, lower_relocation, relocate
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.episodes import (
+    CONFIG,
+    MODEL,
+    Rooms,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    tasks,
+    weights,
+)
+from tests.support.episodes import engine as make_engine
 
 MESHES = [
     MeshShape(data=8),
@@ -57,7 +56,7 @@ def pool():
 
 @functools.cache
 def player(mesh: MeshShape, kv_dtype: str = "compute") -> PolicyEngine:
-    """The engine of test_collect, on this mesh."""
+    """The engine of tests.support.episodes, on this mesh."""
     config = dataclasses.replace(make_engine().config, kv_dtype=kv_dtype)
     return PolicyEngine(config, make_layout(mesh))
 
@@ -106,7 +105,7 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking,
     """Over every pair of meshes; some are preempted, and prompts are taken over."""
     given = {"sampling": Sampling(temperature=0.0), "places": 64, "share_prefixes": True}
     still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
-    monkeypatch.setattr(test_collect, "Collector", Moving)
+    monkeypatch.setattr(episodes, "Collector", Moving)
     collectors = []
     moved = collect(
         pool,
