@@ -52,7 +52,7 @@ def state_on(layout):
 def keeper_of(checkpoints):
     """A Keeper with what saving takes of a run."""
     nothing = types.SimpleNamespace(
-        forget=lambda: None,
+        seats=types.SimpleNamespace(forget=lambda: None),
         as_dict=dict,
         observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
     )

@@ -3,6 +3,7 @@
 """The growing run in miniature, and the arithmetic of its benchmark."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -15,6 +16,8 @@ from earl_jax.loop import foresee
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.run import run
 from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.table import TRUSTED, ThroughputTable, train_key
+from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.metrics import read_metrics
 
@@ -60,6 +63,17 @@ TINY = {
 }
 
 
+def table_where_the_first_is_faster() -> ThroughputTable:
+    """Returns a table in which training on the first mesh is twice as fast in every way."""
+    table = ThroughputTable()
+    for mesh, speed in zip(TRAIN_MESHES, (2e5, 1e5), strict=True):
+        for tokens, number, remat in itertools.product((24, 96), (1, 2, 4, 8, 16), (False, True)):
+            key = train_key(MeshShape.parse(mesh), tokens, number, remat)
+            for _ in range(TRUSTED):
+                table = table.with_speed(key, speed)
+    return table
+
+
 @pytest.mark.slow
 def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_path, monkeypatch):
     """Within a budget that the first mesh breaks at the length that contexts come to."""
@@ -74,8 +88,10 @@ def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_pa
         facts = {"arm": name, "seed": 0, "cache": "cold", "wall_s": 0.0, "refused": ""}
         return read_run(tmp_path / name, **facts)
 
+    kept = tmp_path / "table.json"
+    kept.write_text(json.dumps(table_where_the_first_is_faster().as_dict()))
     budget = TINY["selector"]["budget_bytes_per_device"]
-    ours = played("ours")
+    ours = played("ours", f"selector.table={kept}")
     # Nobody has learnt anything at the first step.
     assert ours.longest[0] <= 24 < 48 < max(ours.longest)
     first, then = (f"data=8 + {mesh}" for mesh in TRAIN_MESHES)
@@ -84,7 +100,7 @@ def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_pa
     assert ours.breaks(budget) is None and 0 < max(ours.peak_bytes) <= budget
 
     with pytest.raises(BudgetTooSmall, match="at a context of 96 tokens"):
-        played("static", f"selector.train_meshes={TRAIN_MESHES[:1]!r}")
+        played("static", f"selector.train_meshes={TRAIN_MESHES[:1]!r}", f"selector.table={kept}")
     static = read("static")
     assert 0 < len(static.reward) < len(ours.reward)
     assert static.reward == pytest.approx(ours.reward[: len(static.reward)])

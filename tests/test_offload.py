@@ -75,13 +75,13 @@ def test_moments_wait_where_the_budget_has_no_room_beside_them(world, undisturbe
     placement = placed(world, budget_bytes=whole)
     assert placement.rollout.offload and placement.words == OFFLOADED
     assert placement.log.bytes_per_device < whole
-    position, open_seat, seen = first_position(world, placement), placement.open_seat, []
+    position, open_seat, seen = first_position(world, placement), placement.seats.open, []
 
     def look(params, version):
         seen.append(is_offloaded(position.state))
         return open_seat(params, version)
 
-    monkeypatch.setattr(placement, "open_seat", look)
+    monkeypatch.setattr(placement.seats, "open", look)
     after, record = rl_step(world, placement, position)
     assert seen == [True] and is_offloaded(after.state)
     assert_same_step(world, undisturbed, after, record)

@@ -105,7 +105,7 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking,
     """Over every pair of meshes; some are preempted, and prompts are taken over."""
     given = {"sampling": Sampling(temperature=0.0), "places": 64, "share_prefixes": True}
     still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
-    monkeypatch.setattr(episodes, "Collector", Moving)
+    monkeypatch.setattr("tests.support.episodes.Collector", Moving)
     collectors = []
     moved = collect(
         pool,

@@ -50,7 +50,7 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
         made.append((seat.places, tokens))
         return make_room(seat, tokens, *others)
 
-    monkeypatch.setattr(placement, "make_room", noting)
+    monkeypatch.setattr(placement.seats, "make_room", noting)
     for step in range(2):
         position, record = rl_step(world(), placement, position)
         grown = [places for places, tokens in made if tokens > places]
@@ -118,22 +118,26 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
 FEW = {
     "model": GIVEN["model"] | {"num_heads": 8, "num_kv_heads": 8},
     "rollout": GIVEN["rollout"] | {"num_slots": 1, "episodes_per_step": 2, "group_size": 1},
-    "selector": {"train_meshes": ("data=2,tensor=4",), "order": "listed"},
+    "selector": {"train_meshes": ("data=2,tensor=4",), "table": "model"},
 }
 
 
 def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used():
-    assert [str(mesh) for mesh in World(make_config(FEW)).rollout_candidates] == ["data=1,tensor=8"]
+    assert [str(mesh) for mesh in World(make_config(FEW)).problem.rollout_meshes] == [
+        "data=1,tensor=8"
+    ]
     twelve = FEW["rollout"] | {"num_slots": 12, "episodes_per_step": 4}
-    some = World(make_config(FEW | {"rollout": twelve})).rollout_candidates
+    some = World(make_config(FEW | {"rollout": twelve})).problem.rollout_meshes
     assert [mesh.data for mesh in some] == [4, 2, 1]
     named = FEW["selector"] | {"rollout_meshes": ("data=8",)}
     with pytest.raises(
-        ValueError, match=r"'data=8', .* rollout.num_slots = 1 does not divide by 8"
+        ValueError, match=r"'data=8', .* rollout.num_slots = 1 does not divide by data=8"
     ):
         World(make_config(FEW | {"selector": named}))
     odd = {"model": GIVEN["model"], "rollout": GIVEN["rollout"] | {"num_slots": 3}}
-    with pytest.raises(ValueError, match=r"data=8: rollout.num_slots = 3 does not divide by 8"):
+    with pytest.raises(
+        ValueError, match=r"data=8: rollout.num_slots = 3 does not divide by data=8"
+    ):
         World(make_config(odd))
 
 
@@ -141,11 +145,10 @@ def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used(
 def test_a_step_with_one_slot_on_eight_devices():
     config = make_config(FEW)
     few = World(config)
-    calibration = Calibration(few, ThroughputTable(path=None, measurements={}), lambda _: None)
-    placement = Placement(few, calibration)
-    placement.choose_training(None)
-    state = few.first_train_state(placement.in_training)
+    placement = Placement(few, ThroughputTable())
+    placement.choose_step(1, None)
+    state = few.first_train_state(placement.train.mesh)
     position = Position(step=0, state=state, history=LoadHistory())
     _, record = rl_step(few, placement, position)
-    assert (placement.in_rollout.data, placement.in_rollout.tensor) == (1, 8)
+    assert (placement.rollout.mesh.data, placement.rollout.mesh.tensor) == (1, 8)
     assert len(record.trajectories) == 2 and record.updates[0].mismatch_max < 1e-4

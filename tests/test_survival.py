@@ -173,7 +173,7 @@ def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(wor
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
     with pytest.raises(BudgetTooSmall, match=r"ran out of memory with rows of 32 tokens"):
         while placement.choose_training_again():
-            placement._fail("train")
+            placement.fail("train")
 
 
 def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):

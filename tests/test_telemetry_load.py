@@ -93,14 +93,3 @@ def test_growth_is_told_from_noise():
     growing = [[20 * k + rng.randint(0, 40) for k in range(WINDOW)] for _ in range(1000)]
     assert sum(growth_of(counts) > 0 for counts in flat) < 20
     assert sum(growth_of(counts) > 0 for counts in growing) > 900
-
-
-def test_what_no_program_explains_is_the_median_of_recent_steps():
-    """A first step that compiles for a minute says nothing about the next."""
-    seen = [dataclasses.replace(load(1), other_s=s) for s in (60.0, 1.0, 2.0)]
-    assert history(*seen).forecast().other_s == 2.0
-
-
-def test_quantiles_come_back_from_a_checkpoint():
-    seen = history(dataclasses.replace(load(9), context_tokens_quantiles=(1.0, 2.5)))
-    assert LoadHistory.from_list(json.loads(json.dumps(seen.as_list()))) == seen
