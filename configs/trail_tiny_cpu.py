@@ -6,10 +6,9 @@ uv run python -m earl_jax.main --config=configs/trail_tiny_cpu.py
 
 A few minutes on a laptop. In its first 12 steps the policy is also trained on walks that are right
 half the time, which teach it what a step looks like; with each step that it then gets right more
-often the walks lengthen, from 15 tokens to 247. No mesh can train on such rows within the budget as
-it trains on short ones: from data=8 the trainer moves to fsdp=8, and there at last to smaller
-micro-batches with activations computed again. benchmarks/growing.md has three seeds of the task
-with more meshes to choose from, by speed, beside runs that may not move.
+often the walks lengthen, from 15 tokens to 247. Nothing can train on such rows within the budget as
+it trains on short ones: the selector changes the mesh, or goes on in smaller micro-batches with
+activations computed again. benchmarks/growing.md compares the run with static meshes.
 """
 
 from ml_collections import ConfigDict
