@@ -12,6 +12,7 @@ from earl_jax.evaluation import evaluate
 from earl_jax.loop import Position, play, rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World
 from tests.support.placements import begin
 
