@@ -337,20 +337,6 @@ class RolloutConfig:
         """Where turns end beside their end of turn."""
         return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
 
-    def rows_obstacle(self, data: int) -> str | None:
-        """Why slots and episodes cannot be cut in so many parts, in words; None where they can."""
-        for field in ("num_slots", "episodes_per_step"):
-            if getattr(self, field) % data:
-                return f"rollout.{field} = {getattr(self, field)} does not divide by {data}"
-        return None
-
-    def context_obstacle(self, context: int) -> str | None:
-        """Why contexts cannot be cut in so many parts, in words; None where they can."""
-        for field, size in (("page_size", self.tokens_a_page), ("chunk_size", self.chunk_size)):
-            if size % context:
-                return f"rollout.{field} = {size} does not divide by {context}"
-        return None
-
     def places_for(self, tokens: int) -> int:
         """The smallest room that holds so many tokens."""
         places = next((b for b in self.context_buckets if b >= tokens), self.context_buckets[-1])
