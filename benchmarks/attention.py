@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.kernels import attend_rows
+from earl_jax.models.attention.kernels import attend_rows
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology, missing_compiler
 

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.engine.pages import pages_for
+from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
 from earl_jax.models.kv_cache import LayerCache, PagedCache
-from earl_jax.models.paged_attention import Tile, attend_pages, plan_reading
-from earl_jax.rollout.pages import pages_for
 
 LAYERS, KV_HEADS, GROUPS, HEAD_SIZE = 4, 2, 2, 64
 CASES = ((16, 192, "equal"), (64, 192, "equal"), (64, 576, "equal"), (64, 2304, "long tail"))

@@ -114,7 +114,7 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
     import jax
     import jax.numpy as jnp
 
-    from earl_jax.models.kernels import choose_kernel
+    from earl_jax.models.attention.kernels import choose_kernel
     from earl_jax.train import step as train_step
     from earl_jax.train.config import TrainConfig
 
@@ -140,9 +140,9 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
 
 
 def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
-    from earl_jax.rollout.engine import PolicyEngine
-    from earl_jax.rollout.engine_config import EngineConfig
-    from earl_jax.rollout.slots import SlotRules
+    from earl_jax.engine.engine import PolicyEngine
+    from earl_jax.engine.engine_config import EngineConfig
+    from earl_jax.engine.slots import SlotRules
 
     slots = case.rows * layout.num_row_shards
     config = EngineConfig(

@@ -84,9 +84,9 @@ TINY_CELLS = (
 
 def make_engine(cell: Cell, layout: Any) -> Any:
     """The engine that plays the cell."""
-    from earl_jax.rollout.engine import PolicyEngine
-    from earl_jax.rollout.engine_config import EngineConfig
-    from earl_jax.rollout.slots import SlotRules
+    from earl_jax.engine.engine import PolicyEngine
+    from earl_jax.engine.engine_config import EngineConfig
+    from earl_jax.engine.slots import SlotRules
 
     config = EngineConfig(
         model=cell.config,
@@ -226,9 +226,9 @@ def _random_weights(engine: Any) -> Any:
 def _orders(cell: Cell, count: Any, restart: Any = 0) -> Any:
     import numpy as np
 
-    from earl_jax.rollout.config import Sampling
-    from earl_jax.rollout.orders import pack_orders
-    from earl_jax.rollout.sampling import sampling_rows
+    from earl_jax.engine.config import Sampling
+    from earl_jax.engine.round_inputs import pack_orders
+    from earl_jax.engine.sampling import sampling_rows
 
     slots = np.arange(cell.batch, dtype=np.int32)
     rng = np.random.default_rng(0)

@@ -98,7 +98,7 @@ def _child(num_layers: int, vocab_size: int, what: str, mesh: str, folder: str) 
     start_jax("cpu", 8)
     import jax
 
-    from earl_jax.models import hf_read
+    from earl_jax.models.checkpoints import hf_read
     from earl_jax.sharding.layout import MeshShape, make_layout
 
     layout = make_layout(MeshShape.parse(mesh))
@@ -161,7 +161,7 @@ def _exporter(
     import jax
 
     from earl_jax.envs.tokenizer import MIN_VOCAB_SIZE, build_tokenizer
-    from earl_jax.models.hf_write import save_checkpoint
+    from earl_jax.models.checkpoints.hf_write import save_checkpoint
     from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 
     model = _model(num_layers, width)

@@ -7,7 +7,7 @@
 The tiny Qwen2 of rollout.md (fp32, random weights) on one device of whatever platform there is,
 pages of 128, one slot of four: milliseconds until the pages are in host memory, until they are back
 in the pools, and until the same context is read by chunks of 64 and of 256; the fastest of as many
-runs as fit into `--seconds`. Beside them what rollout/parking.py expects, by which
+runs as fit into `--seconds`. Beside them what rollout/preemption.py expects, by which
 config.rollout.parking = "auto" chooses: where the two differ widely on a platform, its rates there
 are to be corrected. Prints a Markdown table.
 """
@@ -25,17 +25,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rollout.work import MODEL, VOCAB_SIZE
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.host_pages import HostPages
+from earl_jax.engine.pages import dense_pool, pages_for
+from earl_jax.engine.round_inputs import NO_ROW, pack_orders
+from earl_jax.engine.sampling import sampling_rows
+from earl_jax.engine.session import Policy, Seat, empty_seat
+from earl_jax.engine.slots import SlotRules
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.host_pages import HostPages
-from earl_jax.rollout.orders import NO_ROW, pack_orders
-from earl_jax.rollout.pages import dense_pool, pages_for
-from earl_jax.rollout.parking import copying_s, rates_of, reading_s, work_of
-from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.seat import Policy, Seat, empty_seat
-from earl_jax.rollout.slots import SlotRules
+from earl_jax.rollout.preemption import copying_s, rates_of, reading_s, work_of
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 SLOTS, PAGE_SIZE, CHUNKS = 4, 128, (64, 256)

@@ -24,20 +24,20 @@ import numpy as np
 from earl_jax.config import Config
 from earl_jax.config_file import read_workdir_config
 from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.weights import publish
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.pages import Pool, dense_pool
+from earl_jax.engine.session import Policy, Seat, empty_seat, relocate
 from earl_jax.loop import row_facts
 from earl_jax.main import start_jax
 from earl_jax.models.parameters import parameter_specs
 from earl_jax.models.quantization import INPUTS, dequantize, quantize
 from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.pages import Pool, dense_pool
-from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
 from earl_jax.run import read_newest
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.train.step import TrainState
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.weights import publish
 from earl_jax.world import World
 
 # Of weights, KV cache and matrix work.

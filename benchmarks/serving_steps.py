@@ -26,9 +26,9 @@ import numpy as np
 
 from benchmarks.rollout.work import MODEL, VOCAB_SIZE
 from benchmarks.speculation import CHANCES, CYCLE, PAGE_SIZE, PROMPT, make_weights
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig, Serving
-from earl_jax.rollout.slots import SlotRules
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig, Serving
+from earl_jax.engine.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NGRAM = 3

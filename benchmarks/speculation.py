@@ -16,7 +16,7 @@ cycle, is not timed.
 Prints a Markdown table: tokens/s of all rows, times that without guesses, and in brackets tokens
 per forward pass of a row. The runs of a line take turns, and the best of each counts. "auto" is
 what `config.rollout.speculation.mode` "auto" comes to with a draft of `--auto` (0: not played): it
-plays until the clock has decided (rollout/drafting.py), which is not timed, and says for what.
+plays until the clock has decided (engine/drafting.py), which is not timed, and says for what.
 """
 
 import argparse
@@ -31,15 +31,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rollout.work import MODEL, VOCAB_SIZE
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.drafting import Drafting
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.round_inputs import pack_orders
+from earl_jax.engine.sampling import sampling_rows
+from earl_jax.engine.slots import SlotRules
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import PRESETS
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.drafting import Drafting
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.orders import pack_orders
-from earl_jax.rollout.sampling import sampling_rows
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 CYCLE, PROMPT, PAGE_SIZE = 48, 64, 128

@@ -24,14 +24,14 @@ import jax.numpy as jnp
 
 from benchmarks.dispatch.within import copy_of, seconds
 from earl_jax.config import Config
-from earl_jax.rollout.pages import dense_pool, pages_for
-from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
+from earl_jax.dispatch.weights import publish
+from earl_jax.engine.pages import dense_pool, pages_for
+from earl_jax.engine.session import Policy, Seat, empty_seat, relocate
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfers
-from earl_jax.weights import publish
 from earl_jax.world import World
 
 

@@ -10,15 +10,15 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from earl_jax.distributed import DistributedConfig
+from earl_jax.engine.config import RolloutConfig, Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
+from earl_jax.launch.distributed import DistributedConfig
+from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.families import family_of
 from earl_jax.models.presets import preset_named
-from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.selector.config import SelectorConfig
-from earl_jax.settings import check_choices
+from earl_jax.settings.choices import check_choices
 from earl_jax.train.config import TrainConfig
 
 

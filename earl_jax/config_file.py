@@ -23,7 +23,7 @@ from ml_collections.config_dict import RequiredValueError
 
 from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
-from earl_jax.settings import check_choice
+from earl_jax.settings.choices import check_choice
 
 
 def load_config_file(path: str | Path) -> ConfigDict:

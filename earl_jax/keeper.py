@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from earl_jax.checkpoint import Checkpoints
 from earl_jax.config import Config
 from earl_jax.envs.repertoire import demonstrated
-from earl_jax.evaluation import evaluate
-from earl_jax.export import export_policy, keep_exports
-from earl_jax.joint import copy_to_save
+from earl_jax.launch.joint import copy_to_save
 from earl_jax.loop import Position, StepRecord, expected_tokens
-from earl_jax.models.hf_read import check_weights
+from earl_jax.models.checkpoints.export import export_policy, keep_exports
+from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement, SwitchLog
+from earl_jax.rollout.evaluation import evaluate
 from earl_jax.telemetry.episodes import read_trajectories, write_trajectories
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.world import World
 
 REPORT_EPISODES = 12

@@ -17,14 +17,13 @@ import numpy as np
 
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import dispatch
-from earl_jax.joint import Played, hear_all, join_rows
-from earl_jax.learning import imitate, learn
+from earl_jax.engine.config import RolloutConfig, Sampling
+from earl_jax.engine.session import Seat
+from earl_jax.launch.joint import Played, hear_all, join_rows
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.config import RolloutConfig, Sampling
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.seat import Seat
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.host_channel import open_channel
@@ -35,6 +34,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
+from earl_jax.train.learner import imitate, learn
 from earl_jax.train.step import TrainState, UpdateMetrics
 from earl_jax.trajectory import Experience, Outcome, Trajectory
 from earl_jax.world import World

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from earl_jax.config import Config
-    from earl_jax.distributed import DistributedConfig
+    from earl_jax.launch.distributed import DistributedConfig
 
 DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
 THREADS_PER_CPU_DEVICE = 32
@@ -78,7 +78,7 @@ def start_jax(
         os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
     import jax
 
-    from earl_jax.distributed import start_processes
+    from earl_jax.launch.distributed import start_processes
     from earl_jax.selector.table import cache_folder
 
     if platform != "auto":
@@ -136,7 +136,7 @@ def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
     """
     import jax
 
-    from earl_jax.ending import end, listening
+    from earl_jax.launch.ending import end, listening
     from earl_jax.placement.placement import ShortAlone
     from earl_jax.run import run
     from earl_jax.sharding.waiting import PeerLost

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.config import Config
+from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
+from earl_jax.launch.cluster import Processes
+from earl_jax.models.checkpoints.generation import read_generation_settings
+from earl_jax.models.checkpoints.hf_read import Checkpoint
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.generation import read_generation_settings
-from earl_jax.models.hf_read import Checkpoint
-from earl_jax.processes import Processes
-from earl_jax.rollout.orders import NO_LIMIT
 
 CORPUS_GAMES = 300
 MAX_VOCAB_SIZE = 4096

@@ -16,19 +16,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from earl_jax.agreement import check_same, open_shared_workdir
-from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.config import Config
-from earl_jax.evaluation import evaluate
-from earl_jax.export import keep_exports
-from earl_jax.joint import from_checkpoint
 from earl_jax.keeper import Keeper
+from earl_jax.launch.agreement import check_same, open_shared_workdir
+from earl_jax.launch.cluster import find_processes
+from earl_jax.launch.joint import from_checkpoint
 from earl_jax.loop import Position, train
+from earl_jax.models.checkpoints.export import keep_exports
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.facts import open_table
 from earl_jax.placement.placement import Placement
-from earl_jax.processes import find_processes
+from earl_jax.rollout.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.enough import enough_words
 from earl_jax.selector.table import ThroughputTable, differences, stale_words
@@ -37,6 +36,7 @@ from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.train.backup import StateLost
+from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earl_jax.main import exit_status
-from earl_jax.serve_flags import (
+from earl_jax.serving.serve_flags import (
     DEFAULT_SLOT_TOKENS,
     check_against_model,
     check_flags,
@@ -22,7 +22,7 @@ from earl_jax.serve_flags import (
     sampling,
     speculation,
 )
-from earl_jax.served_policy import ServedPolicy, model_policy, run_policy
+from earl_jax.serving.served_policy import ServedPolicy, model_policy, run_policy
 
 if TYPE_CHECKING:
     from earl_jax.sharding.layout import MeshShape
@@ -51,7 +51,7 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     import jax
 
-    from earl_jax.rollout.server import serve, warm_up
+    from earl_jax.serving.server import serve, warm_up
 
     mesh = mesh or MeshShape(data=len(jax.devices()))
     engine, params = _open_engine(flags, policy, mesh, drawn)
@@ -87,12 +87,12 @@ def _open_engine(
     flags: argparse.Namespace, policy: ServedPolicy, mesh: "MeshShape", drawn: Any
 ) -> tuple[Any, Any]:
     """The engine on this mesh, and the policy's weights in it. Raises ValueError."""
-    from earl_jax.rollout._jetstream import padded_length
-    from earl_jax.rollout.engine import PolicyEngine
-    from earl_jax.rollout.engine_config import EngineConfig, Serving
-    from earl_jax.rollout.slots import SlotRules
+    from earl_jax.dispatch.weights import publish
+    from earl_jax.engine._jetstream import padded_length
+    from earl_jax.engine.engine import PolicyEngine
+    from earl_jax.engine.engine_config import EngineConfig, Serving
+    from earl_jax.engine.slots import SlotRules
     from earl_jax.sharding.layout import make_layout
-    from earl_jax.weights import publish
 
     check_against_model(
         flags, mesh, policy.name, policy.model, policy.vocab_size, policy.max_context
@@ -160,7 +160,7 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
     """
     import jax
 
-    from earl_jax.rollout.pages import Pool
+    from earl_jax.engine.pages import Pool
 
     stats = jax.local_devices()[0].memory_stats() or {}
     told = "bytes_limit" in stats

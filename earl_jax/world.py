@@ -13,26 +13,25 @@ from typing import Any
 import numpy as np
 
 from earl_jax.config import Config
-from earl_jax.demonstrations import HostBatch, legal_games
+from earl_jax.engine.choices import choice_tree
+from earl_jax.engine.drafting import Drafting
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import make_engine_config
+from earl_jax.engine.pages import Pool
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.repertoire import all_replies, make_environment
-from earl_jax.models.attention import BLOCK_SIZE
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hub import find_folder
-from earl_jax.models.kernels import Choice, choose_kernel, pages_in_words
+from earl_jax.launch.cluster import find_processes
+from earl_jax.models.attention.kernels import Choice, choose_kernel, pages_in_words
+from earl_jax.models.attention.rows import BLOCK_SIZE
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.parameters import Params
 from earl_jax.origin import max_context, open_origin
 from earl_jax.placement.problem import hardware_of_devices, make_problem
-from earl_jax.processes import find_processes
-from earl_jax.rollout.choices import choice_tree
-from earl_jax.rollout.drafting import Drafting
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import make_engine_config
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.pages import Pool
 from earl_jax.selector.memory import device_budget
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
@@ -40,6 +39,7 @@ from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.offload import has_host_memory
+from earl_jax.train.sft import HostBatch, legal_games
 from earl_jax.train.step import Objective, TrainState
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.

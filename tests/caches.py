@@ -6,11 +6,11 @@ import dataclasses
 
 import numpy as np
 
+from earl_jax.engine import decode_state
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.pages import PageTable, dense_pool, pages_for
 from earl_jax.models.kv_cache import PagedCache
-from earl_jax.rollout import decode_state
-from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.pages import PageTable, dense_pool, pages_for
 
 
 def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from earl_jax.models.hf_read import Checkpoint, load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters, open_checkpoint
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 REFERENCE = Path(__file__).parent / "reference"

@@ -25,10 +25,10 @@ from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 from test_families import REFERENCE
 
 from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import is_spec, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 

@@ -17,8 +17,7 @@ from references import REFERENCE, assert_equal_trees
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.models.decoder import forward_rows
-from earl_jax.models.families import (
+from earl_jax.models.checkpoints.families import (
     _BIASES,
     _NORMS,
     _PLAIN,
@@ -28,8 +27,9 @@ from earl_jax.models.families import (
     Weight,
     family_of,
 )
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hf_write import save_checkpoint
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
+from earl_jax.models.decoder import forward_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 TULIP = Family(

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from processes import free_port
 
-from earl_jax import learning
 from earl_jax.config_file import make_config
 from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.train import learner as learning
 from tests.support.placements import D8, F8, given, hungry
 
 ROOT = Path(__file__).parent.parent

@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
 from earl_jax.models.config import ModelConfig
 from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import state_shapes, state_shardings
 

@@ -15,11 +15,7 @@ from test_control import Script, swap_to
 from test_tasks import GIVEN
 
 from earl_jax.config_file import make_config
-from earl_jax.envs.environment import EnvConfig, Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.repertoire import all_replies, make_environment
-from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.rollout.choices import (
+from earl_jax.engine.choices import (
     ALWAYS,
     FREE,
     check_allowed,
@@ -31,11 +27,15 @@ from earl_jax.rollout.choices import (
     set_choices,
     walk,
 )
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.sampling import SamplingRows, sample, sampling_rows
-from earl_jax.rollout.slots import SlotRules
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
+from earl_jax.engine.slots import SlotRules
+from earl_jax.envs.environment import EnvConfig, Start, StepResult
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.repertoire import all_replies, make_environment
+from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
 from tests.support.episodes import (

@@ -13,10 +13,10 @@ import time
 import numpy as np
 import pytest
 
+from earl_jax.engine.config import Limits
+from earl_jax.engine.engine import PolicyEngine
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.config import Limits
-from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (

@@ -18,12 +18,12 @@ from test_engine import COLLECTIVE
 from test_topology import need_compiler
 
 from benchmarks.dispatch.compiled import compiled_publish
-from earl_jax.models.kernels import choose_kernel
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.slots import SlotRules
+from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.kv_cache import cache_bytes
 from earl_jax.models.presets import PRESETS
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig

@@ -10,9 +10,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.pages import roomier_pages
 from earl_jax.placement.compile_ahead import CompileAhead, Wanted, wanted_programs
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
-from earl_jax.rollout.pages import roomier_pages
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World

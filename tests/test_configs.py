@@ -11,9 +11,9 @@ import pytest
 from reference.make_checkpoint import write_checkpoint
 
 from earl_jax.config_file import load_config_file, make_config
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.round_inputs import order_width
 from earl_jax.main import DEFAULT_CONFIG
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.orders import order_width
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.train import step as train_step

@@ -13,9 +13,10 @@ import pytest
 from test_kernels import make_rows
 
 from earl_jax.config_file import make_config
+from earl_jax.dispatch.weights import publish
+from earl_jax.models.attention.kernels import attend_rows, context_obstacle
+from earl_jax.models.checkpoints.folding import fold, part_length, unfold
 from earl_jax.models.config import LoraConfig, ModelConfig
-from earl_jax.models.folding import fold, part_length, unfold
-from earl_jax.models.kernels import attend_rows, context_obstacle
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.selector.candidates import train_candidates
@@ -33,7 +34,6 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.weights import publish
 from earl_jax.world import World
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8

@@ -28,13 +28,13 @@ from test_slots import (
 )
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig, Serving
+from earl_jax.models.attention.page_shares import PageShare, share_tokens
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts
 from earl_jax.models.kv_cache import empty_cache, place_pages
-from earl_jax.models.page_shares import PageShare, share_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig, Serving
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard

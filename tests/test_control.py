@@ -15,12 +15,12 @@ import pytest
 from test_collect import Talker, Watched
 from test_tasks import GIVEN
 
+from earl_jax.engine.session import Policy
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.control import RolloutControl
-from earl_jax.rollout.seat import Policy
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import (
     CONFIG,

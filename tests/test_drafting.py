@@ -12,10 +12,10 @@ from test_collect import Talker
 from test_control import Script, furthest, swap_to
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.config import Sampling, SpeculationConfig, Stops
+from earl_jax.engine.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS, TRIAL, Drafting
+from earl_jax.engine.engine import PolicyEngine
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.config import Sampling, SpeculationConfig, Stops
-from earl_jax.rollout.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS, TRIAL, Drafting
-from earl_jax.rollout.engine import PolicyEngine
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World, _drafting_notes
 from tests.support.episodes import (

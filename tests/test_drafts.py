@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.rollout.drafts import look_up
+from earl_jax.engine.drafts import look_up
 
 WIDTH = 12
 

@@ -29,12 +29,12 @@ from test_slots import (
     params,
 )
 
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.pages import pages_for
+from earl_jax.engine.round_inputs import ORDER_COLUMNS
+from earl_jax.engine.session import Policy, Seat, relocate
 from earl_jax.models.parameters import check_tensor_axis
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.orders import ORDER_COLUMNS
-from earl_jax.rollout.pages import pages_for
-from earl_jax.rollout.seat import Policy, Seat, relocate
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter

@@ -24,13 +24,13 @@ from test_envs_text_stream import byte_ids
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from earl_jax.engine.config import Limits, Stops
+from earl_jax.engine.round_inputs import Report
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import Message
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer, load_tokenizer
-from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import LiveEpisode, Task
-from earl_jax.rollout.orders import Report
 
 FOLDERS = Path(__file__).parent / "tokenizers"
 NAMES = ("qwen2", "qwen3", "llama3", "mistral", "mistral1", "gemma3", "ours")

@@ -19,14 +19,16 @@ from test_runs import command, run
 from test_slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.models.checkpoints.families import FAMILIES
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.experts import mix_experts, route
-from earl_jax.models.families import FAMILIES
-from earl_jax.models.grouped_matmul import MAX_MASKED_ROWS
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapter_specs
+from earl_jax.models.moe.experts import mix_experts, route
+from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.parameters import (
     init_parameters,
     num_parameters,
@@ -34,8 +36,6 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstack_layers,
 )
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.telemetry.metrics import read_metrics as read_rows
 from earl_jax.train.config import TrainConfig

@@ -17,17 +17,17 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from earl_jax.config_file import make_config
-from earl_jax.export import export_policy, keep_exports
 from earl_jax.keeper import Keeper
 from earl_jax.loop import Position
-from earl_jax.models.attention import cap
+from earl_jax.models.attention.rows import cap
+from earl_jax.models.checkpoints.export import export_policy, keep_exports
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
+from earl_jax.models.checkpoints.peft_adapter import save_adapter
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
-from earl_jax.models.peft_adapter import save_adapter
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import TrainState

@@ -27,17 +27,17 @@ from references import (
 )
 from test_slots import Script, converse
 
-from earl_jax.models.attention import cap
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.slots import SlotRules
+from earl_jax.models.attention.rows import cap
+from earl_jax.models.checkpoints.families import FAMILIES
+from earl_jax.models.checkpoints.hf_read import load_parameters
 from earl_jax.models.config import ModelConfig, RopeScaling
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
-from earl_jax.models.families import FAMILIES
-from earl_jax.models.hf_read import load_parameters
 from earl_jax.models.kv_cache import empty_cache
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from earl_jax.models.attention import BLOCK_SIZE
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.scheduler import make_rows
+from earl_jax.engine.slots import SlotRules
+from earl_jax.models.attention.kernels import Kernel
+from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
-from earl_jax.models.kernels import Kernel
 from earl_jax.models.parameters import parameter_shapes, parameter_specs
 from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
-from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.selector.footprint import (
     BLOCK_TOKENS,
     Workload,

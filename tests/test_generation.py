@@ -10,7 +10,7 @@ import pytest
 
 from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.models.generation import read_generation_settings
+from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.world import World
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"

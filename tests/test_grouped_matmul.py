@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.models.grouped_matmul import (
+from earl_jax.models.moe.grouped_matmul import (
     BLOCK_SIZE,
     MAX_MASKED_ROWS,
     blocked_matmul,

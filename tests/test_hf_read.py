@@ -23,11 +23,11 @@ from references import (
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.loop import play
-from earl_jax.models import hf_read
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints import hf_read
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
-from earl_jax.rollout.orders import NO_LIMIT
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
 from tests.support.placements import seated

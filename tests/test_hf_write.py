@@ -22,10 +22,10 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_tokenizer import CODE
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hf_tokenizer import CODE
-from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 

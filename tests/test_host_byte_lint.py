@@ -21,10 +21,10 @@ DATA_PATH = ("dispatch", "sharding", "train", "rollout", "models", "weights.py")
 
 # (file, function or "*", reason).
 ALLOWED = [
-    ("rollout/host_pages.py", "*", "preemption to host memory; parked_host_bytes counts it"),
-    ("rollout/step_tokens.py", "convert_to_numpy", "a decode step's tokens are for the host"),
-    ("rollout/step_tokens.py", "num_tokens", "a decode step's tokens are for the host"),
-    ("rollout/step_tokens.py", "get_result_at_slot", "a decode step's tokens are for the host"),
+    ("engine/host_pages.py", "*", "preemption to host memory; parked_host_bytes counts it"),
+    ("engine/step_tokens.py", "convert_to_numpy", "a decode step's tokens are for the host"),
+    ("engine/step_tokens.py", "num_tokens", "a decode step's tokens are for the host"),
+    ("engine/step_tokens.py", "get_result_at_slot", "a decode step's tokens are for the host"),
     ("sharding/host_exchange.py", "_carry_batch", "a view of bytes that came from another process"),
     ("models/blocks.py", "drain", "exports write parameters to files"),
     ("train/offload.py", "to_memory", "host memory as storage for the optimizer's moments"),

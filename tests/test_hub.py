@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from references import REFERENCE
 
-from earl_jax.models.hub import find_folder
+from earl_jax.models.checkpoints.hub import find_folder
 
 ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -108,7 +108,7 @@ def test_a_hub_out_of_reach_ends_a_run_with_one_message(settings, reason, tmp_pa
 
 FIND = """
 import sys
-from earl_jax.models.hub import find_folder
+from earl_jax.models.checkpoints.hub import find_folder
 try:
     print(find_folder(sys.argv[1]))
 except ValueError as error:

@@ -32,7 +32,7 @@ ARROWS = {
 }
 # `placement` acts on all stages, as loop.py does; nothing that a stage needs may import it.
 STAGES = (ARROWS.keys() - {"settings", "trajectory", "weights"}) | {"placement"}
-JETSTREAM_GATE = "earl_jax/rollout/_jetstream.py"
+JETSTREAM_GATE = "earl_jax/engine/_jetstream.py"
 # The only private module of JAX that anything imports, and who does.
 COORDINATION_GATE = ("earl_jax/sharding/_coordination.py", "jax._src.distributed")
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
@@ -99,7 +99,11 @@ def test_the_jetstream_gate_is_used():
 @pytest.mark.parametrize(
     "path, source, expected",
     [
-        ("earl_jax/trajectory.py", "from earl_jax.weights import publish", "earl_jax.weights"),
+        (
+            "earl_jax/trajectory.py",
+            "from earl_jax.dispatch.weights import publish",
+            "earl_jax.dispatch.weights",
+        ),
         ("earl_jax/sharding/layout.py", "import earl_jax.models.config", "earl_jax.models"),
         ("earl_jax/sharding/layout.py", "from ..train import step", "earl_jax.train.step"),
         ("earl_jax/train/step.py", "from earl_jax import rollout", "earl_jax.rollout"),
@@ -108,7 +112,7 @@ def test_the_jetstream_gate_is_used():
         ("earl_jax/dispatch/plan.py", "from earl_jax.telemetry import load", "earl_jax.telemetry"),
         ("earl_jax/envs/chat.py", "def f():\n    import jax.numpy as jnp", "jax.numpy"),
         ("earl_jax/envs/chat.py", "from earl_jax.trajectory import Turn", "earl_jax.trajectory"),
-        ("earl_jax/rollout/engine.py", "from jetstream.engine import engine_api", "jetstream"),
+        ("earl_jax/engine/engine.py", "from jetstream.engine import engine_api", "jetstream"),
         ("earl_jax/loop.py", "import importlib\nimportlib.import_module('jetstream')", "jetstream"),
         ("earl_jax/world.py", "from jax import _src", "jax._src"),
         ("earl_jax/world.py", "from jax._src import mesh", "jax._src.mesh"),
@@ -133,7 +137,7 @@ def test_the_checker_catches(path, source, expected):
         ("earl_jax/loop.py", "from earl_jax.train.step import TrainState\nimport jax"),
         ("earl_jax/train/step.py", "from earl_jax.train.config import TrainConfig"),
         ("earl_jax/train/step.py", "from . import losses\nfrom ..models import decoder"),
-        ("earl_jax/rollout/_jetstream.py", "from jetstream.core import orchestrator"),
+        ("earl_jax/engine/_jetstream.py", "from jetstream.core import orchestrator"),
         ("earl_jax/envs/games.py", "import pyspiel\nnote = 'import jax'"),
     ],
 )

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from caches import rows_of
 
+from earl_jax.engine import _jetstream
+from earl_jax.engine import engine as engine_module
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import MAX_SEED, PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig, Serving
+from earl_jax.engine.sampling import model_logprobs, sample, sampling_rows, token_uniforms
+from earl_jax.engine.slots import SlotRules
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
-from earl_jax.rollout import _jetstream
-from earl_jax.rollout import engine as engine_module
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import MAX_SEED, PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig, Serving
-from earl_jax.rollout.sampling import model_logprobs, sample, sampling_rows, token_uniforms
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, tokenizer
 
@@ -148,7 +148,8 @@ sys.modules["tiktoken"] = mine = types.ModuleType("tiktoken")
 root = logging.getLogger()
 root.setLevel(logging.ERROR)
 before = list(root.handlers)
-from earl_jax.rollout import _jetstream, engine
+from earl_jax.engine import _jetstream
+from earl_jax.engine import engine
 print(json.dumps({
     "modules": [n for n in sys.modules if n.split(".")[0] in ("tensorflow", "seqio", "tiktoken")],
     "mine": sys.modules["tiktoken"] is mine,

@@ -15,9 +15,9 @@ import pytest
 from test_topology import need_compiler
 
 from earl_jax.config_file import make_config
+from earl_jax.models.attention.kernels import attend_rows, choose_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
-from earl_jax.models.kernels import attend_rows, choose_kernel
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import Layout, MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.topology import make_topology

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from caches import rows_of
 
-from earl_jax.models.attention import Places, attention
+from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading, tile_for
+from earl_jax.models.attention.rows import Places, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import (
     LayerCache,
@@ -20,7 +21,6 @@ from earl_jax.models.kv_cache import (
     write,
     writes_whole_pages,
 )
-from earl_jax.models.paged_attention import Tile, attend_pages, plan_reading, tile_for
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 

@@ -16,11 +16,12 @@ import pytest
 from safetensors import safe_open
 
 from earl_jax.envs.tokenizer import MIN_VOCAB_SIZE, build_tokenizer
-from earl_jax.models import blocks, hf_read
+from earl_jax.models import blocks
 from earl_jax.models.blocks import block_shape, drain, fill
+from earl_jax.models.checkpoints import hf_read
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 

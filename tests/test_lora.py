@@ -13,9 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from earl_jax.checkpoint import Checkpoints
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
+from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
 from earl_jax.models.kv_cache import empty_cache
@@ -41,6 +41,7 @@ from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import (
     TrainState,
@@ -54,7 +55,6 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.weights import publish
 from earl_jax.world import World
 
 REFERENCE = Path(__file__).parent / "reference"

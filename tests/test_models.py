@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from caches import rows_of
 
-from earl_jax.models.attention import BLOCK_SIZE, Places, _attend, attention
+from earl_jax.models.attention.rows import BLOCK_SIZE, Places, _attend, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import (
     forward_chunk,

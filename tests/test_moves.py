@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.config import Limits, Sampling
 from earl_jax.loop import play, train
-from earl_jax.rollout.config import Limits, Sampling
 from earl_jax.world import World
 from tests.support.episodes import assert_same_episodes
 from tests.support.placements import (

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from earl_jax.rollout.pages import PageCopy, PageTable, Pool, dense_pool, pages_for
+from earl_jax.engine.pages import PageCopy, PageTable, Pool, dense_pool, pages_for
 
 
 @pytest.fixture

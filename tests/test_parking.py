@@ -15,15 +15,17 @@ from test_collect import Talker
 from test_control import Script, furthest, lecture, swap_to
 from test_engine import COLLECTIVE
 
+from earl_jax.engine.config import SpeculationConfig
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.host_pages import HostPages
+from earl_jax.engine.pages import PageTable, Pool
+from earl_jax.engine.session import Policy, Seat
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
-from earl_jax.rollout import parking
-from earl_jax.rollout.config import SpeculationConfig
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.host_pages import HostPages
-from earl_jax.rollout.pages import PageTable, Pool
-from earl_jax.rollout.parking import (
+from earl_jax.rollout import preemption as parking
+from earl_jax.rollout.block_manager import CacheRoom
+from earl_jax.rollout.preemption import (
     Choice,
     Rates,
     Work,
@@ -32,8 +34,6 @@ from earl_jax.rollout.parking import (
     rates_of,
     work_of,
 )
-from earl_jax.rollout.room import CacheRoom
-from earl_jax.rollout.seat import Policy, Seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
 from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks

@@ -15,19 +15,19 @@ import pytest
 from caches import rows_of
 
 from earl_jax.config_file import make_config
-from earl_jax.learning import imitate
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.pages import pages_for
+from earl_jax.engine.round_inputs import pack_orders
+from earl_jax.engine.sampling import sampling_rows
 from earl_jax.loop import expected_tokens, foresee
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.programs import compiled_bytes
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.orders import pack_orders
-from earl_jax.rollout.pages import pages_for
-from earl_jax.rollout.sampling import sampling_rows
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
+from earl_jax.train.learner import imitate
 from earl_jax.world import World
 from tests.support.placements import (
     CUBE,

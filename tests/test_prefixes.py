@@ -4,7 +4,7 @@
 
 import pytest
 
-from earl_jax.rollout.prefixes import PrefixIndex, Shared
+from earl_jax.engine.prefixes import PrefixIndex, Shared
 
 SYSTEM = [1, 2, 3, 4, 5, 6, 7, 8]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
+from earl_jax.models.checkpoints.families import FAMILIES, family_of
+from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.config import RopeScaling
-from earl_jax.models.families import FAMILIES, family_of
-from earl_jax.models.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.world import World

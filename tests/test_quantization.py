@@ -20,11 +20,14 @@ import test_experts
 from test_engine import CANDIDATES, COLLECTIVE, CONFIG, NUM_SLOTS, UNSHARDED, scripts
 from test_slots import MODEL, PLACES, VOCAB, assert_same, check_rows, converse, stacked_params
 
+from earl_jax.dispatch.weights import program_of, publish
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.experts import experts_of_shard
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapt, adapter_specs, merged, project
+from earl_jax.models.moe.experts import experts_of_shard
 from earl_jax.models.parameters import (
     init_parameters,
     is_spec,
@@ -39,12 +42,9 @@ from earl_jax.models.quantization import (
     is_quantized,
     quantize,
 )
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.weights import program_of, publish
 
 # One matrix.
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from earl_jax.rollout.pages import NO_SOURCE, PageTable, Pool
+from earl_jax.engine.pages import NO_SOURCE, PageTable, Pool
 
 
 @pytest.fixture

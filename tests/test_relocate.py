@@ -13,15 +13,15 @@ import jax
 import pytest
 from test_collect import Talker
 
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.pages import PageTable, Pool, pages_for
+from earl_jax.engine.scheduler import make_rows
+from earl_jax.engine.session import Policy, Seat, lower_relocation, relocate
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.pages import PageTable, Pool, pages_for
-from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.seat import Policy, Seat, lower_relocation, relocate
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.checkpoint import Checkpoints
 from earl_jax.config_file import make_config
 from earl_jax.run import _resume
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.world import World
 
 D8 = MeshShape(data=8)

@@ -5,7 +5,7 @@
 import numpy as np
 import pytest
 
-from earl_jax.rollout.orders import Report
+from earl_jax.engine.round_inputs import Report
 from earl_jax.rollout.stats import RolloutStats
 
 

@@ -8,9 +8,9 @@ import functools
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.evaluation import evaluate
 from earl_jax.loop import Position, play, rl_step
 from earl_jax.placement.placement import Placement
+from earl_jax.rollout.evaluation import evaluate
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World

@@ -14,8 +14,8 @@ from test_generation import CHECKPOINT
 
 from earl_jax.config_file import make_config
 from earl_jax.models.decoder import forward_rows_routed
+from earl_jax.models.moe.routing import Routing, balance_loss, count_routing, load_of_experts
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
-from earl_jax.models.routing import Routing, balance_loss, count_routing, load_of_experts
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import make_train_step, read_metrics, state_of

@@ -521,7 +521,7 @@ def get_config():
 
 @pytest.mark.slow
 def test_a_checkpoint_of_transformers_trains_and_comes_out_again(cache, tmp_path):
-    from earl_jax.models.hf_read import load_parameters, open_checkpoint
+    from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
     from earl_jax.sharding.layout import MeshShape, make_layout
 
     (tmp_path / "one_mesh.py").write_text(ONE_MESH)
@@ -607,7 +607,7 @@ def logits_of(model, params) -> np.ndarray:
 def test_a_qwen2_folder_trains_stops_resumes_and_comes_out_again(qwen2_run):
     import jax
 
-    from earl_jax.models.hf_read import load_parameters, open_checkpoint
+    from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
     from earl_jax.sharding.layout import MeshShape, make_layout
 
     source, workdir = qwen2_run
@@ -638,7 +638,7 @@ def test_transformers_computes_the_same_from_the_folder_of_a_run(qwen2_run):
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    from earl_jax.models.hf_read import load_parameters, open_checkpoint
+    from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
     from earl_jax.sharding.layout import MeshShape, make_layout
 
     folder = qwen2_run[1] / "export" / "step_000005"

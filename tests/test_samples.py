@@ -16,6 +16,11 @@ import numpy as np
 import pytest
 
 from earl_jax.dispatch.pack import dispatch
+from earl_jax.engine.config import Sampling, SpeculationConfig
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.pages import Pool
+from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.session import Policy, empty_seat
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
@@ -24,11 +29,6 @@ from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.config import Sampling, SpeculationConfig
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.orders import NO_LIMIT
-from earl_jax.rollout.pages import Pool
-from earl_jax.rollout.seat import Policy, empty_seat
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.sampling import (
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.sampling import (
     BLOCK_SIZE,
     SamplingRows,
     model_logprobs,

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.rollout.row_copies import RowCopies, RowMove
-from earl_jax.rollout.scheduler import LaneScheduler, Rows, make_rows
+from earl_jax.engine.row_copies import RowCopies, RowMove
+from earl_jax.engine.scheduler import LaneScheduler, Rows, make_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience
 

@@ -38,14 +38,14 @@ from served import (
 )
 from test_families import reference
 
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import MAX_SEED
+from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.engine import MAX_SEED
-from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.rollout.scores import Scores
 from earl_jax.serve import _places, serve_command
-from earl_jax.serve_flags import parse_flags
+from earl_jax.serving.scores import Scores
+from earl_jax.serving.serve_flags import parse_flags
 
 NUM_SLOTS = 4
 

@@ -30,16 +30,16 @@ from served import (
 from test_families import REFERENCE, reference
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.checkpoint import Checkpoints, open_workdir
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
+from earl_jax.engine._jetstream import padded_length
+from earl_jax.engine.config import Sampling, SpeculationConfig
 from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.models.lora import fingerprint
-from earl_jax.rollout._jetstream import padded_length
-from earl_jax.rollout.config import Sampling, SpeculationConfig
 from earl_jax.serve import serve_command
-from earl_jax.serve_flags import parse_flags, sampling, speculation
+from earl_jax.serving.serve_flags import parse_flags, sampling, speculation
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.train.checkpoint import Checkpoints, open_workdir
 from earl_jax.world import World
 
 

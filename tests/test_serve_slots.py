@@ -29,8 +29,8 @@ from served import (
     serving,
 )
 
+from earl_jax.engine import engine as engine_module
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.rollout import engine as engine_module
 from earl_jax.serve import main
 
 NUM_SLOTS, MAX_WAITING = 4, 4

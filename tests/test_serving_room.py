@@ -20,11 +20,11 @@ from test_jetstream import (
     scored_continuations,
 )
 
-from earl_jax.rollout._jetstream import token_utils
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.drafting import BLOCK_ROUNDS, TRIAL, Drafting
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
+from earl_jax.engine._jetstream import token_utils
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.drafting import BLOCK_ROUNDS, TRIAL, Drafting
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL
 

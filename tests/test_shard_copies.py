@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.engine.page_copies import PageCopies
+from earl_jax.engine.shard_copies import _waves
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, empty_pages, place_pages
-from earl_jax.rollout.page_copies import PageCopies
-from earl_jax.rollout.shard_copies import _waves
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 PAGE_SIZE, PAGES = 4, 6

@@ -19,8 +19,8 @@ from earl_jax.sharding import reshard as reshard_module
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
-from earl_jax.sharding.stops import stops_between
 from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
+from earl_jax.sharding.waypoint import stops_between
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")

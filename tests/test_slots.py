@@ -16,15 +16,10 @@ import numpy as np
 import pytest
 from caches import grow, rows_of
 
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
-from earl_jax.models.kv_cache import empty_cache
-from earl_jax.models.logprobs import score_logits
-from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
-from earl_jax.rollout import decode_state, slots
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.decoding import Decoder
-from earl_jax.rollout.orders import (
+from earl_jax.engine import decode_state, slots
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.decoding import Decoder
+from earl_jax.engine.round_inputs import (
     NO_PAGE,
     NO_ROW,
     Report,
@@ -32,8 +27,13 @@ from earl_jax.rollout.orders import (
     unpack_orders,
     unpack_report,
 )
-from earl_jax.rollout.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.rollout.slots import SlotRules
+from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
+from earl_jax.engine.slots import SlotRules
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
+from earl_jax.models.kv_cache import empty_cache
+from earl_jax.models.logprobs import score_logits
+from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 # Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax.engine.config import Limits, SpeculationConfig
+from earl_jax.engine.pages import pages_for
+from earl_jax.engine.session import Policy
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.config import Limits, SpeculationConfig
 from earl_jax.rollout.control import RolloutControl
-from earl_jax.rollout.pages import pages_for
-from earl_jax.rollout.seat import Policy
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,

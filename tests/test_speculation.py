@@ -31,12 +31,12 @@ from test_slots import (
     play_on_one_device,
 )
 
-from earl_jax.rollout import decode_state
-from earl_jax.rollout.config import Sampling
-from earl_jax.rollout.drafts import look_up
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.orders import Report, pack_orders, unpack_report
-from earl_jax.rollout.sampling import sampling_rows
+from earl_jax.engine import decode_state
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.drafts import look_up
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.round_inputs import Report, pack_orders, unpack_report
+from earl_jax.engine.sampling import sampling_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 GUESSING = RULES._replace(ngram=1, draft=3)

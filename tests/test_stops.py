@@ -10,9 +10,9 @@ from test_collect import Talker
 from test_control import Script, furthest, swap_to
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.config import Stops
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.config import Stops
 from earl_jax.world import World
 from tests.support.episodes import (
     ROOM,

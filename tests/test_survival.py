@@ -13,7 +13,6 @@ import pytest
 from processes import Processes
 
 from earl_jax.config_file import make_config
-from earl_jax.learning import update
 from earl_jax.loop import Position, rl_step
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.placement import ShortAlone
@@ -26,6 +25,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import place as place_array
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.backup import StateLost
+from earl_jax.train.learner import update
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import batch_shapes
 from earl_jax.world import World

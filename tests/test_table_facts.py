@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.models.kernels import Choice
+from earl_jax.models.attention.kernels import Choice
 from earl_jax.placement import facts as facts_module
 from earl_jax.placement.facts import facts_of, open_table, table_for_plan
 from earl_jax.placement.problem import find_model, make_problem

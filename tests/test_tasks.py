@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.config import Sampling
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import learnable
-from earl_jax.rollout.config import Sampling
 from earl_jax.telemetry.metrics import sampling_kl
 from earl_jax.world import World
 from tests.support.episodes import assert_same_episodes, check_rows, collect, engine, tasks

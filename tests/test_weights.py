@@ -12,6 +12,7 @@ import pytest
 # The count below every door of Python, of the test that any array gets anywhere.
 from test_sharding_reshard import count_host_bytes
 
+from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import (
     check_tensor_axis,
@@ -24,7 +25,6 @@ from earl_jax.models.parameters import (
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.weights import publish
 
 VOCAB = 16
 # Eight key/value heads, so that every mesh of eight devices is allowed.
@@ -196,7 +196,8 @@ def test_the_counters_catch_the_plain_way():
 
 def test_the_check_fails_for_a_publish_by_device_put(monkeypatch):
     monkeypatch.setattr(
-        "earl_jax.weights.reshard", lambda tree, shardings, **_: jax.device_put(tree, shardings)
+        "earl_jax.dispatch.weights.reshard",
+        lambda tree, shardings, **_: jax.device_put(tree, shardings),
     )
     source, target = half("data=1,fsdp=4", range(4)), half("data=2,tensor=2", range(4, 8))
     # jax 0.10.2 lets the read pass, and the counters see it; 0.12's transfer guard refuses it.

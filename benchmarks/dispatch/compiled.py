@@ -18,12 +18,12 @@ import jax
 from benchmarks.dispatch.publishing import cut_model
 from benchmarks.dispatch.traffic import collectives
 from earl_jax.dispatch.plan import plan_dispatch
+from earl_jax.dispatch.weights import program_of
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import parameter_shapes, parameter_shardings, parameter_specs
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology, missing_compiler
-from earl_jax.weights import program_of
 
 # One of each family.
 MODELS = (

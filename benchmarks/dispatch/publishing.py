@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from benchmarks.dispatch.within import seconds
+from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import parameter_shapes, parameter_shardings, parameter_specs
 from earl_jax.models.presets import preset_named
 from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from earl_jax.weights import publish
 
 COLUMNS = (
     "model",

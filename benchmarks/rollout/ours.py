@@ -22,27 +22,27 @@ import numpy as np
 from benchmarks.rollout import decode_step
 from benchmarks.rollout.answering import answer_jobs
 from benchmarks.rollout.work import MAX_POSITIONS, MODEL, VOCAB_SIZE, Message, renderer, tokenizer
+from earl_jax.dispatch.weights import publish
+from earl_jax.engine.config import Limits, RolloutConfig, Sampling
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.pages import dense_pool, roomier_pages
+from earl_jax.engine.round_inputs import Report
+from earl_jax.engine.session import Policy, Seat, empty_seat, relocate
+from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.main import start_jax
+from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.hf_write import save_checkpoint
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.config import Limits, RolloutConfig, Sampling
-from earl_jax.rollout.decode_state import DecodeState
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.orders import Report
-from earl_jax.rollout.pages import dense_pool, roomier_pages
-from earl_jax.rollout.seat import Policy, Seat, empty_seat, relocate
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
-from earl_jax.weights import publish
 
 CHUNK_SIZE = 64
 BURST = 16

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from earl_jax.settings import check_choices
+from earl_jax.settings.choices import check_choices
 
 # The projections of a layer, by the names that parameters.py gives them.
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")

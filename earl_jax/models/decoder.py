@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.models.activations import ACTIVATIONS
-from earl_jax.models.attention import Window, cap
-from earl_jax.models.attention_shards import on_own_heads
+from earl_jax.models.attention.attention_shards import on_own_heads
+from earl_jax.models.attention.kernels import Kernel, attend_rows, attention_over_pages
+from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
+from earl_jax.models.attention.rows import Window, cap
+from earl_jax.models.checkpoints.folding import fold
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.experts import experts_of_rows, experts_of_shard
-from earl_jax.models.folding import fold
-from earl_jax.models.kernels import Kernel, attend_rows, attention_over_pages
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
-from earl_jax.models.page_shares import TokenShare, own_share, share_tokens
+from earl_jax.models.moe.experts import experts_of_rows, experts_of_shard
+from earl_jax.models.moe.routing import Routing, routing_of_rows
 from earl_jax.models.parameters import Params
 from earl_jax.models.rotary import rope_frequencies, rotate
-from earl_jax.models.routing import Routing, routing_of_rows
 from earl_jax.sharding.layout import Layout
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.page_shares import WHOLE, PageShare
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention import cap
+from earl_jax.models.attention.rows import cap
 from earl_jax.sharding.layout import Layout
 
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.config import Config
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import make_engine_config
+from earl_jax.engine.pages import Pool
 from earl_jax.main import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.observations import with_failure, with_program_bytes
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import make_engine_config
-from earl_jax.rollout.pages import Pool
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from earl_jax.joint import RolloutShort, Shortage, shortage_of
+from earl_jax.launch.joint import RolloutShort, Shortage, shortage_of
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.seats import Seats

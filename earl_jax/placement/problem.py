@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from earl_jax.config import Config
 from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.models.attention.kernels import context_obstacle
+from earl_jax.models.checkpoints.hf_read import open_checkpoint
+from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
-from earl_jax.models.hf_read import open_checkpoint
-from earl_jax.models.hub import find_folder
-from earl_jax.models.kernels import context_obstacle
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from earl_jax.joint import send_weights
+from earl_jax.engine.pages import roomier_pages
+from earl_jax.engine.session import Policy, Seat, open_seat, relocate, vacate
+from earl_jax.launch.joint import send_weights
 from earl_jax.placement.programs import play_key
-from earl_jax.rollout.pages import roomier_pages
-from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate, vacate
 from earl_jax.selector.choose import BudgetTooSmall, Decision
 from earl_jax.selector.memory import is_out_of_memory, resident_bytes
 from earl_jax.selector.plans import RolloutPlan

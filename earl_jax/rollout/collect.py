@@ -16,6 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from earl_jax.engine.choices import check_allowed, check_choices, no_choices, set_turn
+from earl_jax.engine.config import MAX_STOP_IDS, RolloutConfig, Sampling
+from earl_jax.engine.drafting import Drafting
+from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_PAGE, NO_ROW, Report, pack_orders
+from earl_jax.engine.sampling import sampling_rows, set_row
+from earl_jax.engine.scheduler import LaneScheduler, Rows, make_rows
+from earl_jax.engine.session import Seat
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
     ABORTED,
@@ -27,17 +34,10 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.rollout.choices import check_allowed, check_choices, no_choices, set_turn
-from earl_jax.rollout.config import MAX_STOP_IDS, RolloutConfig, Sampling
+from earl_jax.rollout.block_manager import CacheRoom, MakeRoom
 from earl_jax.rollout.control import Requests, RolloutControl
-from earl_jax.rollout.drafting import Drafting
 from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.guests import Guests
-from earl_jax.rollout.orders import NO_ID, NO_LIMIT, NO_PAGE, NO_ROW, Report, pack_orders
-from earl_jax.rollout.room import CacheRoom, MakeRoom
-from earl_jax.rollout.sampling import sampling_rows, set_row
-from earl_jax.rollout.scheduler import LaneScheduler, Rows, make_rows
-from earl_jax.rollout.seat import Seat
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.trajectory import Experience, Trajectory
 

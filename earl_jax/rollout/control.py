@@ -12,8 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.seat import Policy
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.session import Policy
 
 Cache = Literal["keep", "recompute"]
 

@@ -4,12 +4,12 @@
 
 import dataclasses
 
+from earl_jax.engine.config import Limits, Sampling, Stops
+from earl_jax.engine.round_inputs import NO_LIMIT, Report
 from earl_jax.envs.chat_template import Said, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
 from earl_jax.envs.text_stream import StopWatch
-from earl_jax.rollout.config import Limits, Sampling, Stops
-from earl_jax.rollout.orders import NO_LIMIT, Report
 from earl_jax.trajectory import Trajectory, Turn
 
 

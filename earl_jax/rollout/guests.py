@@ -4,9 +4,9 @@
 
 import dataclasses
 
-from earl_jax.rollout.row_copies import RowMove
-from earl_jax.rollout.scheduler import Rows
-from earl_jax.rollout.seat import Seat
+from earl_jax.engine.row_copies import RowMove
+from earl_jax.engine.scheduler import Rows
+from earl_jax.engine.session import Seat
 
 
 class Guests:

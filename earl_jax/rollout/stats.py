@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from earl_jax.rollout.orders import Report
+from earl_jax.engine.round_inputs import Report
 
 # In a full round so large a share of the slots says something.
 FULL = 0.75

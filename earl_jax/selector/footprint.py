@@ -4,7 +4,7 @@
 
 What lies there from round to round (weights, moments, pages) follows from shapes and placement, and
 is exact. What a program needs beside it is a model of what XLA makes of `train/step.py` and
-`rollout/slots.py`: the arrays that are there at once in the fullest moment.
+`engine/slots.py`: the arrays that are there at once in the fullest moment.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ Rules = Mapping[str, tuple[str, ...]]
 
 # Tokens, turns, log-probs and versions: an i32 or f32 for each place of a row.
 EXPERIENCE_BYTES = 16
-# What is read of the cache at a time on a chip (models/paged_attention.py).
+# What is read of the cache at a time on a chip (models/attention/paged_attention.py).
 PLACES_AT_A_TIME = 1024
 # Of the logits of all slots while tokens are drawn: as they are, tempered, added up.
 LOGIT_COPIES = 3
-# Rows of so many tokens are attended to in one piece (models/attention.py).
+# Rows of so many tokens are attended to in one piece (models/attention/rows.py).
 BLOCK_TOKENS = 128
 # What is kept of a gated network for its gradient: arrays of its width, by activation.
 GATE_ARRAYS = {"silu": 6, "gelu_tanh": 8}
@@ -97,7 +97,7 @@ class Workload:
     def guests(self, mesh: MeshShape) -> int:
         """Rows for guests over all devices: one a slot where a process has several lanes.
 
-        As rollout/scheduler.py cuts them: so many lanes as divide its devices, slots and episodes.
+        As engine/scheduler.py cuts them: so many lanes as divide its devices, slots and episodes.
         """
         lanes = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
         return self.num_slots if lanes > self.num_players else 0

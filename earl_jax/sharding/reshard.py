@@ -26,7 +26,7 @@ from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
 from earl_jax.sharding.schedule import make_schedule
-from earl_jax.sharding.stops import travel
+from earl_jax.sharding.waypoint import travel
 
 Tree = TypeVar("Tree")
 

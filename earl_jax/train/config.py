@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.models.config import LoraConfig
-from earl_jax.settings import check_choices
+from earl_jax.settings.choices import check_choices
 
 # Not infinity: a number that is infinite is a mistake too.
 _LARGEST = 1e30
@@ -67,7 +67,7 @@ class TrainConfig:
     `demonstration_updates` supervised updates on games of random legal moves (a trail's steps are
     right half the time), at `demonstration_learning_rate`. 0 turns them off.
 
-    `balance_coefficient` times the load-balancing loss of a mixture's routers (models/routing.py)
+    `balance_coefficient` times the load-balancing loss of a mixture's routers (routing.py)
     is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
     the policy's gradient.
 

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from earl_jax.models.attention.kernels import choose_kernel
+from earl_jax.models.checkpoints.folding import fold, unfold
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows_routed, head_weights
-from earl_jax.models.folding import fold, unfold
-from earl_jax.models.kernels import choose_kernel
 from earl_jax.models.logprobs import TokenScores, score_tokens
 from earl_jax.models.lora import adapt, adapter_specs
+from earl_jax.models.moe.routing import Routing, balance_loss, load_of_experts
 from earl_jax.models.parameters import (
     Params,
     init_parameters,
@@ -25,7 +26,6 @@ from earl_jax.models.parameters import (
     parameter_shardings,
     parameter_specs,
 )
-from earl_jax.models.routing import Routing, balance_loss, load_of_experts
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.losses import LossSums, policy_gradient, supervised

@@ -9,6 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from earl_jax.engine.config import RolloutConfig, Sampling
+from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.pages import Pool, pages_for
+from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.scheduler import make_rows
+from earl_jax.engine.session import Policy, Seat, open_seat, relocate
+from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig
@@ -17,15 +25,7 @@ from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.config import RolloutConfig, Sampling
-from earl_jax.rollout.engine import PolicyEngine
-from earl_jax.rollout.engine_config import EngineConfig
 from earl_jax.rollout.episode import Task
-from earl_jax.rollout.orders import NO_LIMIT
-from earl_jax.rollout.pages import Pool, pages_for
-from earl_jax.rollout.scheduler import make_rows
-from earl_jax.rollout.seat import Policy, Seat, open_seat, relocate
-from earl_jax.rollout.slots import SlotRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_DEVICES = 8

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.config_file import make_config
+from earl_jax.engine.session import Seat
 from earl_jax.loop import Position, StepRecord, rl_step
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.seat import Seat
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape

@@ -1,0 +1,161 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Turns that must be one of some replies: a tree of token ids, walked on the devices.
+
+The host sends the tree of a turn's replies with the order to speak; from then on the devices know
+which tokens may come next, for as many bursts as the turn takes.
+
+Example: the replies (5, 0), (5, 7, 0) and (6, 0), of which 0 ends a turn, are the branches
+
+    0: from 0 by 5 to 1    1: from 1 by 0 to 2    2: from 1 by 7 to 3    3: from 3 by 0 to 4
+    4: from 0 by 6 to 5    5: from 5 by 0 to 6
+
+Or of certain tokens only: their branches lead from the node ALWAYS to itself.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.engine.sampling import SamplingRows, sample
+
+# A turn that may be anything is at no node; places of a row without a branch leave from no node.
+FREE = -1
+_NO_BRANCH = -2
+# Where a turn stands, and stays, that may have certain tokens only.
+ALWAYS = -3
+
+
+class Choices(NamedTuple):
+    """What each of B slots may say: trees of at most J branches, i32[B,J] and i32[B].
+
+    Branch j leaves from node `parents[j]` by token `tokens[j]`, and leads to node j + 1; node 0 is
+    the root. Of branches that leave from one node those of lower tokens come first. `node` is where
+    the turn stands, FREE where it may be anything.
+    """
+
+    parents: Any
+    tokens: Any
+    node: Any
+
+
+def no_choices(slots: int, branches: int) -> Choices:
+    """Every slot may say anything, as numpy arrays."""
+    return Choices(
+        parents=np.full((slots, branches), _NO_BRANCH, np.int32),
+        tokens=np.zeros((slots, branches), np.int32),
+        node=np.full(slots, FREE, np.int32),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def choice_tree(replies: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The branches of the tree of these replies: `parents` and `tokens`, see `Choices`."""
+    nodes: dict[tuple[int, int], int] = {}
+    for reply in sorted(replies):
+        node = 0
+        for token in reply:
+            node = nodes.setdefault((node, token), len(nodes) + 1)
+    branches = np.array(list(nodes), np.int32).reshape(-1, 2)
+    return branches[:, 0], branches[:, 1]
+
+
+def check_choices(replies: tuple[tuple[int, ...], ...], room: int) -> None:
+    """Raises ValueError unless the tree of these replies has at most `room` branches."""
+    branches = len(choice_tree(replies)[0])
+    if branches > room:
+        raise ValueError(
+            f"the replies that the environment allows make a tree of {branches} branches; the "
+            f"engine has room for {room} (SlotRules.choice_branches)"
+        )
+
+
+def check_allowed(token_ids: tuple[int, ...], room: int, vocab_size: int) -> None:
+    """Raises ValueError unless these are ids, and at most `room` of them."""
+    strange = [token for token in token_ids if not 0 <= token < vocab_size]
+    if strange:
+        raise ValueError(
+            f"the environment's allowed_token_ids hold {strange[0]}; ids go from 0 to "
+            f"{vocab_size - 1}"
+        )
+    if len(token_ids) > room:
+        raise ValueError(
+            f"the environment's allowed_token_ids are {len(token_ids)} with the end of turn; the "
+            f"engine has room for {room} (SlotRules.choice_branches)"
+        )
+
+
+def set_choices(choices: Choices, slot: int, replies: tuple[tuple[int, ...], ...]) -> None:
+    """Writes the tree of one slot, for which there is room, into rows on the host."""
+    parents, tokens = choice_tree(replies)
+    choices.parents[slot, : len(parents)], choices.tokens[slot, : len(tokens)] = parents, tokens
+    choices.node[slot] = 0
+
+
+def set_allowed(choices: Choices, slot: int, token_ids: Iterable[int]) -> None:
+    """Writes the only tokens of one slot, for which there is room, into rows on the host."""
+    tokens = sorted(set(token_ids))
+    choices.parents[slot, : len(tokens)], choices.node[slot] = ALWAYS, ALWAYS
+    choices.tokens[slot, : len(tokens)] = tokens
+
+
+def set_turn(
+    choices: Choices | None,
+    slot: int,
+    replies: tuple[tuple[int, ...], ...],
+    token_ids: tuple[int, ...],
+) -> None:
+    """`set_choices` or `set_allowed`, whichever there are, or nothing."""
+    if choices is not None and replies:
+        set_choices(choices, slot, replies)
+    elif choices is not None and token_ids:
+        set_allowed(choices, slot, token_ids)
+
+
+def draw(
+    uniform_B: jax.Array,
+    logits_BV: jax.Array,
+    choices: Choices | None,
+    settings: SamplingRows,
+    asked: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`sampling.sample`, of the tokens alone that may come next where a slot is at a node.
+
+    The logits of these few are gathered and drawn from: no mask is laid over the vocabulary, who
+    may say anything keeps every bit, and where all may nothing is computed.
+    """
+    anything = sample(uniform_B, logits_BV, settings, asked)
+    if choices is None:
+        return anything
+    held_B = choices.node != FREE
+
+    def among() -> tuple[jax.Array, jax.Array]:
+        next_BJ = choices.parents == choices.node[:, None]
+        logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
+        # Who may say anything is drawn here too, from whatever there is, and for nothing.
+        logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
+        place_B, logprobs_B = sample(uniform_B, logits_BJ, settings, asked)
+        tokens_B = jnp.take_along_axis(choices.tokens, place_B[:, None], axis=1)[:, 0]
+        return (
+            jnp.where(held_B, tokens_B, anything[0]),
+            jnp.where(held_B, logprobs_B, anything[1]),
+        )
+
+    return jax.lax.cond(jnp.any(held_B), among, lambda: anything)
+
+
+def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:
+    """The `moving` slots have said these tokens, which were allowed.
+
+    Behind the end of a reply anything may come: nothing does, but where a server decodes on until
+    it has seen the end.
+    """
+    taken_BJ = (choices.parents == choices.node[:, None]) & (choices.tokens == tokens_B[:, None])
+    node_B = jnp.argmax(taken_BJ, axis=1).astype(jnp.int32) + 1
+    goes_on_B = jnp.any(choices.parents == node_B[:, None], axis=1)
+    node_B = jnp.where(goes_on_B, node_B, FREE)
+    return choices._replace(node=jnp.where(moving_B & (choices.node >= 0), node_B, choices.node))

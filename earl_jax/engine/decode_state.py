@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine holds on the devices: slots, their pages, and the rows that they write."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.engine.choices import Choices, no_choices
+from earl_jax.engine.config import MAX_STOP_IDS, Sampling
+from earl_jax.engine.pages import NO_SOURCE, Pool, dense_pool, pages_for
+from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_ROW
+from earl_jax.engine.sampling import SamplingRows, sampling_rows
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_pages
+from earl_jax.trajectory import Experience
+
+
+class Scores(NamedTuple):
+    """Log-probs of B pending tokens, which a server's clients `asked` [B] for, or not.
+
+    `logprob` f32[B] under the distribution that the token was drawn from, `model_logprob` f32[B]
+    under the model itself.
+    """
+
+    asked: Any
+    logprob: Any
+    model_logprob: Any
+
+
+def no_scores(slots: int) -> Scores:
+    """Nobody asks."""
+    zeros = jnp.zeros((slots,), jnp.float32)
+    return Scores(asked=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """B slots and the N rows of experience that they write, one data shard's part or the whole.
+
+    `cached` counts the tokens in the cache; with `origin`, the place in the row where the sample
+    began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
+    count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
+    `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
+    episode's row in `experience`, NO_ROW where nothing is written down. `choices` say what this
+    turn may be, None where every turn may be anything. `scores` are there where JetStream serves:
+    rollouts write log-probs down in `experience`.
+    """
+
+    cache: PagedCache
+    experience: Experience
+    origin: jax.Array
+    cached: jax.Array
+    pending: jax.Array
+    active: jax.Array
+    turn: jax.Array
+    turn_tokens: jax.Array
+    turn_limit: jax.Array
+    stop_ids: jax.Array
+    seed: jax.Array
+    row: jax.Array
+    sampling: SamplingRows
+    version: jax.Array
+    choices: Choices | None
+    scores: Scores | None = None
+
+
+def empty_state(
+    config: ModelConfig,
+    slots: int,
+    rows: int,
+    places: int,
+    *,
+    page_size: int,
+    pool: Pool | None = None,
+    kv_dtype: str = "compute",
+    model_logprobs: bool = False,
+    choice_branches: int = 0,
+) -> DecodeState:
+    """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens.
+
+    Without a `pool` every slot has its own pages, in order; with one, who has which is said later.
+    """
+
+    def numbers(*shape: int) -> jax.Array:
+        return jnp.zeros(shape, jnp.int32)
+
+    pool = pool or dense_pool(slots, slots, places, page_size)
+    return DecodeState(
+        cache=PagedCache(
+            layers=empty_pages(config, pool.total, page_size, kv_dtype),
+            table=_first_table(pool, slots, pages_for(places, page_size)),
+        ),
+        experience=Experience(
+            tokens=numbers(rows, places),
+            turn_ids=numbers(rows, places),
+            logprobs=jnp.zeros((rows, places), jnp.float32),
+            versions=numbers(rows, places),
+            model_logprobs=jnp.zeros((rows, places), jnp.float32) if model_logprobs else None,
+        ),
+        origin=numbers(slots),
+        cached=numbers(slots),
+        pending=numbers(slots),
+        active=jnp.zeros((slots,), bool),
+        turn=numbers(slots),
+        turn_tokens=numbers(slots),
+        turn_limit=jnp.full((slots,), NO_LIMIT, jnp.int32),
+        stop_ids=jnp.full((slots, MAX_STOP_IDS), NO_ID, jnp.int32),
+        seed=numbers(slots),
+        row=jnp.full((slots,), NO_ROW, jnp.int32),
+        sampling=jax.tree.map(jnp.asarray, sampling_rows(Sampling(), slots)),
+        version=numbers(slots),
+        choices=jax.tree.map(jnp.asarray, no_choices(slots, choice_branches))
+        if choice_branches
+        else None,
+    )
+
+
+def _first_table(pool: Pool, slots: int, pages: int) -> jax.Array:
+    """Pages from the beginning of every slot's row shard on: its own, if each slot is a shard."""
+    first = jnp.arange(slots, dtype=jnp.int32) // (slots // pool.shards) * pool.pages
+    return first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
+
+
+def repack(layers: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
+    """Returns pools whose page z has the contents of page `source_Z[z]`; zeros for NO_SOURCE."""
+
+    def gather(pool: jax.Array) -> jax.Array:
+        # A negative number would count from the end.
+        index_Z = jnp.where(source_Z == NO_SOURCE, pool.shape[0], source_Z)
+        return pool.at[index_Z].get(mode="fill", fill_value=0)
+
+    return jax.tree.map(gather, layers)
+
+
+def widen(experience: Experience, places: int) -> Experience:
+    """Returns the same rows with room for `places` tokens an episode."""
+    return jax.tree.map(
+        lambda field: jnp.pad(field, ((0, 0), (0, places - field.shape[1]))), experience
+    )

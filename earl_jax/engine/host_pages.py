@@ -1,0 +1,261 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pages of parked slots in host memory: what was copied out of the pools, and is copied back.
+
+Copies leave a device while its next round runs, and are waited for a round later. A slot's pages
+may go back to other pages, and to another mesh: they are kept in pieces as they lay on the devices,
+each with its corner: the first of its heads, and of its places.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE
+from earl_jax.engine.session import Seat
+from earl_jax.models.kv_cache import LayerCache
+
+if TYPE_CHECKING:
+    from earl_jax.engine.engine import PolicyEngine
+
+_HOST_MEMORY = "pinned_host"
+# The axes of a piece [L,P,K,...]: those from K on may be cut.
+_PAGES, _HEADS = 1, 2
+_Corner = tuple[int, ...]
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Part:
+    """At most a block's share of a slot: `count` pages, and per array its pieces by corner."""
+
+    count: int
+    pieces: list[dict[_Corner, Any]]
+
+
+class HostPages:
+    """Slots' pages in host memory. Host-side state only.
+
+    `moved_bytes` counts copies in both directions, `most_bytes` is the most that was held at once.
+    """
+
+    def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
+        """Holds at most `limit_bytes`.
+
+        `pinned` says whether to hold them as arrays in the backend's own host memory, which links
+        reach without a detour; None: where the devices are no CPUs, and know of such memory.
+        """
+        self._limit_bytes, self._pinned = limit_bytes, pinned
+        self._slots: dict[int, list[_Part]] = {}
+        # Parts whose pieces are still arrays on the devices.
+        self._leaving: list[_Part] = []
+        self.held_bytes = self.most_bytes = self.moved_bytes = 0
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._slots
+
+    @property
+    def slots(self) -> list[int]:
+        """Whose pages are here, in their order."""
+        return sorted(self._slots)
+
+    def block_bytes(self, seat: Seat) -> int:
+        """Bytes of a block of one row shard, over all of that shard's devices."""
+        pools = jax.tree.leaves(seat.state.cache.layers)
+        page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
+        return seat.engine.page_copies.pages_a_call * page_bytes
+
+    def has_room(self, seat: Seat, num_pages: Sequence[int]) -> bool:
+        """Whether slots with so many pages each may come too."""
+        size = seat.engine.page_copies.pages_a_call
+        blocks = sum(-(-number // size) for number in num_pages)
+        return self.held_bytes + blocks * self.block_bytes(seat) <= self._limit_bytes
+
+    def drop(self, slot: int) -> None:
+        """The slot's pages are worth nothing any more; there may be none."""
+        for part in self._slots.pop(slot, ()):
+            self.held_bytes -= _bytes_of(part)
+            self._leaving = [other for other in self._leaving if other is not part]
+
+    def settle(self) -> None:
+        """Lets go of the devices' copies of what has left them."""
+        for part in self._leaving:
+            part.pieces = [
+                {corner: _to_numpy(piece) for corner, piece in pieces.items()}
+                for pieces in part.pieces
+            ]
+        self._leaving = []
+
+    def copy_out(self, seat: Seat, pages: Mapping[int, Sequence[int]]) -> Seat:
+        """Begins to copy these slots' pages, numbered within their shards; the slots fall asleep.
+
+        Whatever runs on the devices from now on may write over them.
+        """
+        if not pages:
+            return seat
+        copies, size = seat.engine.page_copies, seat.engine.page_copies.pages_a_call
+        pinned = self._keeps_pinned(seat.engine)
+        waiting = _by_shard(
+            seat,
+            {slot: [list(some) for some in _batched(pages[slot], size)] for slot in sorted(pages)},
+        )
+        for calls in _in_turn(waiting):
+            numbers = np.zeros((copies.num_shards, size), np.int32)
+            for shard, (_, some) in calls.items():
+                numbers[shard, : len(some)] = some
+            block = copies.take(seat.state, numbers)
+            for shard, (slot, some) in calls.items():
+                part = _Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
+                self._slots.setdefault(slot, []).append(part)
+                if not pinned:
+                    self._leaving.append(part)
+                self._count(part, holds=True)
+        return _mark(seat, dict.fromkeys(pages, SLEEP))
+
+    def copy_back(
+        self, seat: Seat, pages: Mapping[int, Sequence[int]], awake: Mapping[int, bool]
+    ) -> Seat:
+        """Writes what is held of these slots to other pages, as many as there were.
+
+        Those that are `awake` go on in the middle of a turn. Donates the pools of `seat.state`.
+        """
+        if not pages:
+            return seat
+        self.settle()
+        copies, size = seat.engine.page_copies, seat.engine.page_copies.pages_a_call
+        todo = {}
+        for slot in sorted(pages):
+            parts = self._slots.pop(slot)
+            assert sum(part.count for part in parts) == len(pages[slot])
+            todo[slot] = list(zip(parts, _batched(pages[slot], size), strict=True))
+        state = seat.state
+        for calls in _in_turn(_by_shard(seat, todo)):
+            numbers = np.zeros((copies.num_shards, size), np.int32)
+            counts = np.zeros(copies.num_shards, np.int32)
+            parts = {}
+            for shard, (_, (part, some)) in calls.items():
+                numbers[shard, : part.count] = some
+                counts[shard], parts[shard] = part.count, part
+                self._count(part, holds=False)
+            blank = copies.blank(state)
+            state = copies.put(state, _fill(blank, copies.block_shardings, parts), numbers, counts)
+        marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
+        return _mark(dataclasses.replace(seat, state=state), marks)
+
+    def _keeps_pinned(self, engine: "PolicyEngine") -> bool:
+        if self._pinned is not None:
+            return self._pinned
+        device = next(iter(engine.layout.activations("").device_set))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        return device.platform != "cpu" and _HOST_MEMORY in kinds
+
+    def _count(self, part: _Part, *, holds: bool) -> None:
+        number = _bytes_of(part)
+        self.moved_bytes += number
+        self.held_bytes += number if holds else -number
+        self.most_bytes = max(self.most_bytes, self.held_bytes)
+
+
+def _bytes_of(part: _Part) -> int:
+    return sum(piece.nbytes for pieces in part.pieces for piece in pieces.values())
+
+
+def _batched(pages: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [pages[first : first + size] for first in range(0, len(pages), size)]
+
+
+def _by_shard(seat: Seat, todo: Mapping[int, list[Any]]) -> dict[int, collections.deque]:
+    """(slot, what to do) for every row shard, in the order of its slots."""
+    slots_a_shard = seat.engine.config.num_slots // seat.engine.page_copies.num_shards
+    queues: dict[int, collections.deque] = collections.defaultdict(collections.deque)
+    for slot, entries in todo.items():
+        queues[slot // slots_a_shard].extend((slot, entry) for entry in entries)
+    return queues
+
+
+def _in_turn(queues: Mapping[int, collections.deque]) -> Any:
+    """One entry of every row shard that has any left, until none has."""
+    while any(queues.values()):
+        yield {shard: queue.popleft() for shard, queue in queues.items() if queue}
+
+
+def _pieces(block: LayerCache, shard: int, size: int, pinned: bool) -> list[dict[_Corner, Any]]:
+    """What row shard `shard` has of a block, on its way to the host."""
+    found = []
+    for leaf in jax.tree.leaves(block):
+        pieces = {}
+        for piece in leaf.addressable_shards:
+            corner = _corner(piece)
+            if (piece.index[_PAGES].start or 0) // size != shard or corner in pieces:
+                continue
+            if pinned:
+                host = SingleDeviceSharding(piece.device, memory_kind=_HOST_MEMORY)
+                pieces[corner] = jax.device_put(piece.data, host)
+            else:
+                piece.data.copy_to_host_async()
+                pieces[corner] = piece.data
+        found.append(pieces)
+    return found
+
+
+def _corner(piece: Any) -> _Corner:
+    """Where a device's piece of an array begins, along the axes from K on."""
+    return tuple(along.start or 0 for along in piece.index[_HEADS:])
+
+
+def _to_numpy(piece: Any) -> np.ndarray:
+    """The piece in memory of the host's own: on a CPU `asarray` would hold the device's."""
+    return np.array(piece)
+
+
+def _fill(blank: LayerCache, shardings: LayerCache, parts: Mapping[int, _Part]) -> LayerCache:
+    """A block with the parts of these row shards; that of the others is blank."""
+    leaves, structure = jax.tree.flatten(blank)
+    filled = []
+    for number, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+        arrays = []
+        for piece in leaf.addressable_shards:
+            size = piece.data.shape[_PAGES]
+            part = parts.get((piece.index[_PAGES].start or 0) // size)
+            if part is None:
+                arrays.append(piece.data)
+                continue
+            shape = piece.data.shape[_HEADS:]
+            found = _window(part.pieces[number], _corner(piece), shape, piece.device)
+            arrays.append(jax.device_put(found, SingleDeviceSharding(piece.device)))
+        filled.append(jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays))
+    return jax.tree.unflatten(structure, filled)
+
+
+def _window(
+    pieces: Mapping[_Corner, Any], corner: _Corner, shape: tuple[int, ...], device: Any
+) -> Any:
+    """From a corner on, what is so large along the axes from K on, for this device."""
+    whole = pieces.get(corner)
+    if whole is not None and whole.shape[_HEADS:] == shape:
+        is_near = isinstance(whole, np.ndarray) or whole.devices() == {device}
+        return whole if is_near else np.asarray(whole)
+    # Another mesh cuts them otherwise.
+    arrays = {first: np.asarray(piece) for first, piece in pieces.items()}
+    ends = np.max([np.add(first, a.shape[_HEADS:]) for first, a in arrays.items()], axis=0)
+    like = next(iter(arrays.values()))
+    joined = np.empty((*like.shape[:_HEADS], *ends), like.dtype)
+    for first, array in arrays.items():
+        joined[_along(first, array.shape[_HEADS:])] = array
+    return joined[_along(corner, shape)]
+
+
+def _along(corner: _Corner, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    cut = [slice(first, first + n) for first, n in zip(corner, shape, strict=True)]
+    return (*[slice(None)] * _HEADS, *cut)
+
+
+def _mark(seat: Seat, marks: Mapping[int, int]) -> Seat:
+    column = np.full(seat.engine.config.num_slots, LEAVE, np.int32)
+    for slot, mark in marks.items():
+        column[slot] = mark
+    return dataclasses.replace(seat, state=seat.engine.page_copies.mark(seat.state, column))

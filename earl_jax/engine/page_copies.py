@@ -1,0 +1,196 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Pages out of the pools into blocks, and back: small programs of fixed shape.
+
+A block holds some pages of every layer for each row shard, [L, R * P, K, ...]: the pages that row
+shard r names are at r * P. Each shard copies its own pages, every device its own heads: no
+collective, and nothing that one shard has to wait for another for. `send` alone has one, because
+its pages go from one shard to others.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.models.kv_cache import LayerCache, place_pages
+from earl_jax.sharding.layout import Layout
+
+# Large enough that a long context takes few calls, small enough that the last is not much waste.
+PLACES_A_CALL = 256
+# What `mark` does to a slot.
+LEAVE, SLEEP, WAKE = 0, 1, 2
+
+
+def take_pages(layers: list[LayerCache], pages_P: jax.Array) -> LayerCache:
+    """The contents of these pages of every layer, stacked: [L,P,K,...]."""
+    return jax.tree.map(
+        lambda *pools: jnp.stack([pool.at[pages_P].get(mode="clip") for pool in pools]), *layers
+    )
+
+
+def put_pages(
+    layers: list[LayerCache], block: list[LayerCache], pages_P: jax.Array, count: jax.Array
+) -> list[LayerCache]:
+    """The pools with the first `count` pages of a block, [P,K,...] a layer, where `pages_P` says.
+
+    One page after the other, because then they are written where they lie.
+    """
+
+    def put_one(index: jax.Array, layers: list[LayerCache]) -> list[LayerCache]:
+        def put(pool: jax.Array, some: jax.Array) -> jax.Array:
+            page = jax.lax.dynamic_slice_in_dim(some, index, 1, 0)
+            return jax.lax.dynamic_update_slice_in_dim(pool, page, pages_P[index], 0)
+
+        return jax.tree.map(put, layers, block)
+
+    return jax.lax.fori_loop(0, count, put_one, layers)
+
+
+def _from_one(block: LayerCache, is_source: jax.Array, row_axes: tuple[str, ...]) -> LayerCache:
+    """The block of the row shard that is the source, on all of them."""
+
+    def add_zeros(side: jax.Array) -> jax.Array:
+        # In types that every backend adds, and that hold every number of the narrower ones.
+        wide = jnp.float32 if jnp.issubdtype(side.dtype, jnp.floating) else jnp.int32
+        sent = jnp.where(is_source, side.astype(wide), 0)
+        return jax.lax.psum(sent, row_axes).astype(side.dtype)
+
+    return jax.tree.map(add_zeros, block)
+
+
+def _unstack(block: LayerCache, number: int) -> list[LayerCache]:
+    return [
+        jax.tree.map(lambda stacked, layer=layer: stacked[layer], block) for layer in range(number)
+    ]
+
+
+class PageCopies:
+    """The programs for one engine; each is compiled once for a pool's size."""
+
+    def __init__(self, layout: Layout, pool_shardings: list[LayerCache], page_size: int) -> None:
+        """`pool_shardings` as of `DecodeState.cache.layers`."""
+        self.layout = layout
+        self.num_shards = layout.num_row_shards
+        self.pages_a_call = max(1, PLACES_A_CALL // page_size)
+        self.block_shardings = place_pages(
+            pool_shardings[0], lambda letters: layout.activations("." + letters)
+        )
+        rows = P(layout.row_axes)
+
+        def over_rows(function: Any, in_specs: Any, out_specs: Any) -> Any:
+            return jax.shard_map(
+                function,
+                mesh=layout.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=set(layout.row_axes),
+                check_vma=False,
+            )
+
+        def put_block(layers: Any, block: LayerCache, pages: jax.Array, count: jax.Array) -> Any:
+            return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
+
+        def put_row(layers: Any, row: Any, pages: jax.Array, count: jax.Array) -> Any:
+            return put_pages(layers, row, pages[0], count[0])
+
+        def send(
+            layers: Any, sent: jax.Array, is_source: jax.Array, pages: jax.Array, count: jax.Array
+        ) -> Any:
+            block = _from_one(take_pages(layers, sent), is_source[0], layout.row_axes)
+            return put_pages(layers, _unstack(block, len(layers)), pages, count[0])
+
+        by_page = P(None, layout.row_axes)
+        self._take = jax.jit(
+            over_rows(take_pages, (rows, rows), by_page), out_shardings=self.block_shardings
+        )
+        self._put, self._put_row = (
+            jax.jit(
+                over_rows(function, (rows, copied, rows, rows), rows),
+                donate_argnums=0,
+                out_shardings=pool_shardings,
+            )
+            for function, copied in ((put_block, by_page), (put_row, P()))
+        )
+        self._send = jax.jit(
+            over_rows(send, (rows, P(), rows, rows, rows), rows),
+            donate_argnums=0,
+            out_shardings=pool_shardings,
+        )
+        self._rows, self._everywhere = layout.activations("B"), layout.activations("")
+        self._mark = jax.jit(
+            lambda active, marks: jnp.where(marks == LEAVE, active, marks == WAKE),
+            out_shardings=self._rows,
+        )
+        self._blank = jax.jit(
+            lambda layers: jax.tree.map(jnp.zeros_like, self._block_of(layers)),
+            out_shardings=self.block_shardings,
+        )
+
+    def _block_of(self, layers: list[LayerCache]) -> LayerCache:
+        return take_pages(layers, jnp.zeros(self.num_shards * self.pages_a_call, jnp.int32))
+
+    def blank(self, state: DecodeState) -> LayerCache:
+        """A block of zeros."""
+        return self._blank(state.cache.layers)
+
+    def take(self, state: DecodeState, pages: np.ndarray) -> LayerCache:
+        """A block with these pages, i32[R,P], each numbered within its row shard."""
+        return self._take(state.cache.layers, self._placed(pages.reshape(-1)))
+
+    def put(
+        self, state: DecodeState, block: LayerCache, pages: np.ndarray, counts: np.ndarray
+    ) -> DecodeState:
+        """The state with the first `counts[r]` pages of row shard r where `pages` i32[R,P] says.
+
+        Donates the pools of `state`.
+        """
+        placed = self._placed(pages.reshape(-1)), self._placed(counts)
+        layers = self._put(state.cache.layers, block, *placed)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+    def put_row(
+        self, state: DecodeState, row: list[LayerCache], pages: np.ndarray, counts: np.ndarray
+    ) -> DecodeState:
+        """`put` for the pages of one row that every shard has: [P,K,...] a layer."""
+        placed = self._placed(pages), self._placed(counts)
+        layers = self._put_row(state.cache.layers, row, *placed)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+    def send(
+        self,
+        state: DecodeState,
+        source: int,
+        sent: Sequence[int],
+        pages: np.ndarray,
+        counts: np.ndarray,
+    ) -> DecodeState:
+        """The state with the first `counts[r]` of the pages `sent` where row shard r wants them.
+
+        `sent` are at most `pages_a_call`, numbered within row shard `source`, and `pages` i32[R,P]
+        within row shard r. Donates the pools of `state`.
+        """
+        numbers = np.zeros(self.pages_a_call, np.int32)
+        numbers[: len(sent)] = sent
+        layers = self._send(
+            state.cache.layers,
+            jax.device_put(numbers, self._everywhere),
+            self._placed(np.arange(self.num_shards) == source),
+            self._placed(pages.reshape(-1)),
+            self._placed(counts),
+        )
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
+
+    def mark(self, state: DecodeState, marks: np.ndarray) -> DecodeState:
+        """The state with slots in the middle of a turn (WAKE), in none (SLEEP), or as they were."""
+        return dataclasses.replace(
+            state, active=self._mark(state.active, self._placed(marks.astype(np.int32)))
+        )
+
+    def _placed(self, numbers: np.ndarray) -> jax.Array:
+        return jax.device_put(numbers.astype(np.int32), self._rows)

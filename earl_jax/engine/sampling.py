@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling by two-level inverse CDF: one random number a row, not one a vocabulary entry.
+
+For 16 rows x 151,936 entries on a CPU: 2.0 ms against 115 ms for `jax.random.categorical`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.engine.config import Sampling
+
+BLOCK_SIZE = 512
+# Masses relative to the likeliest token's lie in [0, 1]. As floats of one sign they are ordered as
+# their bits are, of which the highest that can be set is the 29th.
+_MASS_BITS = 30
+
+
+class SamplingRows(NamedTuple):
+    """A `Sampling` per row, on the host or the devices: f32[B], i32[B], f32[B], f32[B]."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+def sampling_rows(settings: Sampling, rows: int) -> SamplingRows:
+    """The same settings for every row, as numpy arrays."""
+    return SamplingRows(
+        temperature=np.full(rows, settings.temperature, np.float32),
+        top_k=np.full(rows, settings.top_k, np.int32),
+        top_p=np.full(rows, settings.top_p, np.float32),
+        min_p=np.full(rows, settings.min_p, np.float32),
+    )
+
+
+def set_row(rows: SamplingRows, row: int, settings: Sampling) -> None:
+    """Writes the settings of one row into rows on the host."""
+    for column, name in zip(rows, SamplingRows._fields, strict=True):
+        column[row] = getattr(settings, name)
+
+
+def sample(
+    uniform_B: jax.Array,
+    logits_BV: jax.Array,
+    settings: SamplingRows,
+    asked: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """One token per row, and its log-prob.
+
+    A row's token depends on its own numbers only, whatever the other rows' settings are.
+
+    Args:
+        uniform_B: f32 in [0, 1), one per row.
+        logits_BV: f32.
+        settings: per row.
+        asked: whether anybody wants log-probs; where not, they are 0 and cost nothing. None: yes.
+
+    Returns:
+        tokens_B i32, and logprobs_B f32: under the distribution that the token was drawn from, or,
+        where the temperature is 0, under the untempered one.
+    """
+    greedy_B = settings.temperature <= 0
+    scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, settings.temperature)[:, None]
+    top_B = jnp.max(scaled_BV, axis=-1)
+    mass_BV = jnp.exp(scaled_BV - top_B[:, None])
+    mass_BV = _cut(mass_BV, settings)
+    drawn_B = _inverse_cdf(uniform_B, mass_BV)
+    tokens_B = jnp.where(greedy_B, jnp.argmax(logits_BV, axis=-1), drawn_B).astype(jnp.int32)
+
+    def logprobs() -> jax.Array:
+        chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
+        return chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
+
+    return tokens_B, _if_asked(asked, logprobs, len(tokens_B))
+
+
+def model_logprobs(
+    logits_BV: jax.Array, tokens_B: jax.Array, asked: jax.Array | None = None
+) -> jax.Array:
+    """Log-probs of tokens under the model itself: untempered, nothing cut off. f32[B].
+
+    `asked` as in `sample`.
+    """
+
+    def logprobs() -> jax.Array:
+        chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
+        return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
+
+    return _if_asked(asked, logprobs, len(tokens_B))
+
+
+def _if_asked(asked: jax.Array | None, compute: Callable[[], jax.Array], number: int) -> jax.Array:
+    if asked is None:
+        return compute()
+    return jax.lax.cond(asked, compute, lambda: jnp.zeros((number,), jnp.float32))
+
+
+def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:
+    """The mass with what `top_k`, `top_p` and `min_p` cut off set to 0.
+
+    `mass_BV` is relative to the likeliest token, whose mass is 1. Rows that cut nothing keep every
+    bit, and where no row cuts anything nothing is computed.
+    """
+    # Their thresholds are found by bisection and not in a sorted row: sorting 16 x 151,936 entries
+    # takes 501 ms on a CPU.
+
+    def cut_rank(mass_BV: jax.Array) -> jax.Array:
+        def enough(kept_BV: jax.Array) -> jax.Array:
+            return jnp.sum(kept_BV, axis=-1) >= settings.top_k
+
+        return jnp.where((settings.top_k > 0)[:, None], _keep(mass_BV, enough), mass_BV)
+
+    def cut_share(mass_BV: jax.Array) -> jax.Array:
+        wanted_B = settings.top_p * jnp.sum(mass_BV, axis=-1)
+
+        def enough(kept_BV: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where(kept_BV, mass_BV, 0.0), axis=-1) >= wanted_B
+
+        return jnp.where((settings.top_p < 1)[:, None], _keep(mass_BV, enough), mass_BV)
+
+    def same(mass_BV: jax.Array) -> jax.Array:
+        return mass_BV
+
+    cuts_B = settings.temperature > 0
+    mass_BV = jax.lax.cond(jnp.any(cuts_B & (settings.top_k > 0)), cut_rank, same, mass_BV)
+    mass_BV = jax.lax.cond(jnp.any(cuts_B & (settings.top_p < 1)), cut_share, same, mass_BV)
+    return jnp.where(mass_BV >= settings.min_p[:, None], mass_BV, 0.0)
+
+
+def _keep(mass_BV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The mass above the highest threshold at which what is kept is `enough(kept_BV)`.
+
+    Bisects the bits of the threshold, highest first. A threshold of 0 keeps all and is taken
+    unasked.
+    """
+
+    def set_bit(index: jax.Array, bits_B: jax.Array) -> jax.Array:
+        tried_B = bits_B | (1 << (_MASS_BITS - 1 - index))
+        threshold_B = jax.lax.bitcast_convert_type(tried_B, jnp.float32)
+        return jnp.where(enough(mass_BV >= threshold_B[:, None]), tried_B, bits_B)
+
+    none_B = jnp.zeros(mass_BV.shape[0], jnp.int32)
+    bits_B = jax.lax.fori_loop(0, _MASS_BITS, set_bit, none_B)
+    threshold_B = jax.lax.bitcast_convert_type(bits_B, jnp.float32)
+    return jnp.where(mass_BV >= threshold_B[:, None], mass_BV, 0.0)
+
+
+def _inverse_cdf(uniform_B: jax.Array, mass_BV: jax.Array) -> jax.Array:
+    """The first entry at which the running sum of the mass exceeds uniform x total."""
+    rows, vocab = mass_BV.shape
+    mass_BPQ = jnp.pad(mass_BV, ((0, 0), (0, -vocab % BLOCK_SIZE))).reshape(rows, -1, BLOCK_SIZE)
+    mass_BP = jnp.sum(mass_BPQ, axis=-1)
+    sums_BP = jnp.cumsum(mass_BP, axis=-1)
+    threshold_B = uniform_B * sums_BP[:, -1]
+    block_B = _first_above(sums_BP, mass_BP, threshold_B)
+    before_B = jnp.where(
+        block_B > 0, jnp.take_along_axis(sums_BP, block_B[:, None] - 1, axis=-1)[:, 0], 0.0
+    )
+    mass_BQ = jnp.take_along_axis(mass_BPQ, block_B[:, None, None], axis=1)[:, 0]
+    entry_B = _first_above(jnp.cumsum(mass_BQ, axis=-1), mass_BQ, threshold_B - before_B)
+    return block_B * BLOCK_SIZE + entry_B
+
+
+def _first_above(sums_BP: jax.Array, mass_BP: jax.Array, threshold_B: jax.Array) -> jax.Array:
+    """The first entry with mass whose running sum is above the threshold, else the last with mass.
+
+    Only entries with mass, because XLA adds in a tree: a running sum may rise, or fall, by a
+    rounding error where nothing was added.
+    """
+    has_mass_BP = mass_BP > 0
+    above_BP = has_mass_BP & (sums_BP > threshold_B[:, None])
+    last_B = sums_BP.shape[-1] - 1 - jnp.argmax(has_mass_BP[:, ::-1], axis=-1)
+    return jnp.where(jnp.any(above_BP, axis=-1), jnp.argmax(above_BP, axis=-1), last_B)
+
+
+def token_uniforms(key: jax.Array, seeds_B: jax.Array, positions_B: jax.Array) -> jax.Array:
+    """A token's random number depends on its episode's seed and its place, on nothing else."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, seed), position))
+
+    return jax.vmap(one)(seeds_B, positions_B)

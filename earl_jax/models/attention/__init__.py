@@ -1,0 +1,3 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention: of whole rows, of pages, over shards."""

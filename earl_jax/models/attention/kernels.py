@@ -1,0 +1,225 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The door to attention: over whole rows, and over the pages of a KV cache.
+
+For rows of training the kernel is chosen by platform, model and length, and a setting overrides.
+For pages there is our own alone, since no other kernel reads pages laid out as the engine's; how
+much it reads at a time goes by the platform.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.models.attention.page_shares import PageShare
+from earl_jax.models.attention.paged_attention import (
+    ON_CPU,
+    Reading,
+    attend_pages,
+    plan_reading,
+    tile_for,
+)
+from earl_jax.models.attention.ring import ring_attention
+from earl_jax.models.attention.rows import BLOCK_SIZE, Places, Window, attention
+from earl_jax.models.attention.tokamax_rows import tokamax_obstacle, tokamax_rows
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.sharding.layout import Layout, MeshShape
+
+Kernel = Literal["blockwise", "splash", "tokamax"]
+
+_NAMES: dict[str, str] = {
+    "blockwise": "our blockwise attention",
+    "splash": "splash attention, a Pallas kernel",
+    "tokamax": "tokamax's flash attention",
+}
+# By platform; where that does not run, blockwise.
+_BEST: dict[str | None, Kernel] = {"tpu": "splash", "gpu": "tokamax"}
+
+
+class Choice(NamedTuple):
+    """A kernel, and in words why it is that one."""
+
+    kernel: Kernel
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.kernel]}, because {self.reason}"
+
+
+def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int) -> Choice:
+    """The kernel for this model's rows of `length` tokens on this layout.
+
+    `setting` is config.train.attention. The length is that of a batch, which differs from step to
+    step: who traces a step chooses. An abstract mesh has no platform: it takes what it is told.
+
+    Raises:
+        ValueError: the kernel that was asked for does not run on the layout's devices.
+    """
+    if setting != "auto":
+        kernel = cast(Kernel, setting)
+        if obstacle := _obstacle(kernel, layout, model):
+            raise ValueError(
+                f"config.train.attention is {setting!r}, but {obstacle}: choose 'auto' or "
+                "'blockwise'"
+            )
+        return Choice(kernel, "config.train.attention says so")
+    best = _BEST.get(layout.platform)
+    if best is None:
+        devices = f"{layout.platform} devices" if layout.platform else "an abstract mesh"
+        return Choice("blockwise", f"there is no other kernel for {devices}")
+    if obstacle := _obstacle(best, layout, model):
+        return Choice("blockwise", obstacle)
+    if length <= BLOCK_SIZE:
+        # Its scores are made in one piece and are few, while splash pads rows to 128 tokens. Not
+        # measured on a chip yet.
+        return Choice("blockwise", f"rows of at most {BLOCK_SIZE} tokens are one block of it")
+    return Choice(best, f"the devices are {layout.platform} devices")
+
+
+def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
+    """Why it does not run there, in words; None where it does."""
+    if obstacle := context_obstacle(kernel, layout.shape):
+        return obstacle
+    if kernel == "splash" and layout.platform not in ("tpu", None):
+        return f"its kernel is for TPUs and these are {layout.platform} devices"
+    return tokamax_obstacle(layout, model) if kernel == "tokamax" else None
+
+
+def context_obstacle(setting: str, shape: MeshShape) -> str | None:
+    """Why config.train.attention forbids rows that are cut over `context`; None where it does not.
+
+    What goes round in the ring is looked at by our own arithmetic.
+    """
+    if shape.context == 1 or setting in ("auto", "blockwise"):
+        return None
+    return f"its kernel takes whole rows and context={shape.context} cuts them"
+
+
+def attend_rows(
+    kernel: Kernel,
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: Window = None,
+    windows: Sequence[int] = (),
+) -> jax.Array:
+    """`attention` of whole rows over themselves, by this kernel. Placed as `layout` says.
+
+    On a layout with a `context` axis queries, keys and values are folded (folding.py), while
+    `segment_ids_BT` are those of whole rows, and what is returned is folded too.
+
+    A `window` on the device must be one of `windows`: splash is made for a window, and the kernels
+    of all of them stand in the program.
+    """
+    query_BTKGH = layout.constrain(query_BTKGH, "BTKGH")
+    if layout.shape.context > 1:
+        assert kernel == "blockwise", kernel
+        return ring_attention(
+            layout,
+            query_BTKGH,
+            layout.constrain(key_BKSH, "BKTH"),
+            layout.constrain(value_BKSH, "BKTH"),
+            segment_ids_BT,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+        )
+    key_BKSH = layout.constrain(key_BKSH, "BKSH")
+    value_BKSH = layout.constrain(value_BKSH, "BKSH")
+    attend = {"blockwise": _blockwise, "splash": _splash, "tokamax": tokamax_rows}[kernel]
+    attend = functools.partial(attend, layout, scale=scale, softcap=softcap)
+    inputs = query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT
+    if kernel != "splash" or not isinstance(window, jax.Array):
+        return attend(*inputs, window=window)
+    known = sorted(set(windows))
+    branches = [functools.partial(attend, window=size) for size in known]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(known), window), branches, *inputs)
+
+
+def _blockwise(
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    **settings: Any,
+) -> jax.Array:
+    order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
+    places = Places(order_BT, segment_ids_BT)
+    return attention(query_BTKGH, key_BKSH, value_BKSH, places, places, **settings)
+
+
+def _splash(*inputs: Any, **settings: Any) -> jax.Array:
+    # Importing Pallas takes half a second, which only those who use it should wait for.
+    from earl_jax.models.attention.splash import splash_rows
+
+    return splash_rows(*inputs, **settings)
+
+
+# attend(query_BTKGH, layer, reading, window, share, scatter) -> out_BTKGH
+AttendCache = Callable[[jax.Array, LayerCache, Reading, int | None, PageShare, bool], jax.Array]
+
+
+def attention_over_pages(
+    platform: str | None,
+    model: ModelConfig,
+    cache: PagedCache,
+    cached_B: jax.Array,
+    counts_B: jax.Array,
+    length: int,
+) -> tuple[dict[int | None, Reading], AttendCache]:
+    """Attention of `length` queries behind the first `cached_B` places of each row.
+
+    The first `counts_B` queries of a row count; rows with a count of 0 get zeros.
+
+    Returns:
+        What is read, by window (None looks at all), planned once for all layers that have it; and
+        `attend` with the reading of a layer's window. The layer's pages hold the queries' own
+        tokens already; of `share` and `scatter` see `attend_pages`.
+    """
+    tile = tile_for(platform, len(cached_B), cache.page_size // cache.parts)
+    windows = dict.fromkeys(window or None for window in model.layer_windows)
+    readings = {
+        window: plan_reading(cache, cached_B, counts_B, length, window, tile) for window in windows
+    }
+
+    def attend(
+        query_BTKGH: jax.Array,
+        layer: LayerCache,
+        reading: Reading,
+        window: int | None,
+        share: PageShare,
+        scatter: bool,
+    ) -> jax.Array:
+        return attend_pages(
+            query_BTKGH,
+            layer,
+            reading,
+            scale=model.attention_scale,
+            softcap=model.attention_softcap,
+            window=window,
+            share=share,
+            scatter=scatter,
+        )
+
+    return readings, attend
+
+
+def pages_in_words(platform: str, page_size: int) -> str:
+    """What `attention_over_pages` does on this platform, and why it is that."""
+    tile = tile_for(platform, ON_CPU.rows, page_size)
+    pages = "a page" if tile.pages == 1 else f"{tile.pages} pages"
+    rows = f"up to {tile.rows} rows" if platform == "cpu" else "all rows"
+    return (
+        "our attention over pages, because no other kernel reads pages laid out as the engine's; "
+        f"on {platform} devices {pages} of {rows} at a time"
+    )

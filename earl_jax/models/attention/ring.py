@@ -1,0 +1,307 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over rows that are cut over the `context` axis: keys and values go round in a ring.
+
+Each shard keeps its queries, looks at the keys and values that it has, and hands them on, until all
+have been everywhere (Ring Attention, arXiv 2310.01889). Rows are folded (folding.py), so that of
+all pairs of a part of queries and a part of keys each shard has as many to look at, and none whose
+keys come later: three when it has its own keys, and two whenever it has others', less those that
+are farther apart than a window, or share no segment. (Striped attention, arXiv 2311.09431, is even
+too, but half of every pair is masked.) The mask goes by where tokens stand and by their segments,
+which every shard knows of whole rows, and never by where they lie.
+
+Why a ring, for a row of 131,072 tokens of Llama-3.1-8B in bf16, where keys and values of a layer
+are 512 MiB:
+
+- Gathered on every device (as Llama 3 does, arXiv 2407.21783) they, and their gradients in fp32
+  before these are scattered, take 1.5 GiB however many shards there are. In the ring, on 8 shards,
+  those that are there, those that come and the gradients that travel with them take 256 MiB. Bytes
+  over links are alike: every device receives all keys and values, and in the backward pass
+  gradients too.
+- All-to-all (DeepSpeed Ulysses, arXiv 2309.14509) sends less, but cuts heads while it attends: not
+  into more shards than there are key/value heads, of which `tensor` takes its part first.
+- The 64 MiB of a hop take 0.2 ms over NVLink, and 0.8 ms along a v5e's torus; the two pairs that
+  are looked at meanwhile are 2.2 TFLOP, which are some ms, and more than ten.
+
+Backward, the ring goes round once more, from the sums of the softmax that the forward pass kept:
+memory is that of a shard's tokens in both directions.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.models.attention.partial_attention import (
+    Outcome,
+    Rules,
+    Sides,
+    conclude,
+    joined,
+    look,
+    look_back,
+    merge,
+    nothing_seen,
+    outcome,
+    pieces,
+)
+from earl_jax.models.attention.rows import Places, Window
+from earl_jax.models.checkpoints.folding import part_length
+from earl_jax.sharding.layout import Layout
+
+_AXIS = "context"
+
+
+class _Known(NamedTuple):
+    """What is known when the program is made."""
+
+    layout: Layout
+    scale: float
+    softcap: float
+
+    @property
+    def size(self) -> int:
+        """Shards of the ring."""
+        return self.layout.shape.context
+
+
+def ring_attention(
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKTH: jax.Array,
+    value_BKTH: jax.Array,
+    segment_ids_BS: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: Window = None,
+) -> jax.Array:
+    """`attention` of folded rows over themselves, on a layout with a `context` axis.
+
+    Queries, keys and values are folded; `segment_ids_BS` are of whole rows, as they were before. A
+    query of segment 0 sees nothing, and gets zeros.
+
+    Returns:
+        out_BTKGH, folded, in the type of the query.
+    """
+    length, size = query_BTKGH.shape[1], layout.shape.context
+    assert length == 2 * size * part_length(length, size), length
+    missing = length - segment_ids_BS.shape[1]
+    segment_ids_BS = jnp.pad(segment_ids_BS, ((0, 0), (0, missing)))
+    window = jnp.asarray(length if window is None else window, jnp.int32)
+    known = _Known(layout, scale, softcap)
+    return _attend(known, query_BTKGH, key_BKTH, value_BKTH, segment_ids_BS, window)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(known: _Known, query, key, value, segments, window) -> jax.Array:
+    return _forward(known, query, key, value, segments, window)[0]
+
+
+def _forward(known: _Known, query, key, value, segments, window) -> tuple[jax.Array, Any]:
+    """What is attended to, and what the backward pass needs."""
+    inputs, (queries, sums) = _specs(known.layout)
+    run = _on_shards(_forward_shard, known, inputs, (queries, sums))
+    out, log_total = run(query, key, value, segments, window)
+    return out, (query, key, value, segments, window, out, log_total)
+
+
+def _backward(known: _Known, kept: Any, grad_out: jax.Array) -> tuple[Any, ...]:
+    inputs, (queries, sums) = _specs(known.layout)
+    run = _on_shards(_backward_shard, known, (*inputs, queries, sums, queries), inputs[:3])
+    # Segments and the window are whole numbers, which have no gradient.
+    return *run(*kept, grad_out), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _specs(layout: Layout) -> tuple[tuple[P, ...], tuple[P, P]]:
+    """Of queries, keys, values, segments and the window; of what is BTKGH and what is BKGT."""
+    queries, sides = layout.activation_spec("BTKGH"), layout.activation_spec("BKTH")
+    inputs = (queries, sides, sides, layout.activation_spec("BS"), P())
+    return inputs, (queries, layout.activation_spec("BKGT"))
+
+
+def _on_shards(shard: Callable[..., Any], known: _Known, inputs: Any, outputs: Any) -> Any:
+    # Nothing is differentiated here, and so nothing to be recomputed. But a scan over layers takes
+    # out of itself what is the same for all of them, when it is: masks, of all pairs of blocks (25
+    # GiB for 131,072 tokens on 8 shards), unless what they are part of cannot be taken apart.
+    return jax.shard_map(
+        jax.checkpoint(functools.partial(shard, known)),
+        mesh=known.layout.mesh,
+        in_specs=inputs,
+        out_specs=outputs,
+        check_vma=False,
+    )
+
+
+def _forward_shard(
+    known: _Known, query_BTKGH, key_BKTH, value_BKTH, segments_BS, window
+) -> tuple[jax.Array, jax.Array]:
+    """One shard: its queries' out_BTKGH, and the logarithms of their softmax's sums, BKGT."""
+    queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
+    rules = Rules(known.scale, known.softcap, window)
+
+    def see(seen: Any, sides: Sides, pair: _Pair) -> Any:
+        query, keys = _pick(queries, pair.mine), _pick(sides, pair.theirs)
+        found = look(rules, query, keys, pair.own, pair.others)
+        return _put(seen, pair.mine, merge(_pick(seen, pair.mine), found))
+
+    seen = _go_round(known, segments_BS, window, own, nothing_seen(queries), see)
+    out, log_total = conclude(seen)
+    return joined(out, 1).astype(query_BTKGH.dtype), joined(log_total, 3)
+
+
+def _backward_shard(
+    known: _Known,
+    query_BTKGH,
+    key_BKTH,
+    value_BKTH,
+    segments_BS,
+    window,
+    out_BTKGH,
+    log_total_BKGT,
+    grad_BTKGH,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One shard: gradients of its queries, and of its keys and values, which others added up."""
+    queries, own = pieces(query_BTKGH, 1, 2), _parts_of(key_BKTH, value_BKTH)
+    rules = Rules(known.scale, known.softcap, window)
+    whole = outcome(out_BTKGH, grad_BTKGH, log_total_BKGT)
+    outcomes = Outcome(*(pieces(a, axis, 2) for a, axis in zip(whole, (1, 3, 3), strict=True)))
+
+    def see(grads: Any, sides: Sides, pair: _Pair) -> Any:
+        found = look_back(
+            rules,
+            _pick(queries, pair.mine),
+            _pick(outcomes, pair.mine),
+            _pick(sides, pair.theirs),
+            pair.own,
+            pair.others,
+        )
+        return tuple(
+            _put(grad, half, jax.tree.map(jnp.add, _pick(grad, half), more))
+            for grad, half, more in zip(grads, (pair.mine, pair.theirs), found, strict=True)
+        )
+
+    def hand_on(grads: Any) -> Any:
+        """Gradients go with the keys and values that they are of, and come home behind the last."""
+        return grads[0], _hand_on(known, grads[1])
+
+    zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (queries, own))
+    of_query, of_sides = _go_round(known, segments_BS, window, own, zeros, see, hand_on)
+    return (
+        joined(of_query, 1).astype(query_BTKGH.dtype),
+        joined(of_sides.key, 2).astype(key_BKTH.dtype),
+        joined(of_sides.value, 2).astype(value_BKTH.dtype),
+    )
+
+
+class _Pair(NamedTuple):
+    """A part of a shard's queries and a part of somebody's keys: which (0 or 1), and where."""
+
+    mine: jax.Array
+    theirs: jax.Array
+    own: Places
+    others: Places
+
+
+def _go_round(
+    known: _Known,
+    segments_BS: jax.Array,
+    window: jax.Array,
+    own: Sides,
+    result: Any,
+    see: Callable[[Any, Sides, _Pair], Any],
+    hand_on: Callable[[Any], Any] = lambda result: result,
+) -> Any:
+    """`see(result, sides, pair)` for every pair of parts of which some tokens meet, as keys come.
+
+    All shards go through the same number of hops: a collective in a loop that some leave earlier
+    never ends. Keys travel while those before them are looked at; `hand_on` follows each look.
+    """
+    shard, places = jax.lax.axis_index(_AXIS), _places_of(known, segments_BS)
+
+    def look_at(
+        result: Any, sides: Sides, owner: jax.Array, pairs: tuple[jax.Array, jax.Array]
+    ) -> Any:
+        def one(result: Any, halves: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            mine, theirs = halves
+            pair = _Pair(mine, theirs, places(shard, mine), places(owner, theirs))
+            meets = _meet(pair, window)
+            result = jax.lax.cond(meets, lambda r: see(r, sides, pair), lambda r: r, result)
+            return result, None
+
+        return hand_on(jax.lax.scan(one, result, pairs)[0])
+
+    def hop(result: Any, sides: Sides, number: jax.Array | int) -> Any:
+        owner = (shard - number) % known.size
+        # Of an earlier shard, the first part comes before both of ours, and the last behind both;
+        # of a later one, both parts are between ours.
+        half, first, last = jnp.where(owner < shard, 0, 1), jnp.int32(0), jnp.int32(1)
+        pairs = jnp.stack([half, last]), jnp.stack([half, first])
+        return look_at(result, sides, owner, pairs)
+
+    def middle(carry: tuple[Sides, Any], number: jax.Array) -> tuple[tuple[Sides, Any], None]:
+        here, result = carry
+        coming = _hand_on(known, here)
+        return (coming, hop(result, here, number)), None
+
+    here = _hand_on(known, own)
+    result = look_at(result, own, shard, (jnp.array([0, 1, 1]), jnp.array([0, 0, 1])))
+    if known.size > 2:
+        carry = (here, result)
+        (here, result), _ = jax.lax.scan(middle, carry, jnp.arange(1, known.size - 1))
+    return hop(result, here, known.size - 1)
+
+
+def _hand_on(known: _Known, sides: Sides) -> Sides:
+    """To the next shard; what is returned came from the one before."""
+    ring = [(shard, (shard + 1) % known.size) for shard in range(known.size)]
+    return jax.tree.map(lambda side: jax.lax.ppermute(side, _AXIS, ring), sides)
+
+
+def _parts_of(key_BKTH: jax.Array, value_BKTH: jax.Array) -> Sides:
+    """A shard's two parts along a new first axis."""
+    return Sides(pieces(key_BKTH, 2, 2), pieces(value_BKTH, 2, 2))
+
+
+def _places_of(known: _Known, segments_BS: jax.Array) -> Callable[[jax.Array, jax.Array], Places]:
+    """Where the tokens of a shard's first part (0) or last part (1) stand."""
+    num_parts = 2 * known.size
+    length = segments_BS.shape[1] // num_parts
+
+    def places(shard: jax.Array, half: jax.Array) -> Places:
+        start = jnp.where(half == 0, shard, num_parts - 1 - shard) * length
+        segment_BT = jax.lax.dynamic_slice_in_dim(segments_BS, start, length, axis=1)
+        order_BT = start + jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
+        return Places(order_BT, segment_BT)
+
+    return places
+
+
+def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
+    """Whether a query may look at a key: some are near enough, and some segments are the same."""
+    near = pair.own.order[0, 0] - pair.others.order[0, -1] < window
+    (own_least, own_most), (least, most) = _range_of(pair.own), _range_of(pair.others)
+    return near & jnp.any((own_least <= most) & (least <= own_most))
+
+
+def _range_of(places: Places) -> tuple[jax.Array, jax.Array]:
+    """The least and the greatest segment of each row, i32[B], which is padding where it is 0."""
+    segment_BT = places.segment
+    least_B = jnp.min(segment_BT, axis=1, where=segment_BT > 0, initial=jnp.iinfo(jnp.int32).max)
+    return least_B, jnp.max(segment_BT, axis=1)
+
+
+def _pick(tree: Any, half: jax.Array) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, half, keepdims=False), tree)
+
+
+def _put(tree: Any, half: jax.Array, values: Any) -> Any:
+    return jax.tree.map(
+        lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, half, 0), tree, values
+    )

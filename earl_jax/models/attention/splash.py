@@ -1,0 +1,114 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Splash attention, JAX's Pallas kernel for TPUs, for whole training rows.
+
+Scores never leave the chip's vector memory. Temporaries are copies of the inputs in the order that
+the kernel wants, about as many bytes as the blockwise reference takes (benchmarks/attention.md).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from earl_jax.models.attention.attention_shards import on_each_shard
+from earl_jax.sharding.layout import Layout
+
+# The kernel's own unit: lengths and head sizes are padded to multiples of it.
+LANES = 128
+# Queries and keys of one step of the grid. At 512 x 512 the scores are 1 MiB of vector memory.
+BLOCK = 512
+
+
+def splash_rows(
+    layout: Layout,
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int | None = None,
+) -> jax.Array:
+    """`attention` of whole rows over themselves (S = T), token t of a row standing at place t.
+
+    On each device for its rows and heads, without a collective: XLA cannot cut the kernel itself.
+    Queries of segment 0 look at each other, which is finite and never read. On CPUs the kernel's
+    steps run as ordinary operations, which is slow: for tests.
+
+    Returns:
+        out_BTKGH in the type of the query.
+    """
+
+    def attend_shard(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT):
+        return _attend(
+            query_BTKGH,
+            key_BKSH,
+            value_BKSH,
+            segment_ids_BT,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            interpret=layout.platform == "cpu",
+        )
+
+    return on_each_shard(layout, attend_shard)(query_BTKGH, key_BKSH, value_BKSH, segment_ids_BT)
+
+
+def _attend(
+    query_BTKGH: jax.Array,
+    key_BKSH: jax.Array,
+    value_BKSH: jax.Array,
+    segment_ids_BT: jax.Array,
+    *,
+    scale: float,
+    softcap: float,
+    window: int | None,
+    interpret: bool,
+) -> jax.Array:
+    """One device's rows and heads, padded to what the kernel takes."""
+    rows, length, kv_heads, groups, head_size = query_BTKGH.shape
+    heads = kv_heads * groups
+    block = min(BLOCK, _up(length, LANES))
+    more_T, more_H = _up(length, block) - length, _up(head_size, LANES) - head_size
+    # Scaled in fp32: the kernel takes scores as they come.
+    query_BTKGH = (query_BTKGH.astype(jnp.float32) * scale).astype(query_BTKGH.dtype)
+    # Heads as [B, N, T, H] with the groups of a key/value head together, as the kernel wants them.
+    query = query_BTKGH.transpose(0, 2, 3, 1, 4).reshape(rows, heads, length, head_size)
+    widths = ((0, 0), (0, 0), (0, more_T), (0, more_H))
+    query, key, value = (jnp.pad(array, widths) for array in (query, key_BKSH, value_BKSH))
+    segments = jnp.pad(segment_ids_BT, ((0, 0), (0, more_T)))
+    kernel = _kernel(heads, length + more_T, block, softcap, window, interpret)
+    out: jax.Array = jax.vmap(kernel)(query, key, value, splash.SegmentIds(segments, segments))
+    out = out[:, :, :length, :head_size].reshape(rows, kv_heads, groups, length, head_size)
+    return out.transpose(0, 3, 1, 2, 4).astype(query_BTKGH.dtype)
+
+
+def _kernel(
+    heads: int, length: int, block: int, softcap: float, window: int | None, interpret: bool
+) -> Callable[..., Any]:
+    shape = (length, length)
+    if window is None or window >= length:
+        mask = splash.CausalMask(shape)
+    else:
+        mask = splash.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+    return splash.make_splash_mha_single_device(
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=splash.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        attn_logits_soft_cap=softcap or None,
+        interpret=interpret,
+    )
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,331 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in the format of `transformers`, read by slice onto the devices.
+
+A device gets its slice of each tensor and nothing else, block by block (blocks.py). Which tensor is
+which parameter is said in families.py; hf_write.py is the way out.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from earl_jax.models.blocks import BLOCK_BYTES, Region, block_shape, fill
+from earl_jax.models.checkpoints.families import Family, Weight, family_named
+from earl_jax.models.checkpoints.hf_settings import read_settings
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.parameters import ParameterSpec, Params, is_spec, parameter_specs
+from earl_jax.sharding.layout import Layout
+
+# Types of tensors, by safetensors' name and by that of config.json.
+_READABLE = ("F32", "F16", "BF16")
+DTYPES: Mapping[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
+# What was read of a mapped file counts as this process's memory until the file is closed.
+MAX_MAPPED_BYTES = 32 * 2**20
+# The longest list that safetensors reads; what claims to be longer is no such file.
+MAX_LIST_BYTES = 100_000_000
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A folder and what its config.json says. `dtype` is the type that its weights are kept in."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    model: ModelConfig
+    vocab_size: int
+    family: Family
+    dtype: str
+
+    @property
+    def max_context(self) -> int | None:
+        """Tokens that the model is made to read at once; None where config.json does not say."""
+        context = self.settings.get("max_position_embeddings")
+        return context if isinstance(context, int) and context > 0 else None
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Reads config.json; weights are not looked at.
+
+    Raises:
+        ValueError: no such folder, or a model that cannot be computed here.
+    """
+    path = folder / "config.json"
+    try:
+        settings = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} is no JSON object")
+    dtype = settings.get("dtype", settings.get("torch_dtype")) or "float32"
+    try:
+        model, vocab_size = read_settings(settings)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return Checkpoint(
+        folder=folder,
+        settings=settings,
+        model=model,
+        vocab_size=vocab_size,
+        family=family_named(settings),
+        dtype=dtype,
+    )
+
+
+def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float32") -> Params:
+    """The checkpoint's weights as parameters of this type, layers stacked, each where it lives.
+
+    Master weights are fp32; weights that are never trained may be "bfloat16".
+
+    Raises:
+        ValueError: a file that cannot be read, a tensor that is missing, superfluous, or of
+            another shape or type; the tensor and the file are named.
+    """
+    specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
+    weights = weights_of(specs, checkpoint.family)
+    with _Tensors(checkpoint) as tensors:
+        _check(tensors, specs, checkpoint)
+
+        def load(path: Any, spec: ParameterSpec) -> jax.Array:
+            weight, sharding = weights[key_of(path)], layout.parameters(spec.axes)
+            block = tensor_blocks(weight, spec.axes, sharding.shard_shape(spec.shape))
+            names = {index: name for name, index in tensor_names(weight, checkpoint.model)}
+
+            def read(region: Region) -> np.ndarray:
+                return _read(tensors, names, weight, spec, region, dtype)
+
+            return fill(spec.shape, DTYPES[dtype], sharding, block, read)
+
+        return jax.tree_util.tree_map_with_path(load, specs, is_leaf=is_spec)
+
+
+def check_weights(checkpoint: Checkpoint) -> None:
+    """Raises what `load_parameters` would, as far as it shows before the weights are read."""
+    specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
+    with _Tensors(checkpoint) as tensors:
+        _check(tensors, specs, checkpoint)
+
+
+def key_of(path: Any) -> str:
+    """A leaf's path in the tree as the keys of a table of weights have it: "layers.query"."""
+    return ".".join(entry.key for entry in path)
+
+
+def weights_of(specs: Any, family: Family) -> dict[str, Weight]:
+    """The family's table, as far as this model has the parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+    return {key_of(path): family.weights[key_of(path)] for path, _ in leaves}
+
+
+class _Tensors:
+    """The tensors of a folder: one file, or those that an index names. Opened when first asked."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        folder = checkpoint.folder
+        self._stack = contextlib.ExitStack()
+        self._open: dict[Path, Any] = {}
+        self._mapped_bytes = 0
+        index = folder / INDEX
+        if index.is_file():
+            try:
+                names = json.loads(index.read_text())["weight_map"]
+                self.files = {name: folder / file for name, file in names.items()}
+            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+                raise ValueError(f"{index} is damaged: {error!r}") from error
+            for name, file in names.items():
+                if Path(file).name != file:
+                    raise ValueError(
+                        f"{index} says that {name} is in {file!r}; only the name of a file beside "
+                        "it can stand there"
+                    )
+        elif (folder / SINGLE).is_file():
+            # Every model has an embedding: where no list can be read, it is what is missed first.
+            name = checkpoint.family.weights["embed"].name
+            keys = self._handle(name, folder / SINGLE).keys()
+            self.files = dict.fromkeys(keys, folder / SINGLE)
+        else:
+            raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+
+    def __enter__(self) -> "_Tensors":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._stack.close()
+
+    def _handle(self, name: str, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                handle = self._stack.enter_context(safe_open(file, framework="np"))
+            except (SafetensorError, OSError) as error:
+                name, words = _where_cut(file, name)
+                raise ValueError(f"{name} cannot be read from {file}: {error}{words}") from error
+            self._open[file] = handle
+        return self._open[file]
+
+    def read(self, name: str, cuts: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, in the type that it is stored in."""
+        try:
+            values = self.slice_of(name)[cuts]
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{name} cannot be read from {self.files[name]}: {error}") from error
+        self._mapped_bytes += values.nbytes
+        if self._mapped_bytes > MAX_MAPPED_BYTES:
+            self._stack.close()
+            self._open.clear()
+            self._mapped_bytes = 0
+        return values
+
+    def slice_of(self, name: str) -> Any:
+        """The tensor, of which nothing is read before it is indexed."""
+        file = self.files[name]
+        try:
+            return self._handle(name, file).get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{name} cannot be read from {file}: {error}") from error
+
+
+def _where_cut(file: Path, name: str) -> tuple[str, str]:
+    """The first tensor that a file ends before, and this in words; else `name`, and no words.
+
+    A file is eight bytes, the length of its list; the list, in JSON; and the tensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            behind = file.stat().st_size - 8 - length
+            if -MAX_LIST_BYTES < behind < 0:
+                return name, "; the file ends within its list of tensors"
+            listed = json.loads(opened.read(length)) if behind >= 0 else {}
+        ends = {key: at["data_offsets"][1] for key, at in listed.items() if key != "__metadata__"}
+        ends = {key: end for key, end in ends.items() if end > behind}
+        first = min(ends, key=ends.__getitem__)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        return name, ""
+    return first, f"; the file ends {ends[first] - behind:,} bytes before this tensor does"
+
+
+def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
+    """The size of each letter, and the shape that the tensor has in its file."""
+    sizes = dict(zip(spec.axes, spec.shape, strict=True))
+    shape = tuple(math.prod(sizes[letter] for letter in group) for group in weight.axes.split())
+    return sizes, shape
+
+
+def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every tensor of a parameter, and its place there: (), layer (2,), layer and expert (2, 5)."""
+    layers = range(model.num_layers) if "{layer}" in weight.name else (None,)
+    experts = range(model.num_experts) if "{expert}" in weight.name else (None,)
+    for layer, expert in itertools.product(layers, experts):
+        index = tuple(number for number in (layer, expert) if number is not None)
+        yield weight.name.format(layer=layer, expert=expert), index
+
+
+def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The blocks of a device's part: of one tensor each, cut as that can be cut in its file."""
+    num_stacked = len(axes) - len(weight.axes.replace(" ", ""))
+    # Of letters that are one axis of the tensor, the first can be cut.
+    outer = "".join(group[0] for group in weight.axes.split())
+    return block_shape(axes, local_shape, num_stacked, outer)
+
+
+def axes_order(weight: Weight, axes: str) -> list[int]:
+    """Where the tensor has our axes; those that are stacked are none of it."""
+    theirs = weight.axes.replace(" ", "")
+    return [theirs.index(letter) for letter in axes if letter in theirs]
+
+
+def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
+    """All tensors are there, of the right shape, of a type that can be read; and no others."""
+    model, family = checkpoint.model, checkpoint.family
+    weights = weights_of(specs, family)
+    embedding, head = (family.weights[key].name for key in ("embed", "head"))
+    expected: dict[str, tuple[int, ...]] = {}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        weight = weights[key_of(path)]
+        shape = tensor_sizes(spec, weight)[1]
+        expected |= {name: shape for name, _ in tensor_names(weight, model)}
+    for name, shape in expected.items():
+        if name not in tensors.files:
+            where = ", ".join(sorted({file.name for file in tensors.files.values()}))
+            raise ValueError(f"{name} is missing; it is not in {where}")
+        found = tensors.slice_of(name)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(
+                f"{name} in {tensors.files[name]} has the shape {tuple(found.get_shape())}; "
+                f"config.json gives {shape}"
+            )
+        if found.get_dtype() not in _READABLE:
+            raise ValueError(
+                f"{name} in {tensors.files[name]} is of type {found.get_dtype()}; only "
+                f"{', '.join(_READABLE)} can be read"
+            )
+    if model.tie_embeddings:
+        _check_copy(tensors, embedding, head)
+    for name, file in tensors.files.items():
+        # Old files hold the rotary frequencies, which are computed here, and a copy of a tied head.
+        copied = model.tie_embeddings and name == head
+        if name not in expected and not copied and not name.endswith("rotary_emb.inv_freq"):
+            raise ValueError(f"{name} in {file} is not part of the model that config.json gives")
+
+
+def _check_copy(tensors: _Tensors, embedding: str, head: str) -> None:
+    """A head beside a tied embedding is the same: `transformers` would compute with another."""
+    if head not in tensors.files:
+        return
+    one, other = (tensors.slice_of(name) for name in (embedding, head))
+    shape = tuple(one.get_shape())
+    rows = max(1, BLOCK_BYTES // (4 * shape[1]))
+    same = tuple(other.get_shape()) == shape and other.get_dtype() == one.get_dtype()
+    for start in range(0, shape[0], rows) if same else ():
+        part = (slice(start, min(start + rows, shape[0])),)
+        left, right = (tensors.read(name, part) for name in (embedding, head))
+        same = same and left.tobytes() == right.tobytes()
+    if not same:
+        raise ValueError(
+            f"{head} in {tensors.files[head]} is not the same as {embedding}, but config.json "
+            "ties them (tie_word_embeddings): set it to false there, or remove the tensor"
+        )
+
+
+def _read(
+    tensors: _Tensors,
+    names: Mapping[tuple[int, ...], str],
+    weight: Weight,
+    spec: ParameterSpec,
+    region: Region,
+    dtype: str,
+) -> np.ndarray:
+    """A region of the parameter, of one tensor only, in this type and our order of axes."""
+    sizes, _ = tensor_sizes(spec, weight)
+    ranges = dict(zip(spec.axes, region, strict=True))
+    cuts, lengths, inner = [], [], []
+    for group in weight.axes.split():
+        # The first letter of a group is cut in the file; the others are beside it, whole.
+        step = math.prod(sizes[letter] for letter in group[1:])
+        start, stop = ranges[group[0]]
+        cuts.append(slice(start * step, stop * step))
+        lengths += [stop - start, *(sizes[letter] for letter in group[1:])]
+        inner += [slice(None), *(slice(*ranges[letter]) for letter in group[1:])]
+    num_stacked = len(spec.axes) - len(lengths)
+    name = names[tuple(start for start, _ in region[:num_stacked])]
+    values = tensors.read(name, tuple(cuts))
+    values = values.reshape(lengths)[tuple(inner)].transpose(axes_order(weight, spec.axes))
+    shape = [stop - start for start, stop in region]
+    return np.ascontiguousarray(values, dtype=DTYPES[dtype]).reshape(shape)

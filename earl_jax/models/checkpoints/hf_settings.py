@@ -1,0 +1,256 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""config.json of `transformers` <-> ModelConfig, in its older and newer spellings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from earl_jax.models.checkpoints.families import FAMILIES, Family, family_named, family_of
+from earl_jax.models.config import ModelConfig, RopeScaling
+
+_REQUIRED = {"quantization_config": None, "partial_rotary_factor": 1.0}
+# What `transformers` takes where config.json says nothing.
+_DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+# `transformers` 5 computes nothing with Gemma 3's attn_logit_softcapping (no published model has
+# one); here it caps the scores, as it says.
+_SOFTCAPS = {
+    "attention_softcap": "attn_logit_softcapping",
+    "final_softcap": "final_logit_softcapping",
+}
+_EXPERTS = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn_size": "moe_intermediate_size",
+}
+
+
+def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
+    """The model that a config.json describes, and the size of its vocabulary.
+
+    Raises:
+        ValueError: an unknown family, a missing key, or one that would be computed wrongly.
+    """
+    family = family_named(settings)
+    for key, value in {**_REQUIRED, **family.required}.items():
+        if settings.get(key) not in (None, value):
+            raise ValueError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
+    settings = {**_DEFAULTS, **family.defaults, **settings}
+    heads, width = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
+    head_size = family.defaults.get("head_dim") or width // heads
+    if settings.get("head_dim") is not None:
+        head_size = _size(settings, "head_dim")
+    layers = dict(family.layers)
+    windows = _read_windows(settings, family)
+    theta, scaling, window_theta = _read_rope(settings)
+    window_theta = window_theta if windows else 0.0
+    if layers.setdefault("window_rope_theta", window_theta) != window_theta:
+        raise ValueError("layers with a window cannot rotate otherwise in this model_type")
+    if "query_pre_attn_scalar" not in layers:
+        scalar = _size(settings, "query_pre_attn_scalar")
+        layers["query_pre_attn_scalar"] = 0 if scalar == head_size else scalar
+    for field, key in _SOFTCAPS.items():
+        if field not in layers:
+            layers[field] = float(settings.get(key) or 0.0)
+    if "num_experts" not in layers:
+        # `transformers` 5 writes the second name of it, and reads both.
+        settings = {"num_experts": settings.get("num_local_experts"), **settings}
+        layers |= {field: _size(settings, key) for field, key in _EXPERTS.items()}
+        layers["normalize_expert_weights"] = settings["norm_topk_prob"]
+    model = ModelConfig(
+        num_layers=_size(settings, "num_hidden_layers"),
+        width=width,
+        num_heads=heads,
+        num_kv_heads=heads
+        if settings.get("num_key_value_heads") is None
+        else _size(settings, "num_key_value_heads"),
+        head_size=head_size,
+        ffn_size=_size(settings, "intermediate_size"),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        windows=windows,
+        norm_eps=settings["rms_norm_eps"],
+        tie_embeddings=settings["tie_word_embeddings"],
+        **layers,
+    )
+    model.validate()
+    return model, _size(settings, "vocab_size")
+
+
+def _size(settings: Mapping[str, Any], key: str) -> int:
+    value = settings.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+    """ModelConfig.windows, the shortest pattern that gives them."""
+    num_layers = _size(settings, "num_hidden_layers")
+    usual = _usual_kinds(settings, family, num_layers)
+    kinds = settings.get("layer_types") or usual
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ValueError(f"layer_types is {kinds!r}; it must name the {num_layers} layers' types")
+    unknown = sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL})
+    free = family.windows == "by_pattern" or (
+        family.windows == "by_flag" and settings.get("use_sliding_window")
+    )
+    if unknown or (kinds != usual and not free):
+        wanted = [_SLIDING, _FULL] if free else sorted(set(usual))
+        raise ValueError(
+            f"layer_types has {', '.join(unknown or sorted(set(kinds)))}; only "
+            f"{' and '.join(wanted)} can be computed, as the model_type and sliding_window say"
+        )
+    if _SLIDING not in kinds:
+        return ()
+    size = _size(settings, "sliding_window")
+    windows = tuple(size if kind == _SLIDING else 0 for kind in kinds)
+    return next(
+        windows[:period]
+        for period in range(1, num_layers + 1)
+        if all(window == windows[i % period] for i, window in enumerate(windows))
+    )
+
+
+def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
+    """The type of each layer where layer_types does not say."""
+    kind = family.windows
+    if kind == "by_pattern":
+        every = _size(settings, "sliding_window_pattern")
+        return [_SLIDING if (i + 1) % every else _FULL for i in range(num_layers)]
+    if kind == "by_flag" and settings.get("use_sliding_window") and settings["sliding_window"]:
+        first = settings["max_window_layers"]
+        return [_SLIDING if i >= first else _FULL for i in range(num_layers)]
+    if kind == "all" and settings["sliding_window"] is not None:
+        return [_SLIDING] * num_layers
+    return [_FULL] * num_layers
+
+
+def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling, float]:
+    """ModelConfig's rope_theta, rope_scaling, window_rope_theta.
+
+    Older files have rope_theta, rope_local_base_freq and rope_scaling, newer ones all of it in
+    rope_parameters, for each type of layer where these differ.
+    """
+    key = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    rope = settings.get(key) or {}
+    full, sliding = rope, None
+    if _FULL in rope or _SLIDING in rope:
+        full, sliding = rope.get(_FULL) or {}, rope.get(_SLIDING) or {}
+    elif "rope_local_base_freq" in settings:
+        sliding = {}
+    theta, scaling = _one_rope(full, settings["rope_theta"], key)
+    if sliding is None:
+        return theta, scaling, 0.0
+    local = _one_rope(sliding, settings.get("rope_local_base_freq", settings["rope_theta"]), key)
+    if local == (theta, scaling):
+        return theta, scaling, 0.0
+    if local[1].factor != 1:
+        raise ValueError(
+            f"{key}.{_SLIDING} is {sliding!r}; layers with a window can be stretched only as the "
+            "others are"
+        )
+    return theta, scaling, local[0]
+
+
+def _one_rope(rope: Mapping[str, Any], theta: float, key: str) -> tuple[float, RopeScaling]:
+    theta = float(rope.get("rope_theta", theta))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; only whole heads "
+            "are rotated here"
+        )
+    if kind == "default":
+        return theta, RopeScaling()
+    try:
+        if kind == "linear":
+            return theta, RopeScaling(kind="linear", factor=float(rope["factor"]))
+        if kind == "llama3":
+            return theta, RopeScaling(
+                factor=float(rope["factor"]),
+                low_freq_factor=float(rope["low_freq_factor"]),
+                high_freq_factor=float(rope["high_freq_factor"]),
+                original_max_position=int(rope["original_max_position_embeddings"]),
+            )
+    except KeyError as error:
+        raise ValueError(f"{key} of the type {kind!r} has no {error.args[0]}") from error
+    raise ValueError(
+        f"{key} is of the type {kind!r}; only 'default', 'linear' and 'llama3' can be computed"
+    )
+
+
+def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """The inverse of `read_settings`: what a config.json must say of this model.
+
+    Raises:
+        ValueError: no known family has such layers.
+    """
+    family = family_of(model)
+    return {
+        "architectures": [family.architecture],
+        "model_type": next(name for name, known in FAMILIES.items() if known is family),
+        "hidden_size": model.width,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_size,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "vocab_size": vocab_size,
+        **_written_rope(model, family),
+        **_written_windows(model, family),
+        **_written_scores(model, family),
+        **_written_experts(model, family),
+        **family.required,
+    }
+
+
+def _written_rope(model: ModelConfig, family: Family) -> dict[str, Any]:
+    scaling = model.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if scaling.factor > 1:
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind == "llama3":
+            rope |= {
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_position,
+            }
+    if "window_rope_theta" in family.layers:
+        return {"rope_parameters": rope}
+    local = {"rope_type": "default", "rope_theta": model.window_rope_theta}
+    return {"rope_parameters": {_FULL: rope, _SLIDING: local if model.window_rope_theta else rope}}
+
+
+def _written_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
+    windows = model.layer_windows
+    size = max(windows) or None
+    if family.windows == "none":
+        return {}
+    if family.windows == "all":
+        return {"sliding_window": size}
+    kinds = [_SLIDING if window else _FULL for window in windows]
+    if family.windows == "by_flag":
+        written = {"layer_types": kinds, "sliding_window": size, "use_sliding_window": bool(size)}
+        return written | ({"max_window_layers": kinds.index(_SLIDING)} if size else {})
+    # A number even where no layer has a window: `transformers` asks for it.
+    return {"layer_types": kinds, "sliding_window": size or family.defaults["sliding_window"]}
+
+
+def _written_scores(model: ModelConfig, family: Family) -> dict[str, Any]:
+    written: dict[str, Any] = {}
+    if "query_pre_attn_scalar" not in family.layers:
+        written["query_pre_attn_scalar"] = model.query_pre_attn_scalar or model.head_size
+    for field, key in _SOFTCAPS.items():
+        if field not in family.layers:
+            written[key] = getattr(model, field) or None
+    return written
+
+
+def _written_experts(model: ModelConfig, family: Family) -> dict[str, Any]:
+    if "num_experts" in family.layers:
+        return {}
+    sizes = {key: getattr(model, field) for field, key in _EXPERTS.items()}
+    return sizes | {"norm_topk_prob": model.normalize_expert_weights}

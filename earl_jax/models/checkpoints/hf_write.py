@@ -1,0 +1,275 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints in the format of `transformers`, written; hf_read.py is the way in.
+
+The host holds one tensor at a time, which comes from the devices block by block (blocks.py).
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from earl_jax.models.blocks import drain
+from earl_jax.models.checkpoints.families import Weight, family_of
+from earl_jax.models.checkpoints.hf_read import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    Checkpoint,
+    axes_order,
+    key_of,
+    tensor_blocks,
+    tensor_names,
+    tensor_sizes,
+    weights_of,
+)
+from earl_jax.models.checkpoints.hf_settings import write_settings
+from earl_jax.models.checkpoints.hf_tokenizer import Tokenizer, write_tokenizer
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.lora import Adapted, is_adapted, merged
+from earl_jax.models.parameters import Params, is_spec, parameter_specs
+from earl_jax.sharding.layout import MeshShape, make_layout
+
+# By the names of DTYPES.
+_STORED = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+MAX_SHARD_BYTES = 4 * 2**30
+Leaf = jax.Array | Adapted
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def save_checkpoint(
+    folder: Path,
+    params: Params,
+    *,
+    model: ModelConfig,
+    vocab_size: int,
+    tokenizer: Tokenizer,
+    dtype: str,
+    max_positions: int,
+    source: Checkpoint | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    bring: Callable[[str, Leaf], Leaf] = lambda _, leaf: leaf,
+) -> None:
+    """Writes a folder that `transformers` loads: weights, config, tokenizer, generation settings.
+
+    What the model does not decide (the longest context, generation settings) comes from `source`,
+    the checkpoint that training began with, where there is one. The folder appears when all of it
+    is written.
+
+    Args:
+        folder: must not exist.
+        params: the trainer's tree, layers stacked; adapters are merged, one tensor at a time.
+        model: what `params` are; must be of a known family.
+        vocab_size: rows of the embedding.
+        tokenizer: its files and chat template are written beside the weights (hf_tokenizer.py).
+        dtype: one of DTYPES; "float32" keeps every bit.
+        max_positions: the longest context, where there is no source.
+        source: see above.
+        max_shard_bytes: weights beyond it go into several files, with an index.
+        bring: what puts a parameter, by its key, on devices of this process. Called for one after
+            the other of `parameters_of(params)`, each when the one before has been let go.
+
+    Raises:
+        ValueError: no known family has such layers, or the folder exists or cannot be written.
+    """
+    with whole_folder(folder) as partial:
+        leaf_of = _one_at_a_time(parameters_of(params), bring)
+        _write_weights(partial, leaf_of, model, vocab_size, dtype, max_shard_bytes)
+        config, generation = _texts(model, vocab_size, tokenizer, dtype, max_positions, source)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (partial / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+        write_tokenizer(partial, tokenizer)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside it to write to, which takes its name when all is written.
+
+    Raises:
+        ValueError: the folder exists, or what is done inside raised an OSError.
+    """
+    if folder.exists():
+        raise ValueError(f"{folder} exists already")
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        yield partial
+        os.replace(partial, folder)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}") from error
+
+
+def _texts(
+    model: ModelConfig,
+    vocab_size: int,
+    tokenizer: Any,
+    dtype: str,
+    max_positions: int,
+    source: Checkpoint | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and generation_config.json."""
+    if source is not None:
+        kept = {key: value for key, value in source.settings.items() if key != "torch_dtype"}
+        path = source.folder / "generation_config.json"
+        if path.is_file():
+            return kept | {"dtype": dtype}, json.loads(path.read_text())
+        tokens = {key: kept[key] for key in _TOKEN_KEYS if kept.get(key) is not None}
+        return kept | {"dtype": dtype}, tokens
+    # A token that the tokenizer has not must be said to be none: `transformers` has defaults.
+    tokens = {key: getattr(tokenizer, key, None) for key in _TOKEN_KEYS}
+    config = write_settings(model, vocab_size) | tokens
+    config |= {"max_position_embeddings": max_positions, "dtype": dtype}
+    return config, {key: value for key, value in tokens.items() if value is not None}
+
+
+def parameters_of(params: Any) -> dict[str, Any]:
+    """The leaves of a tree of parameters by their keys, in the order that they are written in."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted)
+    return {key_of(path): leaf for path, leaf in leaves}
+
+
+def _one_at_a_time(
+    leaves: dict[str, Leaf], bring: Callable[[str, Leaf], Leaf]
+) -> Callable[[str], Leaf]:
+    """`leaves` as `bring` brings them, of which the last that was asked for is held."""
+    held: dict[str, Leaf] = {}
+
+    def leaf_of(key: str) -> Leaf:
+        if key not in held:
+            held.clear()
+            held[key] = bring(key, leaves[key])
+        return held[key]
+
+    return leaf_of
+
+
+def _write_weights(
+    folder: Path,
+    leaf_of: Callable[[str], Leaf],
+    model: ModelConfig,
+    vocab_size: int,
+    dtype: str,
+    max_bytes: int,
+) -> None:
+    plan = _shards(model, vocab_size, np.dtype(DTYPES[dtype]).itemsize, max_bytes)
+    files: dict[str, str] = {}
+    for number, shard in enumerate(plan, start=1):
+        file = f"model-{number:05d}-of-{len(plan):05d}.safetensors" if len(plan) > 1 else SINGLE
+        _write_file(folder / file, shard, leaf_of, dtype)
+        files |= {tensor.name: file for tensor in shard}
+    if len(plan) > 1:
+        total = sum(tensor.num_bytes for shard in plan for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Planned:
+    """A tensor to write: what is at `index` (see `tensor_names`) of the parameter `key`."""
+
+    name: str
+    key: str
+    index: tuple[int, ...]
+    weight: Weight
+    axes: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Planned]:
+    specs = parameter_specs(model, vocab_size)
+    weights = weights_of(specs, family_of(model))
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        weight = weights[key_of(path)]
+        shape = tensor_sizes(spec, weight)[1]
+        for name, index in tensor_names(weight, model):
+            yield _Planned(
+                name=name,
+                key=key_of(path),
+                index=index,
+                weight=weight,
+                axes=spec.axes,
+                shape=shape,
+                num_bytes=math.prod(shape) * itemsize,
+            )
+
+
+def _shards(
+    model: ModelConfig, vocab_size: int, itemsize: int, max_bytes: int
+) -> list[list[_Planned]]:
+    """Tensors in files of at most `max_bytes`; one that is larger has a file of its own."""
+    shards: list[list[_Planned]] = [[]]
+    for tensor in _planned(model, vocab_size, itemsize):
+        held = sum(other.num_bytes for other in shards[-1])
+        if shards[-1] and held + tensor.num_bytes > max_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    return shards
+
+
+def _write_file(
+    path: Path, shard: list[_Planned], leaf_of: Callable[[str], Leaf], dtype: str
+) -> None:
+    """A file of safetensors, tensor by tensor: its library would hold all of them, twice."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in shard:
+        start, end = end, end + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": _STORED[dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard:
+            # Under a name it would live on beside the next.
+            file.write(_tensor(leaf_of(tensor.key), tensor, np.dtype(DTYPES[dtype])).data)
+
+
+def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
+    """The bytes of the tensor as its file has it."""
+    axes, weight, index = tensor.axes, tensor.weight, tensor.index
+    if isinstance(leaf, Adapted):
+        array, index = _merged_layer(leaf, index[0]), (0, *index[1:])
+    else:
+        array = leaf
+    assert array.is_fully_addressable, "one process must see the whole parameter"
+    if not isinstance(array.sharding, NamedSharding):
+        device = make_layout(MeshShape(), list(array.devices()))
+        array = jax.device_put(array, device.parameters(axes))
+    block = tensor_blocks(weight, axes, array.sharding.shard_shape(array.shape))
+    sizes = dict(zip(axes, array.shape, strict=True))
+    values = np.empty([sizes[letter] for letter in weight.axes.replace(" ", "")], dtype)
+    ours = values.transpose(axes_order(weight, axes))
+    for region, part in drain(array, block, index):
+        ours[tuple(slice(*cut) for cut in region[len(index) :])] = part[(0,) * len(index)]
+    return values.reshape(-1).view(np.uint8)
+
+
+def _merged_layer(leaf: Adapted, layer: int) -> jax.Array:
+    """One layer of the merged weight, where the weight lies; layers are still its first axis."""
+    return _merge(leaf.weight.sharding)(leaf, np.int32(layer))
+
+
+@functools.lru_cache(maxsize=64)
+def _merge(sharding: Any) -> Any:
+    def merge(leaf: Adapted, layer: jax.Array) -> jax.Array:
+        take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=layer, slice_size=1)
+        return merged(jax.tree.map(take, leaf))
+
+    return jax.jit(merge, out_shardings=sharding)

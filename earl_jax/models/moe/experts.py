@@ -1,0 +1,207 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: a router, and feed-forward networks of which each token uses a few.
+
+No token is dropped and no expert has a capacity: pairs of a token and one of its experts are sorted
+by expert, and each expert multiplies its own stretch of them. What a token gets does not depend on
+its neighbours. The router is trained through the weights of the experts that it chose; a loss for
+balance (routing.py) pulls the policy away from its objective, and is added where it is asked for.
+
+Experts (E) are cut over the `expert` axis and their feed-forward (F) over `tensor`. Every device
+computes its own experts for all tokens of its group, so that nothing travels but activations:
+
+- In the rollout, tokens are whole on all devices of a row shard. One all-reduce over (expert,
+  tensor) adds up the parts, as behind a dense layer. Rows cannot be cut over `expert` there: row
+  shards decode unequally long, and one that had ended would keep the others waiting for ever.
+- In training, rows are cut over `expert` too: else attention and the head, a large part of a
+  model with small experts, would be computed alike on each of its devices. Tokens are gathered
+  over `expert` before, and the parts scattered and added behind, which is as many bytes as the
+  all-reduce would be. All-to-all would send less where tokens use fewer experts than there are
+  shards, but needs room for the worst case, or drops tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.models.activations import ACTIVATIONS
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.moe.grouped_matmul import grouped_matmul
+from earl_jax.models.quantization import Quantized
+from earl_jax.sharding.axes import MESH_AXES
+from earl_jax.sharding.layout import PARAMETER_RULES, Layout
+
+# Letters of a layer's weights, without L.
+_WEIGHTS = {"router": "DX", "expert_gate": "EDF", "expert_up": "EDF", "expert_down": "EFD"}
+_WITHIN_ROWS = ("expert", "tensor")
+
+
+def router_probabilities(x_TD: jax.Array, router_DX: jax.Array) -> jax.Array:
+    """A softmax over all experts, f32[..., X] whatever the compute type; D is the last axis."""
+    logits_TX = jnp.einsum("...D,DX->...X", x_TD, router_DX, preferred_element_type=jnp.float32)
+    return jax.nn.softmax(logits_TX, axis=-1)
+
+
+def route(
+    config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The experts of each token, likeliest first, and their weights.
+
+    Returns:
+        weights_TU f32 and experts_TU i32.
+    """
+    probabilities_TX = router_probabilities(x_TD, router_DX)
+    weights_TU, experts_TU = jax.lax.top_k(probabilities_TX, config.experts_per_token)
+    if config.normalize_expert_weights:
+        weights_TU = weights_TU / jnp.sum(weights_TU, axis=-1, keepdims=True)
+    return weights_TU, experts_TU
+
+
+def mix_experts(
+    config: ModelConfig, layer: Any, x_TD: jax.Array, experts_E: jax.Array
+) -> jax.Array:
+    """What the experts `experts_E` (numbers, rising by one) add up to for each token.
+
+    `layer` has their weights, of which F may be a part, and the whole router: over all parts of E
+    and F, these sums add up to the mixture. For `expert_gate`, `expert_up` and `expert_down`, E is
+    that of `experts_E`.
+
+    Returns:
+        out_TD in the type of `x_TD`.
+    """
+    weights_TU, chosen_TU = route(config, x_TD, layer["router"])
+    num_experts, per_token = len(experts_E), config.experts_per_token
+    here_TU = (chosen_TU >= experts_E[0]) & (chosen_TU <= experts_E[-1])
+    # Pairs of other devices' experts are sorted behind all of ours, and belong to no group.
+    local_M = jnp.where(here_TU, chosen_TU - experts_E[0], num_experts).reshape(-1)
+    order_M = jnp.argsort(local_M, stable=True)
+    sizes_E = jnp.sum(local_M[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
+    x_TUD = jnp.broadcast_to(x_TD[:, None], (len(x_TD), per_token, x_TD.shape[-1]))
+    x_MD = _permute(x_TUD.reshape(-1, x_TD.shape[-1]), order_M)
+    expert_M = jnp.minimum(local_M[order_M], num_experts - 1)
+    gate_MF = _multiply(x_MD, layer["expert_gate"], sizes_E, expert_M)
+    up_MF = _multiply(x_MD, layer["expert_up"], sizes_E, expert_M)
+    hidden_MF = ACTIVATIONS[config.activation](gate_MF) * up_MF
+    out_MD = _multiply(hidden_MF, layer["expert_down"], sizes_E, expert_M)
+    out_TUD = _permute(out_MD, jnp.argsort(order_M)).reshape(x_TUD.shape)
+    # Behind the last group a backend may leave anything, NaN included.
+    out_TUD = jnp.where(here_TU[..., None], out_TUD, 0).astype(jnp.float32)
+    return jnp.einsum("TUD,TU->TD", out_TUD, weights_TU).astype(x_TD.dtype)
+
+
+def _multiply(
+    x_MD: jax.Array, weights_EDF: jax.Array | Quantized, sizes_E: jax.Array, expert_M: jax.Array
+) -> jax.Array:
+    """`grouped_matmul`, of int8 too. `expert_M` is the group of each row, any behind the last."""
+    if not isinstance(weights_EDF, Quantized):
+        return grouped_matmul(x_MD, weights_EDF, sizes_E)
+    product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E)
+    scale_MF = weights_EDF.scale[expert_M]
+    return (product_MF.astype(jnp.float32) * scale_MF).astype(x_MD.dtype)
+
+
+def _permute(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
+    """Rows in another order. Told that no row comes twice, its gradient needs no atomic adds."""
+    return x_MD.at[order_M].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _own_experts(config: ModelConfig, layout: Layout) -> jax.Array:
+    """The numbers of the experts that this device has; where all axes are manual.
+
+    Counted here, not cut from `arange(num_experts)` by a specification: where XLA places arrays it
+    takes all that hold the same numbers for one, so that whatever counted to as many (the tokens
+    of a burst or of a chunk) was cut over `expert` as well, with permutes and gathers behind it.
+    """
+    num_local = config.num_experts // layout.shape.expert
+    return jax.lax.axis_index("expert") * num_local + jnp.arange(num_local)
+
+
+def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.Array) -> jax.Array:
+    """The mixture for whole rows on the trainer's layout.
+
+    Weights are gathered over `fsdp` and `context` for use, and their gradients scattered.
+    """
+    # XLA for CPU keeps collectives over an axis of size 1, as copies: those are left out here.
+    cut = {axis for axis, size in layout.mesh.shape.items() if size > 1}
+    gathered = tuple(axis for axis in PARAMETER_RULES["D"] if axis in cut)
+    rows_cut = "expert" in cut & set(layout.row_axes)
+    adds = tuple(
+        axis for axis in _WITHIN_ROWS if axis in cut and not (rows_cut and axis == "expert")
+    )
+    specs = {name: layout.parameter_spec(letters) for name, letters in _WEIGHTS.items()}
+
+    def mix(weights: Any, x_BTD: jax.Array) -> jax.Array:
+        if gathered:
+            weights = {
+                name: jax.lax.all_gather(leaf, gathered, axis=_WEIGHTS[name].index("D"), tiled=True)
+                for name, leaf in weights.items()
+            }
+        if rows_cut:
+            x_BTD = jax.lax.all_gather(x_BTD, "expert", tiled=True)
+        experts_E = _own_experts(config, layout)
+        out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
+        out_BTD = out_TD.reshape(x_BTD.shape)
+        out_BTD = jax.lax.psum_scatter(out_BTD, "expert", tiled=True) if rows_cut else out_BTD
+        return jax.lax.psum(out_BTD, adds) if adds else out_BTD
+
+    rows = layout.activation_spec("BT.")
+    mixed = jax.shard_map(
+        mix,
+        mesh=layout.mesh,
+        in_specs=(specs, rows),
+        out_specs=rows,
+        axis_names=set(MESH_AXES),
+        check_vma=False,
+    )
+    return mixed({name: layer[name] for name in specs}, x_BTD)
+
+
+def experts_of_shard(
+    config: ModelConfig, layout: Layout | None, layer: Any, x_BTD: jax.Array
+) -> jax.Array:
+    """The mixture inside the engine's `shard_map` over rows; `layout` None: weights are whole."""
+    weights = {name: layer[name] for name in _WEIGHTS}
+
+    def mix(experts_E: jax.Array, weights: Any, x_BTD: jax.Array) -> jax.Array:
+        out_TD = mix_experts(config, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), experts_E)
+        return out_TD.reshape(x_BTD.shape)
+
+    if layout is None or layout.shape.expert * layout.shape.tensor == 1:
+        return mix(jnp.arange(config.num_experts), weights, x_BTD)
+
+    # Axes of rows are manual already, and so are no part of a specification here.
+    def within_rows(letters: str) -> P:
+        spec = layout.parameter_spec(letters)
+        return P(*(axis if axis in _WITHIN_ROWS else None for axis in spec))
+
+    specs = {
+        name: _placed(weights[name], letters, within_rows) for name, letters in _WEIGHTS.items()
+    }
+
+    def mix_own(weights: Any, x_BTD: jax.Array) -> jax.Array:
+        out_BTD = mix(_own_experts(config, layout), weights, x_BTD)
+        # XLA for CPU ends the process at this sum of bf16 (jaxlib 0.10.2: "Invalid binary
+        # instruction opcode copy"; since meshes have a `context` axis, of size 1 here).
+        dtype = jnp.float32 if layout.platform == "cpu" else out_BTD.dtype
+        return jax.lax.psum(out_BTD.astype(dtype), _WITHIN_ROWS).astype(out_BTD.dtype)
+
+    mixed = jax.shard_map(
+        mix_own,
+        in_specs=(specs, P()),
+        out_specs=P(),
+        axis_names=set(_WITHIN_ROWS),
+        check_vma=False,
+    )
+    return mixed(weights, x_BTD)
+
+
+def _placed(weight: Any, letters: str, place: Callable[[str], P]) -> Any:
+    """The specification of a matrix, or of both parts of a quantised one."""
+    if not isinstance(weight, Quantized):
+        return place(letters)
+    outputs = "".join(letter for letter in letters if letter not in weight.inputs)
+    return dataclasses.replace(weight, values=place(letters), scale=place(outputs))

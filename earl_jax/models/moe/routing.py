@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""How evenly routers spread tokens over experts: what they did, and the loss that evens it out."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.moe.experts import router_probabilities
+from earl_jax.sharding.axes import MESH_AXES
+from earl_jax.sharding.layout import Layout
+
+
+class Routing(NamedTuple):
+    """What routers did, f32[..., X] each: the axes before X are rows, layers, or both.
+
+    `chosen` counts the tokens that were sent to each expert, `probability` adds up what the router
+    gave each. Sums over tokens, so that rows and micro-batches add up.
+
+    Example: two tokens, one expert each of two, probabilities (3/4, 1/4) and (5/8, 3/8): chosen
+    (2, 0), probability (11/8, 5/8).
+    """
+
+    chosen: jax.Array
+    probability: jax.Array
+
+
+def routing_of_rows(
+    config: ModelConfig,
+    layout: Layout,
+    x_BTD: jax.Array,
+    router_DX: jax.Array,
+    real_BT: jax.Array,
+) -> Routing:
+    """`count_routing` of one layer on the trainer's layout; nothing is added up over rows.
+
+    The first axis has rows, of each shard of the `context` axis for itself.
+
+    The router is asked once more than for the mixture, where each device has the tokens of others
+    too: beside the experts' arithmetic that is little.
+    """
+    # By hand, because XLA need not know that a top_k can be cut over rows and their parts, of which
+    # each has sums of its own.
+    count = jax.shard_map(
+        functools.partial(count_routing, config),
+        mesh=layout.mesh,
+        in_specs=(layout.activation_spec("BT."), P(), layout.activation_spec("BT")),
+        out_specs=P((*layout.row_axes, "context")),
+        axis_names=set(MESH_AXES),
+        check_vma=False,
+    )
+    return count(x_BTD, router_DX, real_BT)
+
+
+def count_routing(
+    config: ModelConfig, x_BTD: jax.Array, router_DX: jax.Array, real_BT: jax.Array
+) -> Routing:
+    """What a router does with the tokens of each row that are `real`: a Routing of f32[B, X]."""
+    probability_BTX = router_probabilities(x_BTD, router_DX)
+    _, experts_BTU = jax.lax.top_k(probability_BTX, config.experts_per_token)
+    hit_BTUX = jax.nn.one_hot(experts_BTU, config.num_experts, dtype=bool)
+    hit_BTUX &= real_BT[:, :, None, None]
+    return Routing(
+        chosen=jnp.sum(hit_BTUX, axis=(1, 2), dtype=jnp.float32),
+        probability=jnp.sum(jnp.where(real_BT[..., None], probability_BTX, 0.0), axis=1),
+    )
+
+
+def balance_loss(config: ModelConfig, routing: Routing) -> jax.Array:
+    """The load-balancing loss of Switch Transformers (arXiv 2101.03961, eq. 4), a mean over layers.
+
+    X * sum_x f_x P_x: f is the share of the tokens that an expert was sent, and has no gradient; P
+    is its mean probability. A token has `experts_per_token` experts, so that the shares add up to
+    as many, which is also the loss of even routers. `transformers` scales it so, but takes f and P
+    of all layers together, where one layer's crowded expert hides behind the next one's idle one.
+
+    `routing` is f32[L, X]. Without tokens, 0.
+    """
+    tokens_L = jnp.sum(routing.chosen, axis=-1) / config.experts_per_token
+    products_L = jnp.sum(routing.chosen * routing.probability, axis=-1)
+    return jnp.mean(config.num_experts * products_L / jnp.maximum(tokens_L, 1.0) ** 2)
+
+
+class LoadOfExperts(NamedTuple):
+    """Scalars, each of the layer in which it is worst.
+
+    `busiest` is the load of the busiest expert over the mean load: 1 where all are alike, at most
+    num_experts / experts_per_token. `entropy` is that of the experts' shares, in nats: at most the
+    logarithm of num_experts.
+    """
+
+    busiest: jax.Array
+    entropy: jax.Array
+
+
+def load_of_experts(routing: Routing) -> LoadOfExperts:
+    """How even the loads are that routers gave to experts. `routing` is f32[L, X]."""
+    total_L = jnp.maximum(jnp.sum(routing.chosen, axis=-1, keepdims=True), 1.0)
+    share_LX = routing.chosen / total_L
+    logs_LX = jnp.log(jnp.where(share_LX > 0, share_LX, 1.0))
+    return LoadOfExperts(
+        busiest=jnp.max(share_LX) * share_LX.shape[-1],
+        entropy=jnp.min(-jnp.sum(share_LX * logs_LX, axis=-1)),
+    )

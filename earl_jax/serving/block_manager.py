@@ -1,0 +1,244 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Room in the KV cache for the requests that JetStream serves: pages as their replies need them.
+
+A request has the pages of its tokens, from a pool that may hold fewer than all slots could fill.
+Where a row shard has too few for the next step, the shortest of its requests waits: its pages go to
+host memory, or its prompt is not put into its slot yet. Its step then has no token, which JetStream
+takes for nothing. The longest goes on, so that one after the other ends; who waits for pages comes
+back to all that was read, in the order of length.
+
+The room of slots and the pool begin small and grow, the pool where the longest request has it for
+itself and needs more. Where there is no memory for that, this request ends, and the others go on.
+
+Steps that guess say several tokens, how many is known when they are done. The next one is
+dispatched before: until then a request counts as if all guesses had been right.
+"""
+
+import collections
+import sys
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.host_pages import HostPages
+from earl_jax.engine.pages import PageTable, Pool, pages_for
+from earl_jax.engine.session import Policy, Seat
+from earl_jax.engine.step_tokens import StepTokens
+
+if TYPE_CHECKING:
+    from earl_jax.engine.engine import PolicyEngine
+
+# Whoever comes back has room for so many tokens more.
+LEAST_TOKENS = 32
+
+
+class _Step(NamedTuple):
+    """A step that was dispatched: who took part, as which request of its slot."""
+
+    requests: dict[int, int]
+    tokens: StepTokens
+
+
+class ServingRoom:
+    """The pages of JetStream's slots. Host-side state only.
+
+    `places` of a slot and the pool of `pages` are what the state has now. `failed` says why the
+    requests of some slots end: for want of memory.
+    """
+
+    def __init__(self, engine: "PolicyEngine", pool: Pool, places: int) -> None:
+        """Nobody is in any slot of a state with these pages and places."""
+        self._engine, self.places = engine, places
+        self._most = engine.config.serving.places
+        # The most tokens of a step.
+        self._says = 1 + (engine.config.rules.draft if engine.config.rules.ngram else 0)
+        self._page_size = engine.config.page_size
+        self.pages = PageTable(pool, num_slots=engine.config.num_slots, page_size=self._page_size)
+        self.failed: dict[int, str] = {}
+        # Tokens in the cache of each slot that a request is in: the most there can be by now.
+        self._lengths: dict[int, int] = {}
+        # Which request of its slot that is, and steps of which it is not known what they said.
+        self._tickets: collections.Counter[int] = collections.Counter()
+        self._steps: collections.deque[_Step] = collections.deque()
+        # Prompts that are not in their slots yet.
+        self._prompts: dict[int, Any] = {}
+        self._asleep: set[int] = set()
+        # At most what the slots of one server can hold.
+        self.host = HostPages(sys.maxsize)
+        self._given: np.ndarray | None = None
+        self._awake: np.ndarray | None = None
+        self._moving: Any = None
+
+    @property
+    def asleep(self) -> frozenset[int]:
+        """Slots whose requests take no part in the step that was prepared last."""
+        return frozenset(self._asleep)
+
+    def insert(self, prompt: Any, slot: int) -> None:
+        """A prompt is in the slot before the next step, or as soon as there are pages for it."""
+        self.free(slot)
+        self._lengths[slot], self._prompts[slot] = int(prompt.cached[0]), prompt
+        self._tickets[slot] += 1
+        self._asleep.add(slot)
+
+    def free(self, slot: int) -> None:
+        """The slot's request is over; there may be none."""
+        self._lengths.pop(slot, None)
+        self._prompts.pop(slot, None)
+        self._asleep.discard(slot)
+        self.failed.pop(slot, None)
+        self.host.drop(slot)
+        self.pages.keep(slot, 0)
+
+    def note(self, tokens: StepTokens) -> None:
+        """What the step hands out that was prepared last."""
+        if self._says > 1:
+            awake = self._lengths.keys() - self._asleep
+            self._steps.append(_Step({slot: self._tickets[slot] for slot in awake}, tokens))
+
+    def settle(self, in_flight: int = 0) -> int:
+        """Learns how many tokens steps have said, but for the last `in_flight`; their sum."""
+        said = 0
+        while len(self._steps) > in_flight:
+            requests, tokens = self._steps.popleft()
+            counts = tokens.num_tokens()
+            for slot, ticket in requests.items():
+                said += int(counts[slot])
+                if slot in self._lengths and self._tickets[slot] == ticket:
+                    self._lengths[slot] -= self._says - int(counts[slot])
+        return said
+
+    def prepare(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
+        """The state in which everybody who takes part has pages for a step, and who does.
+
+        Donates `state`.
+        """
+        self.settle(in_flight=1)
+        leaving, pages = {}, self.pages.pool.pages
+        for shard in range(self.pages.pool.shards):
+            slots = [slot for slot in self.pages.slots_of(shard) if slot in self._lengths]
+            self._wake(shard, slots)
+            while (short := self._wanted(slots) - self.pages.num_free(shard)) > 0:
+                if self._steps:
+                    self.settle()
+                    continue
+                awake = [slot for slot in slots if slot not in self._asleep]
+                if len(awake) == 1:
+                    pages = max(pages, self.pages.pool.pages + short)
+                    break
+                slot = min(awake, key=self._rank)
+                self._asleep.add(slot)
+                if slot not in self._prompts and slot not in self.host:
+                    leaving[slot] = self.pages.pages_of(slot, self._length(slot))
+                    self.pages.keep(slot, 0)
+        state = self._copy(self._grow(state, pages), leaving)
+        awake = np.zeros(self._engine.config.num_slots, np.int32)
+        awake[[slot for slot in self._lengths if slot not in self._asleep]] = 1
+        if self._awake is None or not np.array_equal(awake, self._awake):
+            self._awake, self._moving = awake, self._engine.place_rows(awake)
+        for slot in np.flatnonzero(awake).tolist():
+            self._lengths[slot] += self._says
+        return self._give(state), self._moving
+
+    def _grow(self, state: DecodeState, pages: int) -> DecodeState:
+        """The state with room for the next step, and so many pages a row shard at least.
+
+        Who has too little where there is no memory for more fails.
+        """
+        awake = self._lengths.keys() - self._asleep
+        places = max((self._tokens(slot) for slot in awake), default=0)
+        old, size = self.pages.pool, self._page_size
+        if places <= self.places and pages <= old.pages:
+            return state
+        places = self.places if places <= self.places else max(places, 2 * self.places)
+        pages = old.pages if pages <= old.pages else max(pages, 2 * old.pages)
+        places = min(places, self._most)
+        new = old._replace(pages=min(pages, max(old.pages, pages_for(self._most, size))))
+        table, source = self.pages.regroup(new)
+        try:
+            state = self._engine.grow_served(state, places, old, source if new != old else None)
+        except jax.errors.JaxRuntimeError as error:
+            self._fail(awake, str(error).splitlines()[0])
+            return state
+        self.pages, self.places, self._given = table, places, None
+        return state
+
+    def _fail(self, awake: Collection[int], why: str) -> None:
+        pool, size = self.pages.pool, self._page_size
+        for slot in awake:
+            tokens = self._tokens(slot)
+            missing = self.pages.missing(slot, tokens)
+            if tokens > self.places or missing > self.pages.num_free(self.pages.shard(slot)):
+                self._asleep.add(slot)
+                self.host.drop(slot)
+                self.pages.keep(slot, 0)
+                self.failed[slot] = (
+                    f"the prompt and its reply have come to {self._length(slot)} tokens, and the "
+                    f"devices have no memory for a longer context: the KV cache holds "
+                    f"{pool.pages * size} tokens, and did not grow ({why:.200})"
+                )
+
+    def _length(self, slot: int) -> int:
+        """Tokens in the slot's cache."""
+        return min(self._lengths[slot], self._most)
+
+    def _wake(self, shard: int, slots: list[int]) -> None:
+        """Who waits takes part where there are pages, the longest first; none overtakes it."""
+        waiting = self._asleep.intersection(slots) - self.failed.keys()
+        for slot in sorted(waiting, key=self._rank, reverse=True):
+            alone = self._asleep.issuperset(slots)
+            tokens = min(self._lengths[slot] + LEAST_TOKENS, self._most)
+            pages = self._wanted(slots) + pages_for(tokens, self._page_size)
+            if not alone and pages > self.pages.num_free(shard):
+                break
+            self._asleep.discard(slot)
+
+    def _wanted(self, slots: list[int]) -> int:
+        """Pages that those of the slots who are awake lack for a step."""
+        return sum(
+            self.pages.missing(slot, self._tokens(slot))
+            for slot in slots
+            if slot not in self._asleep
+        )
+
+    def _tokens(self, slot: int) -> int:
+        """In the slot's cache after a step."""
+        return min(self._lengths[slot] + self._says, self._most)
+
+    def _rank(self, slot: int) -> tuple[bool, int, int]:
+        """Who goes on rather than others of the row shard is higher; a prompt has least to lose."""
+        return slot not in self._prompts, self._lengths[slot], -slot
+
+    def _copy(self, state: DecodeState, leaving: dict[int, list[int]]) -> DecodeState:
+        """Pages leave for the host and come back; prompts come in; everybody has room to go on."""
+        seat = Seat(
+            engine=self._engine,
+            policy=Policy(params=None, version=0),
+            state=state,
+            places=self.places,
+            pages=self.pages,
+        )
+        self.host.settle()
+        seat = self.host.copy_out(seat, leaving)
+        coming = {}
+        for slot in sorted(self._lengths.keys() - self._asleep):
+            self.pages.hold(slot, self._tokens(slot))
+            if slot in self.host:
+                coming[slot] = self.pages.pages_of(slot, self._length(slot))
+        state = self.host.copy_back(seat, coming, dict.fromkeys(coming, True)).state
+        for slot in sorted(self._prompts.keys() - self._asleep):
+            pages = self.pages.pages_of(slot, self._length(slot))
+            state = self._engine.put_prompt(state, self._prompts.pop(slot), slot, pages)
+        return state
+
+    def _give(self, state: DecodeState) -> DecodeState:
+        """The state in which slots have their pages."""
+        table = self.pages.as_array(pages_for(self.places, self._page_size))
+        if self._given is not None and np.array_equal(table, self._given):
+            return state
+        self._given = table
+        return self._engine.give_pages(state, table)

@@ -1,0 +1,258 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""JetStream's Driver for one PolicyEngine, which outlives its mistakes and lets requests go.
+
+The Driver as it comes answers any exception in its threads with SIGKILL, decodes on for clients
+that are gone, and leaves callers waiting when it stops. Its threads and queues are used unchanged.
+"""
+
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+
+from earl_jax.engine._jetstream import orchestrator, padded_length
+from earl_jax.engine.engine import PROMPT_CHUNK, PolicyEngine
+from earl_jax.serving.requests import RequestError, Wishes
+
+
+class _PrefillEngine:
+    """The engine as JetStream's prefill thread knows it: `prefill` heeds the request at hand."""
+
+    def __init__(self, engine: PolicyEngine) -> None:
+        self._engine = engine
+        self.wishes: Wishes | None = None
+        self.max_tokens = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def prefill(self, **prompt: Any) -> Any:
+        wishes = self.wishes
+        if wishes is None:
+            return self._engine.prefill(**prompt)
+        return self._engine.prefill(
+            **prompt,
+            sampling=wishes.sampling,
+            seed=wishes.seed,
+            choices=wishes.allowed,
+            logprobs=wishes.scored,
+            max_tokens=self.max_tokens,
+        )
+
+
+class PromptQueue(queue.Queue):
+    """JetStream's queue of prompts that wait to be read.
+
+    Its generate thread makes no step while this is not `empty` and a slot is free: it waits for the
+    prompt that is being read, so that steps have full batches. A long one, of several pieces, is
+    not worth the wait: while it is the next to be read, or is read, replies go on.
+    """
+
+    is_reading_long = False
+
+    def empty(self) -> bool:
+        """Whether replies go on: nothing waits, or what is next or at hand is long."""
+        with self.mutex:
+            return self.is_reading_long or not self.queue or _is_long(self.queue[0])
+
+    def _get(self) -> Any:
+        # Within the queue's lock: there is no moment at which it is neither waiting nor read.
+        request = super()._get()
+        self.is_reading_long = _is_long(request)
+        return request
+
+
+class _FreeSlots(queue.Queue):
+    """JetStream's queue of free slots; the engine hears of each."""
+
+    def __init__(self, size: int, engine: PolicyEngine) -> None:
+        super().__init__(size)
+        self._engine = engine
+
+    def put(self, item: int, block: bool = True, timeout: float | None = None) -> None:
+        self._engine.free_resource(item)
+        super().put(item, block, timeout)
+
+
+class PolicyDriver(orchestrator.Driver):
+    """Open requests are known by the name that the servicer gives them as their `history_path`.
+
+    A prompt that cannot be read fails its own request with INTERNAL. What goes wrong later, with
+    every slot's state on the devices, fails all of them; then `failure` says what it was, and
+    `on_failure` is called from the thread that failed.
+    """
+
+    def __init__(
+        self, engine: PolicyEngine, params: Any, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """Starts the threads. `params` lie where the engine wants them."""
+        self.failure: BaseException | None = None
+        self._on_failure = on_failure
+        self._open: dict[str, Any] = {}
+        self._wishes: dict[str, Wishes] = {}
+        self._engine = engine
+        self._prefill_engine = _PrefillEngine(engine)
+        self._opening = threading.Lock()
+        self._in_prefill = ""
+        super().__init__(
+            prefill_engines=[self._prefill_engine],
+            generate_engines=[engine],
+            prefill_params=[params],
+            generate_params=[params],
+            interleaved_mode=True,
+            jax_padding=False,
+        )
+
+    @property
+    def _generate_slots(self) -> list[queue.Queue]:
+        """As JetStream's threads know them."""
+        return self._free_slots
+
+    @_generate_slots.setter
+    def _generate_slots(self, queues: list[queue.Queue]) -> None:
+        self._free_slots: list[queue.Queue] = [_FreeSlots(q.maxsize, self._engine) for q in queues]
+
+    @property
+    def _prefill_backlog(self) -> queue.Queue:
+        """As JetStream's threads know it."""
+        return self._prompts
+
+    @_prefill_backlog.setter
+    def _prefill_backlog(self, _: queue.Queue) -> None:
+        self._prompts = PromptQueue()
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request is in."""
+        return self._generate_slots[0].qsize()
+
+    # Called by the servicer.
+
+    def expect(self, name: str, wishes: Wishes) -> None:
+        """Says how the request of this name, which is about to be placed, is drawn."""
+        with self._opening:
+            self._wishes[name] = wishes
+
+    def place_request_on_prefill_queue(self, request: Any) -> None:
+        """Called by JetStream's servicer for a request that was checked."""
+        # JetStream pads arrays; at a list, which its own servicer makes of ids, it fails.
+        request.prefill_content = np.asarray(request.prefill_content, np.int32)
+        with self._opening:
+            self._open[request.history_path] = request
+        super().place_request_on_prefill_queue(request)
+
+    def withdraw(self, name: str) -> None:
+        """Lets go of a request, whoever ended it; one that is complete is only forgotten.
+
+        A waiting prompt is not read. A slot is free after the step that it is in, and the 8 at most
+        that were decoded ahead of their reading.
+        """
+        with self._opening:
+            self._wishes.pop(name, None)
+            request = self._open.pop(name, None)
+        if request is None:
+            return
+        waiting = self._prefill_backlog
+        with waiting.mutex:
+            # By identity: requests hold arrays, which have no truth value when compared.
+            found = [place for place, other in enumerate(waiting.queue) if other is request]
+            for place in found:
+                del waiting.queue[place]
+        # The Driver takes a request for complete when it has more tokens than this.
+        request.max_tokens = 0
+
+    def fail(self, name: str, error: RequestError) -> None:
+        """Ends a request with this error; what it was sent before stays sent."""
+        with self._opening:
+            request = self._open.get(name)
+        if request is not None:
+            request.return_channel.set_exception(error)
+            self.withdraw(name)
+
+    def fail_all(self, error: RequestError) -> None:
+        """Ends every open request with this error."""
+        with self._opening:
+            names = list(self._open)
+        for name in names:
+            self.fail(name, error)
+
+    # The bodies of JetStream's threads.
+
+    def _process_prefill_content(
+        self, request: Any, tokenizer: Any, is_bos: bool, max_prefill_length: int
+    ) -> Any:
+        self._in_prefill = request.history_path
+        with self._opening:
+            self._prefill_engine.wishes = self._wishes.pop(self._in_prefill, None)
+            self._prefill_engine.max_tokens = request.max_tokens
+        # JetStream's own padding knows no length above 32,768.
+        ids = request.prefill_content
+        return np.pad(ids, (0, padded_length(len(ids)) - len(ids))), len(ids)
+
+    def _prefill_thread(self, idx: int) -> None:
+        while self.live:
+            try:
+                return super()._prefill_thread(idx)
+            except Exception as error:  # noqa: BLE001 - a device may raise anything
+                # Nothing but this prompt's own cache was written.
+                _report("a prompt could not be read", error)
+                self.fail(
+                    self._in_prefill,
+                    _internal(f"the server could not read this prompt ({_words(error)})"),
+                )
+
+    def _transfer_thread(self, idx: int) -> None:
+        self._or_fail(super()._transfer_thread, idx)
+
+    def _generate_thread(self, idx: int) -> None:
+        free = self._generate_slots[idx]
+
+        def generate(idx: int) -> None:
+            while self.live:
+                try:
+                    return super(PolicyDriver, self)._generate_thread(idx)
+                except AssertionError:
+                    # It asserts that a slot is busy where the last may just have become free.
+                    # Then nothing is lost by starting with empty slots.
+                    if not free.full():
+                        raise
+
+        self._or_fail(generate, idx)
+
+    def _detokenize_thread(self, idx: int) -> None:
+        self._or_fail(super()._detokenize_thread, idx)
+
+    def _or_fail(self, body: Callable[[int], None], idx: int) -> None:
+        try:
+            body(idx)
+        except Exception as error:  # noqa: BLE001 - a device may raise anything
+            if not self.live:
+                return  # `stop` takes the channels away from under the threads
+            self.failure, self.live = error, False
+            _report("the server cannot go on", error)
+            self.fail_all(_internal(f"the server failed, and ends ({_words(error)})"))
+            self._on_failure()
+
+
+def _is_long(request: Any) -> bool:
+    """Whether its prompt is read in several pieces; None is JetStream's word for the end."""
+    return request is not None and len(request.prefill_content) > PROMPT_CHUNK
+
+
+def _internal(words: str) -> RequestError:
+    return RequestError(grpc.StatusCode.INTERNAL, words)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+
+
+def _report(what: str, error: BaseException) -> None:
+    print(f"{what}:", file=sys.stderr)
+    traceback.print_exception(error, file=sys.stderr)

@@ -1,0 +1,311 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What JetStream may be asked: requests are checked here, before any of its threads sees them."""
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from earl_jax.engine.choices import Choices, choice_tree, no_choices, set_turn
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import MAX_SEED
+
+# The key of the metadata that says how a reply is drawn and where it stops, as JSON.
+SAMPLING_KEY = "sampling"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """Prompts of 1 to `max_prompt_tokens` ids, `places` ids together with the reply."""
+
+    vocab_size: int
+    max_prompt_tokens: int
+    places: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """How one reply is drawn and where it stops, beside what ends every reply.
+
+    `seed` None: one that no other request has. The reply ends before the first of
+    `stop_token_ids`, and its text before the first of `stop_strings`. It is one of `choices`, or of
+    `allowed_token_ids` alone, where there are any: `allowed` is what the engine is told of it. Its
+    tokens come with their log-probs: with `logprobs` under the distribution that each was drawn
+    from (at temperature 0 that of the model), with `model_logprobs` under the model itself,
+    untempered and with nothing cut off or forbidden.
+    """
+
+    sampling: Sampling
+    seed: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    choices: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    allowed: Choices | None = None
+    logprobs: bool = False
+    model_logprobs: bool = False
+
+    @property
+    def scored(self) -> bool:
+        """Whether any log-probs are asked for."""
+        return self.logprobs or self.model_logprobs
+
+
+class RequestError(Exception):
+    """Ends one request: the status, and a sentence, for the one who sent it."""
+
+    def __init__(self, code: grpc.StatusCode, words: str) -> None:
+        super().__init__(words)
+        self.code, self.words = code, words
+
+
+@dataclasses.dataclass(frozen=True)
+class Unreadable:
+    """Stands for bytes that are no message."""
+
+    reason: str
+
+
+def reader(message: Any) -> Callable[[bytes], Any]:
+    """Bytes to a message of this type, or `Unreadable`.
+
+    gRPC would answer what its own reader raises with INTERNAL and no word of the reason.
+    """
+
+    def read(data: bytes) -> Any:
+        try:
+            return message.FromString(data)
+        except DecodeError as error:
+            return Unreadable(str(error))
+
+    return read
+
+
+def check_fields(request: Any, limits: RequestLimits) -> None:
+    """All that can be said of a DecodeRequest without encoding its text.
+
+    Raises RequestError.
+    """
+    if isinstance(request, Unreadable):
+        raise _invalid(
+            f"this is no jetstream_proto.DecodeRequest ({request.reason}); text must be UTF-8, "
+            "which has no lone surrogates"
+        )
+    unknown = sorted({field.field_number for field in UnknownFieldSet(request)})
+    if unknown:
+        raise _invalid(
+            f"field {', '.join(map(str, unknown))} of the request is not known to JetStream 0.2.2; "
+            "send max_tokens, and text_content or token_content"
+        )
+    if request.session_cache or request.priority:
+        raise _invalid(
+            "session_cache and priority have no effect here; leave them out, and send a whole "
+            "conversation with each request"
+        )
+    content = request.WhichOneof("content")
+    if content is None:
+        raise _invalid(
+            "the request has no prompt; set text_content.text, or token_content.token_ids"
+        )
+    if request.max_tokens < 1:
+        raise _invalid(
+            f"max_tokens is {request.max_tokens}; it must be at least 1, and with the prompt at "
+            f"most {limits.places}"
+        )
+    if content == "token_content":
+        check_ids(request.token_content.token_ids, request.max_tokens, limits)
+    elif not request.text_content.text:
+        raise _invalid("text_content.text is empty; the policy needs a prompt to go on from")
+
+
+def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> None:
+    """A prompt's ids, and the room behind them. Raises RequestError."""
+    count = len(ids)
+    if not count:
+        raise _invalid("the prompt has no tokens; the policy needs a prompt to go on from")
+    if count > limits.max_prompt_tokens:
+        raise _invalid(
+            f"the prompt has {count} tokens; this server takes at most {limits.max_prompt_tokens} "
+            "(--max_prompt_tokens when it was started). Shorten it"
+        )
+    if count + max_tokens > limits.places:
+        raise _invalid(
+            f"the prompt's {count} tokens and max_tokens={max_tokens} need "
+            f"{count + max_tokens} places; there are {limits.places}: "
+            + (
+                f"lower max_tokens to at most {limits.places - count}"
+                if count < limits.places
+                else "shorten the prompt"
+            )
+        )
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= limits.vocab_size:
+        raise _invalid(
+            f"token id {low if low < 0 else high} is not in the vocabulary; ids go from 0 to "
+            f"{limits.vocab_size - 1}"
+        )
+
+
+_SAMPLING_FIELDS = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "seed": int,
+    "stop_strings": str,
+    "stop_token_ids": int,
+    "choices": str,
+    "allowed_token_ids": int,
+    "logprobs": bool,
+    "model_logprobs": bool,
+}
+_LISTS = ("stop_strings", "stop_token_ids", "choices", "allowed_token_ids")
+_EXAMPLE = '{"temperature": 0.7, "seed": 1, "stop_strings": ["\\n"]}'
+
+
+def read_wishes(metadata: Any, default: Sampling, vocab_size: int) -> Wishes:
+    """What the metadata of a request ask for; `default` where they say nothing.
+
+    Raises RequestError.
+    """
+    texts = [value for key, value in metadata or () if key == SAMPLING_KEY]
+    if not texts:
+        return Wishes(sampling=default)
+    if len(texts) > 1:
+        raise _invalid(f"the metadata have {len(texts)} values of '{SAMPLING_KEY}'; send one")
+    try:
+        given = json.loads(texts[0])
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _invalid(
+            f"the metadata's '{SAMPLING_KEY}' is no JSON ({error}); send such as {_EXAMPLE}"
+        ) from None
+    if not isinstance(given, dict):
+        raise _invalid(f"the metadata's '{SAMPLING_KEY}' must be an object such as {_EXAMPLE}")
+    return _wishes(given, default, vocab_size)
+
+
+def _wishes(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> Wishes:
+    fields = {name: _field(name, value) for name, value in given.items()}
+    drawn = {
+        name: fields.pop(name)
+        for name in ("temperature", "top_k", "top_p", "min_p") & fields.keys()
+    }
+    # Who wants the likeliest token wants nothing of the server's own cuts.
+    sampling = dataclasses.replace(
+        Sampling() if drawn.get("temperature") == 0 else default, **drawn
+    )
+    try:
+        sampling.validate(f"{SAMPLING_KEY}.")
+    except ValueError as error:
+        raise _invalid(str(error)) from None
+    wishes = Wishes(sampling=sampling, **fields)
+    if wishes.seed is not None:
+        if not 0 <= wishes.seed <= MAX_SEED:
+            raise _invalid(
+                f"{SAMPLING_KEY}.seed is {wishes.seed}; it must lie between 0 and {MAX_SEED}"
+            )
+        if sampling.temperature == 0:
+            raise _invalid(
+                f"{SAMPLING_KEY}.seed has no effect at temperature 0, which draws nothing; remove "
+                "it, or set a temperature"
+            )
+    _check_lists(wishes, given, vocab_size)
+    return wishes
+
+
+def _check_lists(wishes: Wishes, given: Mapping[str, Any], vocab_size: int) -> None:
+    for name in ("stop_strings", "choices"):
+        if "" in getattr(wishes, name):
+            raise _invalid(f"{SAMPLING_KEY}.{name} holds an empty string; remove it")
+    if any("\ud800" <= letter <= "\udfff" for text in wishes.choices for letter in text):
+        raise _invalid(
+            f"{SAMPLING_KEY}.choices holds a lone surrogate, which no text can have; remove it"
+        )
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        strange = [token for token in getattr(wishes, name) if not 0 <= token < vocab_size]
+        if strange:
+            raise _invalid(
+                f"{SAMPLING_KEY}.{name} holds {strange[0]}; ids go from 0 to {vocab_size - 1}"
+            )
+    for name in ("choices", "allowed_token_ids"):
+        if name in given and not given[name]:
+            raise _invalid(
+                f"{SAMPLING_KEY}.{name} is an empty list, which allows no reply; give some, or "
+                "leave it out"
+            )
+    if wishes.choices and wishes.allowed_token_ids:
+        raise _invalid(
+            f"{SAMPLING_KEY}.choices and {SAMPLING_KEY}.allowed_token_ids each say what the reply "
+            "may be; send one of them"
+        )
+
+
+def allow(
+    wishes: Wishes, max_tokens: int, branches: int, ids_of: Callable[[str], tuple[int, ...]]
+) -> Wishes:
+    """The wishes with what the engine, which has room for so many `branches`, is told of them.
+
+    `ids_of` gives the ids of a whole reply that says a text, its end included. Raises RequestError.
+    """
+    if not wishes.choices and not wishes.allowed_token_ids:
+        return wishes
+    replies = tuple(dict.fromkeys(map(ids_of, wishes.choices)))
+    tokens = tuple(dict.fromkeys(wishes.allowed_token_ids))
+    longest = max(map(len, replies), default=0) - 1
+    if longest > max_tokens:
+        raise _invalid(
+            f"{SAMPLING_KEY}.choices holds a reply of {longest} tokens, and max_tokens is "
+            f"{max_tokens}; raise it"
+        )
+    what = "choices" if replies else "allowed_token_ids"
+    possible = {token for reply in replies for token in reply}.union(tokens)
+    idle = [token for token in wishes.stop_token_ids if token not in possible]
+    if idle:
+        raise _invalid(
+            f"{SAMPLING_KEY}.stop_token_ids holds {idle[0]}, which {SAMPLING_KEY}.{what} never "
+            "lets come; add it there, or remove it"
+        )
+    needed = len(choice_tree(replies)[0]) or len(tokens)
+    if needed > branches:
+        raise _invalid(
+            f"{SAMPLING_KEY}.{what} takes {needed} different continuations, token by token; this "
+            f"server has room for {branches} (--max_choice_tokens when it was started)"
+        )
+    allowed = no_choices(1, branches)
+    set_turn(allowed, 0, replies, tokens)
+    return dataclasses.replace(wishes, allowed=allowed)
+
+
+def _field(name: str, value: Any) -> Any:
+    """A field's value as `Wishes` holds it. Raises RequestError for another type."""
+    if name not in _SAMPLING_FIELDS:
+        near = difflib.get_close_matches(name, _SAMPLING_FIELDS, 1)
+        raise _invalid(
+            f"{SAMPLING_KEY}.{name} is not known"
+            + (
+                f"; did you mean '{near[0]}'?"
+                if near
+                else f"; known are {', '.join(_SAMPLING_FIELDS)}"
+            )
+        )
+    kind = _SAMPLING_FIELDS[name]
+    if name in _LISTS:
+        if isinstance(value, list) and all(type(entry) is kind for entry in value):
+            return tuple(value)
+        raise _invalid(
+            f"{SAMPLING_KEY}.{name} must be a list of {kind.__name__}; got {value!r:.80}"
+        )
+    if type(value) is kind or (kind is float and type(value) is int and abs(value) < 2**31):
+        return kind(value)
+    words = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    raise _invalid(f"{SAMPLING_KEY}.{name} must be {words}; got {value!r:.80}")
+
+
+def _invalid(words: str) -> RequestError:
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, words)

@@ -1,0 +1,270 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of `python -m earl_jax.serve`, and what is wrong with them."""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from earl_jax.engine.config import SpeculationConfig
+
+if TYPE_CHECKING:
+    from earl_jax.models.config import ModelConfig
+    from earl_jax.sharding.layout import MeshShape
+
+# How a token is drawn where neither a flag nor the model says it.
+DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+# Of the KV cache a slot, where the devices do not say how much memory they have.
+DEFAULT_SLOT_TOKENS = 2048
+_HELP = """\
+Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
+HealthCheck), on this machine alone unless --host says otherwise. There is no password and no
+encryption: whoever reaches the address may use it.
+
+examples:
+  python -m earl_jax.serve --workdir=runs/tictactoe_tiny_cpu
+      the newest checkpoint of a run
+  python -m earl_jax.serve --model=Qwen2.5-0.5B-Instruct --temperature=0.7 --top_p=0.8
+      a folder with a checkpoint of transformers, or what a run exported; a name as ORG/NAME that is
+      no folder is asked of the model hub
+
+A request is a text or token ids, and max_tokens. A text is taken as it is, control tokens included:
+no chat template is applied. To chat, render the template and send what comes of it. The answer is a
+stream of messages, one for each token, with its id, and its text where the prompt was text. It ends
+at an end of turn, which is not sent, or after max_tokens. A request that cannot be served is
+answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EXHAUSTED.
+
+The KV cache grows with the replies, up to the model's context, from pages that all requests share.
+Where there are no more (--cache_tokens) the shortest requests wait, their pages in host memory, and
+go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
+cut but one for which there is no memory, which is told so with RESOURCE_EXHAUSTED.
+
+A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
+temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
+stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
+(of which it is made). One that says nothing is drawn as the flags say, and where these say nothing
+as the model's generation_config.json does. The trailing metadata `finish-reason` is end_of_turn,
+max_tokens, stop_string or stop_token_id. With "logprobs": true each token comes with its log-prob
+under what it was drawn from, with "model_logprobs": true with that under the model itself, in two
+fields more of its sample (earl_jax/serving/scores.py).
+
+SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
+the devices failed.
+"""
+
+
+def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
+    """The flags. Exits with status 2 for one that does not exist."""
+    parser = argparse.ArgumentParser(
+        prog="python -m earl_jax.serve",
+        description=_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    policy = parser.add_mutually_exclusive_group(required=True)
+    policy.add_argument("--workdir", type=Path, help="the folder of a run")
+    policy.add_argument(
+        "--model", help="a folder with a checkpoint of transformers, or its name on a hub"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    parser.add_argument("--port", type=int, default=9000, help="0: any that is free (%(default)s)")
+    parser.add_argument(
+        "--num_slots", type=int, default=16, help="requests decoded at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--max_waiting", type=int, default=256, help="requests that may wait (%(default)s)"
+    )
+    parser.add_argument(
+        "--max_prompt_tokens",
+        type=int,
+        help="longest prompt, a power of two from 16 on (default: the smallest that holds the "
+        "longest context)",
+    )
+    parser.add_argument(
+        "--max_context",
+        type=int,
+        help="most tokens of a prompt with its reply (default: the model's context, as far as "
+        "memory goes)",
+    )
+    parser.add_argument(
+        "--cache_tokens",
+        type=int,
+        help="tokens that the KV cache has room for at first, over all slots (default: what the "
+        f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
+    )
+    parser.add_argument(
+        "--max_choice_tokens",
+        type=int,
+        default=256,
+        help="room for the choices of a request, token by token, or for its allowed tokens; each "
+        "step looks at so many for every slot (%(default)s)",
+    )
+    for name, kind, text in (
+        ("temperature", float, "0 takes the likeliest token"),
+        ("top_k", int, "draw from the k likeliest tokens; 0: from all"),
+        ("top_p", float, "draw from the fewest tokens with this share of the probability"),
+        ("min_p", float, "draw from tokens at least so likely, relative to the likeliest"),
+    ):
+        default = DRAWN[name]
+        words = f"{text} (default: as generation_config.json of --model says, else {default})"
+        parser.add_argument(f"--{name}", type=kind, help=words)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
+    parser.add_argument(
+        "--mesh", help="such as data=2,tensor=4 (default: every device decodes its own slots)"
+    )
+    parser.add_argument(
+        "--compute_dtype",
+        choices=("float32", "bfloat16"),
+        help="type of matrix work and KV cache (default: the run's; for a model float32 where its "
+        "weights are, else bfloat16)",
+    )
+    parser.add_argument(
+        "--weight_dtype",
+        choices=("compute", "int8"),
+        help="type that matrices are kept in: as they are multiplied, or a byte a number (default: "
+        "the run's; for a model compute)",
+    )
+    parser.add_argument(
+        "--kv_dtype",
+        choices=("compute", "int8"),
+        help="type that the KV cache is kept in (default: the run's; for a model compute)",
+    )
+    parser.add_argument(
+        "--speculation",
+        choices=("off", "on", "auto"),
+        help="whether tokens are guessed from what the request says already: the same tokens in "
+        "fewer steps where text repeats itself; auto goes by the clock (default: the run's; for a "
+        "model off)",
+    )
+    for name, text in (
+        ("ngram", "what follows the last so many ids where they stood before is guessed"),
+        ("draft", "so many tokens are guessed at most"),
+    ):
+        default = getattr(SpeculationConfig, name)
+        words = f"{text} (default: the run's; for a model {default})"
+        parser.add_argument(f"--speculation_{name}", type=int, help=words)
+    parser.add_argument(
+        "--platform",
+        choices=("auto", "cpu", "gpu", "tpu"),
+        help="devices for --model (auto); a run's own config says its",
+    )
+    return parser.parse_args(arguments)
+
+
+def check_flags(flags: argparse.Namespace) -> None:
+    """What needs no model. Raises ValueError."""
+    from earl_jax.engine._jetstream import LEAST_PREFILL, padded_length
+    from earl_jax.serving.server import check_address
+
+    for name, low, high in (
+        ("port", 0, 65535),
+        ("num_slots", 1, 2**20),
+        ("max_waiting", 0, 2**20),
+        ("max_choice_tokens", 0, 2**20),
+        ("max_context", 2, 2**30),
+        ("cache_tokens", 1, 2**40),
+        ("seed", 0, 2**31 - 1),
+    ):
+        value = getattr(flags, name)
+        if value is not None and not low <= value <= high:
+            raise ValueError(f"--{name}={value}; it must lie between {low} and {high}")
+    prompt = flags.max_prompt_tokens
+    if prompt is not None and not LEAST_PREFILL <= prompt == padded_length(prompt) <= 2**30:
+        raise ValueError(
+            f"--max_prompt_tokens={prompt}; prompts are padded to powers of two: choose one from "
+            f"{LEAST_PREFILL} to {2**30}"
+        )
+    if flags.workdir and flags.platform:
+        raise ValueError(
+            "--platform has no effect beside --workdir: config.devices of the run says its "
+            "devices; remove one of the two"
+        )
+    if flags.temperature == 0 and flags.seed:
+        raise ValueError(
+            f"--seed={flags.seed} has no effect with --temperature=0, which draws nothing; remove "
+            "one of the two"
+        )
+    sampling(flags, {})
+    speculation(flags, SpeculationConfig(mode="auto") if flags.workdir else SpeculationConfig())
+    check_address(flags.host, flags.port)
+
+
+def check_against_model(
+    flags: argparse.Namespace,
+    mesh: "MeshShape",
+    name: str,
+    model: "ModelConfig",
+    vocab_size: int,
+    max_context: int | None,
+) -> None:
+    """What of the flags this model cannot do on this mesh, before its weights are read.
+
+    Raises ValueError.
+    """
+    from earl_jax.engine.engine_config import EngineConfig
+    from earl_jax.models.parameters import check_tensor_axis
+    from earl_jax.sharding.layout import ROLLOUT_ROWS
+
+    obstacle = check_tensor_axis(model, vocab_size, mesh.tensor, mesh.fsdp, mesh.expert)
+    if EngineConfig.page_size % mesh.context:
+        obstacle = f"a page of {EngineConfig.page_size} tokens does not divide by {mesh.context}"
+    if obstacle:
+        raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
+    shards = math.prod(getattr(mesh, axis) for axis in ROLLOUT_ROWS)
+    if flags.num_slots % shards:
+        raise ValueError(
+            f"--num_slots={flags.num_slots} does not divide over the mesh {mesh}; choose a "
+            f"multiple of {shards}"
+        )
+    places = flags.max_context or max_context
+    if max_context and places and places > max_context:
+        raise ValueError(
+            f"--max_context={places}; that of {name} is {max_context} tokens: lower it"
+        )
+    check_prompt(flags, places)
+
+
+def check_prompt(flags: argparse.Namespace, places: int | None) -> None:
+    """Raises ValueError for a longest prompt beyond a context of `places` tokens, if these end."""
+    from earl_jax.engine._jetstream import padded_length
+
+    prompt = flags.max_prompt_tokens
+    if places and prompt and prompt > padded_length(places):
+        raise ValueError(
+            f"--max_prompt_tokens={prompt} is more than a context of {places} tokens holds; "
+            f"choose at most {padded_length(places)}"
+        )
+
+
+def speculation(flags: argparse.Namespace, told: SpeculationConfig) -> SpeculationConfig:
+    """Whether tokens are guessed: by the flags, and else as `told`. Raises ValueError."""
+    names = {"speculation": "mode", "speculation_ngram": "ngram", "speculation_draft": "draft"}
+    given = {names[n]: getattr(flags, n) for n in names if getattr(flags, n) is not None}
+    chosen = dataclasses.replace(told, **given)
+    chosen.validate("--speculation_")
+    idle = [f"--speculation_{name}" for name in ("ngram", "draft") if name in given]
+    if chosen.mode == "off" and idle:
+        raise ValueError(
+            f"{' and '.join(idle)}: no tokens are guessed; set --speculation=on or auto, or remove "
+            "what has no effect"
+        )
+    return chosen
+
+
+def sampling(flags: argparse.Namespace, told: Mapping[str, float]) -> Any:
+    """How tokens are drawn for who does not say: by the flags, and else as the model is `told`.
+
+    Who wants the likeliest token wants no cuts of the model's; who wants cuts, not its likeliest
+    token. Raises ValueError.
+    """
+    from earl_jax.engine.config import Sampling
+
+    given = {name: getattr(flags, name) for name in DRAWN if getattr(flags, name) is not None}
+    if given and 0 in (given.get("temperature"), told.get("temperature")):
+        told = {}
+    chosen = Sampling(**{**told, **given})
+    chosen.validate("--")
+    return chosen

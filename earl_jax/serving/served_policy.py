@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""What `python -m earl_jax.serve` serves: a run's policy, or a checkpoint of `transformers`."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from earl_jax.engine.config import SpeculationConfig
+from earl_jax.main import start_jax
+from earl_jax.serving.serve_flags import DRAWN, check_against_model
+
+if TYPE_CHECKING:
+    from earl_jax.sharding.layout import MeshShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedPolicy:
+    """What is served. `max_context` of the model, in tokens; None where nothing says it.
+
+    `load` gives the parameters, fp32 with layers stacked; they may lie on the layout given, or
+    elsewhere. `told` is how the model's own files say that tokens are drawn.
+    """
+
+    name: str
+    model: Any
+    vocab_size: int
+    tokenizer: Any
+    end_ids: tuple[int, ...]
+    max_context: int | None
+    weight_dtype: Literal["compute", "int8"]
+    kv_dtype: Literal["compute", "int8"]
+    load: Callable[[Any], Any]
+    speculation: SpeculationConfig = SpeculationConfig()
+    told: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def run_policy(flags: argparse.Namespace) -> ServedPolicy:
+    """The newest checkpoint of a run."""
+    from earl_jax.config_file import read_workdir_config
+
+    config = read_workdir_config(flags.workdir)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices)
+    from earl_jax.run import read_newest
+
+    world, position, _ = read_newest(config, flags.workdir)
+    params = world.policy(position.state)
+    dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
+    return ServedPolicy(
+        name=f"{flags.workdir} after step {position.step}",
+        model=dataclasses.replace(world.model, compute_dtype=dtype),
+        vocab_size=world.vocab_size,
+        tokenizer=world.tokenizer,
+        end_ids=world.renderer.end_of_turn_ids,
+        max_context=world.checkpoint and world.checkpoint.max_context,
+        weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
+        kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
+        load=lambda layout: params,
+        speculation=config.rollout.speculation,
+    )
+
+
+def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
+    """A checkpoint of `transformers`, for this mesh if its devices are CPUs. Raises ValueError."""
+    from earl_jax.envs.tokenizer import load_tokenizer
+    from earl_jax.models.checkpoints.generation import read_generation_settings
+    from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
+    from earl_jax.models.checkpoints.hub import find_folder
+
+    # Cheap first: a mistake shows before the devices start.
+    folder = find_folder(flags.model, "--model")
+    checkpoint = open_checkpoint(folder)
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > checkpoint.vocab_size:
+        raise ValueError(
+            f"--model={flags.model} has a tokenizer of {len(tokenizer)} entries, but a model of "
+            f"{checkpoint.vocab_size}"
+        )
+    generation = read_generation_settings(folder)
+    told = _told(generation)
+    check_against_model(
+        flags, mesh, flags.model, checkpoint.model, checkpoint.vocab_size, checkpoint.max_context
+    )
+    start_jax(flags.platform or "auto", mesh.num_devices)
+    dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
+    return ServedPolicy(
+        name=flags.model,
+        model=dataclasses.replace(checkpoint.model, compute_dtype=dtype),
+        vocab_size=checkpoint.vocab_size,
+        tokenizer=tokenizer,
+        end_ids=generation.end_ids_of(tokenizer),
+        max_context=checkpoint.max_context,
+        weight_dtype=flags.weight_dtype or "compute",
+        kv_dtype=flags.kv_dtype or "compute",
+        load=lambda layout: load_parameters(checkpoint, layout),
+        told=told,
+    )
+
+
+def _told(generation: Any) -> dict[str, float]:
+    """How the model's files say that tokens are drawn; what else they say is told the user.
+
+    Raises ValueError naming the file.
+    """
+    from earl_jax.engine.config import Sampling
+
+    told = generation.drawn_by()
+    Sampling(**told).validate(f"{generation.path}: ")
+    unused = {name: v for name, v in generation.sampling.items() if name not in DRAWN}
+    for word, fields in (("taken for requests that say nothing", told), ("not used", unused)):
+        if fields:
+            named = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+            print(f"{generation.path}: {named} {word}", file=sys.stderr)
+    return told
