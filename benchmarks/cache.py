@@ -30,13 +30,13 @@ CASES = ((16, 192, "equal"), (64, 192, "equal"), (64, 576, "equal"), (64, 2304, 
 PAGE_SIZES, ROWS_AT_A_TIME = (16, 64, 128, 192), (4, 8, 16)
 
 
-def lengths_of(rows: int, places: int, kind: str) -> np.ndarray:
+def lengths_of(rows: int, max_tokens: int, kind: str) -> np.ndarray:
     """Tokens in each row's cache: all but full, or one full among rows of a sixteenth of that."""
     if kind == "equal":
-        return np.full(rows, places - 1, np.int32)
-    drawn = places / 16 * np.exp(0.5 * np.random.default_rng(0).standard_normal(rows))
-    lengths = np.minimum(places - 1, drawn.astype(np.int32))
-    lengths[0] = places - 1
+        return np.full(rows, max_tokens - 1, np.int32)
+    drawn = max_tokens / 16 * np.exp(0.5 * np.random.default_rng(0).standard_normal(rows))
+    lengths = np.minimum(max_tokens - 1, drawn.astype(np.int32))
+    lengths[0] = max_tokens - 1
     return lengths.astype(np.int32)
 
 
@@ -80,18 +80,18 @@ def milliseconds(attend: Callable[..., jax.Array], query: jax.Array, *arrays: An
     return 1e3 * best
 
 
-def row_of(rows: int, places: int, kind: str) -> list[str]:
+def row_of(rows: int, max_tokens: int, kind: str) -> list[str]:
     """One row of the table."""
-    cached = lengths_of(rows, places, kind)
+    cached = lengths_of(rows, max_tokens, kind)
     query = normal(rows, KV_HEADS, GROUPS, HEAD_SIZE)
-    value = normal(rows, KV_HEADS, places, HEAD_SIZE)
-    cells = [f"{rows} x {places}, {kind}", f"{cached.mean() + 1:,.0f}"]
+    value = normal(rows, KV_HEADS, max_tokens, HEAD_SIZE)
+    cells = [f"{rows} x {max_tokens}, {kind}", f"{cached.mean() + 1:,.0f}"]
     for keys_last in (True, False):
         key = value if keys_last else value.swapaxes(2, 3).copy()
         attend = functools.partial(dense, keys_last)
         cells.append(f"{milliseconds(attend, query, key, value, jnp.asarray(cached)):.2f}")
     for size in PAGE_SIZES:
-        number = pages_for(places, size)
+        number = pages_for(max_tokens, size)
         table = np.random.default_rng(1).permutation(rows * number).reshape(rows, number)
         layer = LayerCache(
             key=normal(rows * number, KV_HEADS, HEAD_SIZE, size),

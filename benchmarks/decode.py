@@ -62,7 +62,7 @@ class Cell:
         return VOCAB_SIZES[self.model]
 
     @property
-    def places(self) -> int:
+    def max_tokens(self) -> int:
         """Room for the context, and for all bursts that are decoded behind it."""
         return self.context + BURST * (1 + REPEATS)
 
@@ -191,14 +191,14 @@ def measure(cell: Cell) -> dict[str, Any]:
     if room and weights + cache > 0.95 * room:
         return found | {"needs": weights + cache, "room": room}
     params = _random_weights(engine)
-    state = engine.empty_state(cell.places)
+    state = engine.empty_state(cell.max_tokens)
     # Once to compile, once for the clock: the second reads over what the first has written.
     for _ in range(2):
         start = time.perf_counter()
-        for orders in _prompts(cell):
-            state, _ = engine.play(params, state, orders)
+        for inputs in _prompts(cell):
+            state, _ = engine.play(params, state, inputs)
         found["prefill_s"] = time.perf_counter() - start
-    nothing = _orders(cell, np.zeros(cell.batch, np.int32))
+    nothing = _inputs(cell, np.zeros(cell.batch, np.int32))
     bursts = []
     for _ in range(1 + REPEATS):
         state = _all_speaking(state, cell)
@@ -223,16 +223,16 @@ def _random_weights(engine: Any) -> Any:
     return jax.jit(draw, out_shardings=engine.parameter_shardings)(jax.random.key(0))
 
 
-def _orders(cell: Cell, count: Any, restart: Any = 0) -> Any:
+def _inputs(cell: Cell, count: Any, restart: Any = 0) -> Any:
     import numpy as np
 
     from earl_jax.engine.config import Sampling
-    from earl_jax.engine.round_inputs import pack_orders
+    from earl_jax.engine.round_inputs import pack_inputs
     from earl_jax.engine.sampling import sampling_rows
 
     slots = np.arange(cell.batch, dtype=np.int32)
     rng = np.random.default_rng(0)
-    return pack_orders(
+    return pack_inputs(
         chunk=rng.integers(0, cell.vocab_size, (cell.batch, cell.chunk)).astype(np.int32),
         count=count,
         restart=restart * np.ones_like(slots),
@@ -251,7 +251,7 @@ def _prompts(cell: Cell) -> list[Any]:
     reads = np.arange(cell.batch) < PREFILL_ROWS
     lengths = [min(cell.chunk, cell.context - at) for at in range(0, cell.context, cell.chunk)]
     return [
-        _orders(cell, np.int32(length * reads), restart=int(index == 0))
+        _inputs(cell, np.int32(length * reads), restart=int(index == 0))
         for index, length in enumerate(lengths)
     ]
 
@@ -288,7 +288,7 @@ def compile_cell(cell: Cell, name: str, tensor: int) -> dict[str, Any]:
     if weights + cache > topology.chip.hbm_bytes:
         return found | {"needs": weights + cache, "room": topology.chip.hbm_bytes}
     start = time.perf_counter()
-    lowered = engine.lower_play(cell.places)
+    lowered = engine.lower_play(cell.max_tokens)
     if topology.chip.platform == "tpu":
         # See benchmarks/compile.py.
         jax.config.update("jax_optimization_level", "O1")

@@ -48,7 +48,7 @@ BUDGET = 2_200_000
 # programs. A move takes a tenth of a second here: what is a twentieth faster is worth it.
 GROWING = (
     "train.epochs=4",
-    "train.demonstration_updates=10",
+    "train.sft_updates=10",
     "selector.table=auto",
     "selector.hysteresis=0.05",
     f"selector.budget_bytes_per_device={BUDGET}",
@@ -61,7 +61,7 @@ LENGTHENING = (
     "env.trail.num_steps=24",
     "env.trail.first_steps=4",
     "env.trail.longer_every=128",
-    "train.demonstration_steps=6",
+    "train.sft_steps=6",
     "devices.num_cpu_devices=1",
     "selector.budget_bytes_per_device=0",
     "selector.rollout_meshes=('data=1',)",

@@ -27,7 +27,7 @@ from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.weights import publish
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool, dense_pool
-from earl_jax.engine.session import Policy, Seat, empty_seat, relocate
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.loop import row_facts
 from earl_jax.main import start_jax
 from earl_jax.models.parameters import parameter_specs
@@ -95,10 +95,10 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
     params = publish(world.policy(state), engine.parameter_shapes, engine.parameter_shardings)
     policy, size = Policy(params=params.params, version=0), rollout.tokens_a_page
 
-    def make_room(seat: Seat, tokens: int, pages: int) -> Seat:
-        places = max(seat.places, rollout.places_for(tokens))
-        more = Pool(mesh.data, max(seat.pool.pages, pages))
-        return relocate(seat, engine, places, more)
+    def make_room(session: Session, tokens: int, pages: int) -> Session:
+        max_tokens = max(session.max_tokens, rollout.max_tokens_for(tokens))
+        more = Pool(mesh.data, max(session.pool.pages, pages))
+        return relocate(session, engine, max_tokens, more)
 
     batches = []
     for step in range(FIRST_STEP, FIRST_STEP + num_steps):
@@ -110,15 +110,15 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
             make_room,
             num_devices=len(world.processes.own_devices),
         )
-        places = rollout.context_buckets[-1]
-        pool = dense_pool(mesh.data, rollout.num_slots, places, size)
-        seat = empty_seat(engine, policy, places, pool)
+        max_tokens = rollout.context_buckets[-1]
+        pool = dense_pool(mesh.data, rollout.num_slots, max_tokens, size)
+        session = empty_session(engine, policy, max_tokens, pool)
         sampling = Sampling(temperature=rollout.temperature)
-        played = collector.collect(seat, world.training_tasks(step), sampling=sampling)
+        played = collector.collect(session, world.training_tasks(step), sampling=sampling)
         longest = max(trajectory.num_tokens for trajectory in played.trajectories)
         layout = world.train_layout(world.problem.train_meshes[0])
         outcomes = [trajectory.outcome for trajectory in played.trajectories]
-        facts = row_facts(world, outcomes, rollout.places_for(longest), layout)
+        facts = row_facts(world, outcomes, rollout.max_tokens_for(longest), layout)
         batches.append(dispatch(played.experience, layout, **facts).batch)
     weights = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
     return batches, weights / 2**20

@@ -32,7 +32,7 @@ BASE = {
     "devices": {"platform": "cpu", "num_cpu_devices": 8},
     "env": {"name": "trail"},
     "rollout": {"patience_s": 10.0, "burst": 8},
-    "train": {"learning_rate": 1e-6, "demonstration_steps": 0},
+    "train": {"learning_rate": 1e-6, "sft_steps": 0},
 }
 NARROW = {"width": 64, "num_heads": 8, "num_kv_heads": 8, "head_size": 8, "ffn_size": 128}
 WIDE = {"width": 512, "num_heads": 8, "num_kv_heads": 8, "head_size": 64, "ffn_size": 2048}

@@ -94,10 +94,10 @@ def serving(folder: Path, flags: argparse.Namespace) -> Iterator[str]:
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        said = process.stdout.readline()
-        ready = re.search(r" at (\S+:\d+):", said)
+        output = process.stdout.readline()
+        ready = re.search(r" at (\S+:\d+):", output)
         if not ready:
-            sys.exit(f"the server did not start: {said}")
+            sys.exit(f"the server did not start: {output}")
         yield ready[1]
     finally:
         process.terminate()
@@ -160,10 +160,10 @@ def _line(name: str, found: Summary, rollout: float) -> str:
     return row(name, f"{found.requests_per_s:.2f}", *tokens, *times)
 
 
-def roll_out(ours: Engine, said: Sequence[Sequence[Any]], flags: argparse.Namespace) -> float:
+def roll_out(ours: Engine, output: Sequence[Sequence[Any]], flags: argparse.Namespace) -> float:
     """Tokens/s of rollouts with these prompts: the best run behind one that compiles."""
-    messages = [[(message.text, message.ids) for message in messages] for messages in said]
-    job = {"what": "play", "messages": messages, "turn_tokens": [flags.tokens] * len(said)}
+    messages = [[(message.text, message.ids) for message in messages] for messages in output]
+    job = {"what": "play", "messages": messages, "turn_tokens": [flags.tokens] * len(output)}
     runs = [ours.ask(job | {"num_slots": flags.slots}) for _ in range(1 + flags.repeats)]
     return max(found["tokens"] / found["seconds"] for found in runs[1:])
 
@@ -171,12 +171,12 @@ def roll_out(ours: Engine, said: Sequence[Sequence[Any]], flags: argparse.Namesp
 def main() -> None:
     """Measures rollouts, then a server line by line."""
     flags = _parse()
-    said = [make_messages(f"conversation {i}", 1, 64) for i in range(flags.requests)]
+    output = [make_messages(f"conversation {i}", 1, 64) for i in range(flags.requests)]
     requests = [
         jetstream_pb2.DecodeRequest(
             max_tokens=flags.tokens, token_content={"token_ids": message.ids}
         )
-        for [message] in said
+        for [message] in output
     ]
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "checkpoint"
@@ -184,7 +184,7 @@ def main() -> None:
         # It writes the checkpoint that is served.
         cores = len(os.sched_getaffinity(0))
         print(f"{ours.versions()}; cores: {cores}; slots: {flags.slots}; tokens: {flags.tokens}.\n")
-        rollout = roll_out(ours, said, flags)
+        rollout = roll_out(ours, output, flags)
         columns = ["load", "answered/s", "tokens/s", "of the rollout's", "first token, ms", "95 %"]
         print(header(*columns, "a token, ms", "95 %"))
         print(row("rollout", "", f"{rollout:,.0f}", "1.00", *[""] * 4), flush=True)

@@ -47,7 +47,7 @@ def make_engine(rows: int, tokens: int, room: int, draft: int) -> PolicyEngine:
         page_size=PAGE_SIZE,
         serving=Serving(
             max_prefill_length=PROMPT,
-            places=room,
+            context_tokens=room,
             cache_tokens=rows * (PROMPT + tokens + 4 * PAGE_SIZE),
         ),
     )

@@ -35,7 +35,7 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.drafting import Drafting
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.round_inputs import pack_orders
+from earl_jax.engine.round_inputs import pack_inputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.engine.slots import SlotRules
 from earl_jax.models.config import ModelConfig
@@ -107,12 +107,12 @@ def play_once(
     """
     drafting = drafting or Drafting("on")
     rows, rules = engine.config.num_slots, engine.config.rules
-    places = PROMPT + tokens + rules.round_tokens
-    state = engine.empty_state(-(-places // PAGE_SIZE) * PAGE_SIZE)
+    max_tokens = PROMPT + tokens + rules.round_tokens
+    state = engine.empty_state(-(-max_tokens // PAGE_SIZE) * PAGE_SIZE)
     starts = np.arange(rows)[:, None]
     zeros, ones = np.zeros(rows, np.int32), np.ones(rows, np.int32)
-    orders = functools.partial(
-        pack_orders,
+    inputs = functools.partial(
+        pack_inputs,
         chunk=(starts + np.arange(PROMPT)) % CYCLE,
         seed=np.arange(rows),
         row=np.arange(rows),
@@ -120,20 +120,20 @@ def play_once(
         version=0,
         turn_limit=tokens,
     )
-    read = orders(count=PROMPT * ones, restart=ones, speak=ones)
-    go_on = orders(count=zeros, restart=zeros, speak=zeros)
+    read = inputs(count=PROMPT * ones, restart=ones, speak=ones)
+    go_on = inputs(count=zeros, restart=zeros, speak=zeros)
     state, report = engine.play(weights, state, read)
-    said = passes = 0
+    sampled = passes = 0
     start_s = time.perf_counter()
     while report.active.any():
         drafts, round_s = drafting.choose(PROGRAM), time.perf_counter()
         state, report = engine.play(weights, state, go_on, drafts=drafts)
         new = int(report.count.sum())
         drafting.note(PROGRAM, drafts, tokens=new, seconds=time.perf_counter() - round_s)
-        said += new
+        sampled += new
         passes += int((report.count if report.passes is None else report.passes).sum())
     seconds = time.perf_counter() - start_s
-    return Speed(tokens_per_s=said / seconds, tokens_per_pass=said / passes)
+    return Speed(tokens_per_s=sampled / seconds, tokens_per_pass=sampled / passes)
 
 
 def measure(plays: dict[str, Callable[[], Speed]], repeats: int) -> dict[str, Speed]:

@@ -248,17 +248,17 @@ def cpu_problem(path: Path = TINY) -> Problem:
     return make_problem(config, config.model, TINY_VOCAB, hardware, budget_bytes=budget)
 
 
-def rollout_speed(problem: Problem, mesh: str, places: int) -> float:
+def rollout_speed(problem: Problem, mesh: str, max_tokens: int) -> float:
     """Tokens per second that all slots sample."""
     shape, slots = MeshShape.parse(mesh), problem.work.num_slots
-    return problem.round_speed(shape, slots, places, slots // shape.data)
+    return problem.round_speed(shape, slots, max_tokens, slots // shape.data)
 
 
-def update_speed(problem: Problem, mesh: str, places: int) -> float:
+def update_speed(problem: Problem, mesh: str, max_tokens: int) -> float:
     """Tokens per second that an update learns from."""
     work = problem.work
     plan = TrainPlan(MeshShape.parse(mesh), work.micro_batches, work.remat)
-    return problem.update_speed(plan, places)
+    return problem.update_speed(plan, max_tokens)
 
 
 def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
@@ -273,17 +273,17 @@ def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
 def _training_rows() -> Iterator[list[str]]:
     for point in TRAINING:
         numbers = (point.published, point.before, point.after)
-        said = [f"{number:,.0f}" for number in numbers]
+        predicted = [f"{number:,.0f}" for number in numbers]
         ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
-        yield [point.name, point.model, f"{point.length:,}", *said, *ratios]
+        yield [point.name, point.model, f"{point.length:,}", *predicted, *ratios]
 
 
 def _decoding_rows() -> Iterator[list[str]]:
     for point in DECODING:
         numbers = (point.published, point.before, point.after)
-        said = [f"{number:,.0f}" for number in numbers]
+        predicted = [f"{number:,.0f}" for number in numbers]
         ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
-        yield [point.name, point.model, f"{point.rows} x {point.context:,}", *said, *ratios]
+        yield [point.name, point.model, f"{point.rows} x {point.context:,}", *predicted, *ratios]
 
 
 def _engine_rows() -> Iterator[list[str]]:
@@ -310,8 +310,8 @@ def _cpu_rows() -> Iterator[list[str]]:
         ("update", MEASURED_UPDATES, update_speed),
     ):
         for mesh, found in measured.items():
-            said = speed(problem, mesh, TINY_ROOM)
-            yield [stage, mesh, f"{found:,}", f"{said:,.0f}", f"{said / found:.2f}"]
+            predicted = speed(problem, mesh, TINY_ROOM)
+            yield [stage, mesh, f"{found:,}", f"{predicted:,.0f}", f"{predicted / found:.2f}"]
 
 
 def main() -> None:

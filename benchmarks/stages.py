@@ -50,8 +50,8 @@ def rollout_rows(config: Config, repeats: int) -> Iterator[dict[str, Any]]:
         found: list[Any] = []
 
         def run(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
-            seat, _ = placement.seats.open(world.policy(state), version=0)
-            found.append(play_all(world, placement, seat, tasks, None)[1].stats)
+            session, _ = placement.sessions.open(world.policy(state), version=0)
+            found.append(play_all(world, placement, session, tasks, None)[1].stats)
 
         seconds = median_s(run, repeats)
         stats = found[-1]

@@ -26,7 +26,7 @@ from benchmarks.dispatch.within import copy_of, seconds
 from earl_jax.config import Config
 from earl_jax.dispatch.weights import publish
 from earl_jax.engine.pages import dense_pool, pages_for
-from earl_jax.engine.session import Policy, Seat, empty_seat, relocate
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.ranges import shard_ranges
@@ -82,15 +82,15 @@ def _switches(world: World) -> Iterator[Switch]:
             moved=publish(params, *goal).moved_bytes,
             run=lambda goal=goal: publish(params, *goal).params,
         )
-    seat = _full_seat(world, rollout[0], params)
+    session = _full_session(world, rollout[0], params)
     for mesh in rollout[1:]:
         engine = world.engine(mesh)
         there = _full_pool(world, mesh)
-        shapes = (engine.parameter_shapes, engine.state_shapes(seat.places, there))
+        shapes = (engine.parameter_shapes, engine.state_shapes(session.max_tokens, there))
         shardings = (engine.parameter_shardings, engine.state_shardings)
 
         def run(engine: Any = engine, there: Any = there) -> Any:
-            moved = relocate(seat, engine, seat.places, there)
+            moved = relocate(session, engine, session.max_tokens, there)
             return moved.policy.params, moved.state
 
         yield Switch(
@@ -99,28 +99,28 @@ def _switches(world: World) -> Iterator[Switch]:
             target=mesh,
             size=resident_bytes(shapes, shardings),
             moved=None
-            if there != seat.pool
-            else _moved_bytes((seat.policy.params, seat.state), shardings),
+            if there != session.pool
+            else _moved_bytes((session.policy.params, session.state), shardings),
             run=run,
         )
 
 
 def _full_pool(world: World, mesh: MeshShape) -> Any:
     rollout = world.config.rollout
-    places, size = rollout.context_buckets[-1], rollout.tokens_a_page
-    return dense_pool(mesh.data, rollout.num_slots, places, size)
+    max_tokens, size = rollout.context_buckets[-1], rollout.tokens_a_page
+    return dense_pool(mesh.data, rollout.num_slots, max_tokens, size)
 
 
-def _full_seat(world: World, mesh: MeshShape, params: Any) -> Seat:
-    """Returns a seat whose slots have all their pages, at the last context bucket."""
-    engine, places = world.engine(mesh), world.config.rollout.context_buckets[-1]
+def _full_session(world: World, mesh: MeshShape, params: Any) -> Session:
+    """Returns a session whose slots have all their pages, at the last context bucket."""
+    engine, max_tokens = world.engine(mesh), world.config.rollout.context_buckets[-1]
     weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
     policy = Policy(params=weights, version=0)
-    seat = empty_seat(engine, policy, places, _full_pool(world, mesh))
+    session = empty_session(engine, policy, max_tokens, _full_pool(world, mesh))
     for slot in range(engine.config.num_slots):
-        seat.pages.hold(slot, places)
-    table = seat.pages.as_array(pages_for(places, engine.config.page_size))
-    return dataclasses.replace(seat, state=engine.give_pages(seat.state, table))
+        session.pages.hold(slot, max_tokens)
+    table = session.pages.as_array(pages_for(max_tokens, engine.config.page_size))
+    return dataclasses.replace(session, state=engine.give_pages(session.state, table))
 
 
 def _row(switch: Switch, repeats: int) -> dict[str, Any]:

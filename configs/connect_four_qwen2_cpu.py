@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
             "train": {
                 "turn_discount": 0.9,
                 "adam_b2": 0.99,
-                "demonstration_steps": 40,
+                "sft_steps": 40,
             },
             "checkpoint": {"every_steps": 20, "export": True},
         }

@@ -34,8 +34,8 @@ def get_config() -> ConfigDict:
                 "turn_discount": 0.9,
                 "adam_b2": 0.99,
                 "entropy_coefficient": 0.05,
-                "demonstration_steps": 80,
-                "demonstration_learning_rate": 4e-3,
+                "sft_steps": 80,
+                "sft_learning_rate": 4e-3,
             },
         }
     )

@@ -53,8 +53,8 @@ def get_config() -> ConfigDict:
                 # Without it the policy settles on one order of moves and stops learning.
                 "entropy_coefficient": 0.1,
                 "final_entropy_coefficient": 0.01,
-                "demonstration_steps": 120,
-                "demonstration_learning_rate": 4e-3,
+                "sft_steps": 120,
+                "sft_learning_rate": 4e-3,
             },
             "eval": {"every_steps": 50, "games": 128, "final_games": 512},
         }

@@ -51,9 +51,9 @@ def get_config() -> ConfigDict:
                 "final_learning_rate": 1e-3,
                 "adam_b2": 0.99,
                 "entropy_coefficient": 0.004,
-                "demonstration_steps": 12,
-                "demonstration_updates": 5,
-                "demonstration_learning_rate": 4e-3,
+                "sft_steps": 12,
+                "sft_updates": 5,
+                "sft_learning_rate": 4e-3,
             },
             "eval": {"every_steps": 26, "games": 16, "final_games": 64},
         }

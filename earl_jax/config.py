@@ -294,8 +294,8 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
     rollout = config.rollout
     apart = "config.devices.num_rollout gives the trainer devices of its own"
     yield config.devices.num_rollout > 0, "selector.offload", apart
-    recomputes = "config.rollout.parking is 'recompute'"
-    yield rollout.parking == "recompute", "rollout.parking_host_gib", recomputes
+    recomputes = "config.rollout.preemption is 'recompute'"
+    yield rollout.preemption == "recompute", "rollout.preemption_host_gib", recomputes
     alone = "config.rollout.share_prefixes is False"
     yield not rollout.share_prefixes, "rollout.copy_prefixes", alone
     ours = "without config.model.path the chat template is ours, which only appends"
@@ -324,9 +324,9 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"
-    for name in ("demonstration_updates", "demonstration_learning_rate"):
-        none = "config.train.demonstration_steps is 0"
-        yield train.demonstration_steps == 0, f"train.{name}", none
+    for name in ("sft_updates", "sft_learning_rate"):
+        none = "config.train.sft_steps is 0"
+        yield train.sft_steps == 0, f"train.{name}", none
 
 
 def _get(config: Any, path: str) -> Any:

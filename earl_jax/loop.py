@@ -18,7 +18,7 @@ import numpy as np
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.engine.config import RolloutConfig, Sampling
-from earl_jax.engine.session import Seat
+from earl_jax.engine.session import Session
 from earl_jax.launch.joint import Played, hear_all, join_rows
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.collect import Collector, Rollout
@@ -34,7 +34,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
-from earl_jax.train.learner import imitate, learn
+from earl_jax.train.learner import learn, sft
 from earl_jax.train.step import TrainState, UpdateMetrics
 from earl_jax.trajectory import Experience, Outcome, Trajectory
 from earl_jax.world import World
@@ -60,7 +60,7 @@ class StepRecord:
     stats: RolloutStats
     load: Load
     rollout_mesh: str
-    rollout_places: int
+    rollout_max_tokens: int
     updates: list[UpdateMetrics]
     dispatch_bytes: int
     dispatch_host_bytes: int | None
@@ -105,7 +105,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     with timer("select"):
         load = measure_load(played)
         history = position.history.add(load)
-        length = world.config.rollout.places_for(load.context_tokens_max)
+        length = world.config.rollout.max_tokens_for(load.context_tokens_max)
         placement.choose_training(history.recent())
         state = placement.move_state(state)
     layout = world.train_layout(placement.train.mesh)
@@ -117,7 +117,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         delivery = dispatch(experience, layout, **facts)
         world.processes.wait(delivery.batch, "dispatch")
     trajectories = rollout.trajectories if rollout else []
-    rollout_mesh, rollout_places = str(placement.rollout.mesh), placement.max_tokens
+    rollout_mesh, rollout_max_tokens = str(placement.rollout.mesh), placement.max_tokens
     # The engine's weights and KV caches make room for the trainer.
     del rollout, done, again, own, experience, facts
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
@@ -126,7 +126,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     # A program that was compiled or loaded meanwhile says nothing of its speed.
     is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
     with timer("demonstrate"):
-        state = imitate(world, placement, state, step, length)
+        state = sft(world, placement, state, step, length)
     with timer("select"):
         state = placement.move_state(state, to_play=True)
     train_tokens = len(updates) * world.config.rollout.episodes_per_step * length
@@ -148,7 +148,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         stats=played.stats,
         load=load,
         rollout_mesh=rollout_mesh,
-        rollout_places=rollout_places,
+        rollout_max_tokens=rollout_max_tokens,
         updates=updates,
         dispatch_bytes=delivery.plan.moved_bytes,
         dispatch_host_bytes=host_bytes[0],
@@ -177,10 +177,10 @@ def publish_and_play(
     """
     by_hosts = world.processes.by_hosts
     with timer("publish"), only_on_devices(world.config.dispatch, by_hosts) as reads:
-        seat, publish_bytes = placement.seats.open(world.policy(state), version=step)
+        session, publish_bytes = placement.sessions.open(world.policy(state), version=step)
     with timer("rollout"):
         tasks = learnable(world, world.training_tasks(step))
-        rollout, played = play_all(world, placement, seat, tasks, load)
+        rollout, played = play_all(world, placement, session, tasks, load)
     return rollout, played, publish_bytes, reads.num_bytes
 
 
@@ -234,32 +234,34 @@ def only_on_devices(config: DispatchConfig, by_hosts: bool = False) -> Iterator[
 def play(
     world: World,
     placement: Placement,
-    seat: Seat,
+    session: Session,
     tasks: Sequence[Task],
     load: Load | None,
     sampling: Sampling | None = None,
     control: RolloutControl | None = None,
 ) -> Rollout:
-    """Plays the tasks from this seat, which may move while they run; obeys `control` meanwhile."""
+    """Plays the tasks from this session, which may move meanwhile; obeys `control`."""
     collector = Collector(
-        dataclasses.replace(world.own_rollout, num_slots=seat.engine.config.num_slots),
+        dataclasses.replace(world.own_rollout, num_slots=session.engine.config.num_slots),
         world.new_conversation,
         world.pool,
         world.make_environment,
-        lambda seat, tokens, pages: placement.seats.make_room(seat, tokens, pages, load),
+        lambda session, tokens, pages: placement.sessions.make_room(session, tokens, pages, load),
         num_devices=len(world.processes.own_devices),
         max_context=world.max_context,
         drafting=world.drafting,
-        thin_out=lambda seat, live, longest: placement.seats.thin_out(seat, live, longest, load),
+        thin_out=lambda session, live, longest: placement.sessions.thin_out(
+            session, live, longest, load
+        ),
     )
     sampling = sampling or world.config.rollout.sampling
-    return collector.collect(seat, tasks, sampling=sampling, control=control)
+    return collector.collect(session, tasks, sampling=sampling, control=control)
 
 
 def play_all(
     world: World,
     placement: Placement,
-    seat: Seat | None,
+    session: Session | None,
     tasks: Sequence[Task],
     load: Load | None,
     sampling: Sampling | None = None,
@@ -267,14 +269,14 @@ def play_all(
     """Plays this process's part of the tasks; the placement is then the same in all processes.
 
     Returns:
-        This process's rollout, None where it has no seat, and what became of all tasks.
+        This process's rollout, None where it has no session, and what became of all tasks.
 
     Raises:
         RolloutShort: of several processes one had too little memory.
     """
     own, rollout, shortage = world.processes.own(tasks), None, None
     try:
-        rollout = play(world, placement, seat, own, load, sampling) if seat else None
+        rollout = play(world, placement, session, own, load, sampling) if session else None
     except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
         shortage = placement.shortage(error)
         if shortage is None:
@@ -372,4 +374,4 @@ def hear_costs(
         None if None in each else sum(each) for each in zip(*(b for *_, b in told), strict=True)
     )
     first = [next(filter(None, each), None) for each in zip(*(s for _, s, _ in told), strict=True)]
-    return (next(said for said, *_ in told if said), first, *sums)
+    return (next(metrics for metrics, *_ in told if metrics), first, *sums)

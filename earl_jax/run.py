@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run in its workdir: opened or resumed, kept, reported, stopped.
 
-The loop knows the order of the stages, keeper.py what is written down behind each step, and this
+The loop knows the order of the stages, recorder.py what is written down behind each step, and this
 how a run that was killed at any moment goes on as if it had not been.
 """
 
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.config import Config
-from earl_jax.keeper import Keeper
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import find_processes
 from earl_jax.launch.joint import from_checkpoint
@@ -27,6 +26,7 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.facts import open_table
 from earl_jax.placement.placement import Placement
+from earl_jax.recorder import Recorder
 from earl_jax.rollout.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.enough import enough_words
@@ -129,23 +129,25 @@ def _train(
         if world.processes.is_first:
             metrics_log = stack.enter_context(MetricsLog(workdir / "metrics.jsonl", tensorboard))
         ahead = stack.enter_context(CompileAhead(progress.note))
-        keeper = Keeper(world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead)
+        recorder = Recorder(
+            world, placement, checkpoints, progress, metrics_log, workdir, stop, ahead
+        )
         try:
             if position is None:
-                position = keeper.begin()
+                position = recorder.begin()
             else:
-                keeper.take_over()
-                position = keeper.go_on(position)
-            position = train(world, placement, position, keeper.after_step)
+                recorder.take_over()
+                position = recorder.go_on(position)
+            position = train(world, placement, position, recorder.after_step)
         except BudgetTooSmall as error:
             words = filter(None, (str(error), enough_words(world.problem, placement.most_tokens)))
             raise BudgetTooSmall(". ".join(words)) from error
         except StateLost as lost:
             progress.note(str(lost))
             # What it kept on the devices makes room for what comes from the checkpoint.
-            placement.seats.forget()
+            placement.sessions.forget()
             return None
-    return position, keeper.stopped
+    return position, recorder.stopped
 
 
 def _new_placement(world: World, progress: Progress) -> Placement:

@@ -59,12 +59,13 @@ def serve_command(arguments: Sequence[str]) -> None:
     del policy  # its fp32 weights
     warm_up(engine, params)
     room, pages = engine.config.serving, engine.serving_pool.total
-    short = limit and not flags.max_context and room.places < limit
+    short = limit and not flags.max_context and room.context_tokens < limit
 
     def say(address: str) -> None:
         print(
             f"serving {name} at {address}: prompts of up to "
-            f"{min(room.max_prefill_length, room.places)} tokens, {room.places} with their replies"
+            f"{min(room.max_prefill_length, room.context_tokens)} tokens, "
+            f"{room.context_tokens} with their replies"
             + (f" (the model takes {limit}; memory has room for no more)" if short else "")
             + f", {flags.num_slots} at once on {mesh}, "
             f"{pages * engine.config.page_size} tokens of KV cache",
@@ -123,10 +124,10 @@ def _open_engine(
     ).params
     # Only now is it known how much memory the weights leave.
     cache_tokens, holds = _cache_tokens(flags, engine)
-    places = _places(flags, policy.max_context, holds)
+    context_tokens = _context_tokens(flags, policy.max_context, holds)
     serving = Serving(
-        max_prefill_length=flags.max_prompt_tokens or padded_length(places),
-        places=places,
+        max_prefill_length=flags.max_prompt_tokens or padded_length(context_tokens),
+        context_tokens=context_tokens,
         first_room=GUESSING_ROOM if config.rules.ngram else FIRST_ROOM,
         cache_tokens=cache_tokens,
         sampling=drawn,
@@ -137,7 +138,7 @@ def _open_engine(
     ), params
 
 
-def _places(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:
+def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:
     """Tokens of a prompt and its reply: what the model takes, or what memory `holds` of it.
 
     Raises ValueError.
@@ -148,9 +149,9 @@ def _places(flags: argparse.Namespace, max_context: int | None, holds: int) -> i
             f"room for a context of {holds} tokens: lower it, let the KV cache be int8 "
             "(--kv_dtype=int8), or cut it over more devices (--mesh=tensor=...)"
         )
-    places = flags.max_context or min(max_context or holds, holds)
-    check_prompt(flags, places)
-    return places
+    context_tokens = flags.max_context or min(max_context or holds, holds)
+    check_prompt(flags, context_tokens)
+    return context_tokens
 
 
 def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:

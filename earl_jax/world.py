@@ -119,7 +119,7 @@ class World:
         meshes = {shape.context > 1: shape for shape in reversed(self.problem.train_meshes)}
         rollout, setting = self.config.rollout, self.config.train.attention
         most = rollout.max_episode_tokens or BLOCK_SIZE + 1
-        lengths = [rollout.places_for(min(tokens, most)) for tokens in (1, BLOCK_SIZE + 1)]
+        lengths = [rollout.max_tokens_for(min(tokens, most)) for tokens in (1, BLOCK_SIZE + 1)]
         choices = [
             choose_kernel(setting, self.train_layout(meshes[cut]), self.model, length)
             for cut in sorted(meshes)
@@ -288,7 +288,7 @@ class World:
     def demonstrations(self, step: int) -> list[HostBatch]:
         """The supervised batches of RL step `step`: fresh games, none after the first steps."""
         train = self.config.train
-        if step >= train.demonstration_steps:
+        if step >= train.sft_steps:
             return []
         return [
             legal_games(
@@ -297,7 +297,7 @@ class World:
                 rows=self.config.rollout.episodes_per_step,
                 seed=f"{self.config.seed} {step} {update}",
             )
-            for update in range(train.demonstration_updates)
+            for update in range(train.sft_updates)
         ]
 
 

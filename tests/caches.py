@@ -29,34 +29,34 @@ def rows_of(cache: PagedCache) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def whole_pages(slots: int, places: int, page_size: int, shards: int = 1) -> PageTable:
+def whole_pages(slots: int, max_tokens: int, page_size: int, shards: int = 1) -> PageTable:
     """The pages of `empty_state` without a pool: every slot has its own, in order."""
     table = PageTable(
-        dense_pool(shards, slots, places, page_size), num_slots=slots, page_size=page_size
+        dense_pool(shards, slots, max_tokens, page_size), num_slots=slots, page_size=page_size
     )
     for slot in range(slots):
-        table.hold(slot, places)
+        table.hold(slot, max_tokens)
     return table
 
 
-def whole_pages_on(engine: PolicyEngine, places: int) -> PageTable:
+def whole_pages_on(engine: PolicyEngine, max_tokens: int) -> PageTable:
     """`whole_pages` of an engine's slots."""
     config = engine.config
-    return whole_pages(config.num_slots, places, config.page_size, engine.layout.num_row_shards)
+    return whole_pages(config.num_slots, max_tokens, config.page_size, engine.layout.num_row_shards)
 
 
-def grow(state: DecodeState, places: int) -> DecodeState:
+def grow(state: DecodeState, max_tokens: int) -> DecodeState:
     """The same slots on one device with room, and pages of their own, for so many tokens."""
     before = state.experience.tokens.shape[1]
     slots, size = state.cached.shape[0], state.cache.page_size
-    table, source = whole_pages(slots, before, size).regroup(dense_pool(1, slots, places, size))
+    table, source = whole_pages(slots, before, size).regroup(dense_pool(1, slots, max_tokens, size))
     for slot in range(slots):
-        table.hold(slot, places)
+        table.hold(slot, max_tokens)
     cache = dataclasses.replace(
         state.cache,
         layers=decode_state.repack(state.cache.layers, source.reshape(-1)),
-        table=table.as_array(pages_for(places, size)),
+        table=table.as_array(pages_for(max_tokens, size)),
     )
     return dataclasses.replace(
-        state, cache=cache, experience=decode_state.widen(state.experience, places)
+        state, cache=cache, experience=decode_state.widen(state.experience, max_tokens)
     )

@@ -104,7 +104,7 @@ def request(prompt, max_tokens: int, **fields):
     return jetstream_pb2.DecodeRequest(max_tokens=max_tokens, **fields)
 
 
-def sampled(**wishes) -> tuple[tuple[str, str], ...]:
+def sampling_metadata(**wishes) -> tuple[tuple[str, str], ...]:
     """Metadata that say how a reply is drawn."""
     return (("sampling", json.dumps(wishes)),)
 
@@ -130,12 +130,12 @@ def refusal(call) -> tuple[grpc.StatusCode, str]:
 
 
 @functools.cache
-def logits_step(model: ModelConfig, places: int):
+def logits_step(model: ModelConfig, context_tokens: int):
     layout = make_layout(MeshShape(), jax.devices()[:1])
 
     @jax.jit
     def step(params, tokens_T, length):
-        segments_BT = (jnp.arange(places) < length).astype(jnp.int32)[None]
+        segments_BT = (jnp.arange(context_tokens) < length).astype(jnp.int32)[None]
         hidden_BTD = forward_rows(model, layout, params, tokens_T[None], segments_BT)
         return hidden_BTD[0, length - 1] @ head_weights(params)
 
@@ -147,15 +147,15 @@ def greedy(model: ModelConfig, params, prompt, count: int, stops) -> list[int]:
     step = logits_step(model, CONTEXT)
     row, length = np.zeros(CONTEXT, np.int32), len(prompt)
     row[:length] = prompt
-    said = []
+    sampled = []
     for place in range(length, length + count):
         token = int(jnp.argmax(step(params, row, place)))
         if token in stops:
             break
-        said.append(token)
+        sampled.append(token)
         if place < CONTEXT:
             row[place] = token
-    return said
+    return sampled
 
 
 @functools.cache
@@ -205,10 +205,10 @@ def save_parrot(
     embed_VD = rng.normal(size=(VOCAB, model.width)).astype(np.float32)
     embed_VD /= np.linalg.norm(embed_VD, axis=1, keepdims=True)
     head_DV = np.zeros((model.width, VOCAB), np.float32)
-    said = [*tokenizer.encode(SAYING), tokenizer.eos_token_id]
-    assert len(set(said)) == len(said)
+    sampled = [*tokenizer.encode(SAYING), tokenizer.eos_token_id]
+    assert len(set(sampled)) == len(sampled)
     [forever] = tokenizer.encode("x")
-    for token, after in [*zip(said, said[1:], strict=False), (forever, forever)]:
+    for token, after in [*zip(sampled, sampled[1:], strict=False), (forever, forever)]:
         head_DV[:, after] += embed_VD[token]
     params = jax.tree.map(jnp.asarray, params | {"embed": embed_VD, "head": head_DV})
     save_checkpoint(

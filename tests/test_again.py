@@ -38,7 +38,7 @@ ROLLOUT = {
 }
 RUN = given(ROLLOUT, (D8,), (D8, F8)) | {
     "num_steps": 4,
-    "train": {"epochs": 2, "demonstration_steps": 0},
+    "train": {"epochs": 2, "sft_steps": 0},
     "checkpoint": {"every_steps": 2},
     "eval": {"every_steps": 100, "games": 8, "final_games": 8},
 }
@@ -67,10 +67,10 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
     monkeypatch.setattr(learning, "_run_update", short)
     run(make_config(RUN), tmp_path / "run")
 
-    said = capsys.readouterr().out
-    assert "in a program that had run before, and lost the weights" in said
+    notes = capsys.readouterr().out
+    assert "in a program that had run before, and lost the weights" in notes
     words = f"after step {kept_steps} of 4" if kept_steps else "the run begins again"
-    assert words in said
+    assert words in notes
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
     steps = [row for row in rows if "eval" not in row]
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -91,7 +91,7 @@ FOUR, CUT = MeshShape(data=4), MeshShape(data=2, fsdp=2)
 RUN_OF_TWO = given(ROLLOUT, (FOUR,), (FOUR, CUT)) | {
     "num_steps": 3,
     "devices": {"platform": "cpu", "num_cpu_devices": 2},
-    "train": {"demonstration_steps": 0},
+    "train": {"sft_steps": 0},
     "checkpoint": {"every_steps": 1},
     "eval": {"every_steps": 100, "games": 8, "final_games": 8},
 }

@@ -130,10 +130,10 @@ def test_prompts_have_the_length_that_is_asked_for(engine):
     from benchmarks.rollout.work import VOCAB_SIZE, make_messages, tokenizer
 
     assert len(tokenizer()) == VOCAB_SIZE
-    said = make_messages("a", 3, 64)
-    assert [len(message.ids) for message in said] == [64] * 3
-    assert len({message.ids for message in said}) == 3
-    assert said == make_messages("a", 3, 64) != make_messages("b", 3, 64)
+    sampled = make_messages("a", 3, 64)
+    assert [len(message.ids) for message in sampled] == [64] * 3
+    assert len({message.ids for message in sampled}) == 3
+    assert sampled == make_messages("a", 3, 64) != make_messages("b", 3, 64)
 
 
 def test_the_longest_reply_is_sixteen_times_the_median(engine):
@@ -150,8 +150,8 @@ def test_the_best_other_is_the_best_of_all_threads_and_batches(engine, capsys):
 
     found = {"ours, 16 slots": 2.0, "transformers, 1 thread": 9.0, "transformers, 2 threads": 8.0}
     _print_best({label: {"seconds": seconds} for label, seconds in found.items()}, 2.0)
-    said = "The best other, transformers, 2 threads, takes 4.00 times as long."
-    assert said in capsys.readouterr().out
+    sampled = "The best other, transformers, 2 threads, takes 4.00 times as long."
+    assert sampled in capsys.readouterr().out
 
 
 @pytest.mark.slow

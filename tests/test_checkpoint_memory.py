@@ -21,9 +21,9 @@ from test_checkpoint import (
 )
 
 from earl_jax.config import CheckpointConfig
-from earl_jax.keeper import Keeper
 from earl_jax.launch.joint import copy_to_save
 from earl_jax.loop import Position
+from earl_jax.recorder import Recorder
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints
@@ -49,19 +49,19 @@ def state_on(layout):
     return state
 
 
-def keeper_of(checkpoints):
-    """A Keeper with what saving takes of a run."""
+def recorder_of(checkpoints):
+    """A Recorder with what saving takes of a run."""
     nothing = types.SimpleNamespace(
-        seats=types.SimpleNamespace(forget=lambda: None),
+        sessions=types.SimpleNamespace(forget=lambda: None),
         as_dict=dict,
         observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
     )
     settings = dict.fromkeys(("progress", "metrics_log", "workdir", "stop", "ahead"))
-    return Keeper(world=ALONE, placement=nothing, checkpoints=checkpoints, **settings)
+    return Recorder(world=ALONE, placement=nothing, checkpoints=checkpoints, **settings)
 
 
 def save(checkpoints, state):
-    keeper_of(checkpoints)._save(Position(step=1, state=state, history=LoadHistory()))
+    recorder_of(checkpoints)._save(Position(step=1, state=state, history=LoadHistory()))
 
 
 overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 7, s), donate_argnums=0)

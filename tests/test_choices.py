@@ -137,11 +137,11 @@ def test_a_walk_meets_the_tokens_that_may_come_and_no_others():
     logits = np.arange(50, dtype=np.float32).reshape(SLOTS, VOCAB) / 10
     # Behind its reply a slot may say anything.
     expected = [({5, 6}, {5, 6}), ({0, 7}, {0}), ({0}, set(range(VOCAB)))]
-    for said, allowed in zip(([5, 6], [7, 0], [0, 0]), expected, strict=True):
+    for sampled, allowed in zip(([5, 6], [7, 0], [0, 0]), expected, strict=True):
         found = drawn(logits, choices)
         for slot, may in enumerate((*allowed, set(range(VOCAB)))):
             check_drawn(found[slot], logits[slot], may)
-        tokens = jnp.array([*said, 9, 9, 9])
+        tokens = jnp.array([*sampled, 9, 9, 9])
         # Who does not move stays where it is.
         assert walk(choices, tokens, jnp.zeros(SLOTS, bool)).node.tolist() == (
             choices.node.tolist()
@@ -155,11 +155,11 @@ def test_certain_tokens_alone_come_for_as_long_as_the_turn_lasts():
     set_allowed(rows, 1, (7, 2, 7))
     choices = jax.tree.map(jnp.asarray, rows)
     logits = np.random.default_rng(0).normal(size=(SLOTS, VOCAB)).astype(np.float32)
-    for said in (7, 2, 2):
+    for sampled in (7, 2, 2):
         found = drawn(logits, choices)
         for slot, may in enumerate((range(VOCAB), (2, 7))):
             check_drawn(found[slot], logits[slot], may)
-        choices = walk(choices, jnp.full(SLOTS, said), jnp.ones(SLOTS, bool))
+        choices = walk(choices, jnp.full(SLOTS, sampled), jnp.ones(SLOTS, bool))
     assert choices.node.tolist() == [FREE, ALWAYS, FREE, FREE, FREE]
 
 
@@ -250,8 +250,10 @@ class Digits(Words):
         return Start(text="go.", role="x", allowed_token_ids=digit_ids(self.ROUNDS[0]))
 
     def step(self, reply: str):
-        said = super().step(reply)
-        return dataclasses.replace(said, choices=(), allowed_token_ids=digit_ids(said.choices))
+        sampled = super().step(reply)
+        return dataclasses.replace(
+            sampled, choices=(), allowed_token_ids=digit_ids(sampled.choices)
+        )
 
 
 def digit_ids(digits):
@@ -292,8 +294,8 @@ def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
     )
     check_rows(rollout, 40)
     # Every reply that may be said is, by some, and no other; then anything.
-    assert {said[0] for said in heard} == set(Words.ROUNDS[0])
-    assert {said[1] for said in heard if len(said) > 1} == set(Words.ROUNDS[1])
+    assert {sampled[0] for sampled in heard} == set(Words.ROUNDS[0])
+    assert {sampled[1] for sampled in heard if len(sampled) > 1} == set(Words.ROUNDS[1])
     anything = [t.turns[5].token_ids for t in rollout.trajectories if len(t.turns) == 6]
     assert len({token for ids in anything for token in ids}) > 30
     for trajectory in rollout.trajectories[:4]:
@@ -323,9 +325,9 @@ def test_a_reply_is_made_of_the_allowed_tokens_with_log_probs_among_these(pool):
         sampling=Sampling(temperature=HOT),
     )
     check_rows(rollout, 40)
-    assert {c for said in heard for c in said[0]} == {"3", "5", "8"}
-    assert {c for said in heard if len(said) > 1 for c in said[1]} == {"1"}
-    assert {len(said[0]) for said in heard} >= {0, 1, 2}
+    assert {c for sampled in heard for c in sampled[0]} == {"3", "5", "8"}
+    assert {c for sampled in heard if len(sampled) > 1 for c in sampled[1]} == {"1"}
+    assert {len(sampled[0]) for sampled in heard} >= {0, 1, 2}
     last = [t.turns[5].token_ids for t in rollout.trajectories if len(t.turns) == 6]
     assert len({token for ids in last for token in ids}) > 10
     for trajectory in rollout.trajectories[:4]:
@@ -378,9 +380,9 @@ def test_a_turn_that_is_read_again_in_its_middle_stays_among_its_choices(pool):
     check_rows(rollout, 16)
     turns = [turn for t in rollout.trajectories for turn in t.turns[1:4:2]]
     assert any(len(set(turn.versions)) > 1 for turn in turns)
-    assert {said[0] for said in heard} <= set(Words.ROUNDS[0])
-    assert {said[1] for said in heard if len(said) > 1} <= set(Words.ROUNDS[1])
-    assert {c for said in digits for c in said[0]} <= set(Digits.ROUNDS[0])
+    assert {sampled[0] for sampled in heard} <= set(Words.ROUNDS[0])
+    assert {sampled[1] for sampled in heard if len(sampled) > 1} <= set(Words.ROUNDS[1])
+    assert {c for sampled in digits for c in sampled[0]} <= set(Digits.ROUNDS[0])
 
 
 @pytest.mark.slow

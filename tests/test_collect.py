@@ -114,7 +114,7 @@ def rounds_of(trajectory) -> int:
 
 
 def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
-    """Of forty episodes; whatever lane has the slot, and in fewer rounds than lane by lane."""
+    """Forty episodes end in fewer rounds than data shard by data shard."""
     player, collectors, seen = engine(), [], []
     play = player.play
 
@@ -129,7 +129,7 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
     assert len(seen) == rollout.stats.rounds == games.stats.rounds
     assert {live - min(16, 40 - over) for live, over in seen} == {0}
     assert 0 < rollout.stats.guest_episodes < 20
-    # List scheduling in each lane of two slots and six rows by itself.
+    # List scheduling in each data shard of two slots and six rows by itself.
     needed = [rounds_of(t) for t in games.trajectories]
     ends = []
     for first in range(0, 40, 6):
@@ -145,9 +145,11 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
     ("mesh", "num_slots"), [(MeshShape(data=8), 8), (MeshShape(data=2, tensor=2), 16)], ids=str
 )
 def test_episodes_of_one_lane_play_in_all_and_their_rows_are_at_home(pool, games, mesh, num_slots):
-    """Eighteen episodes, at home in three of eight lanes: the slots of the others have guests.
+    """Eighteen episodes, at home in three of eight data shards: the slots of the others have
+    guests.
 
-    With a slot a lane it has one guest after the other, longer before shorter ones among them.
+    With a slot a data shard it has one guest after the other, longer before shorter ones among
+    them.
     """
     player = engine(num_slots, mesh)
     rollout = collect(pool, tasks(18), num_slots=num_slots, player=player)
@@ -179,10 +181,10 @@ def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
     """From the first bucket over the second to the third, live episodes and all."""
     rooms = Rooms()
     first, second, third = CONFIG.context_buckets
-    grown = collect(pool, tasks(40), places=first, make_room=rooms)
-    assert [places for places, _ in rooms.wanted] == [first, second]
-    assert all(tokens > places for places, tokens in rooms.wanted)
-    assert grown.seat.places == third
+    grown = collect(pool, tasks(40), max_tokens=first, make_room=rooms)
+    assert [max_tokens for max_tokens, _ in rooms.wanted] == [first, second]
+    assert all(tokens > max_tokens for max_tokens, tokens in rooms.wanted)
+    assert grown.session.max_tokens == third
     assert max(t.num_tokens for t in grown.trajectories) > second
     check_rows(grown, 40)
     assert_same_episodes(games.trajectories, grown.trajectories)
@@ -195,49 +197,50 @@ def test_pages_are_made_where_they_are_needed(pool, games):
     grown = collect(pool, tasks(40), pages=5, make_room=rooms)
     assert rooms.wanted == []
     ((had, wanted),) = rooms.wanted_pages
-    assert had == 5 and 5 < wanted <= 9 and grown.seat.pool.pages == 12
+    assert had == 5 and 5 < wanted <= 9 and grown.session.pool.pages == 12
     check_rows(grown, 40)
     assert_same_episodes(games.trajectories, grown.trajectories)
-    assert grown.stats.parked_episodes == 0
+    assert grown.stats.preempted_episodes == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):
-    """Room for one episode a lane of two slots: nothing is lost, and nothing read twice is news.
+    """Room for one episode a data shard of two slots: nothing is lost, and nothing read twice is
+    news.
 
-    With short bursts some are parked in the middle of a turn.
+    With short bursts some are preempted in the middle of a turn.
     """
     rooms = Rooms(most_pages=5)
     player = engine(mesh=mesh, burst=burst)
-    parked = collect(
+    preempted = collect(
         pool,
         tasks(40),
         pages=5,
         make_room=rooms,
         player=player,
         burst=burst,
-        parking="recompute",
+        preemption="recompute",
     )
-    assert parked.seat.pool.pages == 5 and rooms.wanted_pages
-    assert parked.stats.parked_host_bytes == 0
-    assert parked.stats.parked_episodes > 0
-    assert parked.stats.recomputed_tokens > 0
-    check_rows(parked, 40)
-    assert_same_episodes(games.trajectories, parked.trajectories)
-    assert parked.stats.prefill_tokens == games.stats.prefill_tokens
-    assert parked.stats.rollout_tokens == games.stats.rollout_tokens
+    assert preempted.session.pool.pages == 5 and rooms.wanted_pages
+    assert preempted.stats.preempted_host_bytes == 0
+    assert preempted.stats.preempted_episodes > 0
+    assert preempted.stats.recomputed_tokens > 0
+    check_rows(preempted, 40)
+    assert_same_episodes(games.trajectories, preempted.trajectories)
+    assert preempted.stats.prefill_tokens == games.stats.prefill_tokens
+    assert preempted.stats.rollout_tokens == games.stats.rollout_tokens
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "grows"), [(12, False), (13, True), (15, True)])
 def test_room_is_kept_for_a_whole_burst(pool, tokens, grows):
     """Sixteen places hold a prompt of twelve tokens and a turn of four, and not one more."""
-    places, *_ = CONFIG.context_buckets
+    max_tokens, *_ = CONFIG.context_buckets
     frame = len(renderer().first(""))
     text = "".join(chr(ord("A") + i) for i in range(tokens - frame))
-    assert len(renderer().first(text)) == tokens and places == 12 + CONFIG.burst
+    assert len(renderer().first(text)) == tokens and max_tokens == 12 + CONFIG.burst
 
     class Asking(Talker):
         def start(self):
@@ -249,10 +252,10 @@ def test_room_is_kept_for_a_whole_burst(pool, tokens, grows):
         tasks(8),
         lambda task: Asking(0),
         params=weights(ends_turns=False),
-        places=places,
+        max_tokens=max_tokens,
         make_room=rooms,
     )
-    assert rooms.wanted == [(places, tokens + CONFIG.burst)] * grows
+    assert rooms.wanted == [(max_tokens, tokens + CONFIG.burst)] * grows
     assert {t.num_tokens for t in rollout.trajectories} == {tokens + CONFIG.max_turn_tokens}
     check_rows(rollout, 8)
 
@@ -375,13 +378,13 @@ def test_each_episode_has_its_own_limit_of_tokens_per_turn(pool):
 
 
 def test_room_is_made_for_no_more_than_an_episode_may_come_to(pool):
-    places, *_ = CONFIG.context_buckets
+    max_tokens, *_ = CONFIG.context_buckets
     rooms = Rooms()
     rollout = collect(
-        pool, tasks(8), lambda task: Talker(0), places=places, make_room=rooms,
-        max_episode_tokens=places,
+        pool, tasks(8), lambda task: Talker(0), max_tokens=max_tokens, make_room=rooms,
+        max_episode_tokens=max_tokens,
     )  # fmt: skip
-    assert rooms.wanted == [] and rollout.seat.places == places
+    assert rooms.wanted == [] and rollout.session.max_tokens == max_tokens
     assert {t.stop_reason for t in rollout.trajectories} == {"episode_too_long"}
     check_rows(rollout, 8)
 
@@ -492,11 +495,11 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
     def lecture(task):
         return Lecture(task.env_seed)
 
-    alone = collect(pool, tasks(44), lecture, places=64)
+    alone = collect(pool, tasks(44), lecture, max_tokens=64)
     player = engine(mesh=mesh, append_rows=1)
     monkeypatch.setattr(player.page_copies, "pages_a_call", 2)
     shared = collect(
-        pool, tasks(44), lecture, places=64, player=player, share_prefixes=True,
+        pool, tasks(44), lecture, max_tokens=64, player=player, share_prefixes=True,
         copy_prefixes=copies,
     )  # fmt: skip
     assert_same_episodes(alone.trajectories, shared.trajectories)

@@ -131,13 +131,13 @@ def test_what_cannot_be_compiled_is_said_and_the_run_goes_on():
     def fail():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
 
-    said = []
-    with CompileAhead(said.append) as ahead:
+    notes = []
+    with CompileAhead(notes.append) as ahead:
         ahead.ask([Wanted("large", fail)])
         ahead.settle()
         assert not ahead.is_compiled("large")
         ahead.ask([])
-    assert said == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
+    assert notes == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
 
 
 # What compiling took, and how much of it the run waited for.

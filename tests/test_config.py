@@ -273,8 +273,11 @@ RULES = [
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
     ("selector.table=", "config.selector.table is empty; give 'auto', 'model', or the path"),
     ("rollout.page_size=-1", "config.rollout.page_size is -1; it must be at least 0"),
-    ("rollout.parking=disk", "config.rollout.parking is 'disk'; .*'auto', 'recompute', 'host'"),
-    ("rollout.parking_host_gib=0", "parking_host_gib is 0.0; .*parking = 'recompute'"),
+    (
+        "rollout.preemption=disk",
+        "config.rollout.preemption is 'disk'; .*'auto', 'recompute', 'host'",
+    ),
+    ("rollout.preemption_host_gib=0", "preemption_host_gib is 0.0; .*preemption = 'recompute'"),
     ("rollout.patience_s=-1", "config.rollout.patience_s is -1.0; it must be a number of seconds"),
     ("train.epochs=0", "config.train.epochs is 0"),
     (
@@ -290,7 +293,7 @@ RULES = [
     ("train.clip_low=-0.1", "config.train.clip_low is -0.1"),
     ("train.entropy_coefficient=-1", "config.train.entropy_coefficient is -1.0"),
     ("train.turn_discount=1.01", "config.train.turn_discount is 1.01"),
-    ("train.demonstration_steps=-1", "config.train.demonstration_steps is -1"),
+    ("train.sft_steps=-1", "config.train.sft_steps is -1"),
     ("train.advantage=grpo", "config.train.advantage is 'grpo'.*config.rollout.group_size"),
     ("checkpoint.every_steps=0", "config.checkpoint.every_steps is 0"),
     ("checkpoint.keep=1", "config.checkpoint.keep is 1"),
@@ -333,14 +336,14 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "config.train.schedule is 'constant'",
         ),
         (
-            ["train.demonstration_updates=3"],
-            "train.demonstration_updates",
-            "config.train.demonstration_steps is 0",
+            ["train.sft_updates=3"],
+            "train.sft_updates",
+            "config.train.sft_steps is 0",
         ),
         (
-            ["train.demonstration_learning_rate=0.5"],
-            "train.demonstration_learning_rate",
-            "config.train.demonstration_steps is 0",
+            ["train.sft_learning_rate=0.5"],
+            "train.sft_learning_rate",
+            "config.train.sft_steps is 0",
         ),
         (
             ["devices.num_cpu_devices=4", "devices.platform=gpu"],
@@ -358,9 +361,9 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "config.rollout.share_prefixes is False",
         ),
         (
-            ["rollout.parking_host_gib=1", "rollout.parking=recompute"],
-            "rollout.parking_host_gib",
-            "config.rollout.parking is 'recompute'",
+            ["rollout.preemption_host_gib=1", "rollout.preemption=recompute"],
+            "rollout.preemption_host_gib",
+            "config.rollout.preemption is 'recompute'",
         ),
         (
             ["selector.offload=on", "devices.num_rollout=4"],
@@ -395,13 +398,13 @@ def test_the_same_keys_are_fine_where_they_do_something():
     config = with_overrides(
         "train.turn_discount=0.5",
         "train.final_learning_rate=0.0",
-        "train.demonstration_steps=2",
-        "train.demonstration_updates=3",
+        "train.sft_steps=2",
+        "train.sft_updates=3",
         "devices.num_cpu_devices=4",
         "env.opponent=mcts",
         "env.mcts_simulations=7",
     )
-    assert (config.train.demonstration_updates, config.devices.num_cpu_devices) == (3, 4)
+    assert (config.train.sft_updates, config.devices.num_cpu_devices) == (3, 4)
 
 
 # The rollout's precision, and the correction for it.

@@ -126,15 +126,15 @@ def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(wor
         engine = PolicyEngine(world.engine(shape).config, make_abstract_layout(shape))
         rows = engine.layout.activations("B")
         width = order_width(rollout.chunk_size)
-        for places in {rollout.context_buckets[0], rollout.context_buckets[-1]}:
+        for max_tokens in {rollout.context_buckets[0], rollout.context_buckets[-1]}:
             # `PolicyEngine.lower_play` cannot lower for devices that are not there.
             traced = engine._play.trace(
                 placed(engine.parameter_shapes, engine.parameter_shardings),
-                placed(engine.state_shapes(places), engine.state_shardings),
+                placed(engine.state_shapes(max_tokens), engine.state_shardings),
                 jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
                 jax.ShapeDtypeStruct((2,), jnp.uint32),
             )
             state, report = traced.out_info
             assert report.shape == (rollout.num_slots, 2 * rollout.burst + 2)
-            assert state.experience.tokens.shape == (engine.config.num_rows, places)
+            assert state.experience.tokens.shape == (engine.config.num_rows, max_tokens)
             assert mesh_words(shape) in lowered(traced, world)

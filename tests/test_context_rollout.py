@@ -51,7 +51,7 @@ CONFIG = EngineConfig(
     rules=RULES._replace(append_rows=1),
     seed=7,
     page_size=8,
-    serving=Serving(max_prefill_length=32, places=PLACES),
+    serving=Serving(max_prefill_length=32, context_tokens=PLACES),
 )
 WHOLE, MIXED = MeshShape(data=8), MeshShape(data=2, context=2, tensor=2)
 OTHERS = [
@@ -94,7 +94,7 @@ def converse_on(shape: MeshShape):
 
 def test_a_page_is_cut_in_the_middle():
     """By hand: of pages of 8 places the second of two devices has 4 to 7, and 12 to 15."""
-    assert PageShare(1, 2).places(jnp.arange(2), 4).tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+    assert PageShare(1, 2).max_tokens(jnp.arange(2), 4).tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
     tokens = share_tokens(PageShare(1, 2), 6)
     assert (tokens.first, tokens.length) == (3, 3)
     # A word said alone is computed by all.
@@ -105,7 +105,7 @@ def test_a_page_is_cut_in_the_middle():
 def test_every_device_has_as_many_keys_of_any_context(length):
     """To less than a page: whatever a query looks back on, and so whatever a chunk costs."""
     pages = jnp.arange(1 + length // 32)
-    seen = [int((PageShare(i, 4).places(pages, 8) < length).sum()) for i in range(4)]
+    seen = [int((PageShare(i, 4).max_tokens(pages, 8) < length).sum()) for i in range(4)]
     assert sum(seen) == length
     assert max(seen) - min(seen) <= 8
 
@@ -147,13 +147,13 @@ def test_live_episodes_move_to_such_a_mesh_and_back():
     """In the middle of prompts and of turns."""
     moves, count, shape = {3: MIXED, 6: WHOLE}, 0, WHOLE
 
-    def play(state, orders):
+    def play(state, inputs):
         nonlocal count, shape
         count += 1
         if count in moves:
             shape = moves[count]
             state = reshard(state, engine_on(shape).state_shardings)
-        return engine_on(shape).play(weights_on(shape), state, orders)
+        return engine_on(shape).play(weights_on(shape), state, inputs)
 
     state = engine_on(WHOLE).empty_state(PLACES)
     state, heard = converse(play, state, scripts(), num_slots=NUM_SLOTS, chunk_size=CHUNK)
@@ -232,16 +232,16 @@ def test_every_token_is_read_as_on_one_device():
         axis_names={"context"},
         check_vma=False,
     )
-    said = []
+    sampled = []
     for program in (jax.jit(cut), jax.jit(functools.partial(read, 1))):
         now, found = cache, []
         for first, count in ((0, (12, 10)), (12, (12, 7))):
             cached = jnp.array([first, first and 10])
             logits, now = program(now, tokens[:, first : first + 12], cached, jnp.array(count))
             found += [logits[0], logits[1, : count[1]]]
-        said.append(jnp.concatenate(found))
-    assert np.ptp(said[1]) > 0.1
-    np.testing.assert_allclose(*said, atol=1e-5)
+        sampled.append(jnp.concatenate(found))
+    assert np.ptp(sampled[1]) > 0.1
+    np.testing.assert_allclose(*sampled, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, 
         pool,
         tasks(NUM_TASKS),
         lecture,
-        places=PLACES,
+        max_tokens=PLACES,
         player=engine(burst=1),
         control=Script(script),
         **changes,
@@ -164,7 +164,7 @@ def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, 
 @pytest.mark.slow
 def test_a_cache_that_is_kept_shows_in_the_logprobs_and_the_versions_say_so(pool):
     rollout = collect(
-        pool, tasks(NUM_TASKS), lecture, places=PLACES, control=Script({5: swap_to(1, "keep")})
+        pool, tasks(NUM_TASKS), lecture, max_tokens=PLACES, control=Script({5: swap_to(1, "keep")})
     )
     check_rows(rollout, NUM_TASKS)
     assert rollout.stats.recomputed_tokens == 0
@@ -209,7 +209,7 @@ def test_an_aborted_episode_ends_with_what_it_has_and_the_others_do_not_notice(p
 
     def make(task):
         if task.episode == 39:
-            # The last of its lane: it begins when episode 4 was aborted, and lets it answer.
+            # The last of its data shard: it begins when episode 4 was aborted, and lets it answer.
             return Watched(task, asked.set)
         return Watched(task, abort_itself if task.episode == 4 else lambda: None)
 
@@ -252,13 +252,13 @@ def test_an_episode_is_aborted_in_the_middle_of_its_turn(pool):
 
 
 def test_who_waits_for_a_prompt_whose_reader_is_aborted_reads_it_itself(pool):
-    """Two slots of one lane; the first is aborted when it has read one chunk of four."""
+    """Two slots of one data shard; the first is aborted when it has read one chunk of four."""
     script = {1: lambda control: control.abort(0)}
     rollout = collect(
         pool,
         tasks(2),
         lambda task: Lecture(0, 0.0),
-        places=PLACES,
+        max_tokens=PLACES,
         control=Script(script),
         share_prefixes=True,
     )
@@ -316,9 +316,9 @@ def test_what_the_readme_says_of_control_is_so():
         for code in re.findall(r"```python\n(.*?)```", readme, re.S)
         if "RolloutControl" in code
     ]
-    world, seat, placement = seated(GIVEN)
+    world, session, placement = seated(GIVEN)
     params = world.policy(world.first_train_state(placement.train.mesh))
-    names = {"world": world, "placement": placement, "seat": seat, "new_params": params}
+    names = {"world": world, "placement": placement, "session": session, "new_params": params}
     names["tasks"] = world.training_tasks(0)
     exec(example, names)
     trajectories = names["rollout"].trajectories

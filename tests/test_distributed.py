@@ -42,8 +42,8 @@ from earl_jax.world import World
 SMALL = TINY | {
     "num_steps": 2,
     "rollout.context_buckets": "(48,)",
-    "train.demonstration_steps": 1,
-    "train.demonstration_updates": 1,
+    "train.sft_steps": 1,
+    "train.sft_updates": 1,
     "checkpoint.every_steps": 1000,
     "eval.every_steps": 1000,
     "eval.games": 16,
@@ -175,9 +175,9 @@ def test_the_groups_of_one_process():
 
 def test_the_counts_of_two_rollouts_are_one_and_their_longest_times_too():
     one = RolloutStats(rounds=3, rollout_tokens=10, tokens_in_flight_max=7, env_wait_s=0.5)
-    other = RolloutStats(rounds=5, rollout_tokens=1, tokens_in_flight_max=2, parking="why")
+    other = RolloutStats(rounds=5, rollout_tokens=1, tokens_in_flight_max=2, preemption="why")
     expected = RolloutStats(
-        rounds=5, rollout_tokens=11, tokens_in_flight_max=9, env_wait_s=0.5, parking="why"
+        rounds=5, rollout_tokens=11, tokens_in_flight_max=9, env_wait_s=0.5, preemption="why"
     )
     assert total_stats([one, other]) == expected
 

@@ -62,7 +62,7 @@ def test_games_are_those_without_guesses(pool, games, mesh, pages):
     check_rows(guessed, 40)
     assert_same_episodes(games.trajectories, guessed.trajectories)
     stats = guessed.stats
-    assert bool(stats.parked_episodes) == bool(pages)
+    assert bool(stats.preempted_episodes) == bool(pages)
     assert (stats.rollout_tokens, stats.prefill_tokens) == (
         games.stats.rollout_tokens,
         games.stats.prefill_tokens,
@@ -82,7 +82,7 @@ def talk(pool, burst: int, stops: Stops, speculation=None, **changes):
         params=weights(ends_turns=False),
         player=engine(burst=burst, **guesses),
         burst=burst,
-        places=3 * ROOM,
+        max_tokens=3 * ROOM,
         max_turn_tokens=16,
         stop_strings=stops.strings,
         stop_token_ids=stops.token_ids,
@@ -124,7 +124,7 @@ def test_other_weights_take_over_in_the_middle_of_turns(pool, cache):
         control=Script(swaps),
         player=engine(burst=1, **GUESSES),
         burst=1,
-        places=2 * ROOM,
+        max_tokens=2 * ROOM,
         speculation=ON,
     )
     check_rows(guessed, 24)

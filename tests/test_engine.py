@@ -33,7 +33,7 @@ from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import ORDER_COLUMNS
-from earl_jax.engine.session import Policy, Seat, relocate
+from earl_jax.engine.session import Policy, Session, relocate
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -72,7 +72,7 @@ def weights_on(shape: MeshShape):
 
 @functools.cache
 def scripts():
-    """One episode a slot, in a row of the slot's lane: lanes are 2 slots and 4 rows."""
+    """One episode a slot, in a row of the slot's data shard: data shards are 2 slots and 4 rows."""
     return {
         slot: dataclasses.replace(script, row=slot // 2 * 4 + slot % 2 + 1)
         for slot, script in make_scripts(NUM_SLOTS, turns=2).items()
@@ -200,36 +200,38 @@ def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
     first, *others = CANDIDATES
     moves = {2: others[0], 4: others[1], 5: others[2], 6: first}
     rounds, visited = 0, []
-    seat = seat_on(first, 16)
+    session = session_on(first, 16)
 
-    def play(state, orders):
-        nonlocal rounds, seat
+    def play(state, inputs):
+        nonlocal rounds, session
         rounds += 1
         if rounds in moves:
             visited.append(int(state.active.sum()))
-            seat = dataclasses.replace(seat, state=state)
+            session = dataclasses.replace(session, state=state)
             there = engine_on(moves[rounds])
-            seat = relocate(seat, there, PLACES, whole_pages_on(there, PLACES).pool)
+            session = relocate(session, there, PLACES, whole_pages_on(there, PLACES).pool)
             for slot in range(NUM_SLOTS):
-                seat.pages.hold(slot, PLACES)
-            state = there.give_pages(seat.state, seat.pages.as_array(pages_for(PLACES, PAGE_SIZE)))
-        return seat.engine.play(seat.policy.params, state, orders)
+                session.pages.hold(slot, PLACES)
+            state = there.give_pages(
+                session.state, session.pages.as_array(pages_for(PLACES, PAGE_SIZE))
+            )
+        return session.engine.play(session.policy.params, state, inputs)
 
-    state, heard = converse(play, seat.state, scripts(), num_slots=NUM_SLOTS)
+    state, heard = converse(play, session.state, scripts(), num_slots=NUM_SLOTS)
     assert len(visited) == 4 and sum(count > 0 for count in visited) >= 2
     assert_same(heard, converse_on(UNSHARDED)[1])
     check_rows(state.experience, heard, scripts())
 
 
-def seat_on(shape: MeshShape, places: int, state=None) -> Seat:
+def session_on(shape: MeshShape, max_tokens: int, state=None) -> Session:
     """Every slot has pages for its room."""
     engine = engine_on(shape)
-    return Seat(
+    return Session(
         engine=engine,
         policy=Policy(params=weights_on(shape), version=0),
-        state=state or engine.empty_state(places),
-        places=places,
-        pages=whole_pages_on(engine, places),
+        state=state or engine.empty_state(max_tokens),
+        max_tokens=max_tokens,
+        pages=whole_pages_on(engine, max_tokens),
     )
 
 
@@ -238,8 +240,10 @@ def test_more_room_keeps_every_number_and_adds_zeros(pages):
     """With the pages that there are, and with more."""
     engine = engine_on(CANDIDATES[0])
     state, _ = converse_on(CANDIDATES[0])
-    seat = seat_on(CANDIDATES[0], PLACES, state)
-    grown = relocate(seat, engine, PLACES + 16, seat.pool._replace(pages=pages or seat.pool.pages))
+    session = session_on(CANDIDATES[0], PLACES, state)
+    grown = relocate(
+        session, engine, PLACES + 16, session.pool._replace(pages=pages or session.pool.pages)
+    )
     after_all = grown.state
     assert jax.tree.map(lambda leaf: leaf.sharding, after_all) == engine.state_shardings
     assert after_all.cache.num_pages == 8 * (pages or 10)
@@ -270,9 +274,9 @@ def test_load_params_places_every_weight_and_changes_none():
 def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     engine, weights = engine_on(CANDIDATES[0]), weights_on(CANDIDATES[0])
     state = engine.empty_state(PLACES)
-    orders = np.zeros((NUM_SLOTS, ORDER_COLUMNS + CHUNK), np.int32)
+    inputs = np.zeros((NUM_SLOTS, ORDER_COLUMNS + CHUNK), np.int32)
     with HostByteCounter() as counter:
-        after, report = engine.play(weights, state, orders)
+        after, report = engine.play(weights, state, inputs)
     # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.
     assert counter.num_bytes == NUM_SLOTS * (2 * RULES.burst + 2) * 4
     assert not report.count.any() and not report.active.any()

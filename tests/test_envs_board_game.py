@@ -102,11 +102,11 @@ def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
     rng = random.Random(2)
     for seed in range(100):
         environment = make_environment(EnvConfig(mask_illegal=True), seed=seed, player=seed % 2)
-        said = check_start(environment.start())
+        content = check_start(environment.start())
         result = None
         while result is None or not result.done:
-            assert said.choices == tuple(environment.legal_replies()) != ()
-            said = result = check_step(environment.step(rng.choice(said.choices)))
+            assert content.choices == tuple(environment.legal_replies()) != ()
+            content = result = check_step(environment.step(rng.choice(content.choices)))
             assert result.stop_reason != "illegal"
         assert result.choices == ()
     free = make_environment(EnvConfig(), seed=0, player=0)

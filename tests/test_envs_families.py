@@ -97,7 +97,7 @@ class Reply:
             message["tool_calls"] = [{"type": "function", "id": "a1b2c3d4e", "function": self.call}]
         return message
 
-    def sampled(self, name: str) -> str:
+    def content(self, name: str) -> str:
         """What a model of the family writes, without its end of turn."""
         words = self.words
         if self.call:
@@ -112,13 +112,13 @@ class Reply:
         return f"<think>\n{self.reasoning}\n</think>\n\n{words}" if self.reasoning else words
 
 
-def as_messages(said) -> list[dict[str, str]]:
+def as_messages(content) -> list[dict[str, str]]:
     """What an environment says, as the template gets it."""
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
+    if isinstance(content, str):
+        return [{"role": "user", "content": content}]
     return [
         {"role": m.role, "content": m.text} | ({"tool_call_id": m.call_id} if m.call_id else {})
-        for m in said
+        for m in content
     ]
 
 
@@ -271,7 +271,7 @@ def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
     assert has_control(script.opening) or stream == ids_of(name, whole)
     keeps, told = True, whole
     for number, (reply, answer) in enumerate(script.turns):
-        text = reply.sampled(name)
+        text = reply.content(name)
         ids = sampled_ids(name, text, spelled=reply.spelled)
         logprobs += say(episode, ids, version=number)
         versions += [number] * len(ids)
@@ -320,9 +320,9 @@ def ids_of(name: str, text: str) -> list[int]:
     return tokenizer(name)(text, add_special_tokens=False)["input_ids"]
 
 
-def has_control(said) -> bool:
+def has_control(content) -> bool:
     """Whether what an environment says has the name of a control token in it."""
-    texts = [said] if isinstance(said, str) else [message.text for message in said]
+    texts = [content] if isinstance(content, str) else [message.text for message in content]
     return any(name in text for name in control_names() for text in texts)
 
 
@@ -332,11 +332,11 @@ def control_names() -> frozenset[str]:
     return frozenset(str(token) for token in added if token.special)
 
 
-def without_text(said):
+def without_text(content):
     """The same messages, with nothing in them that could be taken for control."""
-    if isinstance(said, str):
+    if isinstance(content, str):
         return "x"
-    return tuple(dataclasses.replace(message, text="x") for message in said)
+    return tuple(dataclasses.replace(message, text="x") for message in content)
 
 
 def control_ids(name: str, ids) -> list[int]:
@@ -364,9 +364,9 @@ def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
     told = template(name, as_messages(script.opening), script.tools)
     messages = as_messages(script.opening)
     for number, (reply, answer) in enumerate(script.turns):
-        ids = sampled_ids(name, reply.sampled(name), spelled=reply.spelled)
+        ids = sampled_ids(name, reply.content(name), spelled=reply.spelled)
         logprobs += say(episode, ids, version=number)
-        said = chat(name).decode([*sample, *ids])
+        content = chat(name).decode([*sample, *ids])
         text, _ = episode.end_turn()
         heard = episode.conversation.answer(answer)
         episode.hear(answer, heard)
@@ -376,7 +376,7 @@ def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
         assert appended == list(heard.ids)
         written = [*written, *ids, *appended]
         authors += ["policy"] * len(ids) + ["environment"] * len(appended)
-        told += reply.sampled(name) + END[name] + text_behind(name, appended)
+        told += reply.content(name) + END[name] + text_behind(name, appended)
         assert_is(episode, written, authors, logprobs)
         assert kept(name, chat(name).decode(written)) == kept(name, told)
         sample = sample_of(episode, written)
@@ -388,10 +388,10 @@ def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
             opening = chat(name).opening(script.opening, script.tools)
             assert heard.ids == chat(name).answer(answer, opening)
             continue
-        whole, said = kept(name, whole), kept(name, said)
-        assert heard.forks == (not whole.startswith(said))
+        whole, content = kept(name, whole), kept(name, content)
+        assert heard.forks == (not whole.startswith(content))
         appended = kept(name, text_behind(name, heard.ids))
-        assert appended == (whole if heard.forks else whole[len(said) :])
+        assert appended == (whole if heard.forks else whole[len(content) :])
         assert kept(name, chat(name).decode(sample)) == whole
         if heard.forks:
             assert name in ("qwen3", "mistral")
@@ -617,9 +617,9 @@ def test_a_template_that_rewrites_is_named_once(name, opening, tools, words, cap
     with caplog.at_level(logging.WARNING, logger="earl_jax"):
         for _ in range(3):
             Conversation(renderer).open(opening, tools)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == (words is not None)
-    assert words is None or (words in said[0] and "config.chat.history" in said[0])
+    content = [record.getMessage() for record in caplog.records]
+    assert len(content) == (words is not None)
+    assert words is None or (words in content[0] and "config.chat.history" in content[0])
 
 
 def test_arguments_of_the_template_are_given_to_it_at_every_turn():
@@ -664,12 +664,12 @@ def test_an_argument_that_a_template_does_not_read_is_an_error(name, argument):
 def test_a_tokenizer_that_changes_text_is_refused(changed, message):
     """More than by composing characters, or by taking "▁" for a blank."""
     lossy = build_tokenizer([], 260)
-    said = json.loads(lossy.backend_tokenizer.to_str())
+    content = json.loads(lossy.backend_tokenizer.to_str())
     if "normalizer" in changed:
-        said |= changed
+        content |= changed
     else:
-        said["added_tokens"] = [token | changed for token in said["added_tokens"]]
-    lossy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(said)))
+        content["added_tokens"] = [token | changed for token in content["added_tokens"]]
+    lossy = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(content)))
     lossy.chat_template = CHAT_TEMPLATE
     if "normalizer" in changed:
         lossy.chat_template = CHAT_TEMPLATE.replace("<|user|>{{", "<|user|>Said: {{")

@@ -178,12 +178,12 @@ def test_stop_strings_do_not_depend_on_how_a_text_is_cut(text, strings, data):
             found = max(complete, key=len)
             break
     expected = text if found is None else text[: end - len(found)]
-    stops, said, rest = StopStrings(strings), "", text
+    stops, content, rest = StopStrings(strings), "", text
     while rest:
         size = data.draw(st.integers(1, len(rest)))
-        said, rest = said + stops.push(rest[:size]), rest[size:]
-        assert expected.startswith(said)
-    assert said + stops.flush() == expected
+        content, rest = content + stops.push(rest[:size]), rest[size:]
+        assert expected.startswith(content)
+    assert content + stops.flush() == expected
     assert stops.found == found
 
 

@@ -21,18 +21,18 @@ def trail(seed: int = 0, config: EnvConfig = FOUR_STEPS) -> Trail:
 
 def walk(environment: Trail, right_steps: int) -> tuple[str, list[str]]:
     """The stone to go to behind so many right steps, and all that was said on the way."""
-    said = [check_start(environment.start()).text]
+    content = [check_start(environment.start()).text]
     for _ in range(right_steps):
-        result = check_step(environment.step(said[-1].split(" ")[-1]))
+        result = check_step(environment.step(content[-1].split(" ")[-1]))
         assert (result.reward, result.done) == (0.0, False)
-        said.append(result.text)
-    return said[-1].split(" ")[-1], said
+        content.append(result.text)
+    return content[-1].split(" ")[-1], content
 
 
 def test_the_words():
-    stone, said = walk(trail(), 3)
-    assert said[0].startswith("a trail of 5 stones, 0 to 4. go to ")
-    assert all(text in all_replies(FOUR_STEPS) for text in (*said[1:], stone))
+    stone, content = walk(trail(), 3)
+    assert content[0].startswith("a trail of 5 stones, 0 to 4. go to ")
+    assert all(text in all_replies(FOUR_STEPS) for text in (*content[1:], stone))
 
 
 # The share of four steps, by hand.

@@ -351,7 +351,7 @@ def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
     ("how", "timeout_s", "said"),
     [("SIGKILL", 60, "another process ended"), ("SIGSTOP", 5, "nothing came for 5 s")],
 )
-def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, said):
+def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, sampled):
     processes = Processes(2, 4, "test_exchange:lose_one", how, timeout_s)
     lost = processes.all[-1]
     while lost.poll() is None and "T" not in state_of(lost.pid):
@@ -361,7 +361,7 @@ def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, said):
     output, errors = processes.all[0].communicate(timeout=30)
     assert processes.all[0].returncode == 1, errors
     assert time.monotonic() - lost_s < 20
-    assert said in errors, (output, errors)
+    assert sampled in errors, (output, errors)
     lost.kill()
     lost.communicate()
 

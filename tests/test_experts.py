@@ -315,9 +315,9 @@ def test_logprobs_of_the_engine_are_the_trainers():
     )
     logprobs = np.asarray(score(params(), tokens))
     for row, h in enumerate(heard.values()):
-        places = np.flatnonzero(h.turn_ids)
+        max_tokens = np.flatnonzero(h.turn_ids)
         np.testing.assert_allclose(
-            np.array(h.logprobs)[places], logprobs[row, places - 1], atol=1e-5
+            np.array(h.logprobs)[max_tokens], logprobs[row, max_tokens - 1], atol=1e-5
         )
 
 
@@ -480,8 +480,8 @@ def get_config():
     )
     # Without an entropy bonus there may be no gradient: all first games may be lost alike.
     config.train = dict(
-        demonstration_steps=2,
-        demonstration_updates=2,
+        sft_steps=2,
+        sft_updates=2,
         entropy_coefficient=0.05,
         final_entropy_coefficient=0.05,
         balance_coefficient=0.01,

@@ -17,7 +17,6 @@ from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from earl_jax.config_file import make_config
-from earl_jax.keeper import Keeper
 from earl_jax.loop import Position
 from earl_jax.models.attention.rows import cap
 from earl_jax.models.checkpoints.export import export_policy, keep_exports
@@ -28,6 +27,7 @@ from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
+from earl_jax.recorder import Recorder
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import TrainState
@@ -232,7 +232,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     world = World(make_config({**sections, "model": model}))
     state = world.first_train_state(world.problem.train_meshes[0])
     notes = []
-    keeper = Keeper(
+    recorder = Recorder(
         world=world,
         placement=None,
         checkpoints=None,
@@ -243,7 +243,7 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
         ahead=None,
     )
     for step in range(1, 6):
-        keeper.go_on(Position(step=step, state=state, history=LoadHistory()))
+        recorder.go_on(Position(step=step, state=state, history=LoadHistory()))
     folders = [tmp_path / "export" / f"step_{step:06d}" for step in steps]
     assert notes == [f"exported {folder}" for folder in folders]
     assert all((folder / "config.json").is_file() for folder in folders)

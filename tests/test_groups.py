@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the episodes of a lane read, to the token: a prompt once, and then one token for each."""
+"""Episodes of a data shard read a shared prompt once, and then one token for each."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 from test_control import Script, swap_to
 
 from earl_jax.engine.pages import Pool
-from earl_jax.engine.session import open_seat, vacate
+from earl_jax.engine.session import open_session, vacate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
@@ -55,7 +55,7 @@ def prompt(words: str) -> tuple[int, ...]:
 
 
 def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
-    """On one device, which is one lane."""
+    """On one device, which is one data shard."""
     player = engine(num_slots, MeshShape())
     rollout = collect(
         pool, todo, make, num_slots=num_slots, player=player, num_devices=1,
@@ -119,39 +119,39 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     first = ask("7")
     assert first.stats.prefill_tokens == length + size - 1
     kept = first.experience
-    second = ask("7", vacate(first.seat))
+    second = ask("7", vacate(first.session))
     assert second.stats.prefill_tokens == size
     assert second.stats.shared_tokens == size * (length - 1)
     assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
     np.testing.assert_array_equal(kept.tokens, second.experience.tokens)
-    third = ask("8", vacate(second.seat))
+    third = ask("8", vacate(second.session))
     own = 3
     assert third.stats.prefill_tokens == own + size - 1
     assert third.trajectories == ask("8").trajectories
     # Other weights have read nothing of it.
-    newer = ask("8", vacate(third.seat), version=1, params=weights(1))
+    newer = ask("8", vacate(third.session), version=1, params=weights(1))
     assert newer.stats.prefill_tokens == length + size - 1
     # More room is made for what is kept; where there is less, nothing is.
-    left, policy = vacate(newer.seat), newer.seat.policy
-    larger = open_seat(left.engine, policy, 64, Pool(1, 4 * 8), left)
+    left, policy = vacate(newer.session), newer.session.policy
+    larger = open_session(left.engine, policy, 64, Pool(1, 4 * 8), left)
     assert larger.kept is left.kept and larger.state.experience.tokens.shape[1] == 64
     assert larger.pool.total == larger.state.cache.num_pages == 4 * 8
-    assert open_seat(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
+    assert open_session(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("copies", ["on", "off"])
 def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
-    """Eight lanes of two slots; six episodes are at home in the first, two in the second.
+    """Eight data shards of two slots; six episodes are at home in the first, two in the second.
 
-    So four are guests: two in the third lane and two in the fourth. The first of each of these
-    three lanes waits for what the first lane reads, or reads it too.
+    So four are guests: two in the third data shard and two in the fourth. The first of each of
+    these three data shards waits for what the first data shard reads, or reads it too.
     """
     length, todo = len(prompt("7")), [dataclasses.replace(t, group=0, env_seed=0) for t in tasks(8)]
 
     def play(**changes):
         rollout = collect(
-            pool, todo, lambda task: Question("7"), places=48,
+            pool, todo, lambda task: Question("7"), max_tokens=48,
             **{"share_prefixes": True, "copy_prefixes": copies, **changes},
         )  # fmt: skip
         check_rows(rollout, 8)
@@ -166,6 +166,6 @@ def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
     assert rollout.stats.copied_tokens == (4 - times) * (length - 1)
     alone = play(share_prefixes=False)
     assert rollout.trajectories == alone.trajectories, "to the last bit of each log-prob"
-    again = play(vacant=vacate(rollout.seat))
+    again = play(vacant=vacate(rollout.session))
     assert_same_episodes(rollout.trajectories, again.trajectories)
     assert (again.stats.guest_episodes, again.stats.prefill_tokens) == (4, 8)

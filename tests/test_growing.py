@@ -53,9 +53,9 @@ TINY = {
     "train": {
         "turn_discount": 1.0,
         "learning_rate": 4e-3,
-        "demonstration_steps": 9,
-        "demonstration_updates": 6,
-        "demonstration_learning_rate": 1e-2,
+        "sft_steps": 9,
+        "sft_updates": 6,
+        "sft_learning_rate": 1e-2,
         "logprob_chunk": 32,
     },
     "eval": {"every_steps": 11, "games": 2, "final_games": 2},

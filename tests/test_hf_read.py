@@ -130,7 +130,7 @@ def test_a_folder_without_weights_is_an_error(copied):
         load(copied)
 
 
-def places(file: Path) -> dict[str, tuple[int, int]]:
+def max_tokens(file: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor of a file begins and ends in it."""
     data = file.read_bytes()
     listed = 8 + int.from_bytes(data[:8], "little")
@@ -148,7 +148,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_a_truncated_file_is_an_error_that_names_the_tensor(copied):
     """The first whose numbers are not all there; the embedding, where not even a list is."""
     file = copied / "model.safetensors"
-    whole, found = file.read_bytes(), places(file)
+    whole, found = file.read_bytes(), max_tokens(file)
     for name, (start, end) in found.items():
         for size in (start, start + 1, end - 1):
             file.write_bytes(whole[:size])
@@ -178,7 +178,7 @@ def test_a_list_of_tensors_that_is_none_is_an_error(copied, listed):
 def test_one_truncated_file_of_several_is_an_error_that_names_the_tensor(tmp_path):
     several = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
     file = several / "model-00002-of-00004.safetensors"
-    found = places(file)
+    found = max_tokens(file)
     name = max(found, key=lambda name: found[name][1])
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ValueError, match=f"^{name} cannot be read from .*/{file.name}"):
@@ -354,8 +354,8 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "train": {"ratio": "model"},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
-    world, seat, placement = seated(given)
-    trajectories = play(world, placement, seat, world.training_tasks(0), None).trajectories
+    world, session, placement = seated(given)
+    trajectories = play(world, placement, session, world.training_tasks(0), None).trajectories
     assert max(t.num_tokens for t in trajectories) <= 64
     ended = {t.stop_reason: t for t in trajectories}
     assert {"win", "episode_too_long"} <= set(ended)

@@ -21,7 +21,7 @@ DATA_PATH = ("dispatch", "sharding", "train", "rollout", "models", "weights.py")
 
 # (file, function or "*", reason).
 ALLOWED = [
-    ("engine/host_pages.py", "*", "preemption to host memory; parked_host_bytes counts it"),
+    ("engine/host_pages.py", "*", "preemption to host memory; preempted_host_bytes counts it"),
     ("engine/step_tokens.py", "convert_to_numpy", "a decode step's tokens are for the host"),
     ("engine/step_tokens.py", "num_tokens", "a decode step's tokens are for the host"),
     ("engine/step_tokens.py", "get_result_at_slot", "a decode step's tokens are for the host"),

@@ -73,7 +73,7 @@ def make_engine() -> PolicyEngine:
         chunk_size=4,
         rules=rules,
         seed=SEED,
-        serving=Serving(max_prefill_length=MAX_PREFILL, places=ROOM),
+        serving=Serving(max_prefill_length=MAX_PREFILL, context_tokens=ROOM),
     )
     return PolicyEngine(config, make_layout(MeshShape(data=8)), tokenizer())
 
@@ -210,7 +210,7 @@ def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
         seeds.append(int(prefix.seed[0]))
         state = engine.insert(prefix, state, slot)
     assert len(set(seeds)) == len(prompts)
-    said = []
+    sampled = []
     for step in range(1, 9):
         state, result = engine.generate(params, state)
         result.copy_to_host_async()
@@ -219,8 +219,8 @@ def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
         assert all(slot.valid.tolist() == [[1]] for slot in data)
         # JetStream's length counts what was generated, not the prompt.
         assert all(slot.lengths.tolist() == [step] for slot in data)
-        said.append([slot.tokens.item() for slot in data])
-    np.testing.assert_array_equal(np.array(said).T, continuations(prompts, seeds, 8))
+        sampled.append([slot.tokens.item() for slot in data])
+    np.testing.assert_array_equal(np.array(sampled).T, continuations(prompts, seeds, 8))
 
 
 @pytest.mark.slow
@@ -295,12 +295,12 @@ def test_a_prefix_of_another_device_is_put_where_the_engine_says(engine, params)
     elsewhere = jax.device_put(prefix, jax.devices()[-1])
     back = jax.device_put(elsewhere, engine.get_prefix_destination_sharding())
     state = engine.insert(back, engine.insert(prefix, engine.init_decode_state(), 1), 6)
-    said = []
+    sampled = []
     for _ in range(3):
         state, result = engine.generate(params, state)
-        said.append([result.get_result_at_slot(slot).tokens.item() for slot in (1, 6)])
+        sampled.append([result.get_result_at_slot(slot).tokens.item() for slot in (1, 6)])
     expected = continuations([ids], [int(prefix.seed[0])], 3)[0]
-    assert said == [[token, token] for token in expected.tolist()]
+    assert sampled == [[token, token] for token in expected.tolist()]
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_a_prompt_is_drawn_by_its_own_sampling_and_seed_whoever_is_beside_it(eng
     ]
 
     def play(order: list[int]) -> dict[int, tuple[int, list[int]]]:
-        state, said = engine.init_decode_state(), {}
+        state, sampled = engine.init_decode_state(), {}
         engine.prefill(params=params, padded_tokens=padded(ids), true_length=length)
         for slot, number in enumerate(order):
             sampling, seed = asked[number]
@@ -329,12 +329,12 @@ def test_a_prompt_is_drawn_by_its_own_sampling_and_seed_whoever_is_beside_it(eng
                 seed=seed,
             )
             state = engine.insert(prefix, state, slot)
-            said[number] = (slot, int(prefix.seed[0]), [])
+            sampled[number] = (slot, int(prefix.seed[0]), [])
         for _ in range(steps):
             state, result = engine.generate(params, state)
-            for slot, _, tokens in said.values():
+            for slot, _, tokens in sampled.values():
                 tokens.append(result.get_result_at_slot(slot).tokens.item())
-        return {number: (seed, tokens) for number, (_, seed, tokens) in said.items()}
+        return {number: (seed, tokens) for number, (_, seed, tokens) in sampled.items()}
 
     first, second = play([0, 1, 2, 3, 4, 5]), play([5, 3, 4, 0, 2, 1])
     seeded = [number for number, (_, seed) in enumerate(asked) if seed is not None]
@@ -365,10 +365,14 @@ def test_tokens_beyond_the_room_are_not_valid(engine, params):
     assert valid == [1] * 65 + [0] * 3
 
 
-@pytest.mark.parametrize(("length", "places"), [(0, 16), (65, 128), (65, 64), (17, 16), (5, 128)])
-def test_prompts_of_impossible_length_are_refused(engine, params, length, places):
-    with pytest.raises(ValueError, match=f"prompt of {length} tokens in {places} places.* 1 to 64"):
-        engine.prefill(params=params, padded_tokens=np.ones(places, np.int32), true_length=length)
+@pytest.mark.parametrize(
+    ("length", "context_tokens"), [(0, 16), (65, 128), (65, 64), (17, 16), (5, 128)]
+)
+def test_prompts_of_impossible_length_are_refused(engine, params, length, context_tokens):
+    with pytest.raises(ValueError, match=f"prompt of {length} tokens padded to .* 1 to 64"):
+        engine.prefill(
+            params=params, padded_tokens=np.ones(context_tokens, np.int32), true_length=length
+        )
 
 
 def test_a_prefix_and_its_continuation_must_fit_together(engine, params):
@@ -385,12 +389,12 @@ def test_text_is_encoded_as_jetstream_asks(engine):
     text = "tic_tac_toe. you play x."
     ids = tokenizer().encode(text, add_special_tokens=False)
     for is_bos in (True, False):
-        places, length = served.encode(
+        context_tokens, length = served.encode(
             text, is_bos=is_bos, max_prefill_length=MAX_PREFILL, jax_padding=False
         )
-        assert length == len(ids) and len(places) == 16
-        assert places[:length].tolist() == ids
-        assert (places[length:] == tokenizer().pad_token_id).all()
+        assert length == len(ids) and len(context_tokens) == 16
+        assert context_tokens[:length].tolist() == ids
+        assert (context_tokens[length:] == tokenizer().pad_token_id).all()
     assert served.decode(ids) == text
 
 
@@ -468,15 +472,15 @@ def test_jetstreams_own_driver_serves_many_requests_at_once():
     prompts = [prompt(number, length) for number, (length, _) in enumerate(REQUESTS)]
     prompts.append(np.array(tokenizer().encode(TEXT, add_special_tokens=False), np.int32))
     # The engine counts its prefills, and there is one prefill thread: request i has seed i + 1.
-    said = continuations(prompts, list(range(1, len(prompts) + 1)), 40)
+    sampled = continuations(prompts, list(range(1, len(prompts) + 1)), 40)
     stops = {tokenizer().eos_token_id, tokenizer().pad_token_id}
     limits = [limit for _, limit in REQUESTS] + [6]
     expected = []
-    for row, limit in zip(said.tolist(), limits, strict=True):
+    for row, limit in zip(sampled.tolist(), limits, strict=True):
         end = next((i for i, token in enumerate(row) if token in stops), len(row))
         expected.append(row[: min(end, limit)])
     assert found["ids"][1:] == expected[1:]
-    unfinished = found["ids"][0][: said.shape[1]]
+    unfinished = found["ids"][0][: sampled.shape[1]]
     assert len(unfinished) > 12 and unfinished == expected[0][: len(unfinished)]
     # Token by token: JetStream's own text. An id that is no token counts too.
     assert found["text"] == "".join(tokenizer().decode([i]) or "\ufffd" for i in expected[-1])

@@ -153,8 +153,8 @@ def test_on_cpu_the_reference_is_chosen_and_the_reason_given():
     assert str(choice) == (
         "our blockwise attention, because there is no other kernel for cpu devices"
     )
-    said = str(choose_kernel("blockwise", layout, TINY, LONG))
-    assert said.endswith("config.train.attention says so")
+    notes = str(choose_kernel("blockwise", layout, TINY, LONG))
+    assert notes.endswith("config.train.attention says so")
 
 
 @pytest.mark.parametrize(("kernel", "chips"), [("splash", "TPUs"), ("tokamax", "GPUs")])
@@ -217,11 +217,11 @@ def test_a_run_says_once_what_it_may_choose(on_tpus, given, kernels):
     """Rows outgrow the buckets, but no limit."""
     world = World(make_config({"rollout": given}))
     assert [choice.kernel for choice in world.attention_choices] == kernels
-    said = [note for note in world.notes if note.startswith("attention in training: ")]
-    assert said == [f"attention in training: {choice}" for choice in world.attention_choices]
-    said = [note for note in world.notes if note.startswith("attention in the rollout: ")]
+    notes = [note for note in world.notes if note.startswith("attention in training: ")]
+    assert notes == [f"attention in training: {choice}" for choice in world.attention_choices]
+    notes = [note for note in world.notes if note.startswith("attention in the rollout: ")]
     words = "our attention over pages, because .*; on tpu devices .* pages of all rows"
-    assert len(said) == 1 and re.search(words, said[0])
+    assert len(notes) == 1 and re.search(words, notes[0])
 
 
 @need_compiler("h100:1x8")

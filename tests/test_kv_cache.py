@@ -140,9 +140,9 @@ def filled():
     pools = [np.full((ROWS * 5 + 3, 2, 8, SIZE), 1e4, np.float32) for _ in range(2)]
     for row in range(ROWS):
         for page in range(5):
-            places = slice(page * SIZE, (page + 1) * SIZE)
-            pools[0][table[row, page]] = key[row, :, places].swapaxes(-1, -2)
-            pools[1][table[row, page]] = value[row, :, places].swapaxes(-1, -2)
+            max_tokens = slice(page * SIZE, (page + 1) * SIZE)
+            pools[0][table[row, page]] = key[row, :, max_tokens].swapaxes(-1, -2)
+            pools[1][table[row, page]] = value[row, :, max_tokens].swapaxes(-1, -2)
     layer = LayerCache(key=jnp.asarray(pools[0]), value=jnp.asarray(pools[1].swapaxes(-1, -2)))
     return PagedCache(layers=[layer], table=jnp.asarray(table)), key, value, cached
 
@@ -164,13 +164,13 @@ def test_attention_over_pages_is_attention_over_dense_keys(filled, length, setti
     assert (counts == 0).any() and (counts == length).any()
     out = jax.jit(functools.partial(attend, tile=tile, **settings))(cache, query, cached, counts)
     order = cached[:, None] + np.arange(length)[None, :]
-    places = np.tile(np.arange(ROOM), (ROWS, 1))
+    max_tokens = np.tile(np.arange(ROOM), (ROWS, 1))
     expected = attention(
         query,
         jnp.asarray(key),
         jnp.asarray(value),
         Places(jnp.asarray(order), jnp.ones_like(order)),
-        Places(jnp.asarray(places), jnp.ones_like(places)),
+        Places(jnp.asarray(max_tokens), jnp.ones_like(max_tokens)),
         scale=0.4,
         **settings,
     )

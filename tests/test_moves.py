@@ -46,7 +46,7 @@ SETTINGS = given(ROLLOUT, (D8, D4T2), (D8, F8)) | {
     "num_steps": len(LONGEST),
     "env": {"mask_illegal": True},
     "model": TINY | {"width": 32, "ffn_size": 64},
-    "train": {"ratio": "model", "learning_rate": 4e-3, "epochs": 2, "demonstration_steps": 0},
+    "train": {"ratio": "model", "learning_rate": 4e-3, "epochs": 2, "sft_steps": 0},
 }
 
 
@@ -168,28 +168,30 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
         placement = place(world, table, train_meshes_named=(str(D8),), **changes)
         placement.choose_step(SMALL, None)
         assert (placement.rollout.mesh, placement.max_tokens) == (D8, SMALL)
-        make_room, moves = placement.seats.make_room, []
+        make_room, moves = placement.sessions.make_room, []
 
-        def noting(seat, *wanted):
-            grown = make_room(seat, *wanted)
-            cached = np.asarray(seat.state.cached)
-            moves.append((seat.engine.layout.shape, grown.engine.layout.shape, (cached > 0).sum()))
+        def noting(session, *wanted):
+            grown = make_room(session, *wanted)
+            cached = np.asarray(session.state.cached)
+            moves.append(
+                (session.engine.layout.shape, grown.engine.layout.shape, (cached > 0).sum())
+            )
             return grown
 
-        placement.seats.make_room = noting
-        seat, _ = placement.seats.open(params, version=0)
+        placement.sessions.make_room = noting
+        session, _ = placement.sessions.open(params, version=0)
         tasks, sampling = world.training_tasks(0), Sampling(temperature=temperature)
-        return play(world, placement, seat, tasks, None, sampling), placement, moves
+        return play(world, placement, session, tasks, None, sampling), placement, moves
 
     stayed, _, moves = rollout(table(world))
     assert {(was, is_) for was, is_, _ in moves} == {(D8, D8)}
     moved, placement, moves = rollout(tight, budget_bytes=10**9)
     (live,) = [live for was, is_, live in moves if (was, is_) == (D8, D4T2)]
-    assert placement.rollout.mesh == moved.seat.engine.layout.shape == D4T2
+    assert placement.rollout.mesh == moved.session.engine.layout.shape == D4T2
     assert any(c.stage == "rollout" and c.switched for c in placement.take_log().choices)
     assert live >= 4 and max(t.num_tokens for t in moved.trajectories) > MIDDLE
     assert_same_episodes(stayed.trajectories, moved.trajectories)
-    for count in ("rollout_tokens", "parked_episodes", "recomputed_tokens"):
+    for count in ("rollout_tokens", "preempted_episodes", "recomputed_tokens"):
         assert getattr(moved.stats, count) == getattr(stayed.stats, count), count
     # Two slots of a row shard may share what their prompts have in common; nothing is read twice.
     read = [

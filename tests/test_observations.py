@@ -132,12 +132,12 @@ def test_damaged_table_in_the_cache_begins_anew_and_says_so(cache):
 
 def test_table_that_cannot_be_written_is_kept_in_memory(cache):
     cache.write_text("a file, where a folder should be")
-    said = []
+    predicted = []
     world = world_with("auto")
     table, _ = open_table(world)
-    placement = Placement(world, table, said.append)
+    placement = Placement(world, table, predicted.append)
     placement.choose_step(TOKENS, None)
     for _ in range(2):
         placement.observations.add_speed(placement.train, TOKENS, 123.0)
     assert placement.observations.table.entries[TRAIN_KEY].speeds == (123.0, 123.0)
-    assert len(said) == 1 and "cannot be kept for later runs" in said[0]
+    assert len(predicted) == 1 and "cannot be kept for later runs" in predicted[0]

@@ -75,13 +75,13 @@ def test_moments_wait_where_the_budget_has_no_room_beside_them(world, undisturbe
     placement = placed(world, budget_bytes=whole)
     assert placement.rollout.offload and placement.words == OFFLOADED
     assert placement.log.bytes_per_device < whole
-    position, open_seat, seen = first_position(world, placement), placement.seats.open, []
+    position, open_session, seen = first_position(world, placement), placement.sessions.open, []
 
     def look(params, version):
         seen.append(is_offloaded(position.state))
-        return open_seat(params, version)
+        return open_session(params, version)
 
-    monkeypatch.setattr(placement.seats, "open", look)
+    monkeypatch.setattr(placement.sessions, "open", look)
     after, record = rl_step(world, placement, position)
     assert seen == [True] and is_offloaded(after.state)
     assert_same_step(world, undisturbed, after, record)
@@ -118,7 +118,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
     assert "moments" not in words
     assert placement.rollout.offload and placement.words == OFFLOADED
     # Every slot has all its pages: nothing else is less.
-    assert placement.rollout.num_slots == 16 and record.stats.parked_episodes == 0
+    assert placement.rollout.num_slots == 16 and record.stats.preempted_episodes == 0
     assert is_offloaded(position.state), "for the next rollout"
     assert_same_step(world, undisturbed, position, record)
 

@@ -20,7 +20,7 @@ def rows(table, width=3):
 
 def test_a_dense_pool_is_enough_for_every_slot():
     assert [pages_for(tokens, 4) for tokens in (0, 1, 4, 5)] == [0, 1, 1, 2]
-    pool = dense_pool(shards=2, slots=6, places=10, page_size=4)
+    pool = dense_pool(shards=2, slots=6, max_tokens=10, page_size=4)
     assert pool == Pool(shards=2, pages=9) and pool.total == 18
 
 

@@ -17,7 +17,7 @@ from caches import rows_of
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import pages_for
-from earl_jax.engine.round_inputs import pack_orders
+from earl_jax.engine.round_inputs import pack_inputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.loop import expected_tokens, foresee
 from earl_jax.placement import placement as placement_module
@@ -27,7 +27,7 @@ from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
-from earl_jax.train.learner import imitate
+from earl_jax.train.learner import sft
 from earl_jax.world import World
 from tests.support.placements import (
     CUBE,
@@ -103,7 +103,7 @@ def test_rows_that_grow_and_shrink_cause_no_storm_of_switches(seed):
         history = history.add(load_of(longest))
         placement.choose_training(history.recent())
         plans.append(placement.plans)
-        bucket = max(placement.max_tokens, world.config.rollout.places_for(longest))
+        bucket = max(placement.max_tokens, world.config.rollout.max_tokens_for(longest))
         if bucket > most:
             most, news = bucket, news + 1
         for one, other in itertools.pairwise(plans):
@@ -239,12 +239,12 @@ def test_two_programs_of_a_stage_are_compiled_at_most_before_the_first_step(worl
 # Rollouts that move.
 
 
-def live_orders(engine, **changes):
+def live_inputs(engine, **changes):
     """Every slot starts an episode with two tokens of its own, and speaks."""
     slots = engine.config.num_slots
     chunk = np.zeros((slots, engine.config.chunk_size), np.int32)
     chunk[:, :2] = np.arange(2 * slots).reshape(slots, 2)
-    orders = {
+    inputs = {
         "chunk": chunk,
         "count": np.full(slots, 2),
         "restart": np.ones(slots, np.int32),
@@ -254,33 +254,33 @@ def live_orders(engine, **changes):
         "sampling": sampling_rows(Sampling(temperature=0.0), slots),
         "version": 3,
     }
-    return pack_orders(**{**orders, **changes})
+    return pack_inputs(**{**inputs, **changes})
 
 
-def live_seat(world, placement):
-    """A seat on data=8 in the middle of every slot's first turn, with a page for each."""
-    seat, _ = placement.seats.open(world.init_train_state(D8).params, version=3)
+def live_session(world, placement):
+    """A session on data=8 in the middle of every slot's first turn, with a page for each."""
+    session, _ = placement.sessions.open(world.init_train_state(D8).params, version=3)
     for slot in range(SLOTS):
-        seat.pages.hold(slot, 4)
-    state = seat.engine.give_pages(seat.state, seat.pages.as_array(1))
-    state, report = seat.engine.play(seat.policy.params, state, live_orders(seat.engine))
+        session.pages.hold(slot, 4)
+    state = session.engine.give_pages(session.state, session.pages.as_array(1))
+    state, report = session.engine.play(session.policy.params, state, live_inputs(session.engine))
     assert report.count.sum() > 0 and report.active.any()
-    return dataclasses.replace(seat, state=state)
+    return dataclasses.replace(session, state=state)
 
 
-def with_pages(seat):
+def with_pages(session):
     """The same with pages for every slot's room."""
-    for slot in range(seat.engine.config.num_slots):
-        seat.pages.hold(slot, seat.places)
-    table = seat.pages.as_array(pages_for(seat.places, seat.engine.config.page_size))
-    return dataclasses.replace(seat, state=seat.engine.give_pages(seat.state, table))
+    for slot in range(session.engine.config.num_slots):
+        session.pages.hold(slot, session.max_tokens)
+    table = session.pages.as_array(pages_for(session.max_tokens, session.engine.config.page_size))
+    return dataclasses.replace(session, state=session.engine.give_pages(session.state, table))
 
 
-def go_on(seat):
+def go_on(session):
     """Two more greedy tokens of the turns that are not over."""
-    nothing = np.zeros(seat.engine.config.num_slots, np.int32)
-    orders = live_orders(seat.engine, count=nothing, restart=nothing, speak=nothing)
-    return seat.engine.play(seat.policy.params, seat.state, orders)
+    nothing = np.zeros(session.engine.config.num_slots, np.int32)
+    inputs = live_inputs(session.engine, count=nothing, restart=nothing, speak=nothing)
+    return session.engine.play(session.policy.params, session.state, inputs)
 
 
 @pytest.mark.slow
@@ -288,12 +288,12 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
     """The budget holds episodes of LONG tokens on tensor=2 alone; nothing comes to the host."""
     tight = too_large_for(table, world.problem, rollout=((D8, LONG),))
     placement = stand(place(world, tight, budget_bytes=10**9))
-    seat = live_seat(world, placement)
-    weights, before = on_host(seat.policy.params), on_host(seat.state)
+    session = live_session(world, placement)
+    weights, before = on_host(session.policy.params), on_host(session.state)
     with HostByteCounter() as counter:
-        moved = placement.seats.make_room(seat, SHORT + 1, 2, None)
+        moved = placement.sessions.make_room(session, SHORT + 1, 2, None)
     assert counter.num_bytes == 0
-    assert (moved.engine.layout.shape, moved.places, moved.policy.version) == (D4T2, LONG, 3)
+    assert (moved.engine.layout.shape, moved.max_tokens, moved.policy.version) == (D4T2, LONG, 3)
     assert placement.rollout.mesh == D4T2
     log = placement.take_log()
     assert log.switch_s > 0 and [choice.switched for choice in log.choices] == [True]
@@ -308,8 +308,8 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
             assert old[side][:, :, :3].any()
 
     loose = stand(place(world, table))
-    stayed = loose.seats.make_room(live_seat(world, loose), SHORT + 1, 2, None)
-    assert (stayed.engine.layout.shape, stayed.places) == (D8, LONG)
+    stayed = loose.sessions.make_room(live_session(world, loose), SHORT + 1, 2, None)
+    assert (stayed.engine.layout.shape, stayed.max_tokens) == (D8, LONG)
     (_, expected), (_, report) = go_on(stayed), go_on(moved)
     np.testing.assert_array_equal(expected.tokens, report.tokens)
     np.testing.assert_array_equal(expected.count, report.count)
@@ -319,12 +319,12 @@ def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tok
 
 def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table):
     placement = stand(place(world, table))
-    seat = live_seat(world, placement)
-    params, cached = seat.policy.params, np.array(seat.state.cached)
-    grown = placement.seats.make_room(seat, SHORT + 1, 2, None)
-    assert grown.engine is seat.engine and grown.policy.params is params
+    session = live_session(world, placement)
+    params, cached = session.policy.params, np.array(session.state.cached)
+    grown = placement.sessions.make_room(session, SHORT + 1, 2, None)
+    assert grown.engine is session.engine and grown.policy.params is params
     # Memory that is left over holds pages for every slot.
-    assert (grown.places, grown.pool.pages) == (LONG, 4)
+    assert (grown.max_tokens, grown.pool.pages) == (LONG, 4)
     assert grown.state.experience.tokens.shape == (grown.engine.config.num_rows, LONG)
     np.testing.assert_array_equal(np.array(grown.state.cached), cached)
     assert cached.all() and placement.take_log().switch_s == 0.0
@@ -342,8 +342,8 @@ def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(world,
     def pages_with(num_bytes):
         budget = num_bytes and beside + 1 + num_bytes
         placement = stand(place(world, exact, budget_bytes=budget, **only))
-        seat, _ = placement.seats.open(params, version=0)
-        return placement.seats.make_room(seat, LONG, 3, None).pool.pages
+        session, _ = placement.sessions.open(params, version=0)
+        return placement.sessions.make_room(session, LONG, 3, None).pool.pages
 
     budgets = (None, 4 * page, 4 * page - 1, 3 * page - 1, 2 * page)
     assert [pages_with(n) for n in budgets] == [4, 4, 3, 2, 2]
@@ -392,7 +392,7 @@ def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(w
 def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_once(table):
     """fsdp=8, and fsdp=4 by context=2: the same bytes on the same devices."""
     there = MeshShape(fsdp=4, context=2)
-    train = {"demonstration_steps": 1, "demonstration_updates": 2}
+    train = {"sft_steps": 1, "sft_updates": 2}
     world = World(make_config({**given(ROLLOUT, (D8,), (F8, there)), "train": train}))
     placement = place(world)
     placement.restore(standing(D8, there, SHORT, num_slots=SLOTS, pages=2))
@@ -407,6 +407,6 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
     mesh = world.train_layout(there).mesh
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before
-    assert int(imitate(world, placement, moved, 0, LONG).updates) == 2
+    assert int(sft(world, placement, moved, 0, LONG).updates) == 2
     program = world.train_step(placement.train, "supervised")
     assert program._cache_size() == 1

@@ -68,12 +68,12 @@ def exact_programs() -> Iterator[tuple[Program, str]]:
             continue
         problem = problem_on(cells[0], *EXACT, vocab_size=152_064)
         sizes, work, platform = problem.sizes, problem.work, problem.hardware.platform
-        mesh, places = MeshShape.parse(cells[2]), int(cells[3].replace(",", ""))
+        mesh, max_tokens = MeshShape.parse(cells[2]), int(cells[3].replace(",", ""))
         if cells[1] == "update":
-            trainer, computed = mesh, update_bytes(problem, mesh, places)
+            trainer, computed = mesh, update_bytes(problem, mesh, max_tokens)
         else:
             rows, beside = work.num_slots // mesh.data, sum(trainer_bytes(sizes, trainer))
-            found = rollout_footprint(sizes, work, mesh, places, rows, beside, platform)
+            found = rollout_footprint(sizes, work, mesh, max_tokens, rows, beside, platform)
             computed = found.total
         name = " ".join(cells[:4])
         yield Program(name, computed, float(cells[4]) * GIB, 0.005 * GIB), cells[5]

@@ -29,8 +29,8 @@ SETTINGS = {
     "rollout.kv_dtype": "int8",
     "selector.rollout_meshes": "('data=4,tensor=2',)",
     "selector.train_meshes": "('data=2,fsdp=4',)",
-    "train.demonstration_steps": 1,
-    "train.demonstration_updates": 1,
+    "train.sft_steps": 1,
+    "train.sft_updates": 1,
 }
 
 
@@ -39,8 +39,8 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path)
     workdir = tmp_path / "int8"
     done = run(cache, *tiny(workdir, **SETTINGS))
     assert done.returncode == 0, done.stderr
-    said = "int8 weights, int8 KV cache, float32 against float32; importance weights up to 2"
-    assert said in done.stdout.replace("\n", " ")
+    sampled = "int8 weights, int8 KV cache, float32 against float32; importance weights up to 2"
+    assert sampled in done.stdout.replace("\n", " ")
     steps = steps_of(workdir)
     assert len(steps) == 2
     for line in steps:

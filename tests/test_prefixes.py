@@ -62,7 +62,7 @@ def test_what_another_shard_reads_is_waited_for_and_copied_where_that_is_worth_i
     assert sending.find(3, [1, 2, 3, 4, 9]) is None, "four tokens"
     assert sending.find(3, [1, 2, 3, 9, 9]) == Shared(source=3, length=0), "less than a chunk"
     sending.append(0, 4)
-    sending.end_orders()
+    sending.end_inputs()
     assert sending.find(3, [1, 2, 3, 4, 9]) == Shared(source=0, length=4)
     assert sending.find(3, [*SYSTEM, 30]) is None, "four more of it are to come"
     sending.append(0, 9)
@@ -71,7 +71,7 @@ def test_what_another_shard_reads_is_waited_for_and_copied_where_that_is_worth_i
 
 def test_a_shards_own_comes_before_a_copy_that_is_hardly_longer(sending):
     sending.append(0, 13)
-    sending.end_orders()
+    sending.end_inputs()
     prompt = [*SYSTEM, 30, 31]
     sending.begin(4, prompt, sending.find(4, prompt))
     assert sending.find(5, [*SYSTEM, 20, 21, 22, 40]) == Shared(source=4, length=8)
@@ -81,13 +81,13 @@ def test_a_shards_own_comes_before_a_copy_that_is_hardly_longer(sending):
 def test_what_a_slot_takes_over_is_there_for_other_shards_a_round_later(sending):
     """Its pages are filled in the round: until then there is nothing to copy from them."""
     sending.append(0, 13)
-    sending.end_orders()
+    sending.end_inputs()
     prompt = [*SYSTEM, 30]
     sending.begin(3, prompt, sending.find(3, prompt))
     sending.forget(0)
     assert sending.find(1, prompt) is None
     sending.append(3, 1)
-    sending.end_orders()
+    sending.end_inputs()
     assert sending.find(1, prompt) == Shared(source=3, length=8)
 
 

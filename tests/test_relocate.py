@@ -17,7 +17,7 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.scheduler import make_rows
-from earl_jax.engine.session import Policy, Seat, lower_relocation, relocate
+from earl_jax.engine.session import Policy, Session, lower_relocation, relocate
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
@@ -73,15 +73,15 @@ class Moving(Collector):
     # A whole episode is eight pages; sixteen live at once.
     pages = 64
 
-    def _move_the_last(self, scheduler, seat: Seat) -> Seat:
+    def _move_the_last(self, scheduler, session: Session) -> Session:
         self.rounds += 1
-        there = player(MESHES[TOUR[self.rounds % len(TOUR)]], seat.engine.config.kv_dtype)
+        there = player(MESHES[TOUR[self.rounds % len(TOUR)]], session.engine.config.kv_dtype)
         shards = there.layout.num_row_shards
-        least = seat.pages.least_pages(shards)
+        least = session.pages.least_pages(shards)
         Moving.duplicated += shards * least > self.pages
         with HostByteCounter() as counter:
             moved = relocate(
-                seat, there, seat.places, Pool(shards, max(self.pages // shards, least))
+                session, there, session.max_tokens, Pool(shards, max(self.pages // shards, least))
             )
             assert jax.tree.map(lambda leaf: leaf.sharding, moved.state) == there.state_shardings
         Moving.host_bytes += counter.num_bytes or 0
@@ -100,8 +100,8 @@ def lecture(task):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parking", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
-def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking, kv_dtype):
+@pytest.mark.parametrize(("preemption", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
+def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preemption, kv_dtype):
     """Over every pair of meshes; some are preempted, and prompts are taken over."""
     given = {"sampling": Sampling(temperature=0.0), "places": 64, "share_prefixes": True}
     still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
@@ -113,15 +113,15 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking,
         lecture,
         player=player(MESHES[0], kv_dtype),
         pages=Moving.pages // 8,
-        make_room=lambda seat, tokens, pages: seat,
+        make_room=lambda session, tokens, pages: session,
         collectors=collectors,
-        parking=parking,
+        preemption=preemption,
         copy_prefixes="on",
         **given,
     )
     assert collectors[0].rounds > len(TOUR)
-    assert (moved.stats.parked_episodes > 0, still.stats.parked_episodes) == (True, 0)
-    assert (moved.stats.parked_host_bytes > 0) == (parking == "host")
+    assert (moved.stats.preempted_episodes > 0, still.stats.preempted_episodes) == (True, 0)
+    assert (moved.stats.preempted_host_bytes > 0) == (preemption == "host")
     assert moved.stats.shared_tokens > 0
     assert_same_episodes(still.trajectories, moved.trajectories)
     check_rows(moved, 44)
@@ -142,19 +142,19 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, parking,
 def test_slots_have_their_pages_behind_a_move(here, there, old, new, programs):
     """And its programs can be compiled before it, from shapes alone."""
     before, after = player(MESHES[here]), player(MESHES[there])
-    seat = numbered_seat(before, old)
+    session = numbered_session(before, old)
     for slot, tokens in ((1, 3), (5, 9), (6, 24), (14, 32)):
-        seat.pages.hold(slot, tokens)
+        session.pages.hold(slot, tokens)
     lowered = lower_relocation(before, after, 32, old, 48, new)
     assert len(lowered) == programs if before is after else len(lowered) >= programs
     for program in lowered:
         program.compile()
     with HostByteCounter() as counter:
-        moved = relocate(seat, after, 48, new)
+        moved = relocate(session, after, 48, new)
     assert counter.num_bytes == 0
-    assert (moved.places, moved.pool, moved.state.cache.num_pages) == (48, new, new.total)
+    assert (moved.max_tokens, moved.pool, moved.state.cache.num_pages) == (48, new, new.total)
     assert jax.tree.map(lambda leaf: leaf.sharding, moved.state) == after.state_shardings
-    assert contents(moved) == contents(seat)
+    assert contents(moved) == contents(session)
     assert sum(map(len, contents(moved))) == 1 + 2 + 3 + 4
 
 
@@ -171,15 +171,15 @@ def test_six_devices_in_two_row_shards_and_in_three():
     )
     for here, there in ((ours, theirs), (theirs, ours)):
         shards = here.layout.num_row_shards
-        seat = numbered_seat(here, Pool(shards, 12 // shards))
+        session = numbered_session(here, Pool(shards, 12 // shards))
         for slot in range(6):
-            seat.pages.hold(slot, 9 if slot % 3 else 5)
+            session.pages.hold(slot, 9 if slot % 3 else 5)
         shards = there.layout.num_row_shards
-        moved = relocate(seat, there, 32, Pool(shards, 18 // shards))
-        assert contents(moved) == contents(seat)
+        moved = relocate(session, there, 32, Pool(shards, 18 // shards))
+        assert contents(moved) == contents(session)
 
 
-def numbered_seat(engine: PolicyEngine, pool: Pool) -> Seat:
+def numbered_session(engine: PolicyEngine, pool: Pool) -> Session:
     """Pools in which page z of every layer is full of z + 1."""
     state = engine.empty_state(32, pool)
 
@@ -194,15 +194,15 @@ def numbered_seat(engine: PolicyEngine, pool: Pool) -> Seat:
     pages = PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
     params = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape), engine.parameter_shapes)
     policy = Policy(params=engine.load_params(params), version=0)
-    return Seat(engine=engine, policy=policy, state=state, places=32, pages=pages)
+    return Session(engine=engine, policy=policy, state=state, max_tokens=32, pages=pages)
 
 
-def contents(seat: Seat) -> list[list[float]]:
+def contents(session: Session) -> list[list[float]]:
     """By slot, what is in its pages of the first layer."""
-    table = seat.pages.as_array(pages_for(seat.places, seat.engine.config.page_size))
-    keys = jax.device_get(seat.state.cache.layers[0].key)
+    table = session.pages.as_array(pages_for(session.max_tokens, session.engine.config.page_size))
+    keys = jax.device_get(session.state.cache.layers[0].key)
     return [
-        [float(keys[page].mean()) for page in row[: seat.pages.num_held(slot)]]
+        [float(keys[page].mean()) for page in row[: session.pages.num_held(slot)]]
         for slot, row in enumerate(table)
     ]
 
@@ -240,11 +240,11 @@ def large_engine(mesh: MeshShape, num_slots: int = 8) -> PolicyEngine:
 
 
 @functools.cache
-def bytes_of(mesh: MeshShape, places: int) -> int:
+def bytes_of(mesh: MeshShape, max_tokens: int) -> int:
     """Of a round with pages for one episode of so many tokens in each row shard."""
     engine = large_engine(mesh)
-    pool = Pool(engine.layout.num_row_shards, pages_for(places, 64))
-    return program_bytes(engine.lower_play(places, pool).compile())
+    pool = Pool(engine.layout.num_row_shards, pages_for(max_tokens, 64))
+    return program_bytes(engine.lower_play(max_tokens, pool).compile())
 
 
 @pytest.mark.slow
@@ -283,11 +283,11 @@ def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool, num_slo
     rollout = collect(
         pool, tasks(1), lambda task: Sage(0), player=engine, num_slots=num_slots,
         episodes_per_step=num_slots,
-        params=weights(model=LARGE, ends_turns=False), places=tokens, pages=8,
+        params=weights(model=LARGE, ends_turns=False), max_tokens=tokens, pages=8,
         max_turn_tokens=tokens, max_episode_tokens=tokens, burst=CONFIG.burst, num_devices=8,
         make_room=Rooms(most_pages=8),
     )  # fmt: skip
-    assert rollout.seat.pool == whole
+    assert rollout.session.pool == whole
     assert [t.num_tokens for t in rollout.trajectories] == [tokens]
     check_rows(rollout, 1)
 

@@ -46,18 +46,18 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
     Room is made in the first step; the second begins with it.
     """
     placement, position = begin(world())
-    make_room, made = placement.seats.make_room, []
+    make_room, made = placement.sessions.make_room, []
 
-    def noting(seat, tokens, *others):
-        made.append((seat.places, tokens))
-        return make_room(seat, tokens, *others)
+    def noting(session, tokens, *others):
+        made.append((session.max_tokens, tokens))
+        return make_room(session, tokens, *others)
 
-    monkeypatch.setattr(placement.seats, "make_room", noting)
+    monkeypatch.setattr(placement.sessions, "make_room", noting)
     for step in range(2):
         position, record = rl_step(world(), placement, position)
-        grown = [places for places, tokens in made if tokens > places]
+        grown = [max_tokens for max_tokens, tokens in made if tokens > max_tokens]
         assert grown == [ROOM], f"step {step}"
-        assert record.rollout_places == 2 * ROOM
+        assert record.rollout_max_tokens == 2 * ROOM
         assert ROOM < max(o.num_tokens for o in record.outcomes) <= 2 * ROOM
         for trajectory in record.trajectories:
             assert trajectory.stop_reason != "episode_too_long"
@@ -67,53 +67,55 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
         assert record.updates[0].mismatch_max < 1e-4
 
 
-def open_seat(placement: Placement, position: Position, version: int):
-    return placement.seats.open(world().policy(position.state), version=version)[0]
+def open_session(placement: Placement, position: Position, version: int):
+    return placement.sessions.open(world().policy(position.state), version=version)[0]
 
 
 @pytest.mark.slow
 def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
-    """Eight games that begin with an empty board: four at home, four as guests, one in each lane.
+    """Eight games that begin with an empty board: four at home, four as guests, one in each data
+    shard.
 
-    Then each again in the lane that has read its prompt: all but its last token is taken over.
+    Then each again in the data shard that has read its prompt: all but its last token is taken
+    over.
     """
     placement, position = begin(world())
     placement.choose_rollout(2 * ROOM, None)
     tasks = world().evaluation_tasks(16)[::2]
 
-    def played(seat):
-        return play(world(), placement, seat, tasks, None)
+    def played(session):
+        return play(world(), placement, session, tasks, None)
 
-    first = played(open_seat(placement, position, 0))
+    first = played(open_session(placement, position, 0))
     (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
     assert first.stats.guest_episodes == 4
     assert first.stats.shared_tokens == 0 and len(prompt) > world().config.rollout.chunk_size
-    placement.seats.keep(first.seat)
-    second = played(open_seat(placement, position, 0))
+    placement.sessions.keep(first.session)
+    second = played(open_session(placement, position, 0))
     taken = 8 * (len(prompt) - 1)
     assert second.stats.shared_tokens == taken
     assert first.stats.prefill_tokens - second.stats.prefill_tokens == taken
     assert second.trajectories == first.trajectories, "to the last bit of each log-prob"
 
     # It is good for one rollout of the same weights, on a mesh and in a room that it fits.
-    assert open_seat(placement, position, 0).kept is None
+    assert open_session(placement, position, 0).kept is None
     for spoil in (
-        lambda: open_seat(placement, position, 1),
-        placement.seats.forget,
+        lambda: open_session(placement, position, 1),
+        placement.sessions.forget,
         lambda: placement.choose_rollout(ROOM, None),
     ):
         placement.choose_rollout(2 * ROOM, None)
-        seat = open_seat(placement, position, 0)
-        placement.seats.keep(dataclasses.replace(seat, kept=second.seat.kept))
+        session = open_session(placement, position, 0)
+        placement.sessions.keep(dataclasses.replace(session, kept=second.session.kept))
         spoil()
-        assert open_seat(placement, position, 0).kept is None
+        assert open_session(placement, position, 0).kept is None
     # Evaluation leaves what it has read to the step behind it.
     evaluate(world(), placement, position, games=16)
-    assert open_seat(placement, position, position.step).kept is not None
-    # Nothing is kept where there is too little memory for another seat.
+    assert open_session(placement, position, position.step).kept is not None
+    # Nothing is kept where there is too little memory for another session.
     placement.problem = dataclasses.replace(placement.problem, budget_bytes=1)
-    placement.seats.keep(seat)
-    assert placement.seats._kept is None
+    placement.sessions.keep(session)
+    assert placement.sessions._kept is None
 
 
 # One slot, on eight heads that divide over eight devices.

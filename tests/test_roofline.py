@@ -286,11 +286,13 @@ def test_virtual_devices_have_a_share_of_the_cores():
 def test_on_cores_that_are_shared_a_cut_over_heads_gains_nothing():
     """For a lone episode too, which eight devices would read eight times faster on chips."""
     work = dataclasses.replace(WORK, num_slots=64)
-    for places in (24, 72, 247):
+    for max_tokens in (24, 72, 247):
         full = {}
         for mesh in ("data=8", "data=4,tensor=2", "data=2,tensor=4", "data=1,tensor=8"):
             shape = MeshShape.parse(mesh)
-            rounds = [round_s(CPU, SIZES, work, shape, n, places) for n in (64 // shape.data, 1)]
+            rounds = [
+                round_s(CPU, SIZES, work, shape, n, max_tokens) for n in (64 // shape.data, 1)
+            ]
             full[mesh] = [1 / seconds for seconds in rounds]
         for both in zip(*full.values(), strict=True):
             assert list(both) == sorted(both, reverse=True)
@@ -303,10 +305,12 @@ def test_meshes_of_the_default_run_have_the_order_that_was_measured():
         (speeds.MEASURED_ROLLOUTS, speeds.rollout_speed),
         (speeds.MEASURED_UPDATES, speeds.update_speed),
     ):
-        said = {mesh: speed(problem, mesh, speeds.TINY_ROOM) for mesh in measured}
-        assert sorted(said, key=said.__getitem__) == sorted(measured, key=measured.__getitem__)
+        predicted = {mesh: speed(problem, mesh, speeds.TINY_ROOM) for mesh in measured}
+        assert sorted(predicted, key=predicted.__getitem__) == sorted(
+            measured, key=measured.__getitem__
+        )
         for mesh, found in measured.items():
-            assert 1 / 3 < said[mesh] / found < 3
+            assert 1 / 3 < predicted[mesh] / found < 3
     # By a third in rollouts, measured and predicted.
     ratios = [
         scores["data=8"] / scores["data=4,tensor=2"]
@@ -322,12 +326,12 @@ def test_meshes_of_the_growing_run_have_the_order_that_was_measured():
     """benchmarks/growing.md: whole rows before rows in two parts, before rows in four."""
     path = speeds.TINY.with_name("trail_tiny_cpu.py")
     problem = speeds.cpu_problem(path)
-    for places in (31, 79, 247):
-        assert speeds.rollout_speed(problem, "data=8", places) > speeds.rollout_speed(
-            problem, "data=4,tensor=2", places
+    for max_tokens in (31, 79, 247):
+        assert speeds.rollout_speed(problem, "data=8", max_tokens) > speeds.rollout_speed(
+            problem, "data=4,tensor=2", max_tokens
         )
         meshes = ("data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
-        found = [speeds.update_speed(problem, mesh, places) for mesh in meshes]
+        found = [speeds.update_speed(problem, mesh, max_tokens) for mesh in meshes]
         assert found == sorted(found, reverse=True)
 
 

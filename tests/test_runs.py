@@ -29,8 +29,8 @@ TINY = {
     "rollout.num_slots": 16,
     "rollout.episodes_per_step": 32,
     "selector.table": str(TABLE),
-    "train.demonstration_steps": 6,
-    "train.demonstration_updates": 2,
+    "train.sft_steps": 6,
+    "train.sft_updates": 2,
     "checkpoint.every_steps": 2,
     "eval.every_steps": 4,
     "eval.games": 32,
@@ -163,14 +163,14 @@ def test_nothing_is_prefilled_twice(uninterrupted):
         json.loads(line)
         for line in (uninterrupted / "trajectories" / "step_000010.jsonl").read_text().splitlines()
     ]
-    said = sum(len(episode["token_ids"]) for episode in episodes)
+    read = sum(len(episode["token_ids"]) for episode in episodes)
     sampled = sum(lp is not None for episode in episodes for lp in episode["logprobs"])
     line = next(
         row
         for row in read_metrics(uninterrupted / "metrics.jsonl")
         if row["step"] == 10 and "eval" not in row
     )
-    assert line["prefill_tokens"] == said - sampled
+    assert line["prefill_tokens"] == read - sampled
     assert line["rollout_tokens"] == sampled
 
 
@@ -436,7 +436,7 @@ def test_connect_four_runs_from_its_config(cache, tmp_path):
         "selector.train_meshes": "('data=8',)",
         "selector.rollout_meshes": "('data=8',)",
         "selector.table": "model",
-        "train.demonstration_steps": 1,
+        "train.sft_steps": 1,
         "eval.games": 16,
         "eval.final_games": 16,
     }
@@ -456,7 +456,7 @@ def test_grpo_with_groups_and_micro_batches_runs(cache, tmp_path):
         "train.advantage": "grpo",
         "rollout.group_size": 4,
         "train.micro_batches": 2,
-        "train.demonstration_steps": 2,
+        "train.sft_steps": 2,
     }
     done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", **flags))
     assert done.returncode == 0, done.stderr
@@ -572,7 +572,7 @@ def qwen2_run(cache, tmp_path_factory):
         "selector.rollout_meshes": "('data=4,tensor=2',)",
         "selector.train_meshes": "('data=2,fsdp=4',)",
         "selector.table": "model",
-        "train.demonstration_steps": 1,
+        "train.sft_steps": 1,
         "checkpoint.every_steps": 1000,
         "eval.games": 16,
         "eval.final_games": 16,
@@ -674,8 +674,8 @@ def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path)
         # Room for games that are told anew, so that nothing is compiled twice.
         "rollout.context_buckets": (80,),
         "num_steps": 8,
-        "train.demonstration_steps": 6,
-        "train.demonstration_updates": 4,
+        "train.sft_steps": 6,
+        "train.sft_updates": 4,
         "log.trajectories_every_steps": 1,
     }
     line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")

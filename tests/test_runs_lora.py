@@ -27,9 +27,9 @@ def get_config():
     )
     config.train = dict(
         lora=dict(rank=8, alpha=32.0),
-        demonstration_steps=6,
-        demonstration_updates=10,
-        demonstration_learning_rate=2e-2,
+        sft_steps=6,
+        sft_updates=10,
+        sft_learning_rate=2e-2,
         max_grad_norm=10.0,
     )
     config.checkpoint = dict(every_steps=2, keep=2, export=True)

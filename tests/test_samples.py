@@ -20,7 +20,7 @@ from earl_jax.engine.config import Sampling, SpeculationConfig
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.engine.session import Policy, empty_seat
+from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
@@ -83,7 +83,7 @@ class Quiz:
 def collect(
     history: str,
     todo=None,
-    places: int = ROOM,
+    max_tokens: int = ROOM,
     rooms: Rooms | None = None,
     max_context: int = NO_LIMIT,
     player: PolicyEngine | None = None,
@@ -101,8 +101,8 @@ def collect(
         max_context=max_context,
     )
     shards, policy = player.layout.num_row_shards, Policy(params=weights(), version=2)
-    seat = empty_seat(player, policy, places, Pool(shards, 4 * NUM_DEVICES // shards))
-    rollout = collector.collect(seat, todo or tasks(NUM_TASKS), sampling=Sampling())
+    session = empty_session(player, policy, max_tokens, Pool(shards, 4 * NUM_DEVICES // shards))
+    rollout = collector.collect(session, todo or tasks(NUM_TASKS), sampling=Sampling())
     pool.close()
     return rollout
 
@@ -130,18 +130,20 @@ def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
     seen = set()
     for trajectory in forked.trajectories:
         assert trajectory.stop_reason == "win" and trajectory.num_turns == TURNS
-        said = []
+        sampled = []
         for reply, answer in zip(trajectory.turns[1::2], trajectory.turns[2::2], strict=False):
-            said.append(reply.text)
+            sampled.append(reply.text)
             assert answer.forks == any(digit in reply.text for digit in FORGOTTEN)
             seen.add(answer.forks)
             text = renderer().decode(answer.token_ids)
-            kept = [f"<|assistant|>{t.translate(dict.fromkeys(map(ord, FORGOTTEN)))}" for t in said]
+            kept = [
+                f"<|assistant|>{t.translate(dict.fromkeys(map(ord, FORGOTTEN)))}" for t in sampled
+            ]
             assert [part in text for part in ("<|user|>count<|end|>", kept[-1] + "<|end|>")] == [
                 answer.forks,
                 answer.forks,
             ]
-            assert text.count("<|assistant|>") == (1 + len(said) if answer.forks else 1)
+            assert text.count("<|assistant|>") == (1 + len(sampled) if answer.forks else 1)
             assert text.endswith("<|end|><|assistant|>")
         assert len(trajectory.sample_starts) == 1 + sum(turn.forks for turn in trajectory.turns)
     assert seen == {True, False}
@@ -183,7 +185,7 @@ def test_forks_are_read_anew_and_counted(forked):
         if turn.author == "environment"
     )
     assert forked.stats.prefill_tokens + forked.stats.shared_tokens == heard
-    assert forked.stats.shared_tokens > 0, "the system message at least is read once a lane"
+    assert forked.stats.shared_tokens > 0, "the system message at least is read once a data shard"
     assert forked.stats.context_tokens_max == max(t.num_tokens for t in forked.trajectories)
     # What is in the caches is less than what is in the rows: earlier samples are forgotten.
     flat = collect("append")
@@ -200,25 +202,25 @@ def test_forks_are_read_anew_and_counted(forked):
 
 @pytest.mark.slow
 def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
-    grown = collect("fork", places=ROOM // 2)
-    assert grown.seat.places == ROOM
+    grown = collect("fork", max_tokens=ROOM // 2)
+    assert grown.session.max_tokens == ROOM
     check_rows(grown, NUM_TASKS)
     for one, other in zip(forked.trajectories, grown.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parking", ["host", "recompute"])
-def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, parking):
-    """Room for one sample a lane of two slots; environments answer while episodes are parked."""
+@pytest.mark.parametrize("preemption", ["host", "recompute"])
+def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, preemption):
+    """Room for one sample a data shard of two slots; environments answer meanwhile."""
     longest = forked.stats.tokens_in_flight_max // NUM_DEVICES + 2 * CONFIG.chunk_size
-    parked = collect(
-        "fork", rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)), parking=parking
+    preempted = collect(
+        "fork", rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)), preemption=preemption
     )
-    check_rows(parked, NUM_TASKS)
-    assert parked.stats.parked_episodes > 0
-    assert (parked.stats.parked_host_bytes > 0) == (parking == "host")
-    for one, other in zip(forked.trajectories, parked.trajectories, strict=True):
+    check_rows(preempted, NUM_TASKS)
+    assert preempted.stats.preempted_episodes > 0
+    assert (preempted.stats.preempted_host_bytes > 0) == (preemption == "host")
+    for one, other in zip(forked.trajectories, preempted.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
         assert one.sample_starts == other.sample_starts
 

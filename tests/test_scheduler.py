@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who sits where, by hand. Two lanes of three rows and two slots each, unless said otherwise."""
+"""Rows and slots by hand: two data shards of three rows and two slots, unless noted."""
 
 import dataclasses
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.row_copies import RowCopies, RowMove
-from earl_jax.engine.scheduler import LaneScheduler, Rows, make_rows
+from earl_jax.engine.scheduler import Rows, SlotScheduler, make_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience
 
-ROWS = Rows(lanes=2, homes=3, guests=2)
+ROWS = Rows(data_shards=2, homes=3, guests=2)
 
 
 def test_rows_are_at_home_lane_by_lane_with_those_for_guests_behind():
@@ -33,51 +33,51 @@ def test_there_are_as_many_lanes_as_divide_devices_slots_and_rows(slots, rows, e
     assert make_rows(num_rows=rows, num_slots=slots, num_devices=8) == expected
 
 
-def scheduler(groups, rows=ROWS, num_slots=4) -> LaneScheduler:
-    return LaneScheduler(groups, rows=rows, num_slots=num_slots)
+def scheduler(groups, rows=ROWS, num_slots=4) -> SlotScheduler:
+    return SlotScheduler(groups, rows=rows, num_slots=num_slots)
 
 
 def test_a_lane_serves_its_own_rows_first_and_in_order():
-    lanes = scheduler(range(6))
-    assert lanes.assign([0, 1, 2, 3]) == {0: 0, 1: 1, 2: 3, 3: 4}
-    assert lanes.assign([1, 2]) == {1: 2, 2: 5}
-    assert lanes.num_waiting == 0 and lanes.assign([0, 1, 2, 3]) == {}
+    data_shards = scheduler(range(6))
+    assert data_shards.assign([0, 1, 2, 3]) == {0: 0, 1: 1, 2: 3, 3: 4}
+    assert data_shards.assign([1, 2]) == {1: 2, 2: 5}
+    assert data_shards.num_waiting == 0 and data_shards.assign([0, 1, 2, 3]) == {}
 
 
 def test_no_slot_stays_empty_while_a_row_waits():
-    """Four rows, three of them at home in the first lane: one has the other lane's second slot."""
+    """Four rows, three at home in the first data shard: one takes the other's second slot."""
     assert scheduler(range(4)).assign([0, 1, 2, 3]) == {0: 0, 1: 1, 2: 3, 3: 2}
     # Of a longer queue the last, which would have waited longest.
-    lanes = scheduler(range(5))
-    assert lanes.assign([2]) == {2: 3} and lanes.assign([2]) == {2: 4}
-    assert lanes.assign([2, 3]) == {2: 2, 3: 1}
-    assert lanes.num_waiting == 1
+    data_shards = scheduler(range(5))
+    assert data_shards.assign([2]) == {2: 3} and data_shards.assign([2]) == {2: 4}
+    assert data_shards.assign([2, 3]) == {2: 2, 3: 1}
+    assert data_shards.num_waiting == 1
 
 
 def test_without_rows_for_guests_and_where_a_lane_is_crowded_rows_wait_at_home():
     assert scheduler(range(3), Rows(2, 3, 0)).assign([0, 1, 2, 3]) == {0: 0, 1: 1}
-    lanes = scheduler(range(3))
-    assert lanes.assign([0, 1, 2, 3], crowded={2, 3}) == {0: 0, 1: 1}
-    assert lanes.assign([2, 3], crowded={0, 1}) == {2: 2}
+    data_shards = scheduler(range(3))
+    assert data_shards.assign([0, 1, 2, 3], crowded={2, 3}) == {0: 0, 1: 1}
+    assert data_shards.assign([2, 3], crowded={0, 1}) == {2: 2}
 
 
 def test_guests_go_where_their_group_has_begun():
-    """Lanes of four rows; rows 2 to 5 are one group, at home in the first lane and the second."""
-    rows = Rows(lanes=3, homes=4, guests=2)
-    lanes = scheduler([0, 1, 2, 2, 2, 2, 3, 3], rows, num_slots=6)
-    # Row 2 and not row 7, the last: the second lane has begun its group.
-    assert lanes.assign([2]) == {2: 4} and lanes.assign([2]) == {2: 5}
-    assert lanes.assign([2]) == {2: 6} and lanes.assign([2]) == {2: 7}
-    assert lanes.assign([2]) == {2: 2}
-    # The third lane knows nobody: the last of the queue, which is of that group; the other slot
-    # goes to nobody of the group, because none is left.
-    assert lanes.assign([4, 5]) == {4: 3, 5: 1}
+    """Shards of four rows; rows 2 to 5 are one group, at home in the first two."""
+    rows = Rows(data_shards=3, homes=4, guests=2)
+    data_shards = scheduler([0, 1, 2, 2, 2, 2, 3, 3], rows, num_slots=6)
+    # Row 2 and not row 7, the last: the second data shard has begun its group.
+    assert data_shards.assign([2]) == {2: 4} and data_shards.assign([2]) == {2: 5}
+    assert data_shards.assign([2]) == {2: 6} and data_shards.assign([2]) == {2: 7}
+    assert data_shards.assign([2]) == {2: 2}
+    # The third data shard knows nobody: the last of the queue, which is of that group; the other
+    # slot goes to nobody of the group, because none is left.
+    assert data_shards.assign([4, 5]) == {4: 3, 5: 1}
 
 
 def test_guests_that_know_no_lane_go_to_the_emptiest():
-    rows = Rows(lanes=3, homes=4, guests=2)
-    lanes = scheduler(range(4), rows, num_slots=6)
-    assert lanes.assign([0, 3, 4, 5]) == {0: 0, 4: 3, 3: 2, 5: 1}
+    rows = Rows(data_shards=3, homes=4, guests=2)
+    data_shards = scheduler(range(4), rows, num_slots=6)
+    assert data_shards.assign([0, 3, 4, 5]) == {0: 0, 4: 3, 3: 2, 5: 1}
 
 
 def experience(layout) -> Experience:
@@ -99,7 +99,7 @@ class State:
 
 @pytest.mark.parametrize("mesh", [MeshShape(data=2), MeshShape(), MeshShape(data=2, tensor=2)])
 def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
-    """Slot 0's guest is at home in the second lane, row 4; slot 3's in the first, row 2."""
+    """Slot 0's guest is at home in the second data shard, row 4; slot 3's in the first, row 2."""
     layout = make_layout(mesh)
     before = experience(layout)
     kept = jax.tree.map(np.array, before)

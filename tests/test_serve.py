@@ -33,7 +33,7 @@ from served import (
     prompt,
     refusal,
     request,
-    sampled,
+    sampling_metadata,
     serving,
 )
 from test_families import reference
@@ -43,7 +43,7 @@ from earl_jax.engine.engine import MAX_SEED
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.serve import _places, serve_command
+from earl_jax.serve import _context_tokens, serve_command
 from earl_jax.serving.scores import Scores
 from earl_jax.serving.serve_flags import parse_flags
 
@@ -121,10 +121,10 @@ def test_a_text_is_its_ids_and_comes_back_as_text(server):
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.convert_tokens_to_ids("<|user|>") in ids
     samples = [r.stream_content.samples[0] for r in server.stub.Decode(request(text, 40))]
-    said = [i for sample in samples for i in sample.token_ids]
-    assert said == expected(ids, 40)
+    sampled = [i for sample in samples for i in sample.token_ids]
+    assert sampled == expected(ids, 40)
     # Random weights also say bytes that are no characters, and ids that are no tokens.
-    assert "".join(sample.text for sample in samples) == ChatRenderer(tokenizer).decode(said)
+    assert "".join(sample.text for sample in samples) == ChatRenderer(tokenizer).decode(sampled)
     assert not any(s.stream_content.samples[0].text for s in server.stub.Decode(request(ids, 3)))
 
 
@@ -142,18 +142,20 @@ def test_a_request_says_how_its_reply_is_drawn_whoever_is_beside_it(server):
     ids = prompt(50, 12)
 
     def ask(wishes):
-        return server.stub.Decode(request(ids, 40), metadata=sampled(**wishes))
+        return server.stub.Decode(request(ids, 40), metadata=sampling_metadata(**wishes))
 
     alone = [ids_of(ask(wishes)) for wishes in asked]
-    assert len({tuple(said) for said in alone}) == len(asked)
-    assert all(said == drawn(ids, 40, wishes) for said, wishes in zip(alone, asked, strict=True))
+    assert len({tuple(sampled) for sampled in alone}) == len(asked)
+    assert all(
+        sampled == drawn(ids, 40, wishes) for sampled, wishes in zip(alone, asked, strict=True)
+    )
     rng = np.random.default_rng(0)
     order = rng.permutation([*range(len(asked))] * 2 + [-1] * 6)
     calls = [ask(asked[i] if i >= 0 else plain) for i in order]
-    said = [ids_of(call) for call in calls]
-    assert all(said[k] == alone[i] for k, i in enumerate(order) if i >= 0)
+    sampled = [ids_of(call) for call in calls]
+    assert all(sampled[k] == alone[i] for k, i in enumerate(order) if i >= 0)
     # Who names no seed has one of his own; who wants the likeliest gets it.
-    own = [tuple(said[k]) for k, i in enumerate(order) if i < 0]
+    own = [tuple(sampled[k]) for k, i in enumerate(order) if i < 0]
     assert len(set(own)) == len(own)
     assert ids_of(ask({"temperature": 0})) == expected(ids, 40)
 
@@ -171,15 +173,15 @@ def drawn(ids, count: int, wishes) -> list[int]:
     forward = logits_step(model, CONTEXT)
     draws = {name: value for name, value in wishes.items() if name != "seed"}
     rows = sampling_rows(Sampling(**draws), 1)
-    row, said = np.zeros(CONTEXT, np.int32), []
+    row, sampled = np.zeros(CONTEXT, np.int32), []
     row[: len(ids)] = ids
     for place in range(len(ids), len(ids) + count):
         token = int(draw(forward(params, row, place), wishes["seed"], place, rows))
         if token in end_ids():
             break
         row[place] = token
-        said.append(token)
-    return said
+        sampled.append(token)
+    return sampled
 
 
 def test_a_token_id_of_the_request_ends_its_reply(server):
@@ -189,7 +191,9 @@ def test_a_token_id_of_the_request_ends_its_reply(server):
     assert len(whole) == 60
     stop = whole[20]
     first = whole.index(stop)
-    call = server.stub.Decode(request(ids, 60), metadata=sampled(stop_token_ids=[3, stop]))
+    call = server.stub.Decode(
+        request(ids, 60), metadata=sampling_metadata(stop_token_ids=[3, stop])
+    )
     beside = server.stub.Decode(request(ids, 60))
     assert ids_of(call) == whole[:first] and finish_reason(call) == "stop_token_id"
     assert ids_of(beside) == whole and finish_reason(beside) == "max_tokens"
@@ -201,18 +205,18 @@ def narrowed(ids, count: int, may_follow, wishes) -> list[int]:
     forward = logits_step(model, CONTEXT)
     draws = {name: value for name, value in wishes.items() if name != "seed"}
     rows = sampling_rows(Sampling(**draws), 1)
-    row, said = np.zeros(CONTEXT, np.int32), []
+    row, sampled = np.zeros(CONTEXT, np.int32), []
     row[: len(ids)] = ids
     for place in range(len(ids), len(ids) + count):
         allowed = np.full(VOCAB, -np.inf, np.float32)
-        allowed[sorted(may_follow(said))] = 0
+        allowed[sorted(may_follow(sampled))] = 0
         logits = forward(params, row, place) + allowed
         token = int(draw(logits, wishes.get("seed", 0), place, rows))
         if token in end_ids():
             break
         row[place] = token
-        said.append(token)
-    return said
+        sampled.append(token)
+    return sampled
 
 
 CHOICES = ("left", "left up", "right", "日")
@@ -225,24 +229,30 @@ def test_a_reply_is_one_of_the_choices_of_its_request(server):
     replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in CHOICES]
     assert len({reply[0] for reply in replies}) < len(replies) and max(map(len, replies)) > 2
 
-    def may_follow(said):
-        return {r[len(said)] for r in replies if len(r) > len(said) and r[: len(said)] == said}
+    def may_follow(sampled):
+        return {
+            r[len(sampled)]
+            for r in replies
+            if len(r) > len(sampled) and r[: len(sampled)] == sampled
+        }
 
     asked = [{"temperature": 100, "top_k": 0, "seed": seed} for seed in range(16)]
     calls = [
-        server.stub.Decode(request(ids, 30), metadata=sampled(choices=CHOICES, **wishes))
+        server.stub.Decode(request(ids, 30), metadata=sampling_metadata(choices=CHOICES, **wishes))
         for wishes in asked
     ]
     beside = server.stub.Decode(request(ids, 30))
-    said = [ids_of(call) for call in calls]
-    assert {tuple(reply) for reply in said} == {tuple(reply[:-1]) for reply in replies}
-    assert said == [narrowed(ids, 30, may_follow, wishes) for wishes in asked]
+    sampled = [ids_of(call) for call in calls]
+    assert {tuple(reply) for reply in sampled} == {tuple(reply[:-1]) for reply in replies}
+    assert sampled == [narrowed(ids, 30, may_follow, wishes) for wishes in asked]
     assert {finish_reason(call) for call in calls} == {"end_of_turn"}
     assert ids_of(beside) == expected(ids, 30)
-    greedy = server.stub.Decode(request(ids, 30), metadata=sampled(choices=CHOICES, temperature=0))
+    greedy = server.stub.Decode(
+        request(ids, 30), metadata=sampling_metadata(choices=CHOICES, temperature=0)
+    )
     assert ids_of(greedy) == narrowed(ids, 30, may_follow, {"temperature": 0})
     text = tokenizer.decode(ids)
-    replied = server.stub.Decode(request(text, 30), metadata=sampled(choices=["日 ok"]))
+    replied = server.stub.Decode(request(text, 30), metadata=sampling_metadata(choices=["日 ok"]))
     assert "".join(r.stream_content.samples[0].text for r in replied) == "日 ok"
 
 
@@ -254,12 +264,12 @@ def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
         (60, [*allowed, *end_ids()], {"temperature": 50, "top_k": 0, "seed": 2}),
     ):
         call = server.stub.Decode(
-            request(ids, count), metadata=sampled(allowed_token_ids=may, **wishes)
+            request(ids, count), metadata=sampling_metadata(allowed_token_ids=may, **wishes)
         )
-        said = ids_of(call)
-        assert said == narrowed(ids, count, lambda _, may=may: may, wishes)
+        sampled = ids_of(call)
+        assert sampled == narrowed(ids, count, lambda _, may=may: may, wishes)
         ends = "max_tokens" if may == allowed else "end_of_turn"
-        assert set(said) <= set(allowed) and finish_reason(call) == ends
+        assert set(sampled) <= set(allowed) and finish_reason(call) == ends
 
 
 # What it tells of them.
@@ -291,7 +301,10 @@ def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server
         {"temperature": 2, "top_k": 0, "seed": 4, "logprobs": True},
         {"temperature": 2, "top_k": 0, "seed": 4},
     ]
-    calls = [server.stub.Decode(request(ids, 9), metadata=sampled(**wishes)) for wishes in asked]
+    calls = [
+        server.stub.Decode(request(ids, 9), metadata=sampling_metadata(**wishes))
+        for wishes in asked
+    ]
     model, params = loaded()
     forward = logits_step(model, CONTEXT)
     for wishes, call in zip(asked, calls, strict=True):
@@ -433,7 +446,7 @@ def test_wishes_that_cannot_be_met_are_told_what_is_wrong(server):
         code, details = refusal(call)
         assert code == Code.INVALID_ARGUMENT, (name, code, details)
         assert re.search(words, details), (name, details)
-    twice = [*sampled(seed=1), *sampled(seed=2)]
+    twice = [*sampling_metadata(seed=1), *sampling_metadata(seed=2)]
     _, details = refusal(server.stub.Decode(request("abc", 4), metadata=twice))
     assert "have 2 values of 'sampling'; send one" in details
     # Other metadata are nobody's business.
@@ -495,9 +508,9 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
     flags = ("--num_slots=1", "--temperature=0", "--max_prompt_tokens=16", "--max_choice_tokens=0")
     with serving(cache, f"--model={MODEL}", *flags) as server:
         ids = prompt(7, 3)
-        said = expected(ids, 2)
+        sampled = expected(ids, 2)
         for _ in range(1000):
-            assert ids_of(server.stub.Decode(request(ids, 2))) == said
+            assert ids_of(server.stub.Decode(request(ids, 2))) == sampled
 
 
 # Mistakes in what is given.
@@ -517,7 +530,7 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--speculation_draft=2"], r"--speculation_draft: no tokens are guessed; set --specul"),
         (["--speculation=on", "--speculation_ngram=0"], r"--speculation_ngram is 0; it must be at"),
         (["--max_context=192"], r"--max_context=192; that of .* is 128 tokens: lower it"),
-        (["--max_prompt_tokens=128", "--max_context=64"], r"of 64 tokens holds; choose at most 64"),
+        (["--max_prompt_tokens=128", "--max_context=64"], r"of 64 tokens; choose at most 64"),
         (["--mesh=data=2", "--num_slots=3"], r"--num_slots=3 does not divide over the mesh data=2"),
         (["--mesh=tensor=3"], r"--mesh=data=1,tensor=3 cannot hold this model: .*by 3"),
         (["--temperature=-1"], r"--temperature is -1.0; it must be finite and at least 0"),
@@ -566,9 +579,9 @@ def test_a_mistake_ends_with_status_2_and_one_message():
 
 def test_where_memory_has_room_for_less_than_the_model_takes_it_is_said():
     flags = parse_flags([f"--model={MODEL}"])
-    assert (_places(flags, 128, 1000), _places(flags, None, 1000)) == (128, 1000)
-    assert _places(flags, 128, 100) == 100
+    assert (_context_tokens(flags, 128, 1000), _context_tokens(flags, None, 1000)) == (128, 1000)
+    assert _context_tokens(flags, 128, 100) == 100
     asked = parse_flags([f"--model={MODEL}", "--max_context=101"])
     words = "--max_context=101; beside the weights .* a context of 100 tokens: lower it, .*kv_dtype"
     with pytest.raises(ValueError, match=words):
-        _places(asked, 128, 100)
+        _context_tokens(asked, 128, 100)

@@ -22,7 +22,7 @@ from served import (
     prompt,
     refusal,
     request,
-    sampled,
+    sampling_metadata,
     save_parrot,
     saying,
     serving,
@@ -123,11 +123,13 @@ def test_a_request_that_says_nothing_is_drawn_as_the_model_says(cache, tmp_path)
     (folder / "generation_config.json").write_text(json.dumps(told))
     flags = ("--num_slots=4", "--max_prompt_tokens=16", "--max_choice_tokens=0")
     with serving(cache, f"--model={folder}", *flags) as server:
-        said = ids_of(server.stub.Decode(request(ids, 20)))
-        noise = ids_of(server.stub.Decode(request(ids, 20), metadata=sampled(top_k=0, seed=1)))
+        sampled = ids_of(server.stub.Decode(request(ids, 20)))
+        noise = ids_of(
+            server.stub.Decode(request(ids, 20), metadata=sampling_metadata(top_k=0, seed=1))
+        )
         assert "temperature=50.0, top_k=1 taken for requests that say" in "".join(server.errors)
         assert "repetition_penalty=1.5 not used" in "".join(server.errors)
-    assert said == continuation[:20] != noise
+    assert sampled == continuation[:20] != noise
 
 
 def test_a_model_whose_file_says_what_cannot_be_is_refused(tmp_path):
@@ -158,11 +160,11 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
     assert sorted(path for path in folder.rglob("*")) == before
 
 
-def listen(call, said: list) -> None:
+def listen(call, sampled: list) -> None:
     """Writes down what is said until the call is cancelled."""
     with contextlib.suppress(grpc.RpcError):
         for message in call:
-            said.append(message)
+            sampled.append(message)
 
 
 @pytest.mark.slow
@@ -179,13 +181,13 @@ def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
     ) as server:
         assert "prompts of up to 65536 tokens, 70000 with their replies" in server.ready_line
         assert server.ready_line.endswith("32768 tokens of KV cache\n")
-        beside, said = server.stub.Decode(request("x", 60_000)), []
-        said.append(next(beside))
-        listener = threading.Thread(target=listen, args=(beside, said))
+        beside, sampled = server.stub.Decode(request("x", 60_000)), []
+        sampled.append(next(beside))
+        listener = threading.Thread(target=listen, args=(beside, sampled))
         listener.start()
         long = [server.stub.Decode(request([x] * 4000, 20)) for _ in range(2)]
         next(long[0])
-        assert len(said) > 20
+        assert len(sampled) > 20
         beside.cancel()
         listener.join()
         assert [ids_of(call) for call in long] == [[x] * 19, [x] * 20]

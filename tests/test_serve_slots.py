@@ -23,7 +23,7 @@ from served import (
     ids_of,
     refusal,
     request,
-    sampled,
+    sampling_metadata,
     save_parrot,
     saying,
     serving,
@@ -65,24 +65,24 @@ def test_a_stop_string_ends_a_reply_and_its_ids_say_where(parrot):
 
     The characters of SAYING are of one to four tokens.
     """
-    tokenizer, said = load_tokenizer(MODEL), saying()
+    tokenizer, sampled = load_tokenizer(MODEL), saying()
 
     def ask(what, count=100, **wishes):
-        call = parrot.stub.Decode(request(what, count), metadata=sampled(**wishes))
+        call = parrot.stub.Decode(request(what, count), metadata=sampling_metadata(**wishes))
         samples = [r.stream_content.samples[0] for r in call]
         ids = [i for sample in samples for i in sample.token_ids]
         return "".join(sample.text for sample in samples), ids, finish_reason(call)
 
     def ids_up_to(text: str) -> list[int]:
-        return said[: len(tokenizer.encode(text))]
+        return sampled[: len(tokenizer.encode(text))]
 
-    assert ask("<") == (SAYING[1:], said, "end_of_turn")
+    assert ask("<") == (SAYING[1:], sampled, "end_of_turn")
     assert ask("<", stop_strings=["🙂"]) == ("日", ids_up_to("日🙂"), "stop_string")
     assert ask("<", stop_strings=["ok", "é"]) == ("日🙂", ids_up_to("日🙂é"), "stop_string")
     assert ask("<", stop_strings=["日"]) == ("", ids_up_to("日"), "stop_string")
     # It begins, is not finished, and is told at the end.
-    assert ask("<", stop_strings=["ok!"]) == (SAYING[1:], said, "end_of_turn")
-    assert ask("<", 2, stop_strings=["日🙂"])[1:] == (said[:2], "max_tokens")
+    assert ask("<", stop_strings=["ok!"]) == (SAYING[1:], sampled, "end_of_turn")
+    assert ask("<", 2, stop_strings=["日🙂"])[1:] == (sampled[:2], "max_tokens")
     # For ids the same ids, and no text.
     [mark] = tokenizer.encode("<")
     assert ask([mark], stop_strings=["🙂"]) == ("", ids_up_to("日🙂"), "stop_string")
@@ -94,7 +94,7 @@ def test_replies_that_stop_give_their_slots_back(parrot):
     [x] = tokenizer.encode("x")
     for wishes in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
         for _ in range(2 * NUM_SLOTS):
-            call = parrot.stub.Decode(request("x", 8000), metadata=sampled(**wishes))
+            call = parrot.stub.Decode(request("x", 8000), metadata=sampling_metadata(**wishes))
             assert ids_of(call) == ([x] * 4 if "stop_strings" in wishes else [])
     all_slots_answer(parrot)
 
@@ -112,12 +112,12 @@ def all_slots_answer(server: Server) -> None:
     while True:
         calls = [server.stub.Decode(request("<", 50)) for _ in range(NUM_SLOTS + MAX_WAITING)]
         try:
-            said = [ids_of(call) for call in calls]
+            sampled = [ids_of(call) for call in calls]
         except grpc.RpcError as error:
             # The server hears of a client's end a moment later.
             assert error.code() == Code.RESOURCE_EXHAUSTED and time.monotonic() < deadline
             continue
-        assert said == [saying()] * len(calls)
+        assert sampled == [saying()] * len(calls)
         return
 
 

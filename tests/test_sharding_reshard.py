@@ -20,7 +20,7 @@ from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
-from earl_jax.sharding.waypoint import stops_between
+from earl_jax.sharding.waypoint import waypoints_between
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")
@@ -417,12 +417,12 @@ def test_stops_by_hand():
     devices = np.array(jax.devices())
     source = NamedSharding(Mesh(devices, ("fsdp",)), P("fsdp"))
     target = NamedSharding(Mesh(devices.reshape(4, 2), ("data", "tensor")), P(None, "tensor"))
-    stops = stops_between(source, target, (16, 8))
+    stops = waypoints_between(source, target, (16, 8))
     assert [stop.mesh.devices.shape for stop in stops] == [(4, 2)] * 2
     assert [stop.shard_shape((16, 8)) for stop in stops] == [(2, 8), (4, 4)]
-    assert not stops_between(source, target, (16, 7)), "7 columns have no half"
+    assert not waypoints_between(source, target, (16, 7)), "7 columns have no half"
     backwards = NamedSharding(Mesh(devices[::-1], ("fsdp",)), P("fsdp"))
-    assert not stops_between(backwards, target, (16, 8)), "other devices: a plan of pieces"
+    assert not waypoints_between(backwards, target, (16, 8)), "other devices: a plan of pieces"
 
 
 def test_a_move_does_not_wait_for_what_others_compute():

@@ -23,8 +23,8 @@ from earl_jax.engine.round_inputs import (
     NO_PAGE,
     NO_ROW,
     Report,
-    pack_orders,
-    unpack_orders,
+    pack_inputs,
+    unpack_inputs,
     unpack_report,
 )
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
@@ -119,7 +119,7 @@ def converse(
             columns["turn_limit"][slot] = (turn_limits or {}).get(slot, MAX_TURN_TOKENS)
             columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
             give_chunk(columns, slot, heard[slot], scripts[slot])
-        state, report = play(state, pack_orders(**columns, version=version(round_index)))
+        state, report = play(state, pack_inputs(**columns, version=version(round_index)))
         for slot, h in heard.items():
             if report.count[slot]:
                 take_down(report, slot, h, scripts[slot], version(round_index))
@@ -192,16 +192,16 @@ def jitted_play(rules: SlotRules = RULES) -> Any:
 def jitted_round(model: ModelConfig, rules: SlotRules) -> Any:
     """A round on one device: of weights, state, orders and key."""
     return jax.jit(
-        lambda weights, state, orders, key: slots.play(
-            Decoder(model, rules, weights, key), state, orders, 0
+        lambda weights, state, inputs, key: slots.play(
+            Decoder(model, rules, weights, key), state, inputs, 0
         )
     )
 
 
 def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
-    def play(state, orders):
+    def play(state, inputs):
         key = jax.random.key(7)
-        state, packed = jitted_play(rules)(weights or params(), state, orders, key)
+        state, packed = jitted_play(rules)(weights or params(), state, inputs, key)
         report = unpack_report(
             np.asarray(packed),
             model_logprobs=rules.model_logprobs,
@@ -213,8 +213,8 @@ def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     return play
 
 
-def empty(places: int = PLACES):
-    return decode_state.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, places, page_size=PAGE_SIZE)
+def empty(max_tokens: int = PLACES):
+    return decode_state.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, max_tokens, page_size=PAGE_SIZE)
 
 
 @functools.cache
@@ -247,10 +247,10 @@ def check_logprobs(heard: Mapping[int, Heard], temperature: Mapping[int, float] 
         targets = np.zeros(PLACES, np.int32)
         targets[: len(h.ids) - 1] = h.ids[1:]
         scores = np.asarray(_score(logits_BTV[row], targets, np.float32(value)).logprobs)
-        places = np.flatnonzero(h.turn_ids)
-        assert len(places) >= h.turn
+        max_tokens = np.flatnonzero(h.turn_ids)
+        assert len(max_tokens) >= h.turn
         np.testing.assert_allclose(
-            np.array(h.logprobs)[places], scores[places - 1], atol=1e-5, rtol=0
+            np.array(h.logprobs)[max_tokens], scores[max_tokens - 1], atol=1e-5, rtol=0
         )
 
 
@@ -291,13 +291,13 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
     """Cached decode against no cache at all: place by place, from the trainer's logits."""
     scripts, _, heard = played
     logits_BTV = full_forward([h.ids for h in heard.values()])
-    places = np.arange(PLACES - 1)
+    max_tokens = np.arange(PLACES - 1)
 
     @jax.jit
     def sample_everywhere(logits_TV, seed):
-        seeds = jnp.full(len(places), seed)
-        uniforms = token_uniforms(jax.random.key(7), seeds, jnp.asarray(places + 1))
-        return sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(places)))[0]
+        seeds = jnp.full(len(max_tokens), seed)
+        uniforms = token_uniforms(jax.random.key(7), seeds, jnp.asarray(max_tokens + 1))
+        return sample(uniforms, logits_TV[:-1], sampling_rows(Sampling(), len(max_tokens)))[0]
 
     for row, (slot, h) in enumerate(heard.items()):
         tokens = np.asarray(sample_everywhere(logits_BTV[row], scripts[slot].seed))
@@ -386,9 +386,9 @@ def test_some_append_beside_others_in_the_middle_of_a_turn(played):
     scripts, _, heard = played
     play, beside = play_on_one_device(RULES._replace(burst=1)), []
 
-    def watched(state, orders):
+    def watched(state, inputs):
         speaking, before = np.asarray(state.active).astype(bool), np.asarray(state.cached)
-        state, report = play(state, orders)
+        state, report = play(state, inputs)
         appending = (np.asarray(state.cached) > before) & ~speaking
         beside.append(bool(appending.any() and report.count[speaking].any()))
         return state, report
@@ -424,9 +424,9 @@ def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
     step_rows = 3
     play, idle, most = play_on_one_device(RULES._replace(step_rows=step_rows)), [], []
 
-    def watched(state, orders):
-        state, report = play(state, orders)
-        passes = report.count - np.asarray(unpack_orders(jnp.asarray(orders)).speak)
+    def watched(state, inputs):
+        state, report = play(state, inputs)
+        passes = report.count - np.asarray(unpack_inputs(jnp.asarray(inputs)).speak)
         idle.append(int(report.steps[0] * step_rows - passes.sum()))
         most.append(int(passes.max()) * NUM_SLOTS - int(passes.sum()))
         assert (report.steps == report.steps[0]).all()
@@ -476,8 +476,8 @@ def in_dtype(dtype: str, step_rows: int = 0):
     weights = jax.tree.map(lambda leaf: leaf.astype(dtype), params())
     jitted = jitted_round(model, RULES)
 
-    def play(state, orders):
-        state, packed = jitted(weights, state, orders, jax.random.key(7))
+    def play(state, inputs):
+        state, packed = jitted(weights, state, inputs, jax.random.key(7))
         return state, unpack_report(np.asarray(packed))
 
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
@@ -492,10 +492,10 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, step_rows):
     _, heard = converse(play, nobody, scripts)
     rng = np.random.default_rng(5)
     # The episodes 0, 2, 4, 6 in other slots and rows, begun at other times, beside strangers.
-    chosen, places, rows = [0, 2, 4, 6], rng.permutation(8), rng.permutation(8)
+    chosen, max_tokens, rows = [0, 2, 4, 6], rng.permutation(8), rng.permutation(8)
     strangers = make_scripts(4, first=80)
-    crowd = {int(places[i]): scripts[slot] for i, slot in enumerate(chosen)}
-    crowd |= {int(places[4 + i]): strangers[i] for i in range(4)}
+    crowd = {int(max_tokens[i]): scripts[slot] for i, slot in enumerate(chosen)}
+    crowd |= {int(max_tokens[4 + i]): strangers[i] for i in range(4)}
     crowd = {
         slot: dataclasses.replace(script, row=int(rows[slot])) for slot, script in crowd.items()
     }
@@ -503,7 +503,7 @@ def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, step_rows):
     state, other = converse(play, nobody, crowd, delays=delays)
     check_rows(state.experience, other, crowd)
     ours = {slot: heard[slot] for slot in chosen}
-    assert_same(ours, {slot: other[int(places[i])] for i, slot in enumerate(chosen)}, atol=0)
+    assert_same(ours, {slot: other[int(max_tokens[i])] for i, slot in enumerate(chosen)}, atol=0)
     # And alone.
     for slot in chosen:
         _, alone = converse(play, nobody, {0: scripts[slot]})
@@ -530,9 +530,9 @@ def test_temperatures_differ_slot_by_slot():
     check_logprobs(heard, temperature)
     logits_BTV = full_forward([h.ids for h in heard.values()])
     for slot in (0, 3, 6):
-        places = np.flatnonzero(heard[slot].turn_ids)
-        best = logits_BTV[slot, places - 1].argmax(-1)
-        assert best.tolist() == [heard[slot].ids[place] for place in places]
+        max_tokens = np.flatnonzero(heard[slot].turn_ids)
+        best = logits_BTV[slot, max_tokens - 1].argmax(-1)
+        assert best.tolist() == [heard[slot].ids[place] for place in max_tokens]
 
 
 def test_every_token_carries_the_version_of_its_round():
@@ -550,7 +550,7 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
     state = empty()
     # One round of another episode, whose turn goes on when slot 0 is given away.
     talker = Script(seed=2, row=1, messages=((5,),))
-    orders = pack_orders(
+    inputs = pack_inputs(
         chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
         count=np.eye(1, NUM_SLOTS, dtype=np.int32)[0],
         restart=np.ones(NUM_SLOTS, np.int32),
@@ -560,7 +560,7 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
         sampling=sampling_rows(Sampling(), NUM_SLOTS),
         version=0,
     )
-    state, report = play(state, orders)
+    state, report = play(state, inputs)
     assert report.count.tolist() == [1] + [0] * 7 and report.active[0]
     abandoned = np.asarray(state.experience.tokens)[1]
     state, other = converse(play, state, {0: scripts[0]})
@@ -585,7 +585,7 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
 
     def say(state, part, count, **changes):
         chunk = np.tile(part, (NUM_SLOTS, 1))
-        return play(state, pack_orders(**{**columns, "chunk": chunk, "count": count, **changes}))
+        return play(state, pack_inputs(**{**columns, "chunk": chunk, "count": count, **changes}))
 
     play = play_on_one_device(RULES._replace(append_rows=3))
     state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, speak=zeros)
@@ -610,9 +610,9 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     np.testing.assert_array_equal(state.cached, read.cached)
     np.testing.assert_array_equal(state.experience.tokens, read.experience.tokens)
     for ours, theirs in zip(rows_of(state.cache), rows_of(read.cache), strict=True):
-        places = int(read.cached.min())
+        max_tokens = int(read.cached.min())
         np.testing.assert_allclose(
-            ours["key"][:, :, :places], theirs["key"][:, :, :places], atol=1e-5
+            ours["key"][:, :, :max_tokens], theirs["key"][:, :, :max_tokens], atol=1e-5
         )
 
 
@@ -625,7 +625,7 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
         chunk, count, row = np.zeros((NUM_SLOTS, CHUNK), np.int32), zeros.copy(), zeros + NO_ROW
         for slot, ids in chunks.items():
             chunk[slot, : len(ids)], count[slot], row[slot] = ids, len(ids), rows[slot]
-        orders = {
+        inputs = {
             "restart": (count > 0).astype(np.int32),
             "speak": zeros,
             "seed": zeros,
@@ -633,7 +633,7 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
             "version": 0,
             **changes,
         }
-        return play(state, pack_orders(chunk=chunk, count=count, row=row, **orders))[0]
+        return play(state, pack_inputs(chunk=chunk, count=count, row=row, **inputs))[0]
 
     play = play_on_one_device()
     state = say(empty(), {5: prompt, 2: other}, {5: 6, 2: 7})
@@ -656,12 +656,12 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     play, sizes = play_on_one_device(), iter([24, PLACES])
     rounds = 0
 
-    def growing(state, orders):
+    def growing(state, inputs):
         nonlocal rounds
         if rounds == 2:
             state = grow(state, next(sizes))
         rounds += 1
-        return play(state, orders)
+        return play(state, inputs)
 
     state, other = converse(growing, empty(next(sizes)), scripts)
     assert_same(heard, other)
@@ -704,8 +704,8 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
         chunk = np.zeros((NUM_SLOTS, CHUNK), np.int32)
         chunk[:, : len(ids)] = ids
         count = np.full(NUM_SLOTS, len(ids), np.int32)
-        orders = pack_orders(**{**columns, "chunk": chunk, "count": count, **changes})
-        return play(state, orders)
+        inputs = pack_inputs(**{**columns, "chunk": chunk, "count": count, **changes})
+        return play(state, inputs)
 
     play = play_on_one_device(RULES._replace(burst=6))
     ones = np.ones(NUM_SLOTS, np.int32)
@@ -717,18 +717,18 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
     np.testing.assert_array_equal(np.asarray(state.origin), lengths)
     for slot, length in enumerate(lengths):
         end = length + len(anew) + went_on.count[slot]
-        said = went_on.tokens[slot, : went_on.count[slot]]
+        sampled = went_on.tokens[slot, : went_on.count[slot]]
         np.testing.assert_array_equal(experience.tokens[slot, :length][:3], first)
-        np.testing.assert_array_equal(experience.tokens[slot, length:end], [*anew, *said])
+        np.testing.assert_array_equal(experience.tokens[slot, length:end], [*anew, *sampled])
         turns = [0] * 3 + [1] * begun.count[slot] + [0] * 4 + [2] * went_on.count[slot]
         np.testing.assert_array_equal(experience.turn_ids[slot, :end], turns)
         assert not experience.tokens[slot, end:].any()
-        logits = full_forward([[*anew, *said]])[0]
+        logits = full_forward([[*anew, *sampled]])[0]
         targets = np.zeros(PLACES, np.int32)
-        targets[: len(anew) + len(said) - 1] = [*anew, *said][1:]
+        targets[: len(anew) + len(sampled) - 1] = [*anew, *sampled][1:]
         scores = np.asarray(_score(logits, targets, np.float32(1)).logprobs)
         np.testing.assert_allclose(
-            went_on.logprobs[slot, : len(said)], scores[3 : 3 + len(said)], atol=1e-5
+            went_on.logprobs[slot, : len(sampled)], scores[3 : 3 + len(sampled)], atol=1e-5
         )
     # Draws depend on the place in the row: the same prompt again is another draw.
     state, again = say(state, anew, fork=ones)

@@ -98,7 +98,7 @@ class Shape:
         most = limits.max_episode_tokens or 10**6
         length = 0
         for index, words in enumerate(reversed(self.lengths)):
-            length += said_tokens(words, first=not index)
+            length += sampled_tokens(words, first=not index)
             if length >= most:
                 return "episode_too_long"
             turn = min(limits.max_turn_tokens, most - length)
@@ -145,7 +145,7 @@ class Shape:
 
 
 @functools.cache
-def said_tokens(words: int, *, first: bool) -> int:
+def sampled_tokens(words: int, *, first: bool) -> int:
     """Tokens of what the environment says with so many words."""
     render = renderer().first if first else renderer().answer
     return len(render("8" * words))
@@ -205,8 +205,8 @@ def play(number: int, pool: EnvironmentPool):
         [dataclasses.replace(task, limits=shapes[task.episode].limits) for task in todo],
         make,
         params=placed(0, not endless),
-        places=PLACES,
-        # Some have pages for one whole episode a lane, and park the others.
+        max_tokens=PLACES,
+        # Some have pages for one whole episode a data shard, and park the others.
         pages=rng.choice([0, pages_for(LONGEST, CONFIG.page_size)]),
         make_room=Rooms(most_pages=0),
         num_slots=NUM_SLOTS,
@@ -217,9 +217,9 @@ def play(number: int, pool: EnvironmentPool):
         speculation=SpeculationConfig(mode="on", ngram=1, draft=2),
         share_prefixes=number % 2 == 0,
         copy_prefixes="on",
-        parking=("auto", "host", "recompute")[number % 3],
+        preemption=("auto", "host", "recompute")[number % 3],
         # Of three in host memory, or of thousands.
-        parking_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
+        preemption_host_gib=rng.choice([3 * 2**16 / 2**30, 1.0]),
         patience_s=rng.choice([0.0, 0.001, 0.01]),
     )
     released.set()
@@ -249,7 +249,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
         counts.update(
             {
                 name: getattr(rollout.stats, name)
-                for name in ("parked_episodes", "parked_host_bytes", "guest_episodes")
+                for name in ("preempted_episodes", "preempted_host_bytes", "guest_episodes")
                 + ("drafted_tokens", "accepted_tokens", "recomputed_tokens", "shared_tokens")
                 + ("copied_tokens",)
             }

@@ -35,7 +35,7 @@ from earl_jax.engine import decode_state
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.drafts import look_up
 from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.round_inputs import Report, pack_orders, unpack_report
+from earl_jax.engine.round_inputs import Report, pack_inputs, unpack_report
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -55,8 +55,8 @@ class Counter:
     passes: int = 0
     drafted: int = 0
 
-    def __call__(self, state, orders) -> tuple[object, Report]:
-        state, report = self.play(state, orders)
+    def __call__(self, state, inputs) -> tuple[object, Report]:
+        state, report = self.play(state, inputs)
         assert (report.passes <= report.count).all()
         assert (report.count - report.passes <= report.drafted).all()
         self.tokens += int(report.count.sum())
@@ -134,15 +134,15 @@ def test_a_text_that_repeats_itself_costs_fewer_passes_than_tokens():
         "version": 0,
         "turn_limit": 30,
     }
-    state, said, rounds = empty(), [], []
+    state, sampled, rounds = empty(), [], []
     for first in (True, False, False):
         begins = one * first
-        orders = pack_orders(count=CHUNK * begins, restart=begins, speak=begins, **columns)
-        state, report = play(state, orders)
-        said += report.tokens[0, : report.count[0]].tolist()
+        inputs = pack_inputs(count=CHUNK * begins, restart=begins, speak=begins, **columns)
+        state, report = play(state, inputs)
+        sampled += report.tokens[0, : report.count[0]].tolist()
         rounds.append((report.count[0], report.passes[0], report.drafted[0]))
         assert not report.count[1:].any() and not report.passes[1:].any()
-    assert said == [1, 2, 3, 4, 5] * 6
+    assert sampled == [1, 2, 3, 4, 5] * 6
     assert rounds == [(7, 4, 3), (16, 4, 12), (7, 2, 5)]
     assert not report.active.any() and state.cached[0] == 34
 
@@ -187,7 +187,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
     play = jitted_round(MODEL, rules)
     state = decode_state.empty_state(MODEL, number, number, 16, page_size=PAGE_SIZE)
     ones = np.ones(number, np.int32)
-    orders = pack_orders(
+    inputs = pack_inputs(
         chunk=np.tile(np.int32(prompt), (number, 1)),
         count=length * ones,
         restart=ones,
@@ -197,7 +197,7 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
         sampling=sampling_rows(Sampling(), number),
         version=0,
     )
-    _, packed = play(params(), state, orders, jax.random.key(7))
+    _, packed = play(params(), state, inputs, jax.random.key(7))
     report = unpack_report(np.asarray(packed), drafts=True)
     behind = full_forward([[*prompt, token] for token in range(VOCAB)], VOCAB).astype(np.float64)
     chances = np.exp(behind - np.logaddexp.reduce(behind, axis=-1, keepdims=True))

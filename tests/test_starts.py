@@ -40,7 +40,7 @@ WIDE = {
         "chunk_size": 8,
         "patience_s": 10.0,
     },
-    "train": {"demonstration_steps": 0, "micro_batches": 2, "logprob_chunk": 8, "epochs": 1},
+    "train": {"sft_steps": 0, "micro_batches": 2, "logprob_chunk": 8, "epochs": 1},
     "eval": {"every_steps": 2, "games": 8, "final_games": 8},
     "checkpoint": {"every_steps": 2},
 }

@@ -51,7 +51,7 @@ def tell(pool, burst: int, stops: Stops, **changes):
         params=weights(ends_turns=False),
         player=engine(burst=burst, num_slots=changes.get("num_slots", 16)),
         burst=burst,
-        places=3 * ROOM,
+        max_tokens=3 * ROOM,
         max_turn_tokens=16,
         stop_strings=stops.strings,
         stop_token_ids=stops.token_ids,
@@ -80,13 +80,13 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(one_by_one):
                 render = renderer().answer if index else renderer().first
                 assert turn.token_ids == end + render(turn.text)
                 continue
-            said = renderer().decode(turn.token_ids)
-            found = [string for string in strings if string in said]
+            sampled = renderer().decode(turn.token_ids)
+            found = [string for string in strings if string in sampled]
             if trajectory.stop_reason == "turn_too_long" and turn is trajectory.turns[-1]:
-                assert found == [] and turn.text == said and len(turn.token_ids) == 16
+                assert found == [] and turn.text == sampled and len(turn.token_ids) == 16
                 continue
             (string,) = found
-            assert said == turn.text + string
+            assert sampled == turn.text + string
             assert not any(string in renderer().decode(turn.token_ids[:-1]) for string in strings)
         if trajectory.stop_reason == "win":
             assert trajectory.detail == trajectory.turns[-1].text
@@ -122,7 +122,7 @@ def test_stop_ids_end_turns_on_the_devices(pool):
                 todo,
                 lambda task: Talker(task.env_seed),
                 params=weights(ends_turns=False),
-                places=3 * ROOM,
+                max_tokens=3 * ROOM,
                 max_turn_tokens=16,
                 stop_strings=plain.strings,
                 stop_token_ids=plain.token_ids,
@@ -146,7 +146,7 @@ def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool, cache):
         lambda task: Talker(task.env_seed),
         control=Script(swaps),
         stop_strings=("1", "2", "3", "4", "5"),
-        places=2 * ROOM,
+        max_tokens=2 * ROOM,
     )
     check_rows(rollout, 16)
     # "4" and its end of turn come in one burst: the end is given up where "4" is a stop.
@@ -166,12 +166,12 @@ def test_a_conversation_goes_on_behind_a_stop_as_the_template_writes_it(history)
     chat = test_samples.renderer()
     conversation = Conversation(chat, history)
     stream = list(conversation.open("go").ids)
-    said = list(chat.reply("246 stop")[:-1])
-    assert conversation.reply(said, "246 ") == ("246 ", True)
+    sampled = list(chat.reply("246 stop")[:-1])
+    assert conversation.reply(sampled, "246 ") == ("246 ", True)
     answer = conversation.answer("on")
     assert not answer.forks
     assert answer.ids[0] == chat.end_of_turn_id
-    whole = stream + said + list(answer.ids)
+    whole = stream + sampled + list(answer.ids)
     assert whole == [*stream, *chat.reply("246 stop"), *chat.answer("on")]
     # Behind a turn that has its own end, there is no second one.
     assert conversation.reply(chat.reply("8")) == ("8", True)

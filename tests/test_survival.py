@@ -110,8 +110,8 @@ def test_error_of_the_device_is_known_and_takes_what_was_donated():
 @pytest.mark.slow
 def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypatch):
     """From the same state: what the failed program took with it comes from the backup."""
-    said = []
-    placement = placed(world, said.append)
+    notes = []
+    placement = placed(world, notes.append)
     first = placement.train
     assert first == TrainPlan(D8, 1, False)
 
@@ -133,7 +133,7 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
     # It is said, logged, and remembered: here, in a resumed run, and in the next one.
     words = f"train on {D8} ran out of memory with rows of {TOKENS} tokens, 16 at a time"
     log = placement.take_log()
-    assert log.failures[0] == words and f"{words}; it is not tried again" in said
+    assert log.failures[0] == words and f"{words}; it is not tried again" in notes
     assert log.choices[-1].plan.mesh == CUBE and log.choices[-1].switched
     assert f"{D8} ran out of memory" in log.choices[-1].reason
     table = placement.observations.table

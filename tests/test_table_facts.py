@@ -109,9 +109,9 @@ def test_table_is_stale_where_programs_may_differ_and_that_is_said(world, monkey
     with Progress(1, shown) as progress:
         placement = _new_placement(world, progress)
     assert dict(placement.observations.table.entries) == {}
-    said = " ".join(shown.getvalue().split())
-    assert f"this model was timed on such devices before, with {words}" in said
-    assert said.count("its speeds are not taken") == 1
+    predicted = " ".join(shown.getvalue().split())
+    assert f"this model was timed on such devices before, with {words}" in predicted
+    assert predicted.count("its speeds are not taken") == 1
 
 
 def test_model_takes_no_speeds_but_remembers_what_ran_out_of_memory(world, monkeypatch):
@@ -144,14 +144,15 @@ def test_path_of_something_else_is_a_mistake_of_the_users(world, monkeypatch, tm
 
 
 def test_resumed_run_leaves_what_other_versions_have_observed():
-    facts, said = {"versions": {"jax": "1"}}, []
+    facts, predicted = {"versions": {"jax": "1"}}, []
     saved = ThroughputTable(facts=facts).with_speed(KEY, 1.0)
     kept = ThroughputTable(facts=facts).with_speed(KEY, 2.0)
-    assert _observed_before(saved, kept, said.append).entries == saved.entries
-    assert said == []
+    assert _observed_before(saved, kept, predicted.append).entries == saved.entries
+    assert predicted == []
     newer = ThroughputTable(facts={"versions": {"jax": "2"}})
-    assert _observed_before(saved, newer, said.append) == newer
-    assert len(said) == 1 and "versions.jax 1 (here 2); its speeds are not taken" in said[0]
+    assert _observed_before(saved, newer, predicted.append) == newer
+    assert len(predicted) == 1
+    assert "versions.jax 1 (here 2); its speeds are not taken" in predicted[0]
 
 
 # A table that is given to a plan.

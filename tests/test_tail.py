@@ -61,11 +61,11 @@ def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
     """Greedy and sampled, in the middle of their turns, there and back."""
     asked = []
 
-    def move(seat, live, longest):
+    def move(session, live, longest):
         asked.append((live, longest))
-        target = engine(mesh=D4T2 if seat.engine.layout.shape == D8 else D8)
-        there = Pool(target.layout.num_row_shards, seat.pool.total // 4)
-        return relocate(seat, target, seat.places, there)
+        target = engine(mesh=D4T2 if session.engine.layout.shape == D8 else D8)
+        there = Pool(target.layout.num_row_shards, session.pool.total // 4)
+        return relocate(session, target, session.max_tokens, there)
 
     common = {"sampling": Sampling(temperature=temperature), "places": 64}
     stayed = collect(pool, tasks(24), Story, **common)
@@ -81,7 +81,7 @@ def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
 def test_nobody_is_asked_while_episodes_wait_for_a_slot(pool):
     """The long ones come first, and leave slots to those that wait."""
 
-    def refuse(seat, live, longest):
+    def refuse(session, live, longest):
         raise AssertionError(f"{live} are left, and others wait")
 
     class Brief(Story):
@@ -89,7 +89,7 @@ def test_nobody_is_asked_while_episodes_wait_for_a_slot(pool):
             self.left = 1
 
     # Six a row shard for two slots each: slots are empty only behind the last round.
-    collect(pool, tasks(48), Brief, thin_out=refuse, places=64)
+    collect(pool, tasks(48), Brief, thin_out=refuse, max_tokens=64)
 
 
 @pytest.mark.slow

@@ -40,8 +40,10 @@ EPISODE = _trajectory(
 
 
 def test_several_messages_and_samples_are_told_apart(tmp_path):
-    said = (("tool", "42"), ("user", "so?"))
-    answer = Turn(author="environment", text="42\nso?", token_ids=(9, 9), messages=said, forks=True)
+    content = (("tool", "42"), ("user", "so?"))
+    answer = Turn(
+        author="environment", text="42\nso?", token_ids=(9, 9), messages=content, forks=True
+    )
     turns = (*EPISODE.turns[:2], answer, EPISODE.turns[3])
     path = write_trajectories(tmp_path, 1, [_trajectory(*turns), EPISODE])
     forked, flat = read_trajectories(path)

@@ -44,7 +44,7 @@ def test_how_far_sampling_is_from_the_model_is_the_mean_gap_of_logprobs():
             episode=0, group=0, role="x", turns=turns, turn_rewards=(), stop_reason="win", row=0
         )
 
-    said = Turn(author="environment", text="go", token_ids=(1,))
+    sampled = Turn(author="environment", text="go", token_ids=(1,))
     one = Turn(author="policy", text="a", token_ids=(2,), logprobs=(-3.0,), versions=(0,))
     two = Turn(
         author="policy",
@@ -54,8 +54,8 @@ def test_how_far_sampling_is_from_the_model_is_the_mean_gap_of_logprobs():
         versions=(0, 0),
         model_logprobs=(-0.75, -1.25),
     )
-    assert sampling_kl([episode(said, one), episode(said, two)]) == 0.25
-    assert sampling_kl([episode(said, one)]) is None
+    assert sampling_kl([episode(sampled, one), episode(sampled, two)]) == 0.25
+    assert sampling_kl([episode(sampled, one)]) is None
 
 
 def test_a_line_is_in_the_file_before_close(tmp_path):

@@ -208,8 +208,8 @@ def test_segments_are_the_run_lengths_of_the_meshes():
 
 def test_the_timeline_shares_its_width_by_steps(tmp_path):
     timeline = mesh_timeline(MESHES)
-    places = {k: [(s["left"], s["width"]) for s in v] for k, v in timeline["rows"].items()}
-    assert places == {
+    max_tokens = {k: [(s["left"], s["width"]) for s in v] for k, v in timeline["rows"].items()}
+    assert max_tokens == {
         "rollout": [(0, 50), (50, 25), (75, 25)],
         "train": [(0, 75), (75, 25)],
     }

@@ -82,13 +82,13 @@ def compiled_publish(
     """What the program sends, and what it must."""
     specs = parameter_specs(model, vocab_size)
     wanted = engine_specs(model, vocab_size, "compute")
-    shapes, places = engine_shapes(wanted, "bfloat16"), parameter_shardings(wanted, target)
+    shapes, max_tokens = engine_shapes(wanted, "bfloat16"), parameter_shardings(wanted, target)
     params = _placed(parameter_shapes(specs), parameter_shardings(specs, source))
-    compiled = program_of(params, shapes, places).lower(params).compile()
+    compiled = program_of(params, shapes, max_tokens).lower(params).compile()
     num = source.shape.num_devices
     found = collectives(compiled.as_text(), num)
     received = sum(each.received_bytes for each in found)
-    plan = plan_dispatch(_placed(shapes, parameter_shardings(wanted, source)), places)
+    plan = plan_dispatch(_placed(shapes, parameter_shardings(wanted, source)), max_tokens)
     kinds = Counter(each.kind for each in found)
     return {
         "collectives": ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())) or "none",

@@ -81,10 +81,10 @@ def _time(hosts: Sequence[Host], way: str, num_bytes: int) -> float:
         )
         for rank, host in enumerate(hosts)
     ]
-    said = [worker.communicate()[0] for worker in workers]
+    output = [worker.communicate()[0] for worker in workers]
     if any(worker.returncode for worker in workers):
         raise RuntimeError("a worker of the links ended with an error (above)")
-    times = [json.loads(each) for each in said]
+    times = [json.loads(each) for each in output]
     return max(end for _, end in times) - min(begin for begin, _ in times)
 
 

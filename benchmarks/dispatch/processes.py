@@ -120,8 +120,8 @@ def _wait(workers: Sequence[Any], logs: Sequence[Path], timeout_s: float) -> Non
             if worker.poll():
                 raise RuntimeError(f"a worker ended with an error:\n{log.read_text()[-3000:]}")
         if time.monotonic() > deadline_s:
-            said = "\n".join(log.read_text()[-500:] for log in logs)
-            raise RuntimeError(f"the workers are not done after {timeout_s:g} s:\n{said}")
+            output = "\n".join(log.read_text()[-500:] for log in logs)
+            raise RuntimeError(f"the workers are not done after {timeout_s:g} s:\n{output}")
         time.sleep(0.2)
 
 

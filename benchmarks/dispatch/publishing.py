@@ -60,12 +60,12 @@ def measure(
             for dtype in ("compute", "int8"):
                 wanted = engine_specs(model, vocab_size, dtype)
                 goal = engine_shapes(wanted, "bfloat16")
-                places = parameter_shardings(wanted, target)
-                moved = publish(params, goal, places).moved_bytes
+                max_tokens = parameter_shardings(wanted, target)
+                moved = publish(params, goal, max_tokens).moved_bytes
                 read = num_devices * resident_bytes(shapes, shardings)
-                written = num_devices * resident_bytes(goal, places)
+                written = num_devices * resident_bytes(goal, max_tokens)
                 ours_s, copy_s = seconds(
-                    lambda p=params, g=goal, w=places: publish(p, g, w).params,
+                    lambda p=params, g=goal, w=max_tokens: publish(p, g, w).params,
                     _copy_of((read + written) // 2),
                     repeats=repeats,
                 )

@@ -39,8 +39,8 @@ def read_again(
     contexts: list[list[int]] = [[] for _ in job["messages"]]
     replies: list[list[int]] = [[] for _ in job["messages"]]
     for turn in range(len(job["messages"][0])):
-        for context, said in zip(contexts, job["messages"], strict=True):
-            context += said[turn]
+        for context, messages in zip(contexts, job["messages"], strict=True):
+            context += messages[turn]
         made = generate(contexts, job["turn_tokens"])
         for context, reply, ids in zip(contexts, replies, made, strict=True):
             context += ids

@@ -24,13 +24,13 @@ class Engine:
 
     def __init__(self, name: str, command: Sequence[str]):
         self.name = name
-        self._said = tempfile.TemporaryFile("w+")
+        self._sampled = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._sampled,
             text=True,
         )
 
@@ -44,8 +44,8 @@ class Engine:
             line = ""
         if not line:
             self._process.wait()
-            self._said.seek(0)
-            sys.exit(f"{self.name} ended:\n{self._said.read()[-3000:]}")
+            self._sampled.seek(0)
+            sys.exit(f"{self.name} ended:\n{self._sampled.read()[-3000:]}")
         return json.loads(line)
 
     def versions(self) -> str:
@@ -59,7 +59,7 @@ class Engine:
             self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
-        self._said.close()
+        self._sampled.close()
 
 
 def start_engines(

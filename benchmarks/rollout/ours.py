@@ -29,7 +29,7 @@ from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.engine.pages import dense_pool, roomier_pages
 from earl_jax.engine.round_inputs import Report
-from earl_jax.engine.session import Policy, Seat, empty_seat, relocate
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import Start, StepResult
@@ -85,14 +85,14 @@ class Script:
     env_ms: float = 0.0
     patience_ms: float = 100.0
     burst: int = BURST
-    places: int = 0
+    max_tokens: int = 0
     reads_again: bool = False
 
     @staticmethod
     def parse(job: dict[str, Any]) -> "Script":
         """From JSON."""
-        said = [[Message(text, tuple(ids)) for text, ids in m] for m in job.pop("messages")]
-        return Script(messages=said, **job)
+        sampled = [[Message(text, tuple(ids)) for text, ids in m] for m in job.pop("messages")]
+        return Script(messages=sampled, **job)
 
 
 class Speaker:
@@ -127,9 +127,9 @@ class CutTurns(Conversation):
 class GivenIds(CutTurns):
     """Begins with ids, which are written in the message as numbers."""
 
-    def open(self, said: Any, tools: Any = ()) -> Heard:
+    def open(self, sampled: Any, tools: Any = ()) -> Heard:
         """These ids."""
-        return Heard(tuple(map(int, said.split())))
+        return Heard(tuple(map(int, sampled.split())))
 
 
 class TimedEngine(PolicyEngine):
@@ -144,10 +144,10 @@ class TimedEngine(PolicyEngine):
         self.trace: str | None = None
 
     def play(
-        self, params: Any, state: DecodeState, orders: np.ndarray, **options: bool
+        self, params: Any, state: DecodeState, inputs: np.ndarray, **options: bool
     ) -> tuple[DecodeState, Report]:
         """One round."""
-        appended = int(orders[:, 0].sum())
+        appended = int(inputs[:, 0].sum())
         if self.trace is not None and not appended:
             traced = jax.profiler.trace(self.trace)
             self.trace = None
@@ -155,7 +155,7 @@ class TimedEngine(PolicyEngine):
             traced = contextlib.nullcontext()
         with traced:
             start_s = time.perf_counter()
-            state, report = super().play(params, state, orders, **options)
+            state, report = super().play(params, state, inputs, **options)
             seconds = time.perf_counter() - start_s
         self.rounds.append((seconds, appended, int(report.count.sum())))
         return state, report
@@ -207,9 +207,9 @@ class Player:
         )
         engine = self.engine(script.num_slots, script.step_rows, number, script.burst)
         engine.rounds.clear()
-        places = script.places or ROOMS[0]
-        every = dense_pool(1, script.num_slots, places, PAGE_SIZE)
-        seat = empty_seat(engine, self.policy(engine), places, every)
+        max_tokens = script.max_tokens or ROOMS[0]
+        every = dense_pool(1, script.num_slots, max_tokens, PAGE_SIZE)
+        session = empty_session(engine, self.policy(engine), max_tokens, every)
         tasks = [
             Task(episode=i, group=i, env_seed=i, player=0, limits=Limits(max_turn_tokens=tokens))
             for i, tokens in enumerate(script.turn_tokens)
@@ -224,8 +224,10 @@ class Player:
             functools.partial(_make_room, config),
             num_devices=1,
         )
-        rollout = collector.collect(seat, tasks, sampling=Sampling(temperature=script.temperature))
-        jax.block_until_ready(rollout.seat.state)
+        rollout = collector.collect(
+            session, tasks, sampling=Sampling(temperature=script.temperature)
+        )
+        jax.block_until_ready(rollout.session.state)
         pool.close()
         return rollout
 
@@ -243,7 +245,7 @@ class Player:
         """The same conversations, but each turn reads all that was said before it once more."""
         total: dict[str, Any] = {}
         contexts: list[tuple[int, ...]] = [()] * len(script.messages)
-        said: list[list[int]] = [[]] * len(script.messages)
+        sampled: list[list[int]] = [[]] * len(script.messages)
         for turn in range(len(script.messages[0])):
             contexts = [c + m[turn].ids for c, m in zip(contexts, script.messages, strict=True)]
             texts = [[" ".join(map(str, context))] for context in contexts]
@@ -252,27 +254,27 @@ class Player:
             found = _account(rollout, time.perf_counter() - start_s)
             replies = found.pop("replies")
             contexts = [c + tuple(reply) for c, reply in zip(contexts, replies, strict=True)]
-            said = [[*all, *reply] for all, reply in zip(said, replies, strict=True)]
+            sampled = [[*all, *reply] for all, reply in zip(sampled, replies, strict=True)]
             total = {key: total.get(key, 0) + value for key, value in found.items()}
-        return total | {"replies": said}
+        return total | {"replies": sampled}
 
 
-def _make_room(config: RolloutConfig, seat: Seat, tokens: int, pages: int) -> Seat:
-    """More room, as `Seats.make_room` gives it where the mesh stays and the budget allows."""
-    places = max(seat.places, config.places_for(tokens))
-    pool = seat.pool
+def _make_room(config: RolloutConfig, session: Session, tokens: int, pages: int) -> Session:
+    """More room, as `Sessions.make_room` gives it where the mesh stays and the budget allows."""
+    max_tokens = max(session.max_tokens, config.max_tokens_for(tokens))
+    pool = session.pool
     if pages > pool.pages:
-        most = dense_pool(1, config.num_slots, places, PAGE_SIZE).pages
+        most = dense_pool(1, config.num_slots, max_tokens, PAGE_SIZE).pages
         pool = pool._replace(pages=max(pages, min(roomier_pages(pages), most)))
-    return relocate(seat, seat.engine, places, pool)
+    return relocate(session, session.engine, max_tokens, pool)
 
 
 def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:
-    engine, stats = rollout.seat.engine, rollout.stats
+    engine, stats = rollout.session.engine, rollout.stats
     assert isinstance(engine, TimedEngine)
     replies = [_ids(trajectory, "policy") for trajectory in rollout.trajectories]
     heard = [_ids(trajectory, "environment") for trajectory in rollout.trajectories]
-    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.seat.state))
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.session.state))
     return {
         "seconds": seconds,
         "tokens": sum(map(len, replies)),
@@ -305,7 +307,7 @@ def measure_step(player: Player, script: Script) -> dict[str, Any]:
     texts = [[message.text for message in messages] for messages in script.messages]
     runs = []
     for _ in range(STEP_RUNS):
-        engine = player.play(script, texts, CutTurns).seat.engine
+        engine = player.play(script, texts, CutTurns).session.engine
         assert isinstance(engine, TimedEngine)
         runs.append([seconds for seconds, appended, _ in engine.rounds if not appended])
     bursts = [min(seconds) for seconds in zip(*runs, strict=True)]

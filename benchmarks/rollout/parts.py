@@ -86,19 +86,19 @@ def _conversations(number: int, messages: int, num_tokens: int) -> list[list[Mes
 
 
 def _script(
-    said: Sequence[Sequence[Message]], turn_tokens: Sequence[int], num_slots: int, **rest: Any
+    messages: Sequence[Sequence[Message]], turn_tokens: Sequence[int], num_slots: int, **rest: Any
 ) -> dict[str, Any]:
     """A job for our engine."""
-    messages = [[(message.text, message.ids) for message in messages] for messages in said]
+    messages = [[(message.text, message.ids) for message in messages] for messages in messages]
     words = {"what": "play", "messages": messages, "turn_tokens": list(turn_tokens)}
     return words | {"num_slots": num_slots} | rest
 
 
 def _batches(
-    said: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **rest: Any
+    messages: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **rest: Any
 ) -> dict[str, Any]:
     """A job for the others: the first messages as prompts."""
-    prompts = [messages[0].ids for messages in said]
+    prompts = [messages[0].ids for messages in messages]
     words = {"prompts": prompts, "lengths": list(lengths), "batch": batch, "places": 0}
     return words | rest
 
@@ -143,10 +143,10 @@ def _against(best: Mapping[str, Found], names: Sequence[str], time: str) -> list
 
 
 def _equal(bench: Bench, batch: int, new: int, temperature: float) -> list[Contestant]:
-    said, lengths = _conversations(batch, 1, bench.sizes.prompt), [new] * batch
-    job = _batches(said, lengths, batch, temperature=temperature)
+    messages, lengths = _conversations(batch, 1, bench.sizes.prompt), [new] * batch
+    job = _batches(messages, lengths, batch, temperature=temperature)
     return [
-        _play(bench, _script(said, lengths, batch, temperature=temperature)),
+        _play(bench, _script(messages, lengths, batch, temperature=temperature)),
         *(Contestant(engine.name, engine, job, _briefly(job)) for engine in bench.torch),
         *(Contestant(engine.name, engine, job, job) for engine in bench.tunix),
     ]
@@ -155,14 +155,16 @@ def _equal(bench: Bench, batch: int, new: int, temperature: float) -> list[Conte
 def allocated_room(bench: Bench) -> None:
     """The same episodes with more room than they need."""
     sizes, batch, new = bench.sizes, bench.sizes.batches[-1], bench.sizes.lengths[0]
-    said, lengths = _conversations(batch, 1, sizes.prompt), [new] * batch
+    messages, lengths = _conversations(batch, 1, sizes.prompt), [new] * batch
     print(header(f"tokens/s, {batch} x {new}, room for", *map(str, sizes.allocated), "ratio"))
     makers = [(bench.ours, _script), *((engine, _batches) for engine in bench.tunix)]
     for engine, make in makers:
         entered = []
-        for places in sizes.allocated:
-            job = make(said, lengths, batch, places=places, temperature=bench.temperature)
-            entered.append(Contestant(str(places), engine, job, job))
+        for max_tokens in sizes.allocated:
+            job = make(
+                messages, lengths, batch, max_tokens=max_tokens, temperature=bench.temperature
+            )
+            entered.append(Contestant(str(max_tokens), engine, job, job))
         best = take_turns(entered, bench.repeats).values()
         speed = [found["tokens"] / found["seconds"] for found in best]
         cells = (*(f"{tokens:,.0f}" for tokens in speed), f"{speed[-1] / speed[0]:.2f}")
@@ -173,14 +175,14 @@ def long_tail(bench: Bench) -> None:
     """Most replies are short; static batches wait for their longest."""
     sizes, drawn = bench.sizes, {"temperature": bench.temperature}
     lengths = tail_lengths(sizes.requests, sizes.median)
-    said = _conversations(sizes.requests, 1, sizes.prompt)
+    messages = _conversations(sizes.requests, 1, sizes.prompt)
     entered = [
-        _play(bench, _script(said, lengths, slots, **drawn), f"{OURS}, {slots} slots")
+        _play(bench, _script(messages, lengths, slots, **drawn), f"{OURS}, {slots} slots")
         for slots in sizes.tail_slots
     ]
     for batch in sizes.tail_batches:
         # Nobody knows beforehand how long the replies of a batch will be.
-        job = _batches(said, lengths, batch, places=sizes.prompt + max(lengths), **drawn)
+        job = _batches(messages, lengths, batch, max_tokens=sizes.prompt + max(lengths), **drawn)
         label = f"batches of {batch}"
         for engine in bench.torch:
             entered.append(Contestant(f"{engine.name}, {label}", engine, job, _briefly(job)))
@@ -206,9 +208,9 @@ def long_tail(bench: Bench) -> None:
 def many_turns(bench: Bench) -> None:
     """Conversations: what was read stays read, or all of it is read again each turn."""
     sizes, drawn = bench.sizes, {"temperature": bench.temperature}
-    said = _conversations(sizes.conversations, sizes.turns, sizes.turn_tokens)
-    script = _script(said, [sizes.turn_tokens] * len(said), len(said), **drawn)
-    ids = [[message.ids for message in messages] for messages in said]
+    messages = _conversations(sizes.conversations, sizes.turns, sizes.turn_tokens)
+    script = _script(messages, [sizes.turn_tokens] * len(messages), len(messages), **drawn)
+    ids = [[message.ids for message in messages] for messages in messages]
     job = {"messages": ids, "turn_tokens": sizes.turn_tokens, **drawn}
     entered = [
         _play(bench, script),
@@ -257,8 +259,8 @@ def _print_best(best: Mapping[str, Found], ours_s: float) -> None:
 def waiting(bench: Bench) -> None:
     """Environments that take their time."""
     sizes = bench.sizes
-    said = _conversations(sizes.waiting_episodes, sizes.waiting_turns, sizes.prompt)
-    lengths = [sizes.waiting_tokens] * len(said)
+    messages = _conversations(sizes.waiting_episodes, sizes.waiting_turns, sizes.prompt)
+    lengths = [sizes.waiting_tokens] * len(messages)
     columns = ("slots", "rows a step", "environment's ms a step", "tokens/s", "rows computed")
     columns += ("of them idle", "device idle", "no slot had work")
     print(header(*columns))
@@ -267,7 +269,9 @@ def waiting(bench: Bench) -> None:
         for env_ms in sizes.env_ms if rows < slots else ():
             # A round that waits for the slowest would have nobody go on meanwhile.
             rest = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
-            found = take_turns([_play(bench, _script(said, lengths, slots, **rest))], bench.repeats)
+            found = take_turns(
+                [_play(bench, _script(messages, lengths, slots, **rest))], bench.repeats
+            )
             found = found[OURS]
             cells = (
                 f"{found['tokens'] / found['seconds']:,.0f}",
@@ -303,8 +307,8 @@ def growth(bench: Bench) -> None:
     cells = [(number, sizes.growing_slots) for number in sizes.episodes]
     cells += [(number, number) for number in sizes.episodes if number > sizes.growing_slots]
     for number, slots in cells:
-        said = _conversations(number, 1, sizes.prompt)
-        script = _script(said, [new] * number, slots, temperature=bench.temperature)
+        messages = _conversations(number, 1, sizes.prompt)
+        script = _script(messages, [new] * number, slots, temperature=bench.temperature)
         found = take_turns([_play(bench, script)], bench.repeats)[OURS]
         state_bytes, in_flight = found["state_bytes"], found["in_flight"]
         print(
@@ -329,8 +333,8 @@ def decode_steps(bench: Bench) -> None:
     print(header("batch", "context", "ms a step", *columns))
     for batch in sizes.batches:
         for context in sizes.contexts:
-            said = _conversations(batch, 1, context)
-            job = _script(said, [64] * batch, batch) | {"what": "step"}
+            messages = _conversations(batch, 1, context)
+            job = _script(messages, [64] * batch, batch) | {"what": "step"}
             found = bench.ours.ask(job)
             rest = found["step"] - found["matrices"] - found["cache"]
             ms = (found["step"], found["matrices"], found["cache"], rest)

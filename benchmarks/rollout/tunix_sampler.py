@@ -72,27 +72,27 @@ class Generator:
         self._model = create_model_from_safe_tensors(folder, self._config, dtype=jnp.float32)
         self._samplers: dict[int, Sampler] = {}
 
-    def _sampler(self, places: int) -> Sampler:
-        if places not in self._samplers:
+    def _sampler(self, max_tokens: int) -> Sampler:
+        if max_tokens not in self._samplers:
             config = self._config
             cache = CacheConfig(
-                cache_size=places,
+                cache_size=max_tokens,
                 num_layers=config.num_layers,
                 num_kv_heads=config.num_kv_heads,
                 head_dim=config.head_dim,
             )
-            self._samplers[places] = Sampler(self._model, Ids(config.vocab_size), cache)
-        return self._samplers[places]
+            self._samplers[max_tokens] = Sampler(self._model, Ids(config.vocab_size), cache)
+        return self._samplers[max_tokens]
 
     def generate(
-        self, prompts: list[list[int]], new: int, temperature: float, places: int, seed: int
+        self, prompts: list[list[int]], new: int, temperature: float, max_tokens: int, seed: int
     ) -> list[list[int]]:
         """`new` tokens behind each of these prompts, which are equally long; nothing ends early."""
         drawn: dict[str, Any] = {}
         if temperature:
             drawn = {"temperature": temperature, "top_p": 1.0, "top_k": None, "seed": seed}
         length = len(prompts[0])
-        out = self._sampler(places or length + new)(
+        out = self._sampler(max_tokens or length + new)(
             [" ".join(map(str, prompt)) for prompt in prompts],
             max_generation_steps=new,
             max_prompt_length=length,

@@ -3,7 +3,7 @@
 """Rows sent to the trainer as their episodes finish, one by one, while others are played.
 
     stream = RowStream(experience, layout, length=512)
-    stream.send(seat_experience, [(3, 0), (5, 1)])    # rows 3 and 5 are done: places 0 and 1
+    stream.send(session_experience, [(3, 0), (5, 1)])    # rows 3 and 5 are done: places 0 and 1
     ...
     delivery = dispatch(stream.take(), layout, length=512, ...)    # nothing is left to move
 
@@ -108,11 +108,11 @@ class RowStream:
         processes = process_of(sharding, self._sharding)
         devices = {device.id: device for device in sharding.device_set | self._sharding.device_set}
         shards, target = _shards_by_device(experience), self.shards
-        rows, places = experience.tokens.shape[0], self._shape[0]
+        rows, max_tokens = experience.tokens.shape[0], self._shape[0]
         for row, place in moves:
-            if not 0 <= row < rows or not 0 <= place < places or place in self._filled:
+            if not 0 <= row < rows or not 0 <= place < max_tokens or place in self._filled:
                 raise ValueError(
-                    f"row {row} of {rows} is to go to place {place} of {places}"
+                    f"row {row} of {rows} is to go to place {place} of {max_tokens}"
                     + (", which has its row already" if place in self._filled else "")
                 )
             self._filled.add(place)

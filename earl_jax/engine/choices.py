@@ -138,8 +138,8 @@ def draw(
         logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
         # Who may say anything is drawn here too, from whatever there is, and for nothing.
         logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
-        place_B, logprobs_B = sample(uniform_B, logits_BJ, settings, asked)
-        tokens_B = jnp.take_along_axis(choices.tokens, place_B[:, None], axis=1)[:, 0]
+        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, asked)
+        tokens_B = jnp.take_along_axis(choices.tokens, position_B[:, None], axis=1)[:, 0]
         return (
             jnp.where(held_B, tokens_B, anything[0]),
             jnp.where(held_B, logprobs_B, anything[1]),

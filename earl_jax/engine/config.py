@@ -158,10 +158,10 @@ class RolloutConfig:
     leaves a turn no room below that. The last turn of an
     episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
 
-    Where the budget holds no more pages, the shortest episodes are parked. `parking` says what
-    becomes of what they have read: "recompute" reads it again, "host" copies the pages to host
+    Where the budget holds no more pages, the shortest episodes are preempted. `preemption` says
+    what becomes of what they have read: "recompute" reads it again, "host" copies the pages to host
     memory and back, as they are, and "auto" does what costs less by the chip's data sheet
-    (preemption.py). Host memory takes at most `parking_host_gib` GiB; what is beyond that is
+    (preemption.py). Host memory takes at most `preemption_host_gib` GiB; what is beyond that is
     read again.
 
     `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`), for
@@ -213,8 +213,8 @@ class RolloutConfig:
     patience_s: float = 0.1
     context_buckets: tuple[int, ...] = (32, 48, 64, 128)
     page_size: int = 0
-    parking: Literal["auto", "recompute", "host"] = "auto"
-    parking_host_gib: float = 4.0
+    preemption: Literal["auto", "recompute", "host"] = "auto"
+    preemption_host_gib: float = 4.0
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
     weight_dtype: Literal["compute", "int8"] = "compute"
     kv_dtype: Literal["compute", "int8"] = "compute"
@@ -260,10 +260,10 @@ class RolloutConfig:
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
                 "at least 0"
             )
-        if not 0 < self.parking_host_gib < math.inf:
+        if not 0 < self.preemption_host_gib < math.inf:
             raise ValueError(
-                f"config.rollout.parking_host_gib is {self.parking_host_gib}; it must be above 0 "
-                "(for no host memory set config.rollout.parking = 'recompute')"
+                f"config.rollout.preemption_host_gib is {self.preemption_host_gib}; it must be "
+                "above 0 (for no host memory set config.rollout.preemption = 'recompute')"
             )
         if self.temperature == 0:
             raise ValueError(
@@ -337,9 +337,11 @@ class RolloutConfig:
         """Where turns end beside their end of turn."""
         return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
 
-    def places_for(self, tokens: int) -> int:
+    def max_tokens_for(self, tokens: int) -> int:
         """The smallest room that holds so many tokens."""
-        places = next((b for b in self.context_buckets if b >= tokens), self.context_buckets[-1])
-        while places < tokens:
-            places *= 2
-        return places
+        max_tokens = next(
+            (b for b in self.context_buckets if b >= tokens), self.context_buckets[-1]
+        )
+        while max_tokens < tokens:
+            max_tokens *= 2
+        return max_tokens

@@ -72,7 +72,7 @@ def empty_state(
     config: ModelConfig,
     slots: int,
     rows: int,
-    places: int,
+    max_tokens: int,
     *,
     page_size: int,
     pool: Pool | None = None,
@@ -88,18 +88,18 @@ def empty_state(
     def numbers(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.int32)
 
-    pool = pool or dense_pool(slots, slots, places, page_size)
+    pool = pool or dense_pool(slots, slots, max_tokens, page_size)
     return DecodeState(
         cache=PagedCache(
             layers=empty_pages(config, pool.total, page_size, kv_dtype),
-            table=_first_table(pool, slots, pages_for(places, page_size)),
+            table=_first_table(pool, slots, pages_for(max_tokens, page_size)),
         ),
         experience=Experience(
-            tokens=numbers(rows, places),
-            turn_ids=numbers(rows, places),
-            logprobs=jnp.zeros((rows, places), jnp.float32),
-            versions=numbers(rows, places),
-            model_logprobs=jnp.zeros((rows, places), jnp.float32) if model_logprobs else None,
+            tokens=numbers(rows, max_tokens),
+            turn_ids=numbers(rows, max_tokens),
+            logprobs=jnp.zeros((rows, max_tokens), jnp.float32),
+            versions=numbers(rows, max_tokens),
+            model_logprobs=jnp.zeros((rows, max_tokens), jnp.float32) if model_logprobs else None,
         ),
         origin=numbers(slots),
         cached=numbers(slots),
@@ -136,8 +136,8 @@ def repack(layers: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
     return jax.tree.map(gather, layers)
 
 
-def widen(experience: Experience, places: int) -> Experience:
+def widen(experience: Experience, max_tokens: int) -> Experience:
     """Returns the same rows with room for `places` tokens an episode."""
     return jax.tree.map(
-        lambda field: jnp.pad(field, ((0, 0), (0, places - field.shape[1]))), experience
+        lambda field: jnp.pad(field, ((0, 0), (0, max_tokens - field.shape[1]))), experience
     )

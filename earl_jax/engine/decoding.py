@@ -99,7 +99,7 @@ class Decoder(NamedTuple):
         return self.replicate(logits_BTV), cache
 
 
-class Said(NamedTuple):
+class Sampled(NamedTuple):
     """What each of B slots has said in this round, of at most R tokens.
 
     `tokens` i32[B,R], `logprobs` and `model_logprobs` f32[B,R]: the first `count` of each row.
@@ -114,14 +114,14 @@ class Said(NamedTuple):
     drafted: jax.Array
 
 
-Step = Callable[[DecodeState, Said, jax.Array], tuple[DecodeState, Said]]
+Step = Callable[[DecodeState, Sampled, jax.Array], tuple[DecodeState, Sampled]]
 
 
-def nothing_said(slots: int, tokens: int, *, model_logprobs: bool) -> Said:
+def nothing_sampled(slots: int, tokens: int, *, model_logprobs: bool) -> Sampled:
     """The beginning of a round, with room for so many tokens a slot."""
     zeros = jnp.zeros((slots,), jnp.int32)
     logprobs = jnp.zeros((slots, tokens), jnp.float32)
-    return Said(
+    return Sampled(
         tokens=jnp.zeros((slots, tokens), jnp.int32),
         logprobs=logprobs,
         model_logprobs=logprobs if model_logprobs else None,
@@ -141,8 +141,8 @@ def sample_next(
     state: DecodeState,
     logits_BV: jax.Array,
     speaking: jax.Array,
-    said: Said,
-) -> tuple[DecodeState, Said]:
+    sampled: Sampled,
+) -> tuple[DecodeState, Sampled]:
     """Samples for the `speaking` slots, writes it down, and sees whether the turn is over."""
     rules, place = decoder.rules, state.origin + state.cached
     uniform = token_uniforms(decoder.key, state.seed, place)
@@ -173,32 +173,32 @@ def sample_next(
         active=jnp.where(speaking, goes_on, state.active),
         choices=state.choices and walk(state.choices, token, speaking),
     )
-    here = jnp.arange(said.tokens.shape[1])[None, :] == said.count[:, None]
+    here = jnp.arange(sampled.tokens.shape[1])[None, :] == sampled.count[:, None]
     here &= speaking[:, None]
-    return state, said._replace(
-        tokens=jnp.where(here, token[:, None], said.tokens),
-        logprobs=jnp.where(here, logprob[:, None], said.logprobs),
-        model_logprobs=jnp.where(here, model_logprob[:, None], said.model_logprobs)
-        if model_logprob is not None and said.model_logprobs is not None
+    return state, sampled._replace(
+        tokens=jnp.where(here, token[:, None], sampled.tokens),
+        logprobs=jnp.where(here, logprob[:, None], sampled.logprobs),
+        model_logprobs=jnp.where(here, model_logprob[:, None], sampled.model_logprobs)
+        if model_logprob is not None and sampled.model_logprobs is not None
         else None,
-        count=said.count + speaking,
+        count=sampled.count + speaking,
     )
 
 
 def decode_plain(
-    decoder: Decoder, state: DecodeState, said: Said, speaking: jax.Array
-) -> tuple[DecodeState, Said]:
+    decoder: Decoder, state: DecodeState, sampled: Sampled, speaking: jax.Array
+) -> tuple[DecodeState, Sampled]:
     """The next token of the `speaking` slots."""
     count = speaking.astype(jnp.int32)
     logits_BV, cache = decoder.append(state.cache, state.pending[:, None], state.cached, count)
     state = dataclasses.replace(state, cache=cache, cached=state.cached + count)
-    said = said._replace(passes=said.passes + speaking)
-    return sample_next(decoder, state, logits_BV, speaking, said)
+    sampled = sampled._replace(passes=sampled.passes + speaking)
+    return sample_next(decoder, state, logits_BV, speaking, sampled)
 
 
 def decode_drafted(
-    decoder: Decoder, state: DecodeState, said: Said, speaking: jax.Array
-) -> tuple[DecodeState, Said]:
+    decoder: Decoder, state: DecodeState, sampled: Sampled, speaking: jax.Array
+) -> tuple[DecodeState, Sampled]:
     """The next token of the `speaking` slots, and those behind it that were guessed; see above.
 
     Every pass is 1 + `rules.draft` tokens wide, for slots without a guess too: so a slot's numbers
@@ -213,24 +213,24 @@ def decode_drafted(
         jnp.where(speaking, 1 + drafted, 0),
     )
     state = dataclasses.replace(state, cache=cache)
-    said = said._replace(passes=said.passes + speaking, drafted=said.drafted + drafted)
+    sampled = sampled._replace(passes=sampled.passes + speaking, drafted=sampled.drafted + drafted)
 
     def say_next(carry: Any) -> Any:
-        index, saying, state, said = carry
+        index, saying, state, sampled = carry
         # What was said last is in the cache: it was pending, or guessed.
         state = dataclasses.replace(state, cached=state.cached + saying)
         logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, index, axis=1, keepdims=False)
-        state, said = sample_next(decoder, state, logits_BV, saying, said)
+        state, sampled = sample_next(decoder, state, logits_BV, saying, sampled)
         guess = jax.lax.dynamic_index_in_dim(
             drafts_BK, jnp.minimum(index, decoder.rules.draft - 1), axis=1, keepdims=False
         )
         was_guessed = (index < drafted) & (guess == state.pending)
-        return index + 1, saying & state.active & was_guessed, state, said
+        return index + 1, saying & state.active & was_guessed, state, sampled
 
-    *_, state, said = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[1]), say_next, (jnp.int32(0), speaking, state, said)
+    *_, state, sampled = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1]), say_next, (jnp.int32(0), speaking, state, sampled)
     )
-    return state, said
+    return state, sampled
 
 
 def _guess(
@@ -249,8 +249,8 @@ def _guess(
 
 
 def decode_some(
-    step: Step, rows: int, state: DecodeState, said: Said, speaking: jax.Array
-) -> tuple[DecodeState, Said]:
+    step: Step, rows: int, state: DecodeState, sampled: Sampled, speaking: jax.Array
+) -> tuple[DecodeState, Sampled]:
     """`step` for so many of the `speaking` slots: those with the fewest passes in this round.
 
     So a slot whose episode waits is no row of it, unless fewer speak than there are rows; and where
@@ -258,15 +258,15 @@ def decode_some(
     by its table, and its number.
     """
     # Those that do not speak come last.
-    chosen = jnp.argsort(jnp.where(speaking, said.passes, NO_LIMIT), stable=True)[:rows]
+    chosen = jnp.argsort(jnp.where(speaking, sampled.passes, NO_LIMIT), stable=True)[:rows]
     small, pools = dataclasses.replace(state, cache=None, experience=None), state.cache
-    some, some_said = jax.tree.map(lambda field: field[chosen], (small, said))
+    some, some_sampled = jax.tree.map(lambda field: field[chosen], (small, sampled))
     table = pools.table[chosen]
-    new, new_said = step(
+    new, new_sampled = step(
         dataclasses.replace(
             some, cache=dataclasses.replace(pools, table=table), experience=state.experience
         ),
-        some_said,
+        some_sampled,
         speaking[chosen],
     )
 
@@ -275,6 +275,6 @@ def decode_some(
         return old if changed is taken else old.at[chosen].set(changed, unique_indices=True)
 
     after = dataclasses.replace(new, cache=None, experience=None)
-    small, said = jax.tree.map(put, (small, said), (some, some_said), (after, new_said))
+    small, sampled = jax.tree.map(put, (small, sampled), (some, some_sampled), (after, new_sampled))
     cache = dataclasses.replace(new.cache, table=pools.table)
-    return dataclasses.replace(small, cache=cache, experience=new.experience), said
+    return dataclasses.replace(small, cache=cache, experience=new.experience), sampled

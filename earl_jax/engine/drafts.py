@@ -32,13 +32,13 @@ def look_up(
         nowhere before.
     """
     width = ids_BP.shape[1]
-    places_1P, last_B1 = jnp.arange(width)[None, :], lengths_B[:, None] - 1
+    positions_1P, last_B1 = jnp.arange(width)[None, :], lengths_B[:, None] - 1
     # Place p is where the n-gram ended before: its first id must lie in the row, and one behind it.
-    same_BP = (places_1P >= ngram - 1) & (places_1P < last_B1)
+    same_BP = (positions_1P >= ngram - 1) & (positions_1P < last_B1)
     for back in range(ngram):
         id_B1 = jnp.take_along_axis(ids_BP, last_B1 - back, axis=1, mode="clip")
         same_BP &= jnp.roll(ids_BP, back, axis=1) == id_B1
-    rank_BP = jnp.where(last_B1 - places_1P >= draft, places_1P, -1 - places_1P)
+    rank_BP = jnp.where(last_B1 - positions_1P >= draft, positions_1P, -1 - positions_1P)
     found_B1 = jnp.argmax(jnp.where(same_BP, rank_BP, -1 - width), axis=1, keepdims=True)
     from_BK = found_B1 + 1 + jnp.arange(draft)[None, :]
     drafts_BK = jnp.take_along_axis(ids_BP, from_BK, axis=1, mode="clip")

@@ -32,7 +32,7 @@ from earl_jax.engine.sampling import sampling_rows
 from earl_jax.engine.step_tokens import step_tokens
 from earl_jax.models.kv_cache import PagedCache, empty_cache, place_pages
 from earl_jax.models.parameters import Params
-from earl_jax.serving.block_manager import ServingRoom
+from earl_jax.serving.block_manager import ServingBlockManager
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.reshard import reshard
 
@@ -57,7 +57,7 @@ class PolicyEngine(RoundEngine, Engine):
         self._num_prefills = 0
         # By their room, and whether it is whole on each device: see `_reader`.
         self._readers: dict[Hashable, Any] = {}
-        self._room: ServingRoom | None = None
+        self._room: ServingBlockManager | None = None
         self._drafting = Drafting(config.serving.speculation if config.rules.ngram else "off")
         # JetStream calls from several threads. Programs that hold collectives must reach all
         # devices in one order.
@@ -95,11 +95,11 @@ class PolicyEngine(RoundEngine, Engine):
             self._new_served_state, static_argnums=(0, 1), out_shardings=served
         )
 
-    def _new_served_state(self, places: int, pool: Pool) -> DecodeState:
+    def _new_served_state(self, max_tokens: int, pool: Pool) -> DecodeState:
         """Every slot has a row for its ids where tokens are guessed from them, else none has."""
         config = self.config
         rows = config.num_slots if config.rules.ngram else self.layout.num_row_shards
-        state = self._new_state(places, pool, rows)
+        state = self._new_state(max_tokens, pool, rows)
         return dataclasses.replace(state, scores=no_scores(config.num_slots))
 
     @property
@@ -160,18 +160,18 @@ class PolicyEngine(RoundEngine, Engine):
                 a seed out of range.
         """
         read = 0 if existing_prefix is None else int(existing_prefix.cached[0])
-        places, limit = len(padded_tokens), self.max_prefill_length
-        if not 0 < true_length <= places <= limit or read + true_length > limit:
+        max_tokens, limit = len(padded_tokens), self.max_prefill_length
+        if not 0 < true_length <= max_tokens <= limit or read + true_length > limit:
             raise ValueError(
-                f"a prompt of {true_length} tokens in {places} places, behind {read} tokens read "
-                f"before; the engine takes 1 to {limit} in all"
+                f"a prompt of {true_length} tokens padded to {max_tokens}, behind {read} tokens "
+                f"read before; the engine takes 1 to {limit} in all"
             )
         if seed is not None and not 0 <= seed <= MAX_SEED:
             raise ValueError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
         with self._dispatching:
-            room = pages_for(read + places, self.config.page_size)
+            room = pages_for(read + max_tokens, self.config.page_size)
             prefix = prompts.with_room(existing_prefix or self._empty_prefix(room), room)
-        limit = max(1, self.config.serving.places + 1 - read - true_length)
+        limit = max(1, self.config.serving.context_tokens + 1 - read - true_length)
         prefix = dataclasses.replace(
             prefix,
             turn_limit=jnp.full((1,), min(limit, max_tokens or limit), jnp.int32),
@@ -252,7 +252,7 @@ class PolicyEngine(RoundEngine, Engine):
         return decode_state
 
     @property
-    def _served(self) -> ServingRoom:
+    def _served(self) -> ServingBlockManager:
         """Who has which page of the state that is served."""
         assert self._room is not None, "there is no state to serve before init_decode_state"
         return self._room
@@ -289,7 +289,7 @@ class PolicyEngine(RoundEngine, Engine):
         with self._dispatching:
             room = self._served
             state, moving = room.prepare(decode_state)
-            program = (room.places, room.pages.pool)
+            program = (room.max_tokens, room.pages.pool)
             chosen = self._drafting.choose(program) if drafts is None else drafts
             is_timed = drafts is None and self._drafting.is_trying(program)
             if is_timed:
@@ -300,11 +300,11 @@ class PolicyEngine(RoundEngine, Engine):
             room.note(tokens)
             if is_timed:
                 # Only then is a step waited for.
-                said, seconds = room.settle(), time.perf_counter() - start_s
+                sampled, seconds = room.settle(), time.perf_counter() - start_s
             else:
-                said, seconds = 1, 0.0
+                sampled, seconds = 1, 0.0
             if drafts is None:
-                self._drafting.note(program, chosen, tokens=said, seconds=seconds)
+                self._drafting.note(program, chosen, tokens=sampled, seconds=seconds)
             return state, tokens
 
     @property
@@ -316,30 +316,30 @@ class PolicyEngine(RoundEngine, Engine):
 
     def init_decode_state(self) -> DecodeState:
         """Empty slots for serving. One state at a time: the engine knows who has which page."""
-        pool, places = self.serving_pool, self.config.serving.first_places
+        pool, max_tokens = self.serving_pool, self.config.serving.first_context_tokens
         with self._dispatching:
-            self._room = ServingRoom(self, pool, places)
-            return self._empty_served(places, pool)
+            self._room = ServingBlockManager(self, pool, max_tokens)
+            return self._empty_served(max_tokens, pool)
 
     def grow_served(
-        self, state: DecodeState, places: int, old: Pool, source: np.ndarray | None
+        self, state: DecodeState, max_tokens: int, old: Pool, source: np.ndarray | None
     ) -> DecodeState:
         """Returns `repack` of a state for serving, when it is done.
 
         Raises:
             JaxRuntimeError: there is no memory for it; `state` is as it was.
         """
-        return jax.block_until_ready(self.repack(state, places, old, source))
+        return jax.block_until_ready(self.repack(state, max_tokens, old, source))
 
     @property
     def serving_pool(self) -> Pool:
         """The pages that a state for serving begins with."""
         serving, size = self.config.serving, self.config.page_size
         shards = self.layout.num_row_shards
-        pool = dense_pool(shards, self.config.num_slots, serving.places, size)
+        pool = dense_pool(shards, self.config.num_slots, serving.context_tokens, size)
         if not serving.cache_tokens:
             return pool
-        least = pages_for(serving.first_places, size)
+        least = pages_for(serving.first_context_tokens, size)
         pages = max(least, serving.cache_tokens // (shards * size))
         return pool._replace(pages=min(pool.pages, pages))
 

@@ -27,16 +27,16 @@ class Serving:
     """
 
     max_prefill_length: int = 64
-    places: int = 128
+    context_tokens: int = 128
     first_room: int = 0
     cache_tokens: int = 0
     sampling: Sampling = Sampling()
     speculation: Literal["on", "auto"] = "on"
 
     @property
-    def first_places(self) -> int:
+    def first_context_tokens(self) -> int:
         """Places that slots have room for at first."""
-        return min(self.first_room or self.places, self.places)
+        return min(self.first_room or self.context_tokens, self.context_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

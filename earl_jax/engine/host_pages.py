@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of parked slots in host memory: what was copied out of the pools, and is copied back.
+"""Pages of preempted slots in host memory: what was copied out of the pools, and is copied back.
 
 Copies leave a device while its next round runs, and are waited for a round later. A slot's pages
 may go back to other pages, and to another mesh: they are kept in pieces as they lay on the devices,
@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE
-from earl_jax.engine.session import Seat
+from earl_jax.engine.session import Session
 from earl_jax.models.kv_cache import LayerCache
 
 if TYPE_CHECKING:
@@ -63,17 +63,17 @@ class HostPages:
         """Whose pages are here, in their order."""
         return sorted(self._slots)
 
-    def block_bytes(self, seat: Seat) -> int:
+    def block_bytes(self, session: Session) -> int:
         """Bytes of a block of one row shard, over all of that shard's devices."""
-        pools = jax.tree.leaves(seat.state.cache.layers)
+        pools = jax.tree.leaves(session.state.cache.layers)
         page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
-        return seat.engine.page_copies.pages_a_call * page_bytes
+        return session.engine.page_copies.pages_a_call * page_bytes
 
-    def has_room(self, seat: Seat, num_pages: Sequence[int]) -> bool:
+    def has_room(self, session: Session, num_pages: Sequence[int]) -> bool:
         """Whether slots with so many pages each may come too."""
-        size = seat.engine.page_copies.pages_a_call
+        size = session.engine.page_copies.pages_a_call
         blocks = sum(-(-number // size) for number in num_pages)
-        return self.held_bytes + blocks * self.block_bytes(seat) <= self._limit_bytes
+        return self.held_bytes + blocks * self.block_bytes(session) <= self._limit_bytes
 
     def drop(self, slot: int) -> None:
         """The slot's pages are worth nothing any more; there may be none."""
@@ -90,50 +90,50 @@ class HostPages:
             ]
         self._leaving = []
 
-    def copy_out(self, seat: Seat, pages: Mapping[int, Sequence[int]]) -> Seat:
+    def copy_out(self, session: Session, pages: Mapping[int, Sequence[int]]) -> Session:
         """Begins to copy these slots' pages, numbered within their shards; the slots fall asleep.
 
         Whatever runs on the devices from now on may write over them.
         """
         if not pages:
-            return seat
-        copies, size = seat.engine.page_copies, seat.engine.page_copies.pages_a_call
-        pinned = self._keeps_pinned(seat.engine)
+            return session
+        copies, size = session.engine.page_copies, session.engine.page_copies.pages_a_call
+        pinned = self._keeps_pinned(session.engine)
         waiting = _by_shard(
-            seat,
+            session,
             {slot: [list(some) for some in _batched(pages[slot], size)] for slot in sorted(pages)},
         )
         for calls in _in_turn(waiting):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             for shard, (_, some) in calls.items():
                 numbers[shard, : len(some)] = some
-            block = copies.take(seat.state, numbers)
+            block = copies.take(session.state, numbers)
             for shard, (slot, some) in calls.items():
                 part = _Part(count=len(some), pieces=_pieces(block, shard, size, pinned))
                 self._slots.setdefault(slot, []).append(part)
                 if not pinned:
                     self._leaving.append(part)
                 self._count(part, holds=True)
-        return _mark(seat, dict.fromkeys(pages, SLEEP))
+        return _mark(session, dict.fromkeys(pages, SLEEP))
 
     def copy_back(
-        self, seat: Seat, pages: Mapping[int, Sequence[int]], awake: Mapping[int, bool]
-    ) -> Seat:
+        self, session: Session, pages: Mapping[int, Sequence[int]], awake: Mapping[int, bool]
+    ) -> Session:
         """Writes what is held of these slots to other pages, as many as there were.
 
-        Those that are `awake` go on in the middle of a turn. Donates the pools of `seat.state`.
+        Those that are `awake` go on in the middle of a turn. Donates the pools of `session.state`.
         """
         if not pages:
-            return seat
+            return session
         self.settle()
-        copies, size = seat.engine.page_copies, seat.engine.page_copies.pages_a_call
+        copies, size = session.engine.page_copies, session.engine.page_copies.pages_a_call
         todo = {}
         for slot in sorted(pages):
             parts = self._slots.pop(slot)
             assert sum(part.count for part in parts) == len(pages[slot])
             todo[slot] = list(zip(parts, _batched(pages[slot], size), strict=True))
-        state = seat.state
-        for calls in _in_turn(_by_shard(seat, todo)):
+        state = session.state
+        for calls in _in_turn(_by_shard(session, todo)):
             numbers = np.zeros((copies.num_shards, size), np.int32)
             counts = np.zeros(copies.num_shards, np.int32)
             parts = {}
@@ -144,7 +144,7 @@ class HostPages:
             blank = copies.blank(state)
             state = copies.put(state, _fill(blank, copies.block_shardings, parts), numbers, counts)
         marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
-        return _mark(dataclasses.replace(seat, state=state), marks)
+        return _mark(dataclasses.replace(session, state=state), marks)
 
     def _keeps_pinned(self, engine: "PolicyEngine") -> bool:
         if self._pinned is not None:
@@ -168,9 +168,9 @@ def _batched(pages: Sequence[int], size: int) -> list[Sequence[int]]:
     return [pages[first : first + size] for first in range(0, len(pages), size)]
 
 
-def _by_shard(seat: Seat, todo: Mapping[int, list[Any]]) -> dict[int, collections.deque]:
+def _by_shard(session: Session, todo: Mapping[int, list[Any]]) -> dict[int, collections.deque]:
     """(slot, what to do) for every row shard, in the order of its slots."""
-    slots_a_shard = seat.engine.config.num_slots // seat.engine.page_copies.num_shards
+    slots_a_shard = session.engine.config.num_slots // session.engine.page_copies.num_shards
     queues: dict[int, collections.deque] = collections.defaultdict(collections.deque)
     for slot, entries in todo.items():
         queues[slot // slots_a_shard].extend((slot, entry) for entry in entries)
@@ -254,8 +254,10 @@ def _along(corner: _Corner, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return (*[slice(None)] * _HEADS, *cut)
 
 
-def _mark(seat: Seat, marks: Mapping[int, int]) -> Seat:
-    column = np.full(seat.engine.config.num_slots, LEAVE, np.int32)
+def _mark(session: Session, marks: Mapping[int, int]) -> Session:
+    column = np.full(session.engine.config.num_slots, LEAVE, np.int32)
     for slot, mark in marks.items():
         column[slot] = mark
-    return dataclasses.replace(seat, state=seat.engine.page_copies.mark(seat.state, column))
+    return dataclasses.replace(
+        session, state=session.engine.page_copies.mark(session.state, column)
+    )

@@ -31,14 +31,14 @@ class Pool(NamedTuple):
         return self.shards * self.pages
 
 
-def pages_for(places: int, page_size: int) -> int:
+def pages_for(max_tokens: int, page_size: int) -> int:
     """Pages that hold so many places."""
-    return -(-places // page_size)
+    return -(-max_tokens // page_size)
 
 
-def dense_pool(shards: int, slots: int, places: int, page_size: int) -> Pool:
+def dense_pool(shards: int, slots: int, max_tokens: int, page_size: int) -> Pool:
     """Returns the pool with pages for every slot to be full."""
-    return Pool(shards, slots // shards * pages_for(places, page_size))
+    return Pool(shards, slots // shards * pages_for(max_tokens, page_size))
 
 
 def roomier_pages(pages: int) -> int:

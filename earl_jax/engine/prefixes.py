@@ -114,7 +114,7 @@ class PrefixIndex:
             self._cached[slot] = np.concatenate([self._cached[slot], coming[:number]])
             self._coming[slot] = coming[number:]
 
-    def end_orders(self) -> None:
+    def end_inputs(self) -> None:
         """The slots that began have what they took over."""
         self._beginning.clear()
 

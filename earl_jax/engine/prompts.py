@@ -75,8 +75,8 @@ def read(
     )
     cached, tokens = prefix.cached + count, prefix.tokens
     if tokens is not None:
-        places = prefix.cached + jnp.arange(tokens_T.shape[0])
-        tokens = tokens.at[0, places].set(tokens_T, mode="drop")
+        max_tokens = prefix.cached + jnp.arange(tokens_T.shape[0])
+        tokens = tokens.at[0, max_tokens].set(tokens_T, mode="drop")
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
     choices, asked = prefix.choices, jnp.any(prefix.scores.asked)
     token, logprob = draw(uniform, logits_BV, choices, prefix.sampling, asked)
@@ -128,10 +128,10 @@ def put(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
     )
 
 
-def _row_of(prefix: Prefix, places: int) -> jax.Array:
+def _row_of(prefix: Prefix, max_tokens: int) -> jax.Array:
     """The prompt's ids and the pending token, in a row with so many places."""
     assert prefix.tokens is not None
     width = prefix.tokens.shape[1]
-    ids_1P = jnp.pad(prefix.tokens[:, :places], [(0, 0), (0, max(0, places - width))])
-    here_P = jnp.arange(places)
+    ids_1P = jnp.pad(prefix.tokens[:, :max_tokens], [(0, 0), (0, max(0, max_tokens - width))])
+    here_P = jnp.arange(max_tokens)
     return jnp.where(here_P == prefix.cached, prefix.pending, ids_1P)

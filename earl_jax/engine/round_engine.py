@@ -119,7 +119,7 @@ class RoundEngine:
             out_shardings=self.state_shardings,
         )
         self._empty_slots = jax.jit(
-            lambda places: dataclasses.replace(self._new_state(places, None), cache=None),
+            lambda max_tokens: dataclasses.replace(self._new_state(max_tokens, None), cache=None),
             static_argnums=0,
             out_shardings=dataclasses.replace(self.state_shardings, cache=None),
         )
@@ -146,11 +146,11 @@ class RoundEngine:
         """
         model, layout = self.config.model, self.layout
 
-        def on_shard(params: Params, state: DecodeState, orders: jax.Array, key_data: jax.Array):
+        def on_shard(params: Params, state: DecodeState, inputs: jax.Array, key_data: jax.Array):
             key = jax.random.wrap_key_data(key_data)
             decoder = Decoder(model, rules, params, key, _replicate, layout)
             state = _in_parts(state, layout.shape.context)
-            state, packed = function(decoder, state, orders, jax.lax.axis_index(layout.row_axes))
+            state, packed = function(decoder, state, inputs, jax.lax.axis_index(layout.row_axes))
             return _in_parts(state, 1), packed
 
         rows, state = P(layout.row_axes), self._state_specs
@@ -166,17 +166,19 @@ class RoundEngine:
             check_vma=False,
         )
 
-    def state_shapes(self, places: int, pool: Pool | None = None) -> DecodeState:
+    def state_shapes(self, max_tokens: int, pool: Pool | None = None) -> DecodeState:
         """A DecodeState with room for `places` tokens an episode, as shapes for tracing."""
-        return jax.eval_shape(lambda: self._new_state(places, pool))
+        return jax.eval_shape(lambda: self._new_state(max_tokens, pool))
 
-    def _new_state(self, places: int, pool: Pool | None, rows: int | None = None) -> DecodeState:
+    def _new_state(
+        self, max_tokens: int, pool: Pool | None, rows: int | None = None
+    ) -> DecodeState:
         config = self.config
         return decode_state.empty_state(
             config.model,
             config.num_slots,
             rows or config.num_rows,
-            places,
+            max_tokens,
             page_size=config.page_size,
             pool=pool,
             kv_dtype=config.kv_dtype,
@@ -184,12 +186,12 @@ class RoundEngine:
             choice_branches=config.rules.choice_branches,
         )
 
-    def empty_state(self, places: int, pool: Pool | None = None) -> DecodeState:
+    def empty_state(self, max_tokens: int, pool: Pool | None = None) -> DecodeState:
         """Empty slots with room for `places` tokens an episode, made on the devices.
 
         Without a `pool` of pages every slot has its own; with one, `give_pages` says who has which.
         """
-        return self._empty(places, pool)
+        return self._empty(max_tokens, pool)
 
     def renew(self, state: DecodeState) -> DecodeState:
         """Empty slots and rows over the caches of `state`, which is good for nothing else then.
@@ -200,7 +202,7 @@ class RoundEngine:
         return dataclasses.replace(slots, cache=state.cache)
 
     def repack(
-        self, state: DecodeState, places: int, old: Pool, source: np.ndarray | None = None
+        self, state: DecodeState, max_tokens: int, old: Pool, source: np.ndarray | None = None
     ) -> DecodeState:
         """Returns the state with room for `places` tokens an episode, and other pages.
 
@@ -210,8 +212,8 @@ class RoundEngine:
         nothing.
         """
         experience, layers = state.experience, state.cache.layers
-        if experience.tokens.shape[1] != places:
-            experience = self._widen(experience, places)
+        if experience.tokens.shape[1] != max_tokens:
+            experience = self._widen(experience, max_tokens)
         if source is not None:
             is_local = self._is_local(old.shards, len(source))
             placed = jax.device_put(self._local_source(old, source), self._rows)
@@ -256,7 +258,7 @@ class RoundEngine:
         self,
         params: Params,
         state: DecodeState,
-        orders: np.ndarray,
+        inputs: np.ndarray,
         *,
         drafts: bool = True,
         model_logprobs: bool = False,
@@ -270,7 +272,7 @@ class RoundEngine:
         play = self._play if drafts else self._play_plain
         if model_logprobs and not rules.model_logprobs:
             play, rules = self._play_scored[drafts], rules._replace(model_logprobs=True)
-        sent = jax.device_put(orders, self._rows)
+        sent = jax.device_put(inputs, self._rows)
         state, packed = play(params, state, sent, self._key_data)
         # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
         jax.block_until_ready(packed)
@@ -290,10 +292,10 @@ class RoundEngine:
         """Rows of a decode step on one row shard."""
         return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
 
-    def lower_repack(self, places: int, old: Pool, room: int, new: Pool) -> list[Any]:
+    def lower_repack(self, max_tokens: int, old: Pool, room: int, new: Pool) -> list[Any]:
         """The programs of `repack` from `places` to `room`, lowered from shapes alone."""
-        state, lowered = self._placed_shapes(places, old), []
-        if room != places:
+        state, lowered = self._placed_shapes(max_tokens, old), []
+        if room != max_tokens:
             lowered.append(self._widen.lower(state.experience, room))
         if new != old:
             source = jax.ShapeDtypeStruct((new.total,), jnp.int32, sharding=self._rows)
@@ -301,15 +303,15 @@ class RoundEngine:
             lowered.append(program.lower(state.cache.layers, source))
         return lowered
 
-    def _placed_shapes(self, places: int, pool: Pool | None) -> DecodeState:
-        return placed_shapes(self.state_shapes(places, pool), self.state_shardings)
+    def _placed_shapes(self, max_tokens: int, pool: Pool | None) -> DecodeState:
+        return placed_shapes(self.state_shapes(max_tokens, pool), self.state_shardings)
 
-    def lower_play(self, places: int, pool: Pool | None = None) -> Any:
+    def lower_play(self, max_tokens: int, pool: Pool | None = None) -> Any:
         """The round's program lowered from shapes alone, for memory analysis and tests."""
         width = order_width(self.config.chunk_size, self.config.rules.choice_branches)
         return self._play.lower(
             placed_shapes(self.parameter_shapes, self.parameter_shardings),
-            self._placed_shapes(places, pool),
+            self._placed_shapes(max_tokens, pool),
             jax.ShapeDtypeStruct((self.config.num_slots, width), jnp.int32, sharding=self._rows),
             jax.ShapeDtypeStruct(self._key_data.shape, self._key_data.dtype),
         )

@@ -17,7 +17,7 @@ NO_LIMIT = 2**31 - 1
 ORDER_COLUMNS = 14 + MAX_STOP_IDS
 
 
-class Orders(NamedTuple):
+class RoundInputs(NamedTuple):
     """The host's orders for one round, packed as i32[B, order_width] by `pack_orders`.
 
     `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
@@ -64,7 +64,7 @@ class Orders(NamedTuple):
 _RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT, _WRITTEN = 1, 2, 4, 8, 16, 32, 64
 
 
-def pack_orders(
+def pack_inputs(
     *,
     chunk: np.ndarray,
     count: np.ndarray,
@@ -107,7 +107,7 @@ def order_width(chunk_size: int, choice_branches: int = 0) -> int:
     return ORDER_COLUMNS + chunk_size + (2 * choice_branches + 1 if choice_branches else 0)
 
 
-def unpack_orders(packed: jax.Array, choice_branches: int = 0) -> Orders:
+def unpack_inputs(packed: jax.Array, choice_branches: int = 0) -> RoundInputs:
     """The inverse of `pack_orders`, on the devices."""
     choices = None
     if choice_branches:
@@ -120,7 +120,7 @@ def unpack_orders(packed: jax.Array, choice_branches: int = 0) -> Orders:
     count, flags, seed, row, version, source, shared, copied, *others = columns
     turn_limit, given_up, *drawn = others
     bits = SamplingRows(*drawn)
-    return Orders(
+    return RoundInputs(
         chunk=packed[:, ORDER_COLUMNS:],
         count=count,
         restart=flags & _RESTART > 0,

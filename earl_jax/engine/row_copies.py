@@ -103,11 +103,11 @@ def _bring_home(
     experience: Experience, moves_K3: jax.Array, first_row: jax.Array, row_axes: tuple[str, ...]
 ) -> Experience:
     """`RowCopies.bring_home` for the shard whose rows begin at `first_row`."""
-    num_rows, places = experience.tokens.shape
+    num_rows, max_tokens = experience.tokens.shape
     sources_K, targets_K, counts_K = moves_K3.T
     sources_K = _local(sources_K, first_row, num_rows)
     targets_K = _local(targets_K, first_row, num_rows)
-    counts_KP = jnp.arange(places)[None, :] < counts_K[:, None]
+    counts_KP = jnp.arange(max_tokens)[None, :] < counts_K[:, None]
     fields, structure = jax.tree.flatten(experience)
     # As bits, so that all fields are one array, and a sum with zeros changes none.
     read_FKP = jnp.stack(
@@ -145,7 +145,7 @@ def _bits(field: jax.Array) -> jax.Array:
 
 def _at_home(experience: Experience, rows: Rows) -> Experience:
     def cut(field: jax.Array) -> jax.Array:
-        apart = field.reshape(rows.lanes, rows.homes + rows.guests, -1)
-        return apart[:, : rows.homes].reshape(rows.lanes * rows.homes, -1)
+        apart = field.reshape(rows.data_shards, rows.homes + rows.guests, -1)
+        return apart[:, : rows.homes].reshape(rows.data_shards * rows.homes, -1)
 
     return jax.tree.map(cut, experience)

@@ -15,7 +15,7 @@ from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.reshard import lower_moves, reshard
 
 if TYPE_CHECKING:
-    # The engine moves pages between seats of its own.
+    # The engine moves pages between sessions of its own.
     from earl_jax.engine.engine import PolicyEngine
 
 
@@ -29,7 +29,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The prompts in a seat's caches behind a rollout, which weights of this version have read.
+    """The prompts in a session's caches behind a rollout, which weights of this version have read.
 
     The next rollout takes them over and changes them, so they are good for one.
     """
@@ -39,7 +39,7 @@ class Kept:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seat:
+class Session:
     """Where a rollout runs: an engine, the policy on its layout, and the state of its slots.
 
     The state has room for `places` tokens an episode. `pages` says which slot has which page: the
@@ -50,7 +50,7 @@ class Seat:
     engine: "PolicyEngine"
     policy: Policy
     state: DecodeState
-    places: int
+    max_tokens: int
     pages: PageTable
     kept: Kept | None = None
 
@@ -65,13 +65,13 @@ class Seat:
         return self.pages.pool
 
 
-def empty_seat(engine: "PolicyEngine", policy: Policy, places: int, pool: Pool) -> Seat:
-    """Returns a seat with nobody in any slot."""
-    return Seat(
+def empty_session(engine: "PolicyEngine", policy: Policy, max_tokens: int, pool: Pool) -> Session:
+    """Returns a session with nobody in any slot."""
+    return Session(
         engine=engine,
         policy=policy,
-        state=engine.empty_state(places, pool),
-        places=places,
+        state=engine.empty_state(max_tokens, pool),
+        max_tokens=max_tokens,
         pages=_no_pages(engine, pool),
     )
 
@@ -81,19 +81,23 @@ def _no_pages(engine: "PolicyEngine", pool: Pool) -> PageTable:
     return PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
 
 
-def vacate(seat: Seat) -> Seat:
+def vacate(session: Session) -> Session:
     """What a rollout leaves for the next under the same weights: its caches, no weights, no rows.
 
-    `seat` is good for nothing more, but its experience stays as it is.
+    `session` is good for nothing more, but its experience stays as it is.
     """
-    nobody = dataclasses.replace(seat.policy, params=None)
-    return dataclasses.replace(seat, policy=nobody, state=seat.engine.renew(seat.state))
+    nobody = dataclasses.replace(session.policy, params=None)
+    return dataclasses.replace(session, policy=nobody, state=session.engine.renew(session.state))
 
 
-def open_seat(
-    engine: "PolicyEngine", policy: Policy, places: int, pool: Pool, vacant: Seat | None = None
-) -> Seat:
-    """A seat for a rollout: a vacant one (`vacate`) where it is good for this, else an empty one.
+def open_session(
+    engine: "PolicyEngine",
+    policy: Policy,
+    max_tokens: int,
+    pool: Pool,
+    vacant: Session | None = None,
+) -> Session:
+    """Returns a session for a rollout: the vacant one (`vacate`) where it fits, else an empty one.
 
     It is good for the same version of the policy on the same engine, if it has no more room.
     """
@@ -102,81 +106,81 @@ def open_seat(
         or vacant.kept is None
         or vacant.engine is not engine
         or vacant.policy.version != policy.version
-        or vacant.places > places
+        or vacant.max_tokens > max_tokens
         or vacant.pool.pages > pool.pages
     ):
-        return empty_seat(engine, policy, places, pool)
-    return dataclasses.replace(relocate(vacant, engine, places, pool), policy=policy)
+        return empty_session(engine, policy, max_tokens, pool)
+    return dataclasses.replace(relocate(vacant, engine, max_tokens, pool), policy=policy)
 
 
 def relocate(
-    seat: Seat,
+    session: Session,
     engine: "PolicyEngine",
-    places: int,
+    max_tokens: int,
     pool: Pool,
     *,
     chunk_bytes: int | None = None,
-) -> Seat:
+) -> Session:
     """Moves live episodes and their weights: to another engine, more room, another pool.
 
-    Nothing comes to the host. `seat` stays as it is, so that its episodes outlive a lack of memory;
-    what both have in common they share. Devices hold the old pool, the new one, and where both the
-    mesh and the pool change one more beside them. Pages are gathered on the layout that has fewer
-    row shards, where none leaves its own if one number divides the other.
+    Nothing comes to the host. `session` stays as it is, so that its episodes outlive a lack of
+    memory; what both have in common they share. Devices hold the old pool, the new one, and where
+    both the mesh and the pool change one more beside them. Pages are gathered on the layout that
+    has fewer row shards, where none leaves its own if one number divides the other.
 
     Args:
-        seat: where they are, between two rounds.
+        session: where they are, between two rounds.
         engine: where they go on, with as many slots.
-        places: room for so many tokens an episode, no less than there is.
-        pool: at least `seat.pages.least_pages(pool.shards)` pages in each of the row shards of
+        max_tokens: room for so many tokens an episode, no less than there is.
+        pool: at least `session.pages.least_pages(pool.shards)` pages in each of the row shards of
             `engine`. Prompts that idle slots keep are given up where there are not enough for them.
         chunk_bytes: as for `reshard`.
 
     Returns:
-        The new seat, when it is there.
+        The new session, when it is there.
 
     Raises:
         ValueError: the pool does not hold the live episodes.
         JaxRuntimeError: there is too little memory.
     """
-    assert places >= seat.places, f"{places} places, {seat.places} before"
-    pages, source = seat.pages.regroup(pool)
+    assert max_tokens >= session.max_tokens, f"{max_tokens} places, {session.max_tokens} before"
+    pages, source = session.pages.regroup(pool)
 
     def repack(on: "PolicyEngine", state: DecodeState) -> DecodeState:
-        if (places, pool) == (seat.places, seat.pool):
+        if (max_tokens, pool) == (session.max_tokens, session.pool):
             return state
-        state = on.repack(state, places, seat.pool, source if pool != seat.pool else None)
-        return on.give_pages(state, pages.as_array(pages_for(places, engine.config.page_size)))
+        state = on.repack(state, max_tokens, session.pool, source if pool != session.pool else None)
+        return on.give_pages(state, pages.as_array(pages_for(max_tokens, engine.config.page_size)))
 
     def move(tree: Any, shardings: Any) -> Any:
-        same = engine is seat.engine
+        same = engine is session.engine
         return tree if same else reshard(tree, shardings, chunk_bytes=chunk_bytes)
 
-    params = move(seat.policy.params, engine.parameter_shardings)
-    if pool.shards < seat.pool.shards:
-        state = repack(engine, move(seat.state, engine.state_shardings))
+    params = move(session.policy.params, engine.parameter_shardings)
+    if pool.shards < session.pool.shards:
+        state = repack(engine, move(session.state, engine.state_shardings))
     else:
-        state = move(repack(seat.engine, seat.state), engine.state_shardings)
+        state = move(repack(session.engine, session.state), engine.state_shardings)
     params, state = jax.block_until_ready((params, state))
-    policy = dataclasses.replace(seat.policy, params=params)
+    policy = dataclasses.replace(session.policy, params=params)
     return dataclasses.replace(
-        seat, engine=engine, policy=policy, state=state, places=places, pages=pages
+        session, engine=engine, policy=policy, state=state, max_tokens=max_tokens, pages=pages
     )
 
 
 def lower_relocation(
-    here: "PolicyEngine", there: "PolicyEngine", places: int, old: Pool, room: int, new: Pool
+    here: "PolicyEngine", there: "PolicyEngine", max_tokens: int, old: Pool, room: int, new: Pool
 ) -> list[Any]:
     """The programs of `relocate` from `places` and `old` to `room` and `new`, from shapes alone.
 
     Without chunks. They are to be compiled before the move; there may be none.
     """
     late = new.shards < old.shards
-    lowered = (there if late else here).lower_repack(places, old, room, new)
+    lowered = (there if late else here).lower_repack(max_tokens, old, room, new)
     if here is there:
         return lowered
     params = placed_shapes(here.parameter_shapes, here.parameter_shardings)
-    shapes = here.state_shapes(places, old) if late else here.state_shapes(room, new)
+    shapes = here.state_shapes(max_tokens, old) if late else here.state_shapes(room, new)
     state = placed_shapes(shapes, here.state_shardings)
     return [
         *lowered,

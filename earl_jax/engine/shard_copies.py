@@ -7,10 +7,11 @@ devices to devices, in one all-reduce for so many pages, to which all but the sh
 add zeros. It is a program of its own, which runs between two rounds, because in a round shards
 decode unequally long.
 
-Whether it is worth it is a matter of cost, as it is for parked pages (parking.py): the copy against
-reading so many tokens chunk by chunk, both by the chip's data sheet. Row shards that read the same
-at the same time need no longer for it than one of them does; but nor do those that wait for it,
-whose other slots go on meanwhile, and which begin when the other slots of the first shard do.
+Whether it is worth it is a matter of cost, as it is for preempted pages (preemption.py): the copy
+against reading so many tokens chunk by chunk, both by the chip's data sheet. Row shards that read
+the same at the same time need no longer for it than one of them does; but nor do those that wait
+for it, whose other slots go on meanwhile, and which begin when the other slots of the first shard
+do.
 """
 
 import collections
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from earl_jax.engine.session import Seat
+from earl_jax.engine.session import Session
 
 
 class ShardCopies:
@@ -47,11 +48,11 @@ class ShardCopies:
         self._targets[source][slot] = pages
         self.tokens += tokens
 
-    def carry_out(self, seat: Seat) -> Seat:
-        """The seat in which they are made. Donates the pools of `seat.state`."""
-        state, copies = seat.state, seat.engine.page_copies
+    def carry_out(self, session: Session) -> Session:
+        """The session in which they are made. Donates the pools of `session.state`."""
+        state, copies = session.state, session.engine.page_copies
         size = copies.pages_a_call
-        slots_a_shard = seat.engine.config.num_slots // copies.num_shards
+        slots_a_shard = session.engine.config.num_slots // copies.num_shards
         for source, targets in self._targets.items():
             sent = self._sources[source]
             for slots in _waves(sorted(targets), slots_a_shard):
@@ -66,7 +67,7 @@ class ShardCopies:
                     shard = source // slots_a_shard
                     state = copies.send(state, shard, sent[first : first + size], pages, counts)
         self._sources, self._targets = {}, collections.defaultdict(dict)
-        return dataclasses.replace(seat, state=state)
+        return dataclasses.replace(session, state=state)
 
 
 def _waves(slots: Sequence[int], slots_a_shard: int) -> list[list[int]]:

@@ -24,21 +24,21 @@ import jax.numpy as jnp
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import (
     Decoder,
-    Said,
+    Sampled,
     SlotRules,
     decode_drafted,
     decode_plain,
     decode_some,
-    nothing_said,
+    nothing_sampled,
     rows_or_drop,
     sample_next,
 )
 from earl_jax.engine.round_inputs import (
     NO_PAGE,
     NO_ROW,
-    Orders,
+    RoundInputs,
     pack_report,
-    unpack_orders,
+    unpack_inputs,
 )
 from earl_jax.models.decoder import head_weights
 from earl_jax.models.kv_cache import PagedCache
@@ -49,7 +49,7 @@ STEP_COLUMNS = 4
 
 
 def play(
-    decoder: Decoder, state: DecodeState, packed_orders: jax.Array, shard: jax.Array | int
+    decoder: Decoder, state: DecodeState, packed_inputs: jax.Array, shard: jax.Array | int
 ) -> tuple[DecodeState, jax.Array]:
     """One round for one data shard, the how-many-th of equal ones `shard` says.
 
@@ -57,30 +57,30 @@ def play(
         The new state, and the packed Report.
     """
     rules = decoder.rules
-    orders = unpack_orders(packed_orders, rules.choice_branches)
+    inputs = unpack_inputs(packed_inputs, rules.choice_branches)
     first_row = shard * state.experience.tokens.shape[0]
     state = _shift(state, -first_row, -shard * state.cache.num_pages)
-    state = _give_up(rules, state, orders)
-    state = _restart(_take_over(state, orders, shard), orders, first_row)
+    state = _give_up(rules, state, inputs)
+    state = _restart(_take_over(state, inputs, shard), inputs, first_row)
     slots = state.cached.shape[0]
-    said = nothing_said(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
+    sampled = nothing_sampled(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
     # A loop of at most one pass and not a `cond`, whose branches cannot share the caller's buffers:
     # XLA for GPUs then holds the whole KV cache twice, and copies it twice a round (9.7 GiB of
     # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 places, 2 of 8 H100s a shard).
-    waiting = jnp.any(orders.count > 0)
-    _, (state, said) = jax.lax.while_loop(
+    waiting = jnp.any(inputs.count > 0)
+    _, (state, sampled) = jax.lax.while_loop(
         lambda loop: loop[0],
-        lambda loop: (jnp.zeros_like(waiting), _append_chunks(decoder, orders, *loop[1])),
-        (waiting, (state, said)),
+        lambda loop: (jnp.zeros_like(waiting), _append_chunks(decoder, inputs, *loop[1])),
+        (waiting, (state, sampled)),
     )
-    steps, state, said = _decode(decoder, state, said)
+    steps, state, sampled = _decode(decoder, state, sampled)
     report = pack_report(
-        said.tokens,
-        said.logprobs,
-        said.count,
+        sampled.tokens,
+        sampled.logprobs,
+        sampled.count,
         state.active,
-        said.model_logprobs,
-        (said.passes, said.drafted) if rules.draft else None,
+        sampled.model_logprobs,
+        (sampled.passes, sampled.drafted) if rules.draft else None,
         jnp.broadcast_to(steps, slots) if takes_turns(rules, slots) else None,
     )
     return _shift(state, first_row, shard * state.cache.num_pages), report
@@ -92,8 +92,8 @@ def takes_turns(rules: SlotRules, slots: int) -> bool:
 
 
 def _decode(
-    decoder: Decoder, state: DecodeState, said: Said
-) -> tuple[jax.Array, DecodeState, Said]:
+    decoder: Decoder, state: DecodeState, sampled: Sampled
+) -> tuple[jax.Array, DecodeState, Sampled]:
     """The decode steps of a round; how many there were, and what they said."""
     rules = decoder.rules
     step = functools.partial(decode_drafted if rules.ngram else decode_plain, decoder)
@@ -101,13 +101,13 @@ def _decode(
     if turns:
         step = functools.partial(decode_some, step, rules.step_rows)
 
-    def speaks(state: DecodeState, said: Said) -> jax.Array:
+    def speaks(state: DecodeState, sampled: Sampled) -> jax.Array:
         # A slot that begins its turn with its chunk has had one pass of its burst already.
-        return state.active & (said.passes < rules.burst)
+        return state.active & (sampled.passes < rules.burst)
 
     def goes_on(loop: Any) -> jax.Array:
-        steps, state, said = loop
-        speaking = speaks(state, said)
+        steps, state, sampled = loop
+        speaking = speaks(state, sampled)
         if not turns:
             return jnp.any(speaking)
         # Rows that cannot be filled any more are filled in the next round, beside others.
@@ -115,37 +115,37 @@ def _decode(
         return jnp.any(speaking) & (full | (steps < rules.burst))
 
     def take_step(loop: Any) -> Any:
-        steps, state, said = loop
-        return steps + 1, *step(state, said, speaks(state, said))
+        steps, state, sampled = loop
+        return steps + 1, *step(state, sampled, speaks(state, sampled))
 
-    return jax.lax.while_loop(goes_on, take_step, (jnp.int32(0), state, said))
+    return jax.lax.while_loop(goes_on, take_step, (jnp.int32(0), state, sampled))
 
 
 def _append_chunks(
-    decoder: Decoder, orders: Orders, state: DecodeState, said: Said
-) -> tuple[DecodeState, Said]:
+    decoder: Decoder, inputs: RoundInputs, state: DecodeState, sampled: Sampled
+) -> tuple[DecodeState, Sampled]:
     """The orders' chunks into the cache, and the first token of the turns that begin with them."""
-    logits_BV, cache = _append(decoder, state, orders)
-    experience = _record_chunk(state, orders)
-    begins = orders.speak & (orders.count > 0)
-    speaks_now = begins | orders.resume & (orders.count > 0)
+    logits_BV, cache = _append(decoder, state, inputs)
+    experience = _record_chunk(state, inputs)
+    begins = inputs.speak & (inputs.count > 0)
+    speaks_now = begins | inputs.resume & (inputs.count > 0)
     state = dataclasses.replace(
         state,
         cache=cache,
         experience=experience,
-        cached=state.cached + orders.count,
+        cached=state.cached + inputs.count,
         active=state.active | speaks_now,
         turn=state.turn + begins,
         turn_tokens=jnp.where(begins, 0, state.turn_tokens),
-        turn_limit=jnp.where(begins, orders.turn_limit, state.turn_limit),
+        turn_limit=jnp.where(begins, inputs.turn_limit, state.turn_limit),
         choices=jax.tree.map(
             lambda new, old: jnp.where(begins.reshape(-1, *(1,) * (new.ndim - 1)), new, old),
-            orders.choices,
+            inputs.choices,
             state.choices,
         ),
     )
-    said = said._replace(passes=said.passes + speaks_now)
-    return sample_next(decoder, state, logits_BV, speaks_now, said)
+    sampled = sampled._replace(passes=sampled.passes + speaks_now)
+    return sample_next(decoder, state, logits_BV, speaks_now, sampled)
 
 
 def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) -> DecodeState:
@@ -157,88 +157,88 @@ def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) ->
     )
 
 
-def _give_up(rules: SlotRules, state: DecodeState, orders: Orders) -> DecodeState:
+def _give_up(rules: SlotRules, state: DecodeState, inputs: RoundInputs) -> DecodeState:
     """Ends turns as if their last tokens had not been sampled.
 
     Their keys and values stay in the cache, behind `cached`, where nobody reads.
     """
-    cached = state.cached - orders.given_up
+    cached = state.cached - inputs.given_up
     place = state.origin + cached
     offsets_BK = jnp.arange(rules.round_tokens)[None, :]
     rows_BK = jnp.where(
-        offsets_BK < orders.given_up[:, None],
-        rows_or_drop(state, orders.halt)[:, None],
+        offsets_BK < inputs.given_up[:, None],
+        rows_or_drop(state, inputs.halt)[:, None],
         state.experience.tokens.shape[0],
     )
-    places_BK = place[:, None] + 1 + offsets_BK
+    positions_BK = place[:, None] + 1 + offsets_BK
     kept = state.experience.tokens[jnp.maximum(state.row, 0), place]
     return dataclasses.replace(
         state,
         experience=jax.tree.map(
-            lambda field: field.at[rows_BK, places_BK].set(0, mode="drop"), state.experience
+            lambda field: field.at[rows_BK, positions_BK].set(0, mode="drop"), state.experience
         ),
         cached=cached,
-        pending=jnp.where(orders.halt & (state.row >= 0), kept, state.pending),
-        active=state.active & ~orders.halt,
-        turn_tokens=state.turn_tokens - orders.given_up,
+        pending=jnp.where(inputs.halt & (state.row >= 0), kept, state.pending),
+        active=state.active & ~inputs.halt,
+        turn_tokens=state.turn_tokens - inputs.given_up,
     )
 
 
-def _restart(state: DecodeState, orders: Orders, first_row: jax.Array | int) -> DecodeState:
+def _restart(state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int) -> DecodeState:
     def taken(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(orders.restart, new, old)
+        return jnp.where(inputs.restart, new, old)
 
     zero = jnp.zeros_like(state.cached)
-    origin, row = _new_place(state, orders, first_row)
+    origin, row = _new_place(state, inputs, first_row)
     return dataclasses.replace(
         state,
         origin=origin,
-        cached=jnp.where(orders.restart | orders.fork | orders.rewind, orders.shared, state.cached),
-        active=state.active & ~orders.restart & ~orders.rewind,
+        cached=jnp.where(inputs.restart | inputs.fork | inputs.rewind, inputs.shared, state.cached),
+        active=state.active & ~inputs.restart & ~inputs.rewind,
         turn=taken(zero, state.turn),
-        stop_ids=jnp.where(orders.restart[:, None], orders.stop_ids, state.stop_ids),
-        seed=taken(orders.seed, state.seed),
+        stop_ids=jnp.where(inputs.restart[:, None], inputs.stop_ids, state.stop_ids),
+        seed=taken(inputs.seed, state.seed),
         row=row,
-        sampling=jax.tree.map(taken, orders.sampling, state.sampling),
-        version=orders.version,
+        sampling=jax.tree.map(taken, inputs.sampling, state.sampling),
+        version=inputs.version,
     )
 
 
 def _new_place(
-    state: DecodeState, orders: Orders, first_row: jax.Array | int
+    state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Each slot's origin and row once the orders to restart and to fork are carried out."""
     # A new sample stands behind the pending token, which is written down and ends the one before.
-    origin = jnp.where(orders.fork, state.origin + state.cached + 1, state.origin)
-    row = jnp.where(orders.row == NO_ROW, NO_ROW, orders.row - first_row)
+    origin = jnp.where(inputs.fork, state.origin + state.cached + 1, state.origin)
+    row = jnp.where(inputs.row == NO_ROW, NO_ROW, inputs.row - first_row)
     return (
-        jnp.where(orders.restart, 0, origin),
-        jnp.where(orders.restart, row, state.row),
+        jnp.where(inputs.restart, 0, origin),
+        jnp.where(inputs.restart, row, state.row),
     )
 
 
-def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> DecodeState:
+def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) -> DecodeState:
     """Writes down the ids that are taken over, and copies the page that they end in.
 
     Whole pages are not copied: the slot's table has them already. One slot after the other, because
     then the pages are written where they lie.
     """
-    takes = orders.shared > 0
+    takes = inputs.shared > 0
     order_B = jnp.argsort(~takes, stable=True)
     first_row = shard * state.experience.tokens.shape[0]
-    origins, rows = _new_place(state, orders, first_row)
+    origins, rows = _new_place(state, inputs, first_row)
     offsets = jnp.arange(state.experience.tokens.shape[1])
     table, page_size = state.cache.table, state.cache.page_size
-    copied_B = orders.copied - shard * state.cache.num_pages
+    copied_B = inputs.copied - shard * state.cache.num_pages
 
     def copy(index: jax.Array, carry: Any) -> Any:
         layers, tokens = carry
         slot = order_B[index]
-        source = slot + orders.source[slot]
+        source = slot + inputs.source[slot]
         # Where nothing is to be copied the page is copied to itself.
-        last = jnp.minimum(orders.shared[slot] // page_size, table.shape[1] - 1)
+        last = jnp.minimum(inputs.shared[slot] // page_size, table.shape[1] - 1)
         target = table[slot, last]
-        page = jnp.where(orders.copied[slot] == NO_PAGE, target, copied_B[slot])
+        page = jnp.where(inputs.copied[slot] == NO_PAGE, target, copied_B[slot])
 
         def copy_side(side: jax.Array) -> jax.Array:
             taken = jax.lax.dynamic_index_in_dim(side, page, 0)
@@ -248,10 +248,10 @@ def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> De
         begun = source < slot
         source_row = jnp.where(begun, rows[source], state.row[source])
         source_origin = jnp.where(begun, origins[source], state.origin[source])
-        places = offsets - origins[slot]
-        inside = (places >= 0) & (places < orders.shared[slot])
-        inside &= (rows[slot] >= 0) & (source_row >= 0) & ~orders.written[slot]
-        read = jnp.take(tokens[source_row], places + source_origin, mode="clip")
+        max_tokens = offsets - origins[slot]
+        inside = (max_tokens >= 0) & (max_tokens < inputs.shared[slot])
+        inside &= (rows[slot] >= 0) & (source_row >= 0) & ~inputs.written[slot]
+        read = jnp.take(tokens[source_row], max_tokens + source_origin, mode="clip")
         row = jnp.where(inside, read, tokens[rows[slot]])
         return jax.tree.map(copy_side, layers), tokens.at[rows[slot]].set(row)
 
@@ -265,7 +265,9 @@ def _take_over(state: DecodeState, orders: Orders, shard: jax.Array | int) -> De
     )
 
 
-def _append(decoder: Decoder, state: DecodeState, orders: Orders) -> tuple[jax.Array, PagedCache]:
+def _append(
+    decoder: Decoder, state: DecodeState, inputs: RoundInputs
+) -> tuple[jax.Array, PagedCache]:
     """The chunks into the cache, `rules.append_rows` slots at a time, those without one left out.
 
     Returns:
@@ -273,13 +275,13 @@ def _append(decoder: Decoder, state: DecodeState, orders: Orders) -> tuple[jax.A
     """
     slots, some = state.cached.shape[0], decoder.rules.append_rows
     if slots <= some:
-        return decoder.append(state.cache, orders.chunk, state.cached, orders.count)
-    has_chunk = orders.count > 0
+        return decoder.append(state.cache, inputs.chunk, state.cached, inputs.count)
+    has_chunk = inputs.count > 0
     # Filled up with slots that do not exist: what is written there is dropped.
     steps = (jnp.sum(has_chunk) + some - 1) // some
-    place_B = jnp.arange(slots + -slots % some)
+    position_B = jnp.arange(slots + -slots % some)
     order_B = jnp.pad(jnp.argsort(~has_chunk, stable=True), (0, -slots % some))
-    order_B = jnp.where(place_B < jnp.sum(has_chunk), order_B, slots + place_B)
+    order_B = jnp.where(position_B < jnp.sum(has_chunk), order_B, slots + position_B)
 
     def append_some(index: jax.Array, carry: Any) -> Any:
         logits_BV, layers = carry
@@ -288,9 +290,9 @@ def _append(decoder: Decoder, state: DecodeState, orders: Orders) -> tuple[jax.A
         row = jnp.minimum(chosen, slots - 1)
         logits, cache = decoder.append(
             dataclasses.replace(state.cache, layers=layers, table=state.cache.table[row]),
-            orders.chunk[row],
+            inputs.chunk[row],
             state.cached[row],
-            jnp.where(exists, orders.count[row], 0),
+            jnp.where(exists, inputs.count[row], 0),
         )
         return logits_BV.at[chosen].set(logits, mode="drop"), cache.layers
 
@@ -317,26 +319,26 @@ def generate(
     assert scores is not None, "a state for serving has them"
     first_row, first_page = shard * state.experience.tokens.shape[0], shard * state.cache.num_pages
     state = _shift(state, -first_row, -first_page)
-    number, places = 1 + decoder.rules.draft, state.experience.tokens.shape[1]
+    number, max_tokens = 1 + decoder.rules.draft, state.experience.tokens.shape[1]
     decoder = decoder._replace(rules=decoder.rules._replace(model_logprobs=True))
-    nothing = nothing_said(len(state.cached), number, model_logprobs=True)
+    nothing = nothing_sampled(len(state.cached), number, model_logprobs=True)
     decode = decode_drafted if decoder.rules.ngram else decode_plain
-    new, said = decode(decoder, state, nothing, moving > 0)
+    new, sampled = decode(decoder, state, nothing, moving > 0)
     offsets_1K = jnp.arange(number)[None, :]
-    valid_BK = offsets_1K < said.count[:, None]
-    valid_BK &= state.cached[:, None] + offsets_1K <= places
-    last_B1 = jnp.maximum(said.count - 1, 0)[:, None]
+    valid_BK = offsets_1K < sampled.count[:, None]
+    valid_BK &= state.cached[:, None] + offsets_1K <= max_tokens
+    last_B1 = jnp.maximum(sampled.count - 1, 0)[:, None]
 
-    def hand_out(pending_B: jax.Array, said_BK: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def hand_out(pending_B: jax.Array, sampled_BK: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What is handed out; what is pending then."""
-        newest_B = jnp.take_along_axis(said_BK, last_B1, axis=1)[:, 0]
-        handed_BK = jnp.concatenate([pending_B[:, None], said_BK[:, :-1]], axis=1)
-        return handed_BK, jnp.where(said.count > 0, newest_B, pending_B)
+        newest_B = jnp.take_along_axis(sampled_BK, last_B1, axis=1)[:, 0]
+        handed_BK = jnp.concatenate([pending_B[:, None], sampled_BK[:, :-1]], axis=1)
+        return handed_BK, jnp.where(sampled.count > 0, newest_B, pending_B)
 
-    assert said.model_logprobs is not None
-    tokens_BK, _ = hand_out(state.pending, said.tokens)
-    drawn_BK, drawn = hand_out(scores.logprob, said.logprobs)
-    model_BK, model = hand_out(scores.model_logprob, said.model_logprobs)
+    assert sampled.model_logprobs is not None
+    tokens_BK, _ = hand_out(state.pending, sampled.tokens)
+    drawn_BK, drawn = hand_out(scores.logprob, sampled.logprobs)
+    model_BK, model = hand_out(scores.model_logprob, sampled.model_logprobs)
     bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in (drawn_BK, model_BK)]
     facts = jnp.stack([state.turn_tokens, scores.asked.astype(jnp.int32)], axis=1)
     scores = scores._replace(logprob=drawn, model_logprob=model)
@@ -344,14 +346,14 @@ def generate(
     return new, jnp.concatenate([tokens_BK, valid_BK.astype(jnp.int32), facts, *bits], axis=1)
 
 
-def _record_chunk(state: DecodeState, orders: Orders) -> Experience:
+def _record_chunk(state: DecodeState, inputs: RoundInputs) -> Experience:
     """Writes the appended ids. The first of a later turn is the pending token, written already."""
-    offsets_BC = jnp.arange(orders.chunk.shape[1])[None, :]
+    offsets_BC = jnp.arange(inputs.chunk.shape[1])[None, :]
     rows_BC = jnp.where(
-        offsets_BC < orders.count[:, None],
-        rows_or_drop(state, orders.count > 0)[:, None],
+        offsets_BC < inputs.count[:, None],
+        rows_or_drop(state, inputs.count > 0)[:, None],
         state.experience.tokens.shape[0],
     )
-    places_BC = (state.origin + state.cached)[:, None] + offsets_BC
-    tokens = state.experience.tokens.at[rows_BC, places_BC].set(orders.chunk, mode="drop")
+    positions_BC = (state.origin + state.cached)[:, None] + offsets_BC
+    tokens = state.experience.tokens.at[rows_BC, positions_BC].set(inputs.chunk, mode="drop")
     return dataclasses.replace(state.experience, tokens=tokens)

@@ -12,7 +12,15 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.envs.chat_template import PROBE, ChatTemplate, Frame, Kind, Place, Said, messages_of
+from earl_jax.envs.chat_template import (
+    PROBE,
+    ChatTemplate,
+    Content,
+    Frame,
+    Kind,
+    Place,
+    messages_of,
+)
 from earl_jax.envs.text_codec import TextCodec
 
 _logger = logging.getLogger(__name__)
@@ -101,31 +109,31 @@ class ChatRenderer:
         self._broken: set[str] = set()
         self._check_codec(self.render_opening(self.opening(PROBE)))
 
-    def opening(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Opening:
+    def opening(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Opening:
         """An episode that begins with these messages, in which the policy has these tools.
 
         Raises ValueError for what is no text, and for what the chat template refuses or has no
         place for.
         """
         place = _ONE_USER
-        if tools or not isinstance(said, str):
-            place = Place.of(messages_of(said), json.dumps(list(tools), ensure_ascii=False))
+        if tools or not isinstance(content, str):
+            place = Place.of(messages_of(content), json.dumps(list(tools), ensure_ascii=False))
         self._checked(place)
-        return Opening(place, self._shown_at(place, said))
+        return Opening(place, self._shown_at(place, content))
 
-    def first(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
+    def first(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
         """Ids of the opening messages, up to where the policy's reply begins.
 
         Raises ValueError as `opening`, and for what cannot be encoded (a lone surrogate).
         """
-        return self.render_opening(self.opening(said, tools)).ids
+        return self.render_opening(self.opening(content, tools)).ids
 
-    def answer(self, said: Said, opening: Opening = Opening()) -> tuple[int, ...]:  # noqa: B008
+    def answer(self, content: Content, opening: Opening = Opening()) -> tuple[int, ...]:  # noqa: B008
         """Ids to append after a policy turn that ended with one of `end_of_turn_ids`.
 
         `opening` is how the episode began. Raises as `first`.
         """
-        return self.render_answer(said, opening).ids
+        return self.render_answer(content, opening).ids
 
     def render_opening(self, opening: Opening) -> Rendered:
         """What `first` is the ids of."""
@@ -133,14 +141,14 @@ class ChatRenderer:
         texts = frame.filled(opening.texts)
         return self._join(frame, self._around(opening.place), texts, opening.texts)
 
-    def render_answer(self, said: Said, opening: Opening) -> Rendered:
+    def render_answer(self, content: Content, opening: Opening) -> Rendered:
         """What `answer` is the ids of."""
-        if isinstance(said, str) and len(said) <= _SHORT:
-            kept = self._kept_answer(said, opening.place)
+        if isinstance(content, str) and len(content) <= _SHORT:
+            kept = self._kept_answer(content, opening.place)
             if kept is not None:
                 return kept
-        place = Place.of(messages_of(said), opening=opening.place)
-        frame, shown = self._template.frame(place), self._shown_at(place, said)
+        place = Place.of(messages_of(content), opening=opening.place)
+        frame, shown = self._template.frame(place), self._shown_at(place, content)
         if not opening.texts and min(frame.slots, default=0) < 0:
             raise ValueError(
                 "the chat template says again how the conversation began; tell `answer` its opening"
@@ -189,17 +197,17 @@ class ChatRenderer:
         """
         return self._codec.kept(text)
 
-    def _answer_any_opening(self, said: str, opening: Place) -> Rendered | None:
+    def _answer_any_opening(self, content: str, opening: Place) -> Rendered | None:
         """The answer behind any texts at this place; None where the template repeats them."""
-        place = Place.of(messages_of(said), opening=opening)
-        frame, shown = self._template.frame(place), self._shown_at(place, said)
+        place = Place.of(messages_of(content), opening=opening)
+        frame, shown = self._template.frame(place), self._shown_at(place, content)
         if min(frame.slots) < 0:
             return None
         return self._join(frame, self._around(place), frame.filled(shown), shown)
 
-    def _shown_at(self, place: Place, said: Said) -> tuple[str, ...]:
+    def _shown_at(self, place: Place, content: Content) -> tuple[str, ...]:
         """The texts of messages as the template shows them."""
-        texts = [message.text for message in messages_of(said)]
+        texts = [message.text for message in messages_of(content)]
         for text in texts:
             if not isinstance(text, str):
                 raise ValueError(f"a message must be a str; got a {type(text).__name__}")

@@ -31,19 +31,19 @@ PROBE = '  \n"earl" \\ <probé> Ee\u0301 \u2581  \ufb01\u2167\t\U0001f642 \n'
 # What the template is given by us, or by `transformers`.
 _OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
 
-Said = str | Sequence[Message]
+Content = str | Sequence[Message]
 
 
-def messages_of(said: Said) -> tuple[Message, ...]:
+def messages_of(content: Content) -> tuple[Message, ...]:
     """What an environment said as messages; a plain text is one of a user.
 
     Raises ValueError for anything else.
     """
-    if isinstance(said, str):
-        return (Message(role="user", text=said),)
-    if not isinstance(said, Sequence) or not all(isinstance(m, Message) for m in said):
-        raise ValueError(f"a message must be a str or Messages; got a {type(said).__name__}")
-    return tuple(said)
+    if isinstance(content, str):
+        return (Message(role="user", text=content),)
+    if not isinstance(content, Sequence) or not all(isinstance(m, Message) for m in content):
+        raise ValueError(f"a message must be a str or Messages; got a {type(content).__name__}")
+    return tuple(content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +215,8 @@ class ChatTemplate:
         stand_ins = _stand_ins(place.kinds, "earl-message")
         written = self._around(stand_ins, place)
         frame = _split(written, stand_ins, opened)
-        said = [slot for slot in frame.slots if slot >= 0]
-        if said != list(range(len(stand_ins))) or _REPLY in written:
+        content = [slot for slot in frame.slots if slot >= 0]
+        if content != list(range(len(stand_ins))) or _REPLY in written:
             raise ValueError(f"the chat template must contain a message once: {written!r}")
         return frame
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from earl_jax.envs.chat import ChatRenderer, Opening, Rendered
-from earl_jax.envs.chat_template import Kind, Place, Said, TemplateRefusal, messages_of
+from earl_jax.envs.chat_template import Content, Kind, Place, TemplateRefusal, messages_of
 from earl_jax.envs.text_stream import StopWatch
 
 History = Literal["append", "fork"]
@@ -57,16 +57,16 @@ class Conversation:
         self._renderer = renderer
         self._forks = history == "fork"
         self._opening = Opening()
-        self._said: list[tuple[Kind | None, str]] = []
+        self._sampled: list[tuple[Kind | None, str]] = []
         # Whether the policy's last turn is without an end, which the next answer then begins with.
         self._is_open = False
         self._sample = ""
 
-    def open(self, said: Said, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
+    def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
         """The environment begins. Raises as `ChatRenderer.first`."""
-        self._opening = self._renderer.opening(said, tools)
+        self._opening = self._renderer.opening(content, tools)
         rendered = self._renderer.render_opening(self._opening)
-        self._note(said, rendered)
+        self._note(content, rendered)
         return Heard(rendered.ids)
 
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
@@ -77,7 +77,7 @@ class Conversation:
         text, has_end = self._renderer.decode_reply(ids), self._renderer.ends_turn(ids)
         self._is_open = before_stop is not None and not has_end
         if self._forks:
-            self._said.append((None, text))
+            self._sampled.append((None, text))
             self._sample += self._renderer.decode(ids)
         return (text, has_end) if before_stop is None else (before_stop, True)
 
@@ -106,30 +106,30 @@ class Conversation:
 
         return StopWatch(decode, strings)
 
-    def answer(self, said: Said) -> Heard:
+    def answer(self, content: Content) -> Heard:
         """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`.
 
         Behind a stop that is no end of turn, the answer begins with the chat template's own.
         """
-        rendered = self._renderer.render_answer(said, self._opening)
+        rendered = self._renderer.render_answer(content, self._opening)
         if self._is_open:
             end = (self._renderer.end_of_turn_id,)
             rendered = dataclasses.replace(
                 rendered, text=self._renderer.decode(end) + rendered.text, ids=end + rendered.ids
             )
-        self._note(said, rendered)
+        self._note(content, rendered)
         if not self._forks:
             return Heard(rendered.ids)
         try:
-            anew = self._renderer.render_whole(self._said, self._opening.place.tools)
+            anew = self._renderer.render_whole(self._sampled, self._opening.place.tools)
         except TemplateRefusal:
             return Heard(rendered.ids)
         forks = anew.text != self._sample
         self._sample = anew.text
         return Heard(anew.ids, forks=True) if forks else Heard(rendered.ids)
 
-    def _note(self, said: Said, rendered: Rendered) -> None:
+    def _note(self, content: Content, rendered: Rendered) -> None:
         if self._forks:
-            kinds = Place.of(messages_of(said)).kinds
-            self._said += zip(kinds, rendered.shown, strict=True)
+            kinds = Place.of(messages_of(content)).kinds
+            self._sampled += zip(kinds, rendered.shown, strict=True)
             self._sample += rendered.text

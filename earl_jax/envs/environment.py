@@ -142,8 +142,8 @@ def check_step(result: object) -> StepResult:
         )
     _check_messages("StepResult", result)
     _check_allowed("StepResult", result)
-    said = (result.text, result.messages, result.choices, result.allowed_token_ids)
-    if result.done and any(said):
+    content = (result.text, result.messages, result.choices, result.allowed_token_ids)
+    if result.done and any(content):
         raise ValueError(
             "StepResult.text, messages, choices and allowed_token_ids must be empty when done, "
             f"nobody reads them; got {_brief(result.text)}, {len(result.messages)} messages, "

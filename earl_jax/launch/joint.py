@@ -161,7 +161,7 @@ def hear_all(
 def total_stats(parts: Sequence[RolloutStats]) -> RolloutStats:
     """Counts add up, and so do tokens in flight, whose greatest number is not at one moment.
 
-    Of words, such as how episodes were parked, those of the first process that has some count.
+    Of words, such as how episodes were preempted, those of the first process that has some count.
     """
     greatest = ("rounds", "context_tokens_max", "env_wait_s", "full_s")
 

@@ -63,8 +63,8 @@ def _receive(port: int, count: int, deadline_s: float, where: str, timeout_s: fl
             try:
                 peer = stack.enter_context(server.accept()[0])
                 peer.settimeout(5.0)
-                said = json.loads(_line(peer))
-                number, of = said["index"], said["count"]
+                greeting = json.loads(_line(peer))
+                number, of = greeting["index"], greeting["count"]
             except TimeoutError:
                 absent = sorted(set(range(1, count)) - come)
                 if time.monotonic() > deadline_s:

@@ -62,10 +62,10 @@ class PagedCache:
 
 
 def empty_cache(
-    config: ModelConfig, rows: int, places: int, page_size: int = 64, kv_dtype: str = "compute"
+    config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64, kv_dtype: str = "compute"
 ) -> PagedCache:
     """Zeros, and a table that gives every row pages of its own for so many places, in order."""
-    per_row = -(-places // page_size)
+    per_row = -(-max_tokens // page_size)
     return PagedCache(
         layers=empty_pages(config, rows * per_row, page_size, kv_dtype),
         table=jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row),
@@ -103,9 +103,9 @@ def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
     )
 
 
-def cache_bytes(config: ModelConfig, rows: int, places: int, page_size: int = 64) -> int:
+def cache_bytes(config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64) -> int:
     """Bytes of the pages of `empty_cache` before they are split over devices."""
-    numbers = rows * -(-places // page_size) * page_size
+    numbers = rows * -(-max_tokens // page_size) * page_size
     numbers *= config.num_kv_heads * config.head_size
     return 2 * config.num_layers * numbers * jnp.dtype(config.compute_dtype).itemsize
 
@@ -178,11 +178,11 @@ class _NewTokens(NamedTuple):
     def put_places(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
         """The pool with them in it; `axis` of the pool are the places of a page."""
         offsets_BT = jnp.arange(self.length)[None, :]
-        places_BT = self.starts_B[:, None] + offsets_BT
-        index_BT = places_BT // self.page_size
+        positions_BT = self.starts_B[:, None] + offsets_BT
+        index_BT = positions_BT // self.page_size
         pages_BT = jnp.take_along_axis(self.table_BY, index_BT, axis=1, mode="clip")
         written_BT = (offsets_BT < self.counts_B[:, None]) & (index_BT < self.table_BY.shape[1])
-        inside_BT = places_BT % self.page_size
+        inside_BT = positions_BT % self.page_size
         if self.share.parts > 1:
             written_BT &= inside_BT // self.own_size == self.share.index
             inside_BT %= self.own_size
@@ -196,8 +196,8 @@ class _NewTokens(NamedTuple):
         number = (self.length + self.page_size - 2) // self.page_size + 1
         index_BN = (self.starts_B // self.page_size)[:, None] + jnp.arange(number)[None, :]
         pages_BN = jnp.take_along_axis(self.table_BY, index_BN, axis=1, mode="clip")
-        places_BNS = self.share.places(index_BN, self.own_size)
-        token_BNS = places_BNS - self.starts_B[:, None, None]
+        positions_BNS = self.share.max_tokens(index_BN, self.own_size)
+        token_BNS = positions_BNS - self.starts_B[:, None, None]
         is_new_BNS = (token_BNS >= 0) & (token_BNS < self.counts_B[:, None, None])
         is_new_BNS &= (index_BN < self.table_BY.shape[1])[:, :, None]
 

@@ -40,9 +40,9 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
     Before it what the last episodes of a rollout would need to go on elsewhere.
     """
     rollout = world.config.rollout
-    if (tail := placement.seats.tail_plan(history.recent())) is not None:
+    if (tail := placement.sessions.tail_plan(history.recent())) is not None:
         yield _round(world, tail, placement.max_tokens)
-    bucket = rollout.places_for(placement.max_tokens + 1)
+    bucket = rollout.max_tokens_for(placement.max_tokens + 1)
     configured = bucket <= rollout.context_buckets[-1]
     if bucket > world.max_context or not (configured or _is_near(history, placement.max_tokens)):
         return

@@ -19,7 +19,7 @@ import jax
 from earl_jax.launch.joint import RolloutShort, Shortage, shortage_of
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes
-from earl_jax.placement.seats import Seats
+from earl_jax.placement.sessions import Sessions
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
@@ -88,7 +88,7 @@ class Placement:
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
         self.backup = StateBackup(world.processes.count == 1)
-        self.seats = Seats(self)
+        self.sessions = Sessions(self)
         # Hears which program is used next (CompileAhead.hand_over); says which are compiled.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
@@ -204,8 +204,8 @@ class Placement:
     def step_of(self, tokens: int, load: Load | None) -> Step:
         """Returns the work of a step whose episodes may have so many tokens."""
         rollout = self.world.config.rollout
-        max_tokens = max(rollout.places_for(tokens), self.outgrown)
-        length = rollout.places_for(load.context_tokens_max if load else 1)
+        max_tokens = max(rollout.max_tokens_for(tokens), self.outgrown)
+        length = rollout.max_tokens_for(load.context_tokens_max if load else 1)
         is_new = max_tokens > self._most_tokens or length > self._most_length
         return Step(
             max_tokens=max_tokens,
@@ -253,7 +253,7 @@ class Placement:
         comes and goes, the mesh must not.
         """
         rollout = self.world.config.rollout
-        longest = rollout.places_for(load.context_tokens_max if load else 1)
+        longest = rollout.max_tokens_for(load.context_tokens_max if load else 1)
         return self._choose_training(longest, load)
 
     def choose_training_again(self) -> Decision:

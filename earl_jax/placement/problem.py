@@ -189,8 +189,8 @@ def make_problem(
         num_processes=num_processes,
         can_offload=can_offload,
         preempted_bytes=0
-        if rollout.parking == "recompute"
-        else int(rollout.parking_host_gib * 2**30),
+        if rollout.preemption == "recompute"
+        else int(rollout.preemption_host_gib * 2**30),
     )
 
 

@@ -19,10 +19,10 @@ import numpy as np
 from earl_jax.engine.choices import check_allowed, check_choices, no_choices, set_turn
 from earl_jax.engine.config import MAX_STOP_IDS, RolloutConfig, Sampling
 from earl_jax.engine.drafting import Drafting
-from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_PAGE, NO_ROW, Report, pack_orders
+from earl_jax.engine.round_inputs import NO_ID, NO_LIMIT, NO_PAGE, NO_ROW, Report, pack_inputs
 from earl_jax.engine.sampling import sampling_rows, set_row
-from earl_jax.engine.scheduler import LaneScheduler, Rows, make_rows
-from earl_jax.engine.session import Seat
+from earl_jax.engine.scheduler import Rows, SlotScheduler, make_rows
+from earl_jax.engine.session import Session
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import (
     ABORTED,
@@ -34,34 +34,34 @@ from earl_jax.envs.environment import (
     check_step,
 )
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
-from earl_jax.rollout.block_manager import CacheRoom, MakeRoom
+from earl_jax.rollout.block_manager import BlockManager, MakeRoom
 from earl_jax.rollout.control import Requests, RolloutControl
 from earl_jax.rollout.episode import LiveEpisode, Task
 from earl_jax.rollout.guests import Guests
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.trajectory import Experience, Trajectory
 
-# thin_out(seat, live, longest): where the last `live` episodes go on, the longest of which has so
-# many tokens.
-ThinOut = Callable[[Seat, int, int], Seat]
+# thin_out(session, live, longest): where the last `live` episodes go on, the longest of which has
+# so many tokens.
+ThinOut = Callable[[Session, int, int], Session]
 # What an environment says when its call comes back: how it begins, or what a step led to.
 Answer = tuple[Environment, Start] | StepResult
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What a rollout leaves: host facts in the order of the tasks, and the seat with the rows."""
+    """Results of a rollout: host facts in the order of the tasks, the session with the rows."""
 
     trajectories: list[Trajectory]
-    seat: Seat
+    session: Session
     stats: RolloutStats
     rows: Rows
 
     @property
     def experience(self) -> Experience:
         """The device rows; row i is the episode of task i. Where there are guests, a copy."""
-        seat = self.seat
-        return seat.engine.row_copies.at_home(seat.state.experience, self.rows)
+        session = self.session
+        return session.engine.row_copies.at_home(session.state.experience, self.rows)
 
 
 class Collector:
@@ -80,7 +80,7 @@ class Collector:
         drafting: Drafting | None = None,
         thin_out: ThinOut | None = None,
     ) -> None:
-        """`make_room` is asked where the seat has too little room for the next round.
+        """`make_room` is asked where the session has too little room for the next round.
 
         `thin_out` is asked where most slots are empty for good: when a quarter is busy, and each
         time that half as many are as when it was asked before.
@@ -110,7 +110,7 @@ class Collector:
 
     def collect(
         self,
-        seat: Seat,
+        session: Session,
         tasks: Sequence[Task],
         *,
         sampling: Sampling,
@@ -125,67 +125,67 @@ class Collector:
             ValueError: a task asks for what cannot be.
         """
         config = self._config
-        rules = seat.engine.config.rules
+        rules = session.engine.config.rules
         self._choice_branches, self._scores_all = rules.choice_branches, rules.model_logprobs
-        self._vocab_size = seat.engine.config.vocab_size
+        self._vocab_size = session.engine.config.vocab_size
         for task in tasks:
             task.validate()
         rows = make_rows(
             num_rows=config.episodes_per_step,
             num_slots=config.num_slots,
             num_devices=self._num_devices,
-            guests=seat.engine.config.num_rows > config.episodes_per_step,
+            guests=session.engine.config.num_rows > config.episodes_per_step,
         )
         groups = [task.group for task in tasks]
-        scheduler = LaneScheduler(groups, rows=rows, num_slots=config.num_slots)
+        scheduler = SlotScheduler(groups, rows=rows, num_slots=config.num_slots)
         self._guests = Guests(rows, config.num_slots)
-        self._room = CacheRoom(config, seat, self._slots, self._make_room)
+        self._room = BlockManager(config, session, self._slots, self._make_room)
         while True:
             if control is not None:
-                seat = self._obey(control.take(), seat)
+                session = self._obey(control.take(), session)
             self._refill(scheduler, tasks)
             self._hear(scheduler, tasks)
             # What was sampled behind a last stop is given up in a round of its own.
             if not any(self._slots) and not self._given_up:
                 break
-            seat = self._room.fit(self._move_the_last(scheduler, seat))
-            orders = self._orders(sampling, seat.policy.version)
-            seat = self._room.give(self._guests.settle(seat))
-            seat, report = self._play(seat, orders)
-            self._answer(self._listen(report, seat.policy.version))
+            session = self._room.fit(self._move_the_last(scheduler, session))
+            inputs = self._inputs(sampling, session.policy.version)
+            session = self._room.give(self._guests.settle(session))
+            session, report = self._play(session, inputs)
+            self._answer(self._listen(report, session.policy.version))
             self._stats.rounds += 1
-        seat = self._guests.settle(seat, at_last=True)
+        session = self._guests.settle(session, at_last=True)
         self._stats.guest_episodes = self._guests.count
         self._stats.copied_tokens = self._room.copied_tokens
-        self._stats.parked_episodes = self._room.num_parked
+        self._stats.preempted_episodes = self._room.num_preempted
         self._stats.recomputed_tokens += self._room.recomputed_tokens
-        self._stats.parked_host_bytes = self._room.host_bytes
-        self._stats.parking = self._room.parking
-        seat = dataclasses.replace(seat, kept=self._room.keep(seat.policy.version))
+        self._stats.preempted_host_bytes = self._room.host_bytes
+        self._stats.preemption = self._room.preemption
+        session = dataclasses.replace(session, kept=self._room.keep(session.policy.version))
         trajectories = [self._finished[row] for row in range(len(tasks))]
-        return Rollout(trajectories=trajectories, seat=seat, stats=self._stats, rows=rows)
+        return Rollout(trajectories=trajectories, session=session, stats=self._stats, rows=rows)
 
-    def _move_the_last(self, scheduler: LaneScheduler, seat: Seat) -> Seat:
+    def _move_the_last(self, scheduler: SlotScheduler, session: Session) -> Session:
         """Asks whether the last episodes go on elsewhere, if there are so few now."""
         live = [episode for episode in self._slots if episode is not None]
         if self._thin_out is None or scheduler.num_waiting or len(live) > self._thin_at:
-            return seat
+            return session
         self._thin_at = len(live) // 2
         longest = max((episode.length for episode in live), default=0)
-        return self._thin_out(seat, len(live), longest) if live else seat
+        return self._thin_out(session, len(live), longest) if live else session
 
-    def _play(self, seat: Seat, orders: np.ndarray) -> tuple[Seat, Report]:
+    def _play(self, session: Session, inputs: np.ndarray) -> tuple[Session, Report]:
         """One round, timed."""
         scored = any(episode is not None and episode.scored for episode in self._slots)
-        program = (str(seat.engine.layout), seat.places, seat.pool, scored)
+        program = (str(session.engine.layout), session.max_tokens, session.pool, scored)
         drafts = self._drafting.choose(program)
         start_s = time.perf_counter()
-        state, report = seat.engine.play(
-            seat.policy.params, seat.state, orders, drafts=drafts, model_logprobs=scored
+        state, report = session.engine.play(
+            session.policy.params, session.state, inputs, drafts=drafts, model_logprobs=scored
         )
         seconds = time.perf_counter() - start_s
         self._drafting.note(program, drafts, tokens=int(report.count.sum()), seconds=seconds)
-        engine = seat.engine
+        engine = session.engine
         # A speed is that of the plan that the rollout began with.
         self._first_engine = self._first_engine or engine
         if program in self._seen and engine is self._first_engine:
@@ -196,7 +196,7 @@ class Collector:
             self._stats.drafting_rounds += drafts
             self._stats.drafted_tokens += int(report.drafted.sum())
             self._stats.accepted_tokens += int((report.count - report.passes).sum())
-        return dataclasses.replace(seat, state=state), report
+        return dataclasses.replace(session, state=state), report
 
     def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
         """The episode in this slot is over; the slot is free."""
@@ -208,7 +208,7 @@ class Collector:
         self._slots[slot] = None
         self._room.end(slot)
 
-    def _obey(self, requests: Requests, seat: Seat) -> Seat:
+    def _obey(self, requests: Requests, session: Session) -> Session:
         """Ends what is to be aborted, and changes weights."""
         self._aborted |= requests.aborted
         for slot, episode in enumerate(self._slots):
@@ -217,14 +217,14 @@ class Collector:
                 self._end(slot, ABORTED, self._aborted[episode.task.episode])
                 self._stopped.add(slot)
         if requests.swap is None:
-            return seat
+            return session
         self._room.new_weights(recompute=requests.swap.cache == "recompute")
         if requests.swap.cache == "recompute":
             for episode in filter(None, self._slots):
                 self._stats.recomputed_tokens += episode.rewind()
-        return dataclasses.replace(seat, policy=requests.swap.publish(seat.engine))
+        return dataclasses.replace(session, policy=requests.swap.publish(session.engine))
 
-    def _refill(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> bool:
+    def _refill(self, scheduler: SlotScheduler, tasks: Sequence[Task]) -> bool:
         """Gives free slots waiting episodes, whose environments begin. False if none came."""
         opened = {}
         while taken := scheduler.assign(self._free_slots(), self._room.crowded):
@@ -269,7 +269,7 @@ class Collector:
             self._end(slot, *episode.cut(self._config.unfinished_reward))
         self._calls.submit(steps)
 
-    def _hear(self, scheduler: LaneScheduler, tasks: Sequence[Task]) -> None:
+    def _hear(self, scheduler: SlotScheduler, tasks: Sequence[Task]) -> None:
         """Takes what environments say within the patience; waits on while no slot has work."""
         start_s = time.perf_counter()
         waits_on = True
@@ -280,7 +280,7 @@ class Collector:
                 if episode is not None and episode.row in answers:
                     self._take(slot, episode, answers[episode.row])
             refilled = self._refill(scheduler, tasks)
-            # Those that ended may have left pages, and none but parked ones.
+            # Those that ended may have left pages, and none but preempted ones.
             self._room.resume()
             waits_on = refilled or (any(self._slots) and self._is_idle())
         self._stats.env_wait_s += time.perf_counter() - start_s
@@ -289,20 +289,20 @@ class Collector:
         """Whether a round would have nothing to do."""
         return not any(episode is not None and episode.has_work for episode in self._slots)
 
-    def _take(self, slot: int, episode: LiveEpisode, said: "Answer | Failure") -> None:
+    def _take(self, slot: int, episode: LiveEpisode, sampled: "Answer | Failure") -> None:
         """The environment's start or step."""
-        if isinstance(said, Failure):
-            return self._end(slot, said.stop_reason, said.detail)
+        if isinstance(sampled, Failure):
+            return self._end(slot, sampled.stop_reason, sampled.detail)
         conversation = episode.conversation
-        asks = said if isinstance(said, StepResult) else said[1]
-        if isinstance(said, StepResult):
-            episode.rewards.append(float(said.reward))
-            if said.done:
-                return self._end(slot, said.stop_reason, said.detail)
-            message = said.messages or said.text
+        asks = sampled if isinstance(sampled, StepResult) else sampled[1]
+        if isinstance(sampled, StepResult):
+            episode.rewards.append(float(sampled.reward))
+            if sampled.done:
+                return self._end(slot, sampled.stop_reason, sampled.detail)
+            message = sampled.messages or sampled.text
             render = conversation.answer
         else:
-            episode.environment, start = said
+            episode.environment, start = sampled
             episode.role = start.role
             message = start.messages or start.text
             render = functools.partial(conversation.open, tools=start.tools)
@@ -318,7 +318,7 @@ class Collector:
             return self._end(slot, *episode.cut(self._config.unfinished_reward))
         episode.hear(message, heard)
 
-    def _orders(self, sampling: Sampling, version: int) -> np.ndarray:
+    def _inputs(self, sampling: Sampling, version: int) -> np.ndarray:
         """The next chunk of every slot's queue, taken off the queue."""
         num_slots, chunk_size = len(self._slots), self._config.chunk_size
         columns = self._columns()
@@ -358,10 +358,10 @@ class Collector:
                 columns["speak"][slot] = not (episode.speaking or episode.waits)
                 columns["turn_limit"][slot] = episode.turn_limit
                 set_turn(columns["choices"], slot, episode.choices, episode.allowed)
-        self._room.end_orders(columns["count"])
+        self._room.end_inputs(columns["count"])
         # Slots whose first token of the round comes from their chunk.
         self._begun = (columns["count"] > 0) & (columns["speak"] + columns["resume"] > 0)
-        return pack_orders(chunk=chunk, sampling=drawn, version=version, **columns)
+        return pack_inputs(chunk=chunk, sampling=drawn, version=version, **columns)
 
     def _columns(self) -> dict[str, Any]:
         """Orders that only end what is not to go on."""

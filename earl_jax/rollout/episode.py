@@ -6,7 +6,7 @@ import dataclasses
 
 from earl_jax.engine.config import Limits, Sampling, Stops
 from earl_jax.engine.round_inputs import NO_LIMIT, Report
-from earl_jax.envs.chat_template import Said, messages_of
+from earl_jax.envs.chat_template import Content, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
 from earl_jax.envs.text_stream import StopWatch
@@ -63,7 +63,7 @@ class LiveEpisode:
     `queue` holds ids that are still to be appended; the first `again` of them are no news: the
     token sampled last, which goes into the cache now, or what other weights have read before.
     `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
-    the queue begins with all of this sample again. `parked`: it takes no part, because there are
+    the queue begins with all of this sample again. `preempted`: it takes no part, because there are
     too few pages; what was read may be in host memory. `speaking`: in the middle of a turn.
     `length` counts the episode's tokens, the first `origin` of which belong to earlier samples.
     `choices` are the ids of what its next turn may be, or `allowed` those that it is made of; both
@@ -89,7 +89,7 @@ class LiveEpisode:
     fresh: bool = True
     forks: bool = False
     rewinds: bool = False
-    parked: bool = False
+    preempted: bool = False
     speaking: bool = False
     origin: int = 0
     length: int = 0
@@ -119,7 +119,7 @@ class LiveEpisode:
         most = self._most_tokens(self.length if heard.forks else self.origin)
         return self.length + len(heard.ids) < most
 
-    def hear(self, said: Said, heard: Heard) -> None:
+    def hear(self, content: Content, heard: Heard) -> None:
         """The environment said something: to be appended, behind the pending token.
 
         Or to begin a new sample, which knows of no pending token.
@@ -132,13 +132,13 @@ class LiveEpisode:
             self.queue = [*self.queue, self.turns[-1].token_ids[-1]]
             self.again += 1
         self.queue = [*self.queue, *heard.ids]
-        messages = tuple((message.role, message.text) for message in messages_of(said))
+        messages = tuple((message.role, message.text) for message in messages_of(content))
         self.turns.append(
             Turn(
                 author="environment",
                 text="\n".join(text for _, text in messages),
                 token_ids=heard.ids,
-                messages=() if isinstance(said, str) else messages,
+                messages=() if isinstance(content, str) else messages,
                 forks=heard.forks,
             )
         )
@@ -149,7 +149,7 @@ class LiveEpisode:
     @property
     def has_work(self) -> bool:
         """Whether it takes part in the next round."""
-        return not self.parked and (self.speaking or bool(self.queue))
+        return not self.preempted and (self.speaking or bool(self.queue))
 
     @property
     def begins(self) -> bool:
@@ -172,9 +172,9 @@ class LiveEpisode:
 
         Returns how many of these tokens are given up: those behind a stop string.
         """
-        said = report.tokens[slot, : report.count[slot]].tolist()
-        count = self._count_until_stop(said)
-        self.reply += said[:count]
+        sampled = report.tokens[slot, : report.count[slot]].tolist()
+        count = self._count_until_stop(sampled)
+        self.reply += sampled[:count]
         self.logprobs += report.logprobs[slot, :count].tolist()
         if self.scored and report.model_logprobs is not None:
             self.model_logprobs += report.model_logprobs[slot, :count].tolist()
@@ -182,15 +182,15 @@ class LiveEpisode:
         self.length += count
         found = self.stop_watch is not None and self.stop_watch.found
         self.speaking = bool(report.active[slot]) and not found
-        return len(said) - count
+        return len(sampled) - count
 
-    def _count_until_stop(self, said: list[int]) -> int:
+    def _count_until_stop(self, sampled: list[int]) -> int:
         """How many of these are said until a stop string is complete."""
         if not self.stops.strings:
-            return len(said)
+            return len(sampled)
         if self.stop_watch is None:
             self.stop_watch = self.conversation.watch_for(self.stops.strings)
-        return self.stop_watch.push(said)
+        return self.stop_watch.push(sampled)
 
     def end_turn(self) -> tuple[str, bool]:
         """The policy says no more. Returns its text, and whether it said all that it wanted."""

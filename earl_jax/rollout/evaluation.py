@@ -30,12 +30,14 @@ def evaluate(
     for first in range(0, games, rows):
 
         def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
-            seat, _ = placement.seats.open(world.policy(position.state), version=position.step)
+            session, _ = placement.sessions.open(
+                world.policy(position.state), version=position.step
+            )
             sampling = world.config.eval.sampling
-            rollout, played = play_all(world, placement, seat, batch, load, sampling)
+            rollout, played = play_all(world, placement, session, batch, load, sampling)
             if rollout:
                 # The next batch, and the next step's episodes, are played with the same weights.
-                placement.seats.keep(rollout.seat)
+                placement.sessions.keep(rollout.session)
             return played.outcomes
 
         placement.choose_rollout(expected_tokens(world, load), load)

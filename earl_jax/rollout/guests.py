@@ -6,7 +6,7 @@ import dataclasses
 
 from earl_jax.engine.row_copies import RowMove
 from earl_jax.engine.scheduler import Rows
-from earl_jax.engine.session import Seat
+from earl_jax.engine.session import Session
 
 
 class Guests:
@@ -16,7 +16,7 @@ class Guests:
     """
 
     def __init__(self, rows: Rows, num_slots: int) -> None:
-        self._rows, self._slots_per_lane = rows, num_slots // rows.lanes
+        self._rows, self._slots_per_shard = rows, num_slots // rows.data_shards
         # By slot: what a guest left in its row.
         self._leaving: dict[int, RowMove] = {}
         self._is_due = False
@@ -24,7 +24,7 @@ class Guests:
 
     def begin(self, slot: int, row: int) -> int:
         """The place that this slot writes for an episode, in the whole buffer."""
-        if self._rows.lane(row) == slot // self._slots_per_lane:
+        if self._rows.data_shard(row) == slot // self._slots_per_shard:
             return self._rows.home(row)
         self.count += 1
         self._is_due |= slot in self._leaving
@@ -36,14 +36,14 @@ class Guests:
         if place != home and tokens:
             self._leaving[slot] = RowMove(place, home, tokens)
 
-    def settle(self, seat: Seat, *, at_last: bool = False) -> Seat:
-        """The seat before its next round: rows that slots need again are home.
+    def settle(self, session: Session, *, at_last: bool = False) -> Session:
+        """The session before its next round: rows that slots need again are home.
 
         `at_last` there is none, and all are.
         """
         if not (self._is_due or at_last and self._leaving):
-            return seat
+            return session
         moves = list(self._leaving.values())
         self._leaving, self._is_due = {}, False
-        state = seat.engine.row_copies.bring_home(seat.state, moves)
-        return dataclasses.replace(seat, state=state)
+        state = session.engine.row_copies.bring_home(session.state, moves)
+        return dataclasses.replace(session, state=state)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a parked episode's pages: copied to host memory, or computed again. Pure.
+"""What becomes of a preempted episode's pages: copied to host memory, or computed again. Pure.
 
 And whether what another row shard has read is copied from its devices, or read here too. All are
 priced by a roofline of what the chip's data sheet says, and the cheaper is taken. Nothing is
@@ -69,7 +69,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose_parking(tokens: int, work: Work, rates: Rates) -> Choice:
+def choose_preemption(tokens: int, work: Work, rates: Rates) -> Choice:
     """The cheaper way to have the cache of so many tokens again.
 
     Example: 1000 tokens in 4 blocks of 32 MB over a link of 64 GB/s are 4 ms, out and back; by

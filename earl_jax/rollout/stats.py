@@ -18,11 +18,11 @@ class RolloutStats:
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled;
     `copied_tokens` of what was taken over came from the pages of another row shard.
-    `recomputed_tokens` were read again: by newer weights, or behind the `parked_episodes`, counted
-    each time one gave up its pages. `parked_host_bytes` of such pages were copied to host memory
-    and back; `parking` is the last choice between the two in words, "" where there was none.
-    `guest_episodes` played in another lane than that of their row, where a slot was free.
-    `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
+    `recomputed_tokens` were read again: by newer weights, or behind the `preempted_episodes`,
+    counted each time one gave up its pages. `preempted_host_bytes` of such pages were copied to
+    host memory and back; `preemption` is the last choice between the two in words, "" where there
+    was none. `guest_episodes` played in another data shard than that of their row, where a slot was
+    free. `given_up_tokens` were sampled in the same round behind a stop string, and are no part of
     `rollout_tokens`. `drafted_tokens` were guessed, `accepted_tokens` of them were what was
     sampled, in `drafting_rounds` of the `rounds`. Decode steps computed `decode_rows` rows, as many
     as `RolloutConfig.step_rows` says or one for each slot, `idle_rows` of them for slots that said
@@ -38,10 +38,10 @@ class RolloutStats:
     shared_tokens: int = 0
     copied_tokens: int = 0
     recomputed_tokens: int = 0
-    parked_episodes: int = 0
+    preempted_episodes: int = 0
     guest_episodes: int = 0
-    parked_host_bytes: int = 0
-    parking: str = ""
+    preempted_host_bytes: int = 0
+    preemption: str = ""
     given_up_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
@@ -82,8 +82,8 @@ class RolloutStats:
         the last two slots have begun: 3 steps of two rows, 3 of them idle, and none.
         """
         passes_B = report.count if report.passes is None else report.passes
-        said_SB = (passes_B - begun_B.astype(np.int32)).reshape(num_shards, -1)
-        steps_SB = said_SB if report.steps is None else report.steps.reshape(num_shards, -1)
+        sampled_SB = (passes_B - begun_B.astype(np.int32)).reshape(num_shards, -1)
+        steps_SB = sampled_SB if report.steps is None else report.steps.reshape(num_shards, -1)
         rows = int(steps_SB.max(axis=1).sum()) * step_rows
         self.decode_rows += rows
-        self.idle_rows += rows - int(said_SB.sum())
+        self.idle_rows += rows - int(sampled_SB.sum())

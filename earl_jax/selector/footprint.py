@@ -95,12 +95,13 @@ class Workload:
     num_players: int = 1
 
     def guests(self, mesh: MeshShape) -> int:
-        """Rows for guests over all devices: one a slot where a process has several lanes.
+        """Rows for guests over all devices: one a slot where a process has several data shards.
 
-        As engine/scheduler.py cuts them: so many lanes as divide its devices, slots and episodes.
+        As engine/scheduler.py cuts them: so many data shards as divide its devices, slots and
+        episodes.
         """
-        lanes = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
-        return self.num_slots if lanes > self.num_players else 0
+        data_shards = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
+        return self.num_slots if data_shards > self.num_players else 0
 
     def rows_a_step(self, mesh: MeshShape, rows: int) -> int:
         """Rows of a decode step where so many of a row shard's are busy."""
@@ -184,9 +185,9 @@ def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
     return trained + device_bytes(sizes.frozen, mesh), 2 * trained
 
 
-def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, places: int) -> int:
+def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int) -> int:
     """Bytes per device of the pages of a full row."""
-    pages = -(-places // work.page_size)
+    pages = -(-max_tokens // work.page_size)
     return pages * work.page_size // mesh.context * cache_token_bytes(sizes, work, mesh)
 
 
@@ -194,15 +195,15 @@ def rollout_footprint(
     sizes: ModelSizes,
     work: Workload,
     mesh: MeshShape,
-    places: int,
+    max_tokens: int,
     rows_at_once: int,
     trainer: int,
     platform: str,
 ) -> Footprint:
     """Of a rollout beside `trainer` bytes, with pages for so many full rows of a row shard."""
     rows = work.num_slots // mesh.data
-    buffers = (work.num_rows + work.guests(mesh)) // mesh.data * places * EXPERIENCE_BYTES
-    at_a_time = min(PLACES_AT_A_TIME, places // mesh.context)
+    buffers = (work.num_rows + work.guests(mesh)) // mesh.data * max_tokens * EXPERIENCE_BYTES
+    at_a_time = min(PLACES_AT_A_TIME, max_tokens // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
     decoding = work.rows_a_step(mesh, rows) * blocks * sizes.engine_bytes + logits
@@ -225,7 +226,7 @@ def rollout_footprint(
         beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
         weights=engine_bytes(sizes.engine, mesh),
-        cache=rows_at_once * row_bytes(sizes, work, mesh, places),
+        cache=rows_at_once * row_bytes(sizes, work, mesh, max_tokens),
         activations=buffers + beside + max(decoding, appending),
         trainer=trainer,
     )

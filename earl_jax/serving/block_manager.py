@@ -26,7 +26,7 @@ import numpy as np
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool, pages_for
-from earl_jax.engine.session import Policy, Seat
+from earl_jax.engine.session import Policy, Session
 from earl_jax.engine.step_tokens import StepTokens
 
 if TYPE_CHECKING:
@@ -43,17 +43,17 @@ class _Step(NamedTuple):
     tokens: StepTokens
 
 
-class ServingRoom:
+class ServingBlockManager:
     """The pages of JetStream's slots. Host-side state only.
 
     `places` of a slot and the pool of `pages` are what the state has now. `failed` says why the
     requests of some slots end: for want of memory.
     """
 
-    def __init__(self, engine: "PolicyEngine", pool: Pool, places: int) -> None:
+    def __init__(self, engine: "PolicyEngine", pool: Pool, max_tokens: int) -> None:
         """Nobody is in any slot of a state with these pages and places."""
-        self._engine, self.places = engine, places
-        self._most = engine.config.serving.places
+        self._engine, self.max_tokens = engine, max_tokens
+        self._most = engine.config.serving.context_tokens
         # The most tokens of a step.
         self._says = 1 + (engine.config.rules.draft if engine.config.rules.ngram else 0)
         self._page_size = engine.config.page_size
@@ -102,15 +102,15 @@ class ServingRoom:
 
     def settle(self, in_flight: int = 0) -> int:
         """Learns how many tokens steps have said, but for the last `in_flight`; their sum."""
-        said = 0
+        sampled = 0
         while len(self._steps) > in_flight:
             requests, tokens = self._steps.popleft()
             counts = tokens.num_tokens()
             for slot, ticket in requests.items():
-                said += int(counts[slot])
+                sampled += int(counts[slot])
                 if slot in self._lengths and self._tickets[slot] == ticket:
                     self._lengths[slot] -= self._says - int(counts[slot])
-        return said
+        return sampled
 
     def prepare(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
         """The state in which everybody who takes part has pages for a step, and who does.
@@ -150,21 +150,25 @@ class ServingRoom:
         Who has too little where there is no memory for more fails.
         """
         awake = self._lengths.keys() - self._asleep
-        places = max((self._tokens(slot) for slot in awake), default=0)
+        max_tokens = max((self._tokens(slot) for slot in awake), default=0)
         old, size = self.pages.pool, self._page_size
-        if places <= self.places and pages <= old.pages:
+        if max_tokens <= self.max_tokens and pages <= old.pages:
             return state
-        places = self.places if places <= self.places else max(places, 2 * self.places)
+        max_tokens = (
+            self.max_tokens
+            if max_tokens <= self.max_tokens
+            else max(max_tokens, 2 * self.max_tokens)
+        )
         pages = old.pages if pages <= old.pages else max(pages, 2 * old.pages)
-        places = min(places, self._most)
+        max_tokens = min(max_tokens, self._most)
         new = old._replace(pages=min(pages, max(old.pages, pages_for(self._most, size))))
         table, source = self.pages.regroup(new)
         try:
-            state = self._engine.grow_served(state, places, old, source if new != old else None)
+            state = self._engine.grow_served(state, max_tokens, old, source if new != old else None)
         except jax.errors.JaxRuntimeError as error:
             self._fail(awake, str(error).splitlines()[0])
             return state
-        self.pages, self.places, self._given = table, places, None
+        self.pages, self.max_tokens, self._given = table, max_tokens, None
         return state
 
     def _fail(self, awake: Collection[int], why: str) -> None:
@@ -172,7 +176,7 @@ class ServingRoom:
         for slot in awake:
             tokens = self._tokens(slot)
             missing = self.pages.missing(slot, tokens)
-            if tokens > self.places or missing > self.pages.num_free(self.pages.shard(slot)):
+            if tokens > self.max_tokens or missing > self.pages.num_free(self.pages.shard(slot)):
                 self._asleep.add(slot)
                 self.host.drop(slot)
                 self.pages.keep(slot, 0)
@@ -215,21 +219,21 @@ class ServingRoom:
 
     def _copy(self, state: DecodeState, leaving: dict[int, list[int]]) -> DecodeState:
         """Pages leave for the host and come back; prompts come in; everybody has room to go on."""
-        seat = Seat(
+        session = Session(
             engine=self._engine,
             policy=Policy(params=None, version=0),
             state=state,
-            places=self.places,
+            max_tokens=self.max_tokens,
             pages=self.pages,
         )
         self.host.settle()
-        seat = self.host.copy_out(seat, leaving)
+        session = self.host.copy_out(session, leaving)
         coming = {}
         for slot in sorted(self._lengths.keys() - self._asleep):
             self.pages.hold(slot, self._tokens(slot))
             if slot in self.host:
                 coming[slot] = self.pages.pages_of(slot, self._length(slot))
-        state = self.host.copy_back(seat, coming, dict.fromkeys(coming, True)).state
+        state = self.host.copy_back(session, coming, dict.fromkeys(coming, True)).state
         for slot in sorted(self._prompts.keys() - self._asleep):
             pages = self.pages.pages_of(slot, self._length(slot))
             state = self._engine.put_prompt(state, self._prompts.pop(slot), slot, pages)
@@ -237,7 +241,7 @@ class ServingRoom:
 
     def _give(self, state: DecodeState) -> DecodeState:
         """The state in which slots have their pages."""
-        table = self.pages.as_array(pages_for(self.places, self._page_size))
+        table = self.pages.as_array(pages_for(self.max_tokens, self._page_size))
         if self._given is not None and np.array_equal(table, self._given):
             return state
         self._given = table

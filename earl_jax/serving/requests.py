@@ -26,7 +26,7 @@ class RequestLimits:
 
     vocab_size: int
     max_prompt_tokens: int
-    places: int
+    context_tokens: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def check_fields(request: Any, limits: RequestLimits) -> None:
     if request.max_tokens < 1:
         raise _invalid(
             f"max_tokens is {request.max_tokens}; it must be at least 1, and with the prompt at "
-            f"most {limits.places}"
+            f"most {limits.context_tokens}"
         )
     if content == "token_content":
         check_ids(request.token_content.token_ids, request.max_tokens, limits)
@@ -134,13 +134,13 @@ def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> Non
             f"the prompt has {count} tokens; this server takes at most {limits.max_prompt_tokens} "
             "(--max_prompt_tokens when it was started). Shorten it"
         )
-    if count + max_tokens > limits.places:
+    if count + max_tokens > limits.context_tokens:
         raise _invalid(
             f"the prompt's {count} tokens and max_tokens={max_tokens} need "
-            f"{count + max_tokens} places; there are {limits.places}: "
+            f"{count + max_tokens} places; there are {limits.context_tokens}: "
             + (
-                f"lower max_tokens to at most {limits.places - count}"
-                if count < limits.places
+                f"lower max_tokens to at most {limits.context_tokens - count}"
+                if count < limits.context_tokens
                 else "shorten the prompt"
             )
         )

@@ -219,23 +219,23 @@ def check_against_model(
             f"--num_slots={flags.num_slots} does not divide over the mesh {mesh}; choose a "
             f"multiple of {shards}"
         )
-    places = flags.max_context or max_context
-    if max_context and places and places > max_context:
+    context_tokens = flags.max_context or max_context
+    if max_context and context_tokens and context_tokens > max_context:
         raise ValueError(
-            f"--max_context={places}; that of {name} is {max_context} tokens: lower it"
+            f"--max_context={context_tokens}; that of {name} is {max_context} tokens: lower it"
         )
-    check_prompt(flags, places)
+    check_prompt(flags, context_tokens)
 
 
-def check_prompt(flags: argparse.Namespace, places: int | None) -> None:
+def check_prompt(flags: argparse.Namespace, context_tokens: int | None) -> None:
     """Raises ValueError for a longest prompt beyond a context of `places` tokens, if these end."""
     from earl_jax.engine._jetstream import padded_length
 
     prompt = flags.max_prompt_tokens
-    if places and prompt and prompt > padded_length(places):
+    if context_tokens and prompt and prompt > padded_length(context_tokens):
         raise ValueError(
-            f"--max_prompt_tokens={prompt} is more than a context of {places} tokens holds; "
-            f"choose at most {padded_length(places)}"
+            f"--max_prompt_tokens={prompt} is over a context of {context_tokens} tokens; "
+            f"choose at most {padded_length(context_tokens)}"
         )
 
 

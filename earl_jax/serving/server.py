@@ -106,7 +106,7 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
         self._limits = RequestLimits(
             vocab_size=engine.config.vocab_size,
             max_prompt_tokens=serving.max_prefill_length,
-            places=serving.places,
+            context_tokens=serving.context_tokens,
         )
         self._choice_branches = engine.config.rules.choice_branches
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
@@ -216,7 +216,7 @@ def warm_up(engine: PolicyEngine, params: Any) -> None:
     while length <= min(engine.max_prefill_length, WARM_UP_TOKENS):
         tokens = np.zeros(length, np.int32)
         # In half of the room, so that nothing grows yet.
-        count = max(1, min(length, engine.config.serving.first_places // 2))
+        count = max(1, min(length, engine.config.serving.first_context_tokens // 2))
         prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=count)
         state = engine.insert(prefix, state, 0)
         for drafts in engine.step_kinds:

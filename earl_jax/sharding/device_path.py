@@ -53,8 +53,8 @@ def _if_all_can(attempt: Callable[[], Made]) -> tuple[Any, str]:
     try:
         made = attempt()
     except (jax.errors.JaxRuntimeError, PeerLost) as error:
-        said = str(error.__cause__ or error).splitlines()
-        words = said[0] if said else type(error).__name__
+        sampled = str(error.__cause__ or error).splitlines()
+        words = sampled[0] if sampled else type(error).__name__
     told = open_channel().gather(words.encode(), _WHAT)
     return made, next(filter(None, (each.decode() for each in told)), "")
 

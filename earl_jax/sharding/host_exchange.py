@@ -154,7 +154,7 @@ class _Leaf:
     shards: dict[int, jax.Array]
     held: dict[int, Ranges]
     wanted: dict[int, Ranges]
-    places: dict[int, SingleDeviceSharding]
+    max_tokens: dict[int, SingleDeviceSharding]
     filled: dict[int, jax.Array]
     written: list[jax.Array]
 
@@ -162,7 +162,7 @@ class _Leaf:
     def of(cls, array: jax.Array, shipment: Shipment) -> "_Leaf":
         """Nothing has arrived yet."""
         move = shipment.move
-        places = {
+        max_tokens = {
             device.id: SingleDeviceSharding(device) for device in move.target.addressable_devices
         }
         return cls(
@@ -170,7 +170,7 @@ class _Leaf:
             shards={shard.device.id: shard.data for shard in array.addressable_shards},
             held=shard_ranges(move.source, move.shape),
             wanted=shard_ranges(move.target, move.shape),
-            places=places,
+            max_tokens=max_tokens,
             filled={},
             written=[],
         )
@@ -195,7 +195,7 @@ class _Leaf:
     def write(self, letter: Letter, piece: jax.Array | np.ndarray) -> None:
         """Puts the box on all devices that want it."""
         for device in letter.targets:
-            arrived = jax.device_put(piece, self.places[device])
+            arrived = jax.device_put(piece, self.max_tokens[device])
             if (
                 letter.index == self.wanted[device]
                 and arrived.dtype == self.shipment.move.arrives_as
@@ -214,7 +214,7 @@ class _Leaf:
 
     def whole(self) -> jax.Array:
         """The array on its target's devices."""
-        move, shards = self.shipment.move, [self._shard(device) for device in self.places]
+        move, shards = self.shipment.move, [self._shard(device) for device in self.max_tokens]
         return jax.make_array_from_single_device_arrays(
             move.shape, move.target, shards, dtype=move.arrives_as
         )
@@ -224,7 +224,9 @@ class _Leaf:
         if device in self.filled:
             return self.filled[device]
         move = self.shipment.move
-        return zeros_on(self.places[device], move.target.shard_shape(move.shape), move.arrives_as)
+        return zeros_on(
+            self.max_tokens[device], move.target.shard_shape(move.shape), move.arrives_as
+        )
 
 
 def _shape(index: Ranges) -> tuple[int, ...]:

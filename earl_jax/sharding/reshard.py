@@ -55,10 +55,10 @@ def reshard(
     pieces go by the hosts, which is said once (`host_exchange.py`). `reshard` then returns when all
     of them have arrived.
 
-    The compiled identity goes by way of `stops.py`, because XLA by itself may gather a whole array
-    on every device: from 2x2x2 to 8x1x1 it sent 9.3 times the plan's bytes, and sends 1.3 times now
-    (f32[24, 8, 8] on 8 CPU devices, jax 0.10.2, 2026-11). What can be gathered at once, and moves
-    of one axis of the mesh, send the plan's bytes.
+    The compiled identity goes by way of `waypoints.py`, because XLA by itself may gather a whole
+    array on every device: from 2x2x2 to 8x1x1 it sent 9.3 times the plan's bytes, and sends 1.3
+    times now (f32[24, 8, 8] on 8 CPU devices, jax 0.10.2, 2026-11). What can be gathered at once,
+    and moves of one axis of the mesh, send the plan's bytes.
 
     The result may share buffers with `tree` where a shard stays whole on its device: donate
     neither while the other is in use.

@@ -29,24 +29,24 @@ Cuts = list[tuple[str, ...]]
 
 
 def travel(array: jax.Array, source: Sharding, target: NamedSharding) -> jax.Array:
-    """Inside a program: the array from `source` to `target`, by way of the stops between them.
+    """Inside a program: the array from `source` to `target`, by way of the waypoints between them.
 
     What was done to it before is done on `source`, so that a narrower type is what is sent.
     """
-    stops = stops_between(source, target, array.shape)
-    if not stops:
+    waypoints = waypoints_between(source, target, array.shape)
+    if not waypoints:
         return array
     # XLA gathers bfloat16 on CPUs by way of float32: 23M weights to each of 8 devices took 0.8 s of
     # CPU, and take 0.40 as integers (jax 0.10.2, 2026-11).
     on_cpu = all(device.platform == "cpu" for device in target.device_set)
     sent = viewed(array, carrier(array.dtype)) if on_cpu else array
-    for stop in (*stops, target):
+    for stop in (*waypoints, target):
         sent = lax.with_sharding_constraint(sent, stop)
     return viewed(sent, array.dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def stops_between(
+def waypoints_between(
     source: Sharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> tuple[NamedSharding, ...]:
     """The source and the placements behind it, all on the finer mesh.

@@ -142,7 +142,7 @@ _ABSENT = object()
 
 
 def differences(
-    there: Any, here: Any, path: str, places: tuple[str, str] = ("there", "here")
+    there: Any, here: Any, path: str, sides: tuple[str, str] = ("there", "here")
 ) -> list[str]:
     """A line for each value that is not the same in two trees of settings: its path, and both."""
     if isinstance(there, dict) and isinstance(here, dict):
@@ -151,9 +151,9 @@ def differences(
             line
             for name in names
             for line in differences(
-                there.get(name, _ABSENT), here.get(name, _ABSENT), f"{path}.{name}", places
+                there.get(name, _ABSENT), here.get(name, _ABSENT), f"{path}.{name}", sides
             )
         ]
     words = ["absent" if value is _ABSENT else repr(value) for value in (there, here)]
-    said = ", ".join(f"{word} {place}" for word, place in zip(words, places, strict=True))
-    return [] if there == here else [f"{path} is {said}"]
+    shown = ", ".join(f"{word} {place}" for word, place in zip(words, sides, strict=True))
+    return [] if there == here else [f"{path} is {shown}"]

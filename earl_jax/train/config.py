@@ -15,9 +15,9 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "micro_batches": (1, _LARGEST),
     "logprob_chunk": (1, _LARGEST),
     "warmup_steps": (0, _LARGEST),
-    "demonstration_steps": (0, _LARGEST),
-    "demonstration_updates": (1, _LARGEST),
-    "demonstration_learning_rate": (0.0, _LARGEST),
+    "sft_steps": (0, _LARGEST),
+    "sft_updates": (1, _LARGEST),
+    "sft_learning_rate": (0.0, _LARGEST),
     "learning_rate": (0.0, _LARGEST),
     "final_learning_rate": (0.0, _LARGEST),
     "weight_decay": (0.0, _LARGEST),
@@ -63,9 +63,9 @@ class TrainConfig:
     forward pass a step. "auto" is "truncated" where the rollout has another precision than the
     trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else "none".
 
-    `demonstration_steps`: in the first so many RL steps, the batch is followed by
-    `demonstration_updates` supervised updates on games of random legal moves (a trail's steps are
-    right half the time), at `demonstration_learning_rate`. 0 turns them off.
+    `sft_steps`: in the first so many RL steps, the batch is followed by
+    `sft_updates` supervised updates on games of random legal moves (a trail's steps are
+    right half the time), at `sft_learning_rate`. 0 turns them off.
 
     `balance_coefficient` times the load-balancing loss of a mixture's routers (routing.py)
     is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
@@ -98,9 +98,9 @@ class TrainConfig:
     remat: bool = False
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512
-    demonstration_steps: int = 0
-    demonstration_updates: int = 1
-    demonstration_learning_rate: float = 3e-3
+    sft_steps: int = 0
+    sft_updates: int = 1
+    sft_learning_rate: float = 3e-3
     lora: LoraConfig = LoraConfig()
 
     def validate(self) -> None:

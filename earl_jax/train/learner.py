@@ -43,13 +43,13 @@ def learn(
     return state, updates
 
 
-def imitate(
+def sft(
     world: World, placement: Placement, state: TrainState, step: int, length: int
 ) -> TrainState:
     """The supervised updates of the first steps, on games of random legal moves."""
     if not world.processes.trains:
         return state
-    controls = np.array([world.config.train.demonstration_learning_rate, 0.0], np.float32)
+    controls = np.array([world.config.train.sft_learning_rate, 0.0], np.float32)
     for games in world.demonstrations(step):
         batch = games.on(world.train_layout(placement.train.mesh), length)
         state, _, _ = update(world, placement, state, batch, controls, "supervised")

@@ -65,9 +65,9 @@ def _legal_game(
     for author, text in demonstrate(environment, rng).turns:
         if author == "policy":
             turn += 1
-            said = renderer.reply(text)
+            sampled = renderer.reply(text)
         else:
-            said = renderer.answer(text) if ids else renderer.first(text)
-        ids += said
-        turn_ids += [turn if author == "policy" else 0] * len(said)
+            sampled = renderer.answer(text) if ids else renderer.first(text)
+        ids += sampled
+        turn_ids += [turn if author == "policy" else 0] * len(sampled)
     return ids, turn_ids

@@ -15,7 +15,7 @@ from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.engine.pages import Pool, pages_for
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.scheduler import make_rows
-from earl_jax.engine.session import Policy, Seat, open_seat, relocate
+from earl_jax.engine.session import Policy, Session, open_session, relocate
 from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
@@ -59,7 +59,7 @@ def renderer() -> ChatRenderer:
 
 
 def num_rows(num_slots: int, episodes: int) -> int:
-    """Rows of experience, with those for guests where there are slots for all lanes."""
+    """Rows of experience, with those for guests where there are slots for all data shards."""
     devices = NUM_DEVICES if num_slots % NUM_DEVICES == 0 else 1
     rows = make_rows(num_rows=episodes, num_slots=num_slots, num_devices=devices)
     return rows.total
@@ -143,7 +143,8 @@ def tictactoe(task: Task):
 
 @dataclasses.dataclass
 class Rooms:
-    """Grows the room, as `placement.seats.make_room` does where the mesh stays; remembers what for.
+    """Grows the room, as `placement.sessions.make_room` does where the mesh stays; remembers what
+    for.
 
     Pages come by the dozen; at most `most_pages` a row shard, as where the budget is reached.
     """
@@ -152,17 +153,17 @@ class Rooms:
     wanted: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     wanted_pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-    def __call__(self, seat: Seat, tokens: int, pages: int) -> Seat:
-        if tokens > seat.places:
-            self.wanted.append((seat.places, tokens))
-        if pages > seat.pool.pages:
-            self.wanted_pages.append((seat.pool.pages, pages))
-        assert tokens > seat.places or pages > seat.pool.pages, "asked for nothing"
-        places = CONFIG.places_for(tokens)
-        if pages > seat.pool.pages:
+    def __call__(self, session: Session, tokens: int, pages: int) -> Session:
+        if tokens > session.max_tokens:
+            self.wanted.append((session.max_tokens, tokens))
+        if pages > session.pool.pages:
+            self.wanted_pages.append((session.pool.pages, pages))
+        assert tokens > session.max_tokens or pages > session.pool.pages, "asked for nothing"
+        max_tokens = CONFIG.max_tokens_for(tokens)
+        if pages > session.pool.pages:
             pages = min(pages + -pages % 12, self.most_pages)
-        pool = seat.pool._replace(pages=max(pages, seat.pool.pages))
-        return relocate(seat, seat.engine, places, pool)
+        pool = session.pool._replace(pages=max(pages, session.pool.pages))
+        return relocate(session, session.engine, max_tokens, pool)
 
 
 def collect(
@@ -172,7 +173,7 @@ def collect(
     *,
     params=None,
     version=0,
-    places=ROOM,
+    max_tokens=ROOM,
     num_slots=CONFIG.num_slots,
     pages=0,
     make_room=None,
@@ -204,10 +205,10 @@ def collect(
         collectors.append(collector)
     size = player.config.page_size
     shards = player.layout.num_row_shards
-    pages = pages or pages_for(places, size) * num_slots // shards
+    pages = pages or pages_for(max_tokens, size) * num_slots // shards
     policy = Policy(params=player.load_params(params or weights()), version=version)
-    seat = open_seat(player, policy, places, Pool(shards, pages), vacant)
-    return collector.collect(seat, todo, sampling=sampling, control=control)
+    session = open_session(player, policy, max_tokens, Pool(shards, pages), vacant)
+    return collector.collect(session, todo, sampling=sampling, control=control)
 
 
 def check_rows(rollout, num_tasks: int) -> None:

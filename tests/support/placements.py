@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.config_file import make_config
-from earl_jax.engine.session import Seat
+from earl_jax.engine.session import Session
 from earl_jax.loop import Position, StepRecord, rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.selector.problem import Problem
@@ -169,13 +169,13 @@ def begin(world: World) -> tuple[Placement, Position]:
     return placement, first_position(world, placement)
 
 
-def seated(settings: Mapping[str, Any]) -> tuple[World, Seat, Placement]:
-    """Returns a World of these settings, the first seat of its rollout, and the Placement."""
+def seated(settings: Mapping[str, Any]) -> tuple[World, Session, Placement]:
+    """Returns a World of these settings, the first session of its rollout, and the Placement."""
     world = World(make_config(settings))
     placement, position = begin(world)
-    seat, _ = placement.seats.open(world.policy(position.state), version=0)
-    assert seat is not None
-    return world, seat, placement
+    session, _ = placement.sessions.open(world.policy(position.state), version=0)
+    assert session is not None
+    return world, session, placement
 
 
 def one_step(world: World) -> StepRecord:

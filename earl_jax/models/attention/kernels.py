@@ -154,8 +154,8 @@ def _blockwise(
     **settings: Any,
 ) -> jax.Array:
     order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
-    places = Places(order_BT, segment_ids_BT)
-    return attention(query_BTKGH, key_BKSH, value_BKSH, places, places, **settings)
+    max_tokens = Places(order_BT, segment_ids_BT)
+    return attention(query_BTKGH, key_BKSH, value_BKSH, max_tokens, max_tokens, **settings)
 
 
 def _splash(*inputs: Any, **settings: Any) -> jax.Array:

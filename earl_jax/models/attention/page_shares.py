@@ -44,7 +44,7 @@ class PageShare(NamedTuple):
     index: jax.Array | int = 0
     parts: int = 1
 
-    def places(self, number: jax.Array, own_size: int) -> jax.Array:
+    def max_tokens(self, number: jax.Array, own_size: int) -> jax.Array:
         """The places that this device has of pages [...] of a row, in their order: [...,S]."""
         first = number * (self.parts * own_size) + self.index * own_size
         return first[..., None] + jnp.arange(own_size).reshape(*(1,) * first.ndim, -1)
@@ -82,9 +82,9 @@ class TokenShare(NamedTuple):
         """All devices' parts, on every device; any axes behind the first two."""
         return jax.lax.all_gather(x_BT, _AXIS, axis=1, tiled=True) if self.is_cut else x_BT
 
-    def pick(self, x_BTD: jax.Array, place_B: jax.Array) -> jax.Array:
+    def pick(self, x_BTD: jax.Array, position_B: jax.Array) -> jax.Array:
         """Of each row the token at this place of the whole chunk, on every device."""
-        own_B = place_B - self.first
+        own_B = position_B - self.first
         is_here_B = (own_B >= 0) & (own_B < self.length)
         inside_B = jnp.clip(own_B, 0, self.length - 1)
         x_BD = jnp.take_along_axis(x_BTD, inside_B[:, None, None], axis=1)[:, 0]

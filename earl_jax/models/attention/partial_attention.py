@@ -72,8 +72,8 @@ def look(rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Places, others
     """
 
     def block(inputs: tuple[jax.Array, Places]) -> Seen:
-        query_BTKGH, places = inputs
-        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, places, others)
+        query_BTKGH, max_tokens = inputs
+        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, max_tokens, others)
         most_BKGT = jnp.max(jnp.where(mask_BKGTS, scores_BKGTS, _FLOOR), axis=-1)
         weights_BKGTS = jnp.exp(scores_BKGTS - most_BKGT[..., None])
         weights_BKGTS = jnp.where(mask_BKGTS, weights_BKGTS, 0.0)
@@ -129,8 +129,8 @@ def look_back(
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def block(total: Sides, inputs: Any) -> tuple[Sides, jax.Array]:
-        query_BTKGH, grad_BTKGH, log_total_BKGT, projected_BKGT, places = inputs
-        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, places, others)
+        query_BTKGH, grad_BTKGH, log_total_BKGT, projected_BKGT, max_tokens = inputs
+        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, max_tokens, others)
         weights_BKGTS = jnp.exp(scores_BKGTS - log_total_BKGT[..., None])
         weights_BKGTS = jnp.where(mask_BKGTS, weights_BKGTS, 0.0)
         pull_BKGTS = einsum("BTKGH,BKSH->BKGTS", grad_BTKGH, sides.value)
@@ -200,5 +200,5 @@ def _blocks(array: jax.Array, axis: int) -> jax.Array:
     return pieces(array, axis, -(-array.shape[axis] // BLOCK_SIZE))
 
 
-def _blocks_of(places: Places) -> Places:
-    return Places(_blocks(places.order, 1), _blocks(places.segment, 1))
+def _blocks_of(max_tokens: Places) -> Places:
+    return Places(_blocks(max_tokens.order, 1), _blocks(max_tokens.segment, 1))

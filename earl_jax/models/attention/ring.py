@@ -223,14 +223,14 @@ def _go_round(
     All shards go through the same number of hops: a collective in a loop that some leave earlier
     never ends. Keys travel while those before them are looked at; `hand_on` follows each look.
     """
-    shard, places = jax.lax.axis_index(_AXIS), _places_of(known, segments_BS)
+    shard, max_tokens = jax.lax.axis_index(_AXIS), _places_of(known, segments_BS)
 
     def look_at(
         result: Any, sides: Sides, owner: jax.Array, pairs: tuple[jax.Array, jax.Array]
     ) -> Any:
         def one(result: Any, halves: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             mine, theirs = halves
-            pair = _Pair(mine, theirs, places(shard, mine), places(owner, theirs))
+            pair = _Pair(mine, theirs, max_tokens(shard, mine), max_tokens(owner, theirs))
             meets = _meet(pair, window)
             result = jax.lax.cond(meets, lambda r: see(r, sides, pair), lambda r: r, result)
             return result, None
@@ -274,13 +274,13 @@ def _places_of(known: _Known, segments_BS: jax.Array) -> Callable[[jax.Array, ja
     num_parts = 2 * known.size
     length = segments_BS.shape[1] // num_parts
 
-    def places(shard: jax.Array, half: jax.Array) -> Places:
+    def max_tokens(shard: jax.Array, half: jax.Array) -> Places:
         start = jnp.where(half == 0, shard, num_parts - 1 - shard) * length
         segment_BT = jax.lax.dynamic_slice_in_dim(segments_BS, start, length, axis=1)
         order_BT = start + jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
         return Places(order_BT, segment_BT)
 
-    return places
+    return max_tokens
 
 
 def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
@@ -290,9 +290,9 @@ def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
     return near & jnp.any((own_least <= most) & (least <= own_most))
 
 
-def _range_of(places: Places) -> tuple[jax.Array, jax.Array]:
+def _range_of(max_tokens: Places) -> tuple[jax.Array, jax.Array]:
     """The least and the greatest segment of each row, i32[B], which is padding where it is 0."""
-    segment_BT = places.segment
+    segment_BT = max_tokens.segment
     least_B = jnp.min(segment_BT, axis=1, where=segment_BT > 0, initial=jnp.iinfo(jnp.int32).max)
     return least_B, jnp.max(segment_BT, axis=1)
 

@@ -29,8 +29,8 @@ def attention(
     query_BTKGH: jax.Array,
     key_BKSH: jax.Array,
     value_BKSH: jax.Array,
-    query_places: Places,
-    key_places: Places,
+    query_positions: Places,
+    key_positions: Places,
     *,
     scale: float,
     softcap: float = 0.0,
@@ -47,8 +47,8 @@ def attention(
         query_BTKGH: queries.
         key_BKSH: keys, laid out as the cache has them.
         value_BKSH: values, as the keys.
-        query_places: where the T queries stand.
-        key_places: where the S keys stand.
+        query_positions: where the T queries stand.
+        key_positions: where the S keys stand.
         scale: scores are multiplied by it.
         softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
         window: a query of order i looks at keys of order > i - window only; None: at all before it.
@@ -61,13 +61,13 @@ def attention(
 
     attend = functools.partial(_attend, scale=scale, softcap=softcap, window=window)
     if length <= BLOCK_SIZE:
-        return attend(query_BTKGH, key_BKSH, value_BKSH, query_places, key_places)
+        return attend(query_BTKGH, key_BKSH, value_BKSH, query_positions, key_positions)
     blocks = -(-length // BLOCK_SIZE)
     # JAX takes out of a scan over layers what is the same in all of them, and keeps it: the masks
     # of all blocks, a byte for each head and pair of tokens. Places that come with the queries are
     # a layer's own.
-    _, query_places = jax.lax.optimization_barrier(
-        (jax.lax.stop_gradient(query_BTKGH), query_places)
+    _, query_positions = jax.lax.optimization_barrier(
+        (jax.lax.stop_gradient(query_BTKGH), query_positions)
     )
 
     def split(array: jax.Array) -> jax.Array:
@@ -77,9 +77,9 @@ def attention(
 
     @jax.checkpoint
     def attend_block(block: tuple[jax.Array, Places]) -> jax.Array:
-        return attend(block[0], key_BKSH, value_BKSH, block[1], key_places)
+        return attend(block[0], key_BKSH, value_BKSH, block[1], key_positions)
 
-    parts = jax.lax.map(attend_block, jax.tree.map(split, (query_BTKGH, query_places)))
+    parts = jax.lax.map(attend_block, jax.tree.map(split, (query_BTKGH, query_positions)))
     out_BTKGH = parts.swapaxes(0, 1).reshape(rows, -1, *query_BTKGH.shape[2:])
     return out_BTKGH[:, :length]
 
@@ -88,18 +88,18 @@ def _attend(
     query_BTKGH: jax.Array,
     key_BKSH: jax.Array,
     value_BKSH: jax.Array,
-    query_places: Places,
-    key_places: Places,
+    query_positions: Places,
+    key_positions: Places,
     *,
     scale: float,
     softcap: float = 0.0,
     window: Window = None,
 ) -> jax.Array:
     """`attention` with all scores at once."""
-    behind_BTS = query_places.order[:, :, None] - key_places.order[:, None, :]
+    behind_BTS = query_positions.order[:, :, None] - key_positions.order[:, None, :]
     mask_BTS = (
-        (query_places.segment[:, :, None] == key_places.segment[:, None, :])
-        & (query_places.segment[:, :, None] > 0)
+        (query_positions.segment[:, :, None] == key_positions.segment[:, None, :])
+        & (query_positions.segment[:, :, None] > 0)
         & (behind_BTS >= 0)
     )
     if window is not None:

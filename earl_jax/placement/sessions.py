@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Seats of a rollout: opened by the plan in use, and moved with their live episodes."""
+"""Sessions of a rollout: opened by the plan in use, and moved with their live episodes."""
 
 import dataclasses
 import gc
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from earl_jax.engine.pages import roomier_pages
-from earl_jax.engine.session import Policy, Seat, open_seat, relocate, vacate
+from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
 from earl_jax.launch.joint import send_weights
 from earl_jax.placement.programs import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Decision
@@ -29,23 +29,23 @@ Result = TypeVar("Result")
 LOADING_S = 1.0
 
 
-class Seats:
-    """Opens, keeps and moves seats for one placement. Host-side state only."""
+class Sessions:
+    """Opens, keeps and moves sessions for one placement. Host-side state only."""
 
     def __init__(self, placement: "Placement") -> None:
         self._placement = placement
         # Caches of the rollout before, for another under the same weights.
-        self._kept: Seat | None = None
+        self._kept: Session | None = None
         # Rounds that this process has played: elsewhere programs are compiled or loaded first.
         self._played: set[Hashable] = set()
 
-    def open(self, params: Any, version: int) -> tuple[Seat | None, int]:
-        """Opens an empty seat on the rollout's mesh, with this policy published to it.
+    def open(self, params: Any, version: int) -> tuple[Session | None, int]:
+        """Opens an empty session on the rollout's mesh, with this policy published to it.
 
         Every process calls it.
 
         Returns:
-            The seat, None in a process that does not play, and the bytes of weights that changed
+            The session, None in a process that does not play, and the bytes of weights that changed
             device, of all processes.
         """
         world, plan = self._placement.world, self._placement.rollout
@@ -58,38 +58,40 @@ class Seats:
         policy = Policy(params=published.params, version=version)
         self._play_on(plan)
         kept, self._kept = self._kept, None
-        seat = open_seat(engine, policy, self._placement.max_tokens, world.cache_pool(plan), kept)
-        return seat, published.moved_bytes
+        session = open_session(
+            engine, policy, self._placement.max_tokens, world.cache_pool(plan), kept
+        )
+        return session, published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
         key = play_key(plan.mesh, plan.num_slots, self._placement.max_tokens)
         self._played.add(key)
         self._placement.about_to_use(key)
 
-    def keep(self, seat: Seat) -> None:
-        """Keeps what this seat's caches hold for the next seat with the same weights.
+    def keep(self, session: Session) -> None:
+        """Keeps what this session's caches hold for the next session with the same weights.
 
-        Unless there is too little memory for another seat beside them.
+        Unless there is too little memory for another session beside them.
         """
-        engine = seat.engine
-        taken = resident_bytes(seat.state, engine.state_shardings)
-        taken += resident_bytes(seat.policy.params, engine.parameter_shardings)
+        engine = session.engine
+        taken = resident_bytes(session.state, engine.state_shardings)
+        taken += resident_bytes(session.policy.params, engine.parameter_shardings)
         need = self._placement.problem.trainer_bytes(self._placement.train.mesh) + 2 * taken
         if not self._placement.rollout.offload and need <= self._placement.problem.budget:
-            self._kept = vacate(seat)
+            self._kept = vacate(session)
 
     def forget(self) -> None:
         """Lets the kept caches go."""
         self._kept = None
 
-    def make_room(self, seat: Seat, tokens: int, pages: int, load: Load | None) -> Seat:
-        """Returns a seat whose rows hold `tokens` tokens; the live episodes move along.
+    def make_room(self, session: Session, tokens: int, pages: int, load: Load | None) -> Session:
+        """Returns a session whose rows hold `tokens` tokens; the live episodes move along.
 
         It has `pages` pages a row shard, and some more so that it does not grow often, if the
         budget allows; else as many as before. If the budget does not hold the longer rows on this
         mesh, weights and live KV caches go to another one and the episodes continue there.
         """
-        pool = seat.pool
+        pool = session.pool
         wanted = pool.pages if pages <= pool.pages else max(pages, roomier_pages(pages))
         step = dataclasses.replace(
             self._placement.step_of(tokens, load),
@@ -100,11 +102,11 @@ class Seats:
         while grown is None:
             self._placement.choose_rollout_of(step, live=True)
             # Nothing is donated: where memory is short the live episodes are still there.
-            grown = self._unless_short(lambda: self._relocate(seat, self._placement.rollout))
+            grown = self._unless_short(lambda: self._relocate(session, self._placement.rollout))
         return grown
 
-    def thin_out(self, seat: Seat, live: int, longest: int, load: Load | None) -> Seat:
-        """Returns a seat for the last `live` episodes of a rollout.
+    def thin_out(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
+        """Returns a session for the last `live` episodes of a rollout.
 
         The longest has `longest` tokens. They go to another mesh if rounds of so few are so much
         faster there that the move is earned back until the longest is as long as episodes are
@@ -113,35 +115,35 @@ class Seats:
         world, plan = self._placement.world, self._placement.rollout
         left = load.context_tokens_max - longest if load else 0
         if load is None or left <= 0 or world.processes.count > 1:
-            return seat
-        here = plan._replace(mesh=seat.engine.layout.shape, pages=seat.pool.pages)
+            return session
+        here = plan._replace(mesh=session.engine.layout.shape, pages=session.pool.pages)
 
         def move_s(mesh: MeshShape) -> float:
             # Nobody waits for a compiler in the middle of a rollout.
-            key = play_key(mesh, plan.num_slots, seat.places)
+            key = play_key(mesh, plan.num_slots, session.max_tokens)
             if key not in self._played and not self._placement.is_compiled(key):
                 return math.inf
             moved_bytes = here.pages * self._placement.problem.page_bytes(here.mesh)
             loading_s = 0.0 if key in self._played else LOADING_S
             return loading_s + self._placement.problem.relocate_s(mesh, moved_bytes)
 
-        decision = self._tail(here, seat.places, live, left, load, move_s)
+        decision = self._tail(here, session.max_tokens, live, left, load, move_s)
         choice = decision.rollout
         if choice is None or not choice.switched:
-            return seat
+            return session
         self._placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
         try:
-            return self._relocate(seat, choice.plan)
+            return self._relocate(session, choice.plan)
         except (BudgetTooSmall, jax.errors.JaxRuntimeError) as error:
             if not (isinstance(error, BudgetTooSmall) or is_out_of_memory(error)):
                 raise
             self._placement.log.failures.append(f"{choice.reason}: there was too little memory")
-            return seat
+            return session
 
     def _tail(
         self,
         here: RolloutPlan,
-        places: int,
+        max_tokens: int,
         live: int,
         left: int,
         load: Load,
@@ -149,8 +151,8 @@ class Seats:
     ) -> Decision:
         """Chooses for the last `live` episodes, which may have `left` more tokens each."""
         step = dataclasses.replace(
-            self._placement.step_of(places, load),
-            max_tokens=places,
+            self._placement.step_of(max_tokens, load),
+            max_tokens=max_tokens,
             cache_tokens=self._placement.tokens_of(here.pages * here.mesh.data),
             rollout_tokens=live * left,
         )
@@ -170,13 +172,13 @@ class Seats:
         choice = decision.rollout
         return choice.plan if choice and choice.switched else None
 
-    def _relocate(self, seat: Seat, plan: RolloutPlan) -> Seat:
-        """Moves live episodes to the mesh and pages of a plan; `seat` stays as it is.
+    def _relocate(self, session: Session, plan: RolloutPlan) -> Session:
+        """Moves live episodes to the mesh and pages of a plan; `session` stays as it is.
 
         Raises BudgetTooSmall where the plan has too few pages for them.
         """
         world, pool = self._placement.world, self._placement.world.cache_pool(plan)
-        need = seat.pages.least_pages(pool.shards)
+        need = session.pages.least_pages(pool.shards)
         if need > pool.pages:
             raise BudgetTooSmall(
                 f"live episodes need {need} pages of a row shard on {plan.mesh}, and the budget "
@@ -186,14 +188,14 @@ class Seats:
         start = time.perf_counter()
         self._play_on(plan)
         moved = relocate(
-            seat,
+            session,
             engine,
-            max(self._placement.max_tokens, seat.places),
+            max(self._placement.max_tokens, session.max_tokens),
             pool,
             chunk_bytes=self._placement.chunk_bytes,
         )
         jax.block_until_ready((moved.policy.params, moved.state))
-        if engine is not seat.engine:
+        if engine is not session.engine:
             self._placement.log.switch_s += time.perf_counter() - start
         self._placement.cache_tokens = max(
             self._placement.cache_tokens, self._placement.tokens_of(pool.total)

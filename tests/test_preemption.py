@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Parked episodes: pages that go to host memory and come back, who is parked, and at what price."""
+"""Preempted episodes: pages go to host memory and back, who is preempted, at what price."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from earl_jax.engine.config import SpeculationConfig
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
-from earl_jax.engine.session import Policy, Seat
+from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
-from earl_jax.rollout import preemption as parking
-from earl_jax.rollout.block_manager import CacheRoom
+from earl_jax.rollout import preemption as preemption
+from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.preemption import (
     Choice,
     Rates,
     Work,
-    choose_parking,
+    choose_preemption,
     is_worth_sending,
     rates_of,
     work_of,
@@ -74,17 +74,17 @@ def test_the_cheaper_way_is_taken_and_said():
 
     Attention adds 2e5 * 1000^2 / 2 = 1e11 flops, 100 ms.
     """
-    choice = choose_parking(1000, WORK, RATES)
+    choice = choose_preemption(1000, WORK, RATES)
     assert choice == Choice(
         "host", "1,000 tokens: 4.0 ms to host memory and back, 2,100.0 ms to be read again"
     )
     # Chunks bound by reading the weights: 1 ms each.
     fast = dataclasses.replace(RATES, flops=1e18)
-    assert choose_parking(1000, WORK, fast).reason.endswith(" 10.0 ms to be read again")
+    assert choose_preemption(1000, WORK, fast).reason.endswith(" 10.0 ms to be read again")
     # A copy has its start, and takes whole blocks: 1.2 ms against one chunk of 1 ms.
     slow = dataclasses.replace(fast, call_s=1e-4)
-    assert choose_parking(100, WORK, slow)[0] == "recompute"
-    assert choose_parking(200, WORK, slow)[0] == "host"
+    assert choose_preemption(100, WORK, slow)[0] == "recompute"
+    assert choose_preemption(200, WORK, slow)[0] == "host"
 
 
 def test_what_another_lane_has_is_copied_where_that_costs_less_than_reading_it():
@@ -134,7 +134,7 @@ def test_chips_are_known_by_what_jax_calls_them():
 SLOT_PAGES = {1: 6, 2: 1, 5: 4, 14: 9}
 
 
-def seat_with_noise(mesh: MeshShape, kv_dtype: str) -> Seat:
+def session_with_noise(mesh: MeshShape, kv_dtype: str) -> Session:
     """Pools of noise; 4 pages of 64 tokens go at a time, and 96 pages are there in all."""
     made = player(mesh, kv_dtype, page_size=64)
     shards = made.layout.num_row_shards
@@ -154,11 +154,11 @@ def seat_with_noise(mesh: MeshShape, kv_dtype: str) -> Seat:
     )
     policy = Policy(params=None, version=0)
     pages = PageTable(pool, num_slots=16, page_size=64)
-    return Seat(engine=made, policy=policy, state=state, places=64 * 12, pages=pages)
+    return Session(engine=made, policy=policy, state=state, max_tokens=64 * 12, pages=pages)
 
 
-def pools(seat: Seat) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(seat.state.cache.layers)]
+def pools(session: Session) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(session.state.cache.layers)]
 
 
 def numbers(slot: int, pages) -> list[int]:
@@ -166,44 +166,44 @@ def numbers(slot: int, pages) -> list[int]:
     return [slot // 2 * 12 + page for page in pages]
 
 
-def local(seat: Seat, slot: int, pages) -> list[int]:
+def local(session: Session, slot: int, pages) -> list[int]:
     """The same within the slot's row shard."""
-    return [number % seat.pool.pages for number in numbers(slot, pages)]
+    return [number % session.pool.pages for number in numbers(slot, pages)]
 
 
-def local_pages(seat: Seat, pages) -> dict[int, list[int]]:
+def local_pages(session: Session, pages) -> dict[int, list[int]]:
     """`local`, slot by slot."""
-    return {slot: local(seat, slot, some) for slot, some in pages.items()}
+    return {slot: local(session, slot, some) for slot, some in pages.items()}
 
 
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
-    seat = seat_with_noise(mesh, kv_dtype)
-    before = pools(seat)
+    session = session_with_noise(mesh, kv_dtype)
+    before = pools(session)
     host = HostPages(2**30, pinned=pinned)
     out = {slot: list(range(number)) for slot, number in SLOT_PAGES.items()}
-    seat = host.copy_out(seat, local_pages(seat, out))
+    session = host.copy_out(session, local_pages(session, out))
     assert host.slots == sorted(SLOT_PAGES) and 5 in host
-    assert np.flatnonzero(~np.asarray(seat.state.active)).tolist() == host.slots
+    assert np.flatnonzero(~np.asarray(session.state.active)).tolist() == host.slots
     # Their pages are others' by then.
-    cleared = jax.tree.map(jnp.zeros_like, seat.state.cache.layers)
-    cleared = jax.device_put(cleared, seat.engine.state_shardings.cache.layers)
+    cleared = jax.tree.map(jnp.zeros_like, session.state.cache.layers)
+    cleared = jax.device_put(cleared, session.engine.state_shardings.cache.layers)
     state = dataclasses.replace(
-        seat.state, cache=dataclasses.replace(seat.state.cache, layers=cleared)
+        session.state, cache=dataclasses.replace(session.state.cache, layers=cleared)
     )
-    seat = dataclasses.replace(seat, state=state)
+    session = dataclasses.replace(session, state=state)
     host.settle()
     # 2 + 1 + 1 + 3 blocks of 4 pages; slots 2 and 5 come back, 5 in the middle of a turn.
     block = sum(leaf[0].nbytes for leaf in before) * 4
     assert (host.held_bytes, host.moved_bytes, host.most_bytes) == (7 * block,) * 3
     back = {2: [11], 5: [3, 10, 0, 7]}
-    seat = host.copy_back(seat, local_pages(seat, back), {2: False, 5: True})
-    assert np.flatnonzero(np.asarray(seat.state.active)).tolist() == [
+    session = host.copy_back(session, local_pages(session, back), {2: False, 5: True})
+    assert np.flatnonzero(np.asarray(session.state.active)).tolist() == [
         slot for slot in range(16) if slot not in SLOT_PAGES or slot == 5
     ]
-    for old, new in zip(before, pools(seat), strict=True):
+    for old, new in zip(before, pools(session), strict=True):
         expected = np.zeros_like(old)
         for slot, pages in back.items():
             expected[numbers(slot, pages)] = old[numbers(slot, out[slot])]
@@ -215,17 +215,17 @@ def test_pages_come_back_to_other_pages_as_they_left(mesh, kv_dtype, pinned):
 
 @pytest.mark.slow
 def test_pages_come_back_on_another_mesh():
-    ours = seat_with_noise(MeshShape(data=8), "int8")
+    ours = session_with_noise(MeshShape(data=8), "int8")
     cut = MeshShape(data=2, context=2, tensor=2)
     for mesh in (MeshShape(data=4, tensor=2), MeshShape(data=2, tensor=2), MeshShape(), cut):
-        theirs = seat_with_noise(mesh, "int8")
+        theirs = session_with_noise(mesh, "int8")
         before = pools(theirs)
         for first, second in ((ours, theirs), (theirs, ours)):
             host = HostPages(2**30)
             out = {slot: range(n) for slot, n in SLOT_PAGES.items()}
             host.copy_out(first, local_pages(first, out))
             back = {slot: [11 - page for page in range(n)] for slot, n in SLOT_PAGES.items()}
-            # `put` donates: to a copy, so that the seat can be used again.
+            # `put` donates: to a copy, so that the session can be used again.
             state = jax.tree.map(lambda leaf: leaf + jnp.zeros((), leaf.dtype), second.state)
             moved = host.copy_back(
                 dataclasses.replace(second, state=state),
@@ -241,9 +241,9 @@ def test_pages_come_back_on_another_mesh():
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_no_collective_is_in_the_copies(mesh):
-    seat = seat_with_noise(mesh, "int8")
-    copies, layers = seat.engine.page_copies, seat.state.cache.layers
-    block = copies.blank(seat.state)
+    session = session_with_noise(mesh, "int8")
+    copies, layers = session.engine.page_copies, session.state.cache.layers
+    block = copies.blank(session.state)
     pages = jnp.zeros(copies.num_shards * copies.pages_a_call, jnp.int32)
     counts = jnp.zeros(copies.num_shards, jnp.int32)
     programs = [
@@ -265,11 +265,11 @@ def test_no_collective_is_in_the_copies(mesh):
 
 
 @pytest.fixture(scope="module")
-def never_parked(pool):
+def never_preempted(pool):
     @functools.cache
     def play(mesh, kv_dtype, burst):
         return collect(
-            pool, tasks(40), player=player(mesh, kv_dtype, burst), burst=burst, parking="host"
+            pool, tasks(40), player=player(mesh, kv_dtype, burst), burst=burst, preemption="host"
         )
 
     return play
@@ -288,56 +288,56 @@ CASES += [case for case in itertools.product(MESHES, KV_DTYPES, (CONFIG.burst, 1
     ],
 )
 def test_an_episode_back_from_the_host_is_the_same_to_the_bit(
-    pool, never_parked, mesh, kv_dtype, burst
+    pool, never_preempted, mesh, kv_dtype, burst
 ):
-    """Room for one episode a lane of two slots; with short bursts some are parked within a turn."""
-    whole = never_parked(mesh, kv_dtype, burst)
-    assert whole.stats.parked_episodes == whole.stats.parked_host_bytes == 0
-    parked = collect(
+    """Room for one episode a data shard of two slots; short bursts preempt within a turn."""
+    whole = never_preempted(mesh, kv_dtype, burst)
+    assert whole.stats.preempted_episodes == whole.stats.preempted_host_bytes == 0
+    preempted = collect(
         pool,
         tasks(40),
         pages=5,
         make_room=Rooms(most_pages=5),
         player=player(mesh, kv_dtype, burst),
         burst=burst,
-        parking="host",
+        preemption="host",
     )
-    assert parked.seat.pool.pages == 5
-    assert parked.stats.parked_episodes > 0
-    assert parked.stats.recomputed_tokens == 0
+    assert preempted.session.pool.pages == 5
+    assert preempted.stats.preempted_episodes > 0
+    assert preempted.stats.recomputed_tokens == 0
     # One block each, both ways: no context has more than one.
-    block = HostPages(0).block_bytes(parked.seat)
-    assert parked.stats.parked_host_bytes == 2 * parked.stats.parked_episodes * block
-    check_rows(parked, 40)
-    assert parked.trajectories == whole.trajectories
-    assert parked.stats.prefill_tokens == whole.stats.prefill_tokens
-    assert parked.stats.rollout_tokens == whole.stats.rollout_tokens
+    block = HostPages(0).block_bytes(preempted.session)
+    assert preempted.stats.preempted_host_bytes == 2 * preempted.stats.preempted_episodes * block
+    check_rows(preempted, 40)
+    assert preempted.trajectories == whole.trajectories
+    assert preempted.stats.prefill_tokens == whole.stats.prefill_tokens
+    assert preempted.stats.rollout_tokens == whole.stats.rollout_tokens
 
 
 @pytest.mark.slow
 def test_where_tokens_are_guessed_it_is_the_same_to_the_bit_too(pool):
     """What wrong guesses leave behind a slot's last token may go along, or not."""
     guesses = {"ngram": 1, "draft": 3}
-    some = {"player": engine(burst=1, **guesses), "burst": 1, "parking": "host"}
+    some = {"player": engine(burst=1, **guesses), "burst": 1, "preemption": "host"}
     some |= {"speculation": SpeculationConfig(mode="on", **guesses)}
     whole = collect(pool, tasks(40), **some)
-    assert whole.stats.drafted_tokens > 0 == whole.stats.parked_episodes
-    parked = collect(pool, tasks(40), **some, pages=5, make_room=Rooms(most_pages=5))
-    assert parked.stats.parked_host_bytes > 0 == parked.stats.recomputed_tokens
-    assert parked.trajectories == whole.trajectories
+    assert whole.stats.drafted_tokens > 0 == whole.stats.preempted_episodes
+    preempted = collect(pool, tasks(40), **some, pages=5, make_room=Rooms(most_pages=5))
+    assert preempted.stats.preempted_host_bytes > 0 == preempted.stats.recomputed_tokens
+    assert preempted.trajectories == whole.trajectories
 
 
 @pytest.mark.slow
-def test_where_host_memory_is_full_episodes_are_read_again(pool, never_parked):
+def test_where_host_memory_is_full_episodes_are_read_again(pool, never_preempted):
     mesh = MESHES[0]
-    whole = never_parked(mesh, "compute", 1)
-    block = HostPages(0).block_bytes(whole.seat)
+    whole = never_preempted(mesh, "compute", 1)
+    block = HostPages(0).block_bytes(whole.session)
     some = {"pages": 5, "make_room": Rooms(most_pages=5), "player": player(mesh, burst=1)}
-    some |= {"burst": 1, "parking": "host"}
-    none = collect(pool, tasks(40), **some, parking_host_gib=(block - 1) / 2**30)
-    assert none.stats.parked_host_bytes == 0 < none.stats.recomputed_tokens
-    few = collect(pool, tasks(40), **some, parking_host_gib=2 * block / 2**30)
-    assert few.stats.parked_host_bytes > 0 < few.stats.recomputed_tokens
+    some |= {"burst": 1, "preemption": "host"}
+    none = collect(pool, tasks(40), **some, preemption_host_gib=(block - 1) / 2**30)
+    assert none.stats.preempted_host_bytes == 0 < none.stats.recomputed_tokens
+    few = collect(pool, tasks(40), **some, preemption_host_gib=2 * block / 2**30)
+    assert few.stats.preempted_host_bytes > 0 < few.stats.recomputed_tokens
     for rollout in (none, few):
         assert [t.turns[-1].token_ids for t in rollout.trajectories] == [
             t.turns[-1].token_ids for t in whole.trajectories
@@ -347,12 +347,12 @@ def test_where_host_memory_is_full_episodes_are_read_again(pool, never_parked):
 def test_what_costs_less_is_done_and_said(pool, monkeypatch):
     """A few tokens of a tiny model are read again; a device that counts slowly copies them."""
     some = {"pages": 5, "make_room": Rooms(most_pages=5), "player": player(MESHES[0])}
-    read = collect(pool, tasks(40), **some, parking="auto")
-    assert read.stats.parked_host_bytes == 0 < read.stats.recomputed_tokens
-    assert "ms to host memory and back" in read.stats.parking
-    monkeypatch.setattr(parking, "ON_CPU", dataclasses.replace(parking.ON_CPU, flops=1e5))
-    copied = collect(pool, tasks(40), **some, parking="auto")
-    assert copied.stats.recomputed_tokens == 0 < copied.stats.parked_host_bytes
+    read = collect(pool, tasks(40), **some, preemption="auto")
+    assert read.stats.preempted_host_bytes == 0 < read.stats.recomputed_tokens
+    assert "ms to host memory and back" in read.stats.preemption
+    monkeypatch.setattr(preemption, "ON_CPU", dataclasses.replace(preemption.ON_CPU, flops=1e5))
+    copied = collect(pool, tasks(40), **some, preemption="auto")
+    assert copied.stats.recomputed_tokens == 0 < copied.stats.preempted_host_bytes
     assert [t.turns[-1].token_ids for t in copied.trajectories] == [
         t.turns[-1].token_ids for t in read.trajectories
     ]
@@ -365,30 +365,30 @@ def test_what_costs_less_is_done_and_said(pool, monkeypatch):
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 @pytest.mark.parametrize("rounds", [(4,), (3, 7, 8, 12)], ids=str)
 def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):
-    """Of who is parked as of who plays: read again by them, or kept as old weights left it."""
+    """Of who is preempted as of who plays: read again by them, or kept as old weights left it."""
     script = {number: swap_to(1 + i, cache) for i, number in enumerate(rounds)}
     rollout = collect(
         pool,
         tasks(40),
         lecture,
-        places=64,
+        max_tokens=64,
         pages=8,
         make_room=Rooms(most_pages=8),
         player=player(MESHES[0], burst=1),
         control=Script(script),
         burst=1,
-        parking="host",
+        preemption="host",
         patience_s=60.0,
     )
     check_rows(rollout, 40)
-    assert rollout.stats.parked_host_bytes > 0
+    assert rollout.stats.preempted_host_bytes > 0
     assert (rollout.stats.recomputed_tokens > 0) == (cache == "recompute")
     assert all(t.stop_reason == "win" for t in rollout.trajectories)
     if cache == "recompute":
         assert furthest(rollout.trajectories) < 1e-5
 
 
-# Who is parked, and how often.
+# Who is preempted, and how often.
 
 
 class Long(Talker):
@@ -406,23 +406,23 @@ class Long(Talker):
         return super().step(reply)
 
 
-class WatchedRoom(CacheRoom):
-    """Writes down, row shard by row shard, who was parked, and when another began or ended."""
+class WatchedRoom(BlockManager):
+    """Writes down, row shard by row shard, who was preempted, and when another began or ended."""
 
     def __init__(self, *given):
         super().__init__(*given)
         self.log = [[] for _ in range(NUM_DEVICES)]
 
-    def _park(self, seat, shard):
+    def _preempt(self, session, shard):
         slots = [slot for slot in self._pages.slots_of(shard) if self._slots[slot]]
-        playing = {slot for slot in slots if not self._episode(slot).parked}
-        super()._park(seat, shard)
-        [parked] = [slot for slot in playing if self._episode(slot).parked]
+        playing = {slot for slot in slots if not self._episode(slot).preempted}
+        super()._preempt(session, shard)
+        [preempted] = [slot for slot in playing if self._episode(slot).preempted]
         begun = {slot for slot in playing if not self._is_new(slot)}
-        assert parked not in begun or self._rank(parked) == min(map(self._rank, begun))
-        assert begun != {parked}, "the longest goes on"
-        if parked in begun:
-            self.log[shard].append(self._episode(parked).row)
+        assert preempted not in begun or self._rank(preempted) == min(map(self._rank, begun))
+        assert begun != {preempted}, "the longest goes on"
+        if preempted in begun:
+            self.log[shard].append(self._episode(preempted).row)
 
     def begin(self, slot):
         self.log[self._pages.shard(slot)].append("change")
@@ -435,27 +435,29 @@ class WatchedRoom(CacheRoom):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("patience_s", [0.0, 60.0])
-@pytest.mark.parametrize("parking", ["host", "recompute"])
+@pytest.mark.parametrize("preemption", ["host", "recompute"])
 @pytest.mark.parametrize("pages", [7, 11])
 def test_the_longest_goes_on_and_none_is_parked_for_nothing(
-    pool, monkeypatch, parking, pages, patience_s
+    pool, monkeypatch, preemption, pages, patience_s
 ):
-    """Four slots a lane, which has pages for one whole episode, or a little more."""
+    """Four slots a data shard, which has pages for one whole episode, or a little more."""
     rooms = []
     monkeypatch.setattr(
-        collect_module, "CacheRoom", lambda *given: rooms.append(WatchedRoom(*given)) or rooms[-1]
+        collect_module,
+        "BlockManager",
+        lambda *given: rooms.append(WatchedRoom(*given)) or rooms[-1],
     )
     rollout = collect(
         pool,
         tasks(44),
         Long,
         num_slots=32,
-        places=56,
+        max_tokens=56,
         pages=pages,
         make_room=Rooms(most_pages=pages),
         player=engine(32, burst=1),
         burst=1,
-        parking=parking,
+        preemption=preemption,
         patience_s=patience_s,
     )
     check_rows(rollout, 44)
@@ -467,5 +469,5 @@ def test_the_longest_goes_on_and_none_is_parked_for_nothing(
             rows = [] if is_change else list(entries)
             assert len(set(rows)) == len(rows), log
             times += len(rows)
-    assert times == rollout.stats.parked_episodes > 0
-    assert (rollout.stats.parked_host_bytes > 0) == (parking == "host")
+    assert times == rollout.stats.preempted_episodes > 0
+    assert (rollout.stats.preempted_host_bytes > 0) == (preemption == "host")

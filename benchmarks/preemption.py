@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A parked context that comes back: copied to host memory and from there, or read again.
+"""A preempted context that comes back: copied to host memory and from there, or read again.
 
-    uv run python -m benchmarks.parking [--contexts=256,512,1024,2048,4096] [--kv_dtype=int8]
+    uv run python -m benchmarks.preemption [--contexts=256,512,1024,2048,4096] [--kv_dtype=int8]
 
 The tiny Qwen2 of rollout.md (fp32, random weights) on one device of whatever platform there is,
 pages of 128, one slot of four: milliseconds until the pages are in host memory, until they are back
 in the pools, and until the same context is read by chunks of 64 and of 256; the fastest of as many
 runs as fit into `--seconds`. Beside them what rollout/preemption.py expects, by which
-config.rollout.parking = "auto" chooses: where the two differ widely on a platform, its rates there
-are to be corrected. Prints a Markdown table.
+config.rollout.preemption = "auto" chooses: where the two differ widely on a platform, its rates
+there are to be corrected. Prints a Markdown table.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import dense_pool, pages_for
-from earl_jax.engine.round_inputs import NO_ROW, pack_orders
+from earl_jax.engine.round_inputs import NO_ROW, pack_inputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.engine.session import Policy, Seat, empty_seat
+from earl_jax.engine.session import Policy, Session, empty_session
 from earl_jax.engine.slots import SlotRules
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.preemption import copying_s, rates_of, reading_s, work_of
@@ -72,14 +72,14 @@ def random_weights(engine: PolicyEngine) -> Any:
     return engine.load_params(values)
 
 
-def full_seat(engine: PolicyEngine, params: Any, places: int) -> Seat:
-    """Returns a seat in which every slot has its pages."""
-    pool = dense_pool(1, SLOTS, places, PAGE_SIZE)
-    seat = empty_seat(engine, Policy(params=params, version=0), places, pool)
+def full_session(engine: PolicyEngine, params: Any, max_tokens: int) -> Session:
+    """Returns a session in which every slot has its pages."""
+    pool = dense_pool(1, SLOTS, max_tokens, PAGE_SIZE)
+    session = empty_session(engine, Policy(params=params, version=0), max_tokens, pool)
     for slot in range(SLOTS):
-        seat.pages.hold(slot, places)
-    table = seat.pages.as_array(pages_for(places, PAGE_SIZE))
-    return dataclasses.replace(seat, state=engine.give_pages(seat.state, table))
+        session.pages.hold(slot, max_tokens)
+    table = session.pages.as_array(pages_for(max_tokens, PAGE_SIZE))
+    return dataclasses.replace(session, state=engine.give_pages(session.state, table))
 
 
 def best_ms(run: Callable[[], list[float]], seconds: float) -> list[float]:
@@ -91,39 +91,39 @@ def best_ms(run: Callable[[], list[float]], seconds: float) -> list[float]:
     return [1e3 * least for least in best]
 
 
-def copying(seat: Seat, context: int) -> Callable[[], list[float]]:
+def copying(session: Session, context: int) -> Callable[[], list[float]]:
     """Out to the host, and back to other pages."""
     number = pages_for(context, PAGE_SIZE)
     there, here = list(range(number)), list(range(number, 2 * number))
 
     def run() -> list[float]:
-        nonlocal seat
+        nonlocal session
         host = HostPages(2**40)
-        jax.block_until_ready(seat.state)
+        jax.block_until_ready(session.state)
         start = time.perf_counter()
-        seat = host.copy_out(seat, {0: there})
+        session = host.copy_out(session, {0: there})
         host.settle()
         jax.block_until_ready([part.pieces for part in host._slots[0]])
         out = time.perf_counter()
-        seat = host.copy_back(seat, {0: here}, {0: True})
-        jax.block_until_ready(seat.state)
+        session = host.copy_back(session, {0: here}, {0: True})
+        jax.block_until_ready(session.state)
         return [out - start, time.perf_counter() - out]
 
     return run
 
 
-def reading(seat: Seat, context: int) -> Callable[[], list[float]]:
+def reading(session: Session, context: int) -> Callable[[], list[float]]:
     """By rounds in which one slot appends a chunk and nobody says anything."""
-    engine, size = seat.engine, seat.engine.config.chunk_size
+    engine, size = session.engine, session.engine.config.chunk_size
     first = np.arange(SLOTS) == 0
 
     def run() -> list[float]:
-        nonlocal seat
-        state = jax.block_until_ready(seat.state)
+        nonlocal session
+        state = jax.block_until_ready(session.state)
         start = time.perf_counter()
         for place in range(0, context, size):
             count = min(size, context - place)
-            orders = pack_orders(
+            inputs = pack_inputs(
                 chunk=np.ones((SLOTS, size), np.int32),
                 count=count * first,
                 restart=first * (place == 0),
@@ -133,10 +133,10 @@ def reading(seat: Seat, context: int) -> Callable[[], list[float]]:
                 sampling=sampling_rows(Sampling(), SLOTS),
                 version=0,
             )
-            state, _ = engine.play(seat.policy.params, state, orders)
+            state, _ = engine.play(session.policy.params, state, inputs)
         jax.block_until_ready(state)
         taken = time.perf_counter() - start
-        seat = dataclasses.replace(seat, state=state)
+        session = dataclasses.replace(session, state=state)
         return [taken]
 
     return run
@@ -145,13 +145,13 @@ def reading(seat: Seat, context: int) -> Callable[[], list[float]]:
 def row_of(context: int, engines: list[PolicyEngine], params: Any, seconds: float) -> list[str]:
     """One row of the table."""
 
-    def seat(engine: PolicyEngine) -> Seat:
-        return full_seat(engine, params, context)
+    def session(engine: PolicyEngine) -> Session:
+        return full_session(engine, params, context)
 
-    out, back = best_ms(copying(seat(engines[0]), context), seconds)
-    read = [best_ms(reading(seat(engine), context), seconds)[0] for engine in engines]
+    out, back = best_ms(copying(session(engines[0]), context), seconds)
+    read = [best_ms(reading(session(engine), context), seconds)[0] for engine in engines]
     block_tokens = engines[0].page_copies.pages_a_call * PAGE_SIZE
-    block_bytes = HostPages(0).block_bytes(seat(engines[0]))
+    block_bytes = HostPages(0).block_bytes(session(engines[0]))
     works = [work_of(engine, block_bytes, block_tokens) for engine in engines]
     rates = rates_of(engines[0])
     expected = [1e3 * reading_s(context, work, rates) for work in works]

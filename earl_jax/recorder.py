@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is written down behind each step: metrics, episodes, evaluations, checkpoints, the report.
 
-Every process of a run has a Keeper, because some of it takes all of them; the first one writes.
+Every process of a run has a Recorder, because some of it takes all of them; the first one writes.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ REPORT_EPISODES = 12
 
 
 @dataclasses.dataclass
-class Keeper:
+class Recorder:
     """Writes down what a step left. Every process has one; the first writes for all."""
 
     world: World
@@ -160,7 +160,7 @@ class Keeper:
 
     def _save(self, position: Position) -> None:
         # A run that is resumed has it not either, and the copy of the weights needs room.
-        self.placement.seats.forget()
+        self.placement.sessions.forget()
         processes, base = self.world.processes, position.state.base
         prints: list[int | None] = []
         if base is not None:
@@ -246,10 +246,10 @@ class Keeper:
             "shared_tokens": record.stats.shared_tokens,
             "copied_tokens": record.stats.copied_tokens or None,
             "recomputed_tokens": record.stats.recomputed_tokens or None,
-            "parked_episodes": record.stats.parked_episodes or None,
+            "preempted_episodes": record.stats.preempted_episodes or None,
             "guest_episodes": record.stats.guest_episodes or None,
-            "parked_host_bytes": record.stats.parked_host_bytes or None,
-            "parking": record.stats.parking or None,
+            "preempted_host_bytes": record.stats.preempted_host_bytes or None,
+            "preemption": record.stats.preemption or None,
             "given_up_tokens": record.stats.given_up_tokens or None,
             "drafted_tokens": record.stats.drafted_tokens or None,
             "draft_acceptance": record.stats.draft_acceptance,
@@ -262,7 +262,7 @@ class Keeper:
             "stage_s": stage_s,
             "rollout_mesh": record.rollout_mesh,
             "train_mesh": str(self.placement.train.mesh),
-            "rollout_places": record.rollout_places,
+            "rollout_max_tokens": record.rollout_max_tokens,
             "switched": [choice.stage for choice in switches],
             "switch_s": log.switch_s,
             "decision": "; ".join(f"{stage} {c.reason}" for stage, c in newest.items()),
@@ -298,9 +298,9 @@ class Keeper:
 
 def _report_notes(config: Config) -> list[str]:
     train = config.train
-    if not train.demonstration_steps:
+    if not train.sft_steps:
         return []
     return [
-        f"In its first {train.demonstration_steps} steps the policy was also trained on "
-        f"{demonstrated(config.env)} ({train.demonstration_updates} supervised updates a step)."
+        f"In its first {train.sft_steps} steps the policy was also trained on "
+        f"{demonstrated(config.env)} ({train.sft_updates} supervised updates a step)."
     ]

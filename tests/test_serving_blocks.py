@@ -39,7 +39,7 @@ def tight_engine(mesh: MeshShape, contexts: int, *, draft: int = 0, **serving) -
     serving = {"cache_tokens": contexts * PLACES * layout.num_row_shards, **serving}
     config = dataclasses.replace(
         config,
-        serving=dataclasses.replace(config.serving, places=PLACES, **serving),
+        serving=dataclasses.replace(config.serving, context_tokens=PLACES, **serving),
         page_size=PAGE_SIZE,
         rules=config.rules._replace(ngram=min(draft, 1), draft=draft),
     )
@@ -59,7 +59,7 @@ COLD = Sampling(temperature=0.3, top_k=20)
     ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
 )
 def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, draft):
-    """Eight requests of 65 to 86 tokens in two lanes of 96: most wait, some in host memory.
+    """Eight requests of 65 to 86 tokens in two data shards of 96: most wait, some in host memory.
 
     Every other one is told log-probs. And where steps guess tokens, both ways by the clock.
     """
@@ -79,36 +79,36 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
         )
         seeds.append(int(prefix.seed[0]))
         state = engine.insert(prefix, state, slot)
-    said, open_slots, waited = [[] for _ in prompts], set(range(NUM_SLOTS)), set()
+    sampled, open_slots, waited = [[] for _ in prompts], set(range(NUM_SLOTS)), set()
     room, steps, most = engine._served, 0, 0
     while open_slots:
         state, result = engine.generate(params, state)
         steps += 1
-        # The longest of a lane goes on, so one of each that has any.
-        lanes = {slot // 4 for slot in open_slots}
-        assert {slot // 4 for slot in open_slots - room.asleep} == lanes
+        # The longest of a data shard goes on, so one of each that has any.
+        data_shards = {slot // 4 for slot in open_slots}
+        assert {slot // 4 for slot in open_slots - room.asleep} == data_shards
         for slot in sorted(open_slots):
             new = tokens_at(result, slot)
             assert bool(new) == (slot not in room.asleep) and len(new) <= 1 + draft
             most = max(most, len(new))
             waited |= set() if new else {slot}
-            said[slot] += new
-            if len(said[slot]) == wanted[slot]:
+            sampled[slot] += new
+            if len(sampled[slot]) == wanted[slot]:
                 engine.free_resource(slot)
                 open_slots.discard(slot)
     assert steps <= sum(wanted) and len(waited) > 2
     assert room.host.moved_bytes > 0 and (most > 1) == (draft > 0)
     expected, *scores = scored_continuations(prompts, seeds, max(wanted), COLD)
     for slot, number in enumerate(wanted):
-        assert said[slot] == expected[slot, :number].tolist()
-        asked = [token for token in said[slot] if isinstance(token, ScoredToken)]
+        assert sampled[slot] == expected[slot, :number].tolist()
+        asked = [token for token in sampled[slot] if isinstance(token, ScoredToken)]
         assert len(asked) == (number if slot % 2 else 0)
         for name, column in zip(("logprob", "model_logprob"), scores, strict=True):
             found = [getattr(token, name) for token in asked]
             np.testing.assert_allclose(found, column[slot, : len(asked)], atol=2e-4)
     # Nothing is left of them.
     assert (room.host.held_bytes, room.host.slots, room.asleep) == (0, [], frozenset())
-    assert [room.pages.num_free(lane) for lane in (0, 1)] == [PLACES // PAGE_SIZE] * 2
+    assert [room.pages.num_free(data_shard) for data_shard in (0, 1)] == [PLACES // PAGE_SIZE] * 2
 
 
 @pytest.mark.parametrize("slow", [True, False], ids=["guessing", "plain"])
@@ -134,13 +134,13 @@ def test_the_kind_of_step_that_is_slower_is_left(monkeypatch, slow):
     prefix = engine.prefill(
         params=params, padded_tokens=padded(ids), true_length=9, sampling=COLD, max_tokens=40
     )
-    state, said = engine.insert(prefix, state, 0), []
+    state, sampled = engine.insert(prefix, state, 0), []
     for _ in range(2 + len(TRIAL) * BLOCK_ROUNDS + 20):
         state, result = engine.generate(params, state)
-        said += tokens_at(result, 0)
+        sampled += tokens_at(result, 0)
     assert set(kinds) == {True, False} and set(kinds[-20:]) == {not slow}
     [expected] = continuations([ids], [int(prefix.seed[0])], 40, COLD).tolist()
-    assert said[:40] == expected
+    assert sampled[:40] == expected
 
 
 @pytest.mark.parametrize("drafts", [False, True])
@@ -174,7 +174,7 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
     engine = _Scarce(config, make_layout(MeshShape(data=1), jax.devices()[:1]))
     params, state = load_params(engine), engine.init_decode_state()
     room, seeds, short = engine._served, [], prompt(1, 5)
-    assert (room.places, room.pages.pool.pages) == (48, 6)
+    assert (room.max_tokens, room.pages.pool.pages) == (48, 6)
 
     def insert(state, slot, ids):
         prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=len(ids))
@@ -183,10 +183,10 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
 
     state = insert(state, 0, prompt(0, 45))
     state = insert(state, 1, short)
-    said: list[list[int]] = [[], []]
+    sampled: list[list[int]] = [[], []]
     for _ in range(3):
         state, result = engine.generate(params, state)
-        said[0] += tokens_at(result, 0)
+        sampled[0] += tokens_at(result, 0)
     state, result = engine.generate(params, state)
     failed = result.convert_to_numpy().get_result_at_slot(0)
     assert failed.valid.tolist() == [[1, 0]] and isinstance(failed.tokens[0, 0], Failure)
@@ -199,15 +199,15 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
     # The other goes on, and in time there is memory.
     _Scarce.scarce = False
     state = insert(state, 0, prompt(2, 50))
-    said.append([])
+    sampled.append([])
     for _ in range(8):
         state, result = engine.generate(params, state)
-        said[1] += tokens_at(result, 1)
-        said[2] += tokens_at(result, 0)
-    assert (room.places, room.pages.pool.pages) == (96, 12)
-    assert [len(tokens) for tokens in said] == [3, 7, 8]
+        sampled[1] += tokens_at(result, 1)
+        sampled[2] += tokens_at(result, 0)
+    assert (room.max_tokens, room.pages.pool.pages) == (96, 12)
+    assert [len(tokens) for tokens in sampled] == [3, 7, 8]
     wanted = continuations([prompt(0, 45), short, prompt(2, 50)], seeds, 8).tolist()
-    assert said == [row[: len(tokens)] for row, tokens in zip(wanted, said, strict=True)]
+    assert sampled == [row[: len(tokens)] for row, tokens in zip(wanted, sampled, strict=True)]
 
 
 @pytest.mark.slow
@@ -232,8 +232,8 @@ def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
     prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=12)
     state = engine.insert(prefix, state, 1)
     state, result = engine.generate(params, state)
-    [said] = continuations([ids], [int(prefix.seed[0])], 1).tolist()
-    assert tokens_at(result, 1) == said
+    [sampled] = continuations([ids], [int(prefix.seed[0])], 1).tolist()
+    assert tokens_at(result, 1) == sampled
     engine.free_resource(1)
     engine.free_resource(5)
     assert room.pages.num_free(0) == PLACES // PAGE_SIZE
