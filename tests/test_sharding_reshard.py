@@ -14,13 +14,13 @@ import pytest
 from jax._src import array as jax_array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.dispatch.traffic import collectives
 from earl_jax.sharding import reshard as reshard_module
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
 from earl_jax.sharding.waypoint import waypoints_between
+from tests.support.traffic import collectives
 
 P = PartitionSpec
 XYZ = ("x", "y", "z")
