@@ -100,7 +100,7 @@ POINTS = (
 
 def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, Any]:
     """Returns a point's row."""
-    from benchmarks.stages import placement_on
+    from earl_jax.bench import placement_on
     from earl_jax.world import World
 
     world = World(point.config())

@@ -163,7 +163,7 @@ def _line(name: str, found: Summary, rollout: float) -> str:
 def roll_out(ours: Engine, output: Sequence[Sequence[Any]], flags: argparse.Namespace) -> float:
     """Tokens/s of rollouts with these prompts: the best run behind one that compiles."""
     messages = [[(message.text, message.ids) for message in messages] for messages in output]
-    job = {"what": "play", "messages": messages, "turn_tokens": [flags.tokens] * len(output)}
+    job = {"messages": messages, "turn_tokens": [flags.tokens] * len(output)}
     runs = [ours.ask(job | {"num_slots": flags.slots}) for _ in range(1 + flags.repeats)]
     return max(found["tokens"] / found["seconds"] for found in runs[1:])
 

@@ -107,7 +107,11 @@ class Generator:
         for first in range(0, len(prompts), size):
             wanted = lengths[first : first + size]
             made = self.generate(
-                prompts[first : first + size], max(wanted), job["temperature"], job["places"], first
+                prompts[first : first + size],
+                max(wanted),
+                job["temperature"],
+                job["max_tokens"],
+                first,
             )
             replies += [ids[:length] for ids, length in zip(made, wanted, strict=True)]
         return replies
