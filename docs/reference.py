@@ -110,10 +110,10 @@ def config_page() -> str:
 
     lines = [f"# Configuration\n\n{NOTE}"]
     lines += [
-        "A config file returns an `ml_collections.ConfigDict` with what differs from the defaults "
-        "below; `--config.section.key=value` on the command line changes one value. An unknown key, "
-        "a value of another type, and a key without effect in the run are errors. The complete "
-        "configuration of a run is in its `config.json`.\n"
+        "A config file returns an `ml_collections.ConfigDict` with what differs from these "
+        "defaults; `--config.section.key=value` on the command line changes one value. An unknown "
+        "key, a value of another type, and a key without effect in the run are errors. The "
+        "complete configuration of a run is in its `config.json`.\n"
     ]
     lines += _section(Config, "config")
     return "\n".join(lines)

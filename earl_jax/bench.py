@@ -132,9 +132,7 @@ def switch_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
     for mesh in train[1:]:
         goal = world.train_state_shardings(mesh)
         run = functools.partial(reshard, state, goal)
-        yield _moving(
-            "trainer", str(train[0]), str(mesh), _moved_bytes(state, goal), run, repeats
-        )
+        yield _moving("trainer", str(train[0]), str(mesh), _moved_bytes(state, goal), run, repeats)
     session = _full_session(world, rollout[0], world.policy(state))
     live = session.policy.params, session.state
     for mesh in rollout[1:]:
