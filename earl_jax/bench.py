@@ -11,16 +11,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.config_file import load_config_file, make_config
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.plan import plan_dispatch
+from earl_jax.dispatch.weights import publish
+from earl_jax.engine.pages import Pool, dense_pool, pages_for
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
+from earl_jax.loop import play_all
 from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
-
-if TYPE_CHECKING:
-    from earl_jax.config import Config
-    from earl_jax.placement.placement import Placement
-    from earl_jax.selector.plans import TrainPlan
-    from earl_jax.sharding.layout import MeshShape
-    from earl_jax.world import World
+from earl_jax.placement.placement import Placement
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.selector.table import ThroughputTable
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.step import batch_shapes
+from earl_jax.trajectory import Experience
+from earl_jax.world import World
 
 _HELP = """\
 Times a stage of a run on this machine and prints a Markdown table, or with --json an object a line.
@@ -40,22 +52,22 @@ example:
 """
 
 
-def rollout_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
+def rollout_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of a rollout on each mesh."""
-    from earl_jax.loop import play_all
-
     tokens, tasks = world.config.rollout.context_buckets[-1], world.training_tasks(0)
     for mesh in world.problem.rollout_meshes_for(tokens):
         placement = placement_on(world, mesh, None)
         placement.choose_step(tokens, None)
         state = placement.move_state(world.init_train_state(placement.train.mesh), to_play=True)
 
-        def run(placement: "Placement" = placement, state: Any = state) -> Any:
-            session, _ = placement.sessions.open(world.policy(state), version=0)
-            return play_all(world, placement, session, tasks, None)[1].stats
+        found: list[Any] = []
 
-        stats = run()
+        def run(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
+            session, _ = placement.sessions.open(world.policy(state), version=0)
+            found.append(play_all(world, placement, session, tasks, None)[1].stats)
+
         (seconds,) = median_seconds(run, repeats=repeats)
+        stats = found[-1]
         yield {
             "mesh": str(mesh),
             "slots": placement.rollout.num_slots,
@@ -65,12 +77,10 @@ def rollout_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def train_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
+def train_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of an update on each mesh."""
-    length, num_rows = (
-        world.config.rollout.context_buckets[-1],
-        world.config.rollout.episodes_per_step,
-    )
+    rollout = world.config.rollout
+    length, num_rows = rollout.context_buckets[-1], rollout.episodes_per_step
     for mesh in world.problem.train_meshes_for(length):
         placement = placement_on(world, None, mesh)
         placement.choose_step(length, None)
@@ -87,15 +97,8 @@ def train_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def dispatch_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
+def dispatch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of experience to, and of weights from, each training mesh."""
-    import jax
-    import numpy as np
-
-    from earl_jax.dispatch.pack import dispatch
-    from earl_jax.dispatch.weights import publish
-    from earl_jax.trajectory import Experience
-
     length, num = world.config.rollout.context_buckets[-1], world.config.rollout.episodes_per_step
     numbers, logprobs = np.zeros((num, length), np.int32), np.zeros((num, length), np.float32)
     fields = Experience(tokens=numbers, turn_ids=numbers, logprobs=logprobs, versions=numbers)  # pyright: ignore
@@ -122,30 +125,27 @@ def dispatch_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
                 yield _moving(what, source, target, moved, run, repeats)
 
 
-def switch_rows(world: "World", repeats: int) -> Iterator[dict[str, Any]]:
+def switch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of each change of mesh, away from the first one of its stage."""
-    from earl_jax.engine.session import relocate
-    from earl_jax.sharding.reshard import reshard
-
     rollout, train = world.problem.rollout_meshes, world.problem.train_meshes
     state = world.init_train_state(train[0])
     for mesh in train[1:]:
         goal = world.train_state_shardings(mesh)
-        run = functools.partial(reshard, state, goal)
-        yield _moving("trainer", str(train[0]), str(mesh), _moved_bytes(state, goal), run, repeats)
+        moved, run = plan_dispatch(state, goal).moved_bytes, functools.partial(reshard, state, goal)
+        yield _moving("trainer", str(train[0]), str(mesh), moved, run, repeats)
     session = _full_session(world, rollout[0], world.policy(state))
-    live = session.policy.params, session.state
     for mesh in rollout[1:]:
         engine, pool = world.engine(mesh), _full_pool(world, mesh)
-        goal = engine.parameter_shardings, engine.state_shardings
+        move = functools.partial(relocate, session, engine, session.max_tokens, pool)
+        live, goal = _live(session), (engine.parameter_shardings, engine.state_shardings)
         # Where the number of row shards changes, pages are regrouped on the way.
-        moved = _moved_bytes(live, goal) if pool == session.pool else None
+        same = pool == session.pool
+        moved = plan_dispatch(live, goal).moved_bytes if same else None
 
-        def run(engine: Any = engine, pool: Any = pool) -> Any:
-            there = relocate(session, engine, session.max_tokens, pool)
-            return there.policy.params, there.state
+        def arrays(move: Callable[[], Session] = move) -> Any:
+            return _live(move())
 
-        yield _moving("live rollout", str(rollout[0]), str(mesh), moved, run, repeats)
+        yield _moving("live rollout", str(rollout[0]), str(mesh), moved, arrays, repeats)
 
 
 STAGES = {
@@ -156,13 +156,8 @@ STAGES = {
 }
 
 
-def placement_on(
-    world: "World", rollout: "MeshShape | None", train: "MeshShape | None"
-) -> "Placement":
+def placement_on(world: World, rollout: MeshShape | None, train: MeshShape | None) -> Placement:
     """Returns a placement that may use these meshes only; None: all that the config may use."""
-    from earl_jax.placement.placement import Placement
-    from earl_jax.selector.table import ThroughputTable
-
     placement = Placement(world, ThroughputTable())
     placement.problem = dataclasses.replace(
         world.problem,
@@ -172,13 +167,8 @@ def placement_on(
     return placement
 
 
-def update_of(world: "World", plan: "TrainPlan", length: int) -> Callable[[], Any]:
+def update_of(world: World, plan: TrainPlan, length: int) -> Callable[[], Any]:
     """Returns a function that trains once on full rows of `length` tokens."""
-    import jax
-    import numpy as np
-
-    from earl_jax.train.step import batch_shapes
-
     rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
     shapes = batch_shapes(rows, length, layout, with_proximal=world.needs_proximal)
     batch = jax.tree.map(
@@ -196,8 +186,6 @@ def update_of(world: "World", plan: "TrainPlan", length: int) -> Callable[[], An
 
 def median_seconds(*runs: Callable[[], Any], repeats: int) -> list[float]:
     """Returns the median time of each; they take turns, after one run of each that compiles."""
-    import jax
-
     spans: list[list[float]] = [[] for _ in runs]
     for _ in range(1 + repeats):
         for run, own in zip(runs, spans, strict=True):
@@ -224,9 +212,6 @@ def _moving(
 
 def _copy_of(num_bytes: int) -> Callable[[], Any]:
     """Returns a copy of so many bytes in equal shares, each from a device to the next one."""
-    import jax
-    import jax.numpy as jnp
-
     devices = jax.devices()
     share = max(1, num_bytes // len(devices))
     parts = [jnp.ones(share, jnp.uint8, device=device) for device in devices]
@@ -235,28 +220,19 @@ def _copy_of(num_bytes: int) -> Callable[[], Any]:
     return lambda: jax.device_put(parts, [*devices[1:], devices[0]])
 
 
-def _moved_bytes(arrays: Any, shardings: Any) -> int:
-    """Returns the bytes that change device."""
-    from earl_jax.dispatch.plan import plan_dispatch
-
-    return plan_dispatch(arrays, shardings).moved_bytes
+def _live(session: Session) -> tuple[Any, Any]:
+    return session.policy.params, session.state
 
 
-def _full_pool(world: "World", mesh: "MeshShape") -> Any:
-    from earl_jax.engine.pages import dense_pool
-
+def _full_pool(world: World, mesh: MeshShape) -> Pool:
     rollout = world.config.rollout
     return dense_pool(
         mesh.data, rollout.num_slots, rollout.context_buckets[-1], rollout.tokens_a_page
     )
 
 
-def _full_session(world: "World", mesh: "MeshShape", params: Any) -> Any:
+def _full_session(world: World, mesh: MeshShape, params: Any) -> Session:
     """Returns a session whose slots have all their pages, at the last context bucket."""
-    from earl_jax.dispatch.weights import publish
-    from earl_jax.engine.pages import pages_for
-    from earl_jax.engine.session import Policy, empty_session
-
     engine, max_tokens = world.engine(mesh), world.config.rollout.context_buckets[-1]
     weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
     policy = Policy(params=weights, version=0)
@@ -281,10 +257,9 @@ def bench_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.epilog = "--config.section.key=value changes one setting"
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
-    config = _config(flags.config, [a for a in arguments if a.startswith("--config.")])
+    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from earl_jax.world import World
-
     for number, row in enumerate(STAGES[flags.stage](World(config), flags.repeats)):
         if flags.json:
             print(json.dumps(row), flush=True)
@@ -292,14 +267,6 @@ def bench_command(arguments: Sequence[str]) -> None:
         if not number:
             print(f"| {' | '.join(row)} |\n{'|---' * len(row)}|")
         print(f"| {' | '.join(map(_cell, row.values()))} |", flush=True)
-
-
-def _config(path: Path, overrides: list[str]) -> "Config":
-    from earl_jax.config_file import load_config_file, make_config
-
-    return make_config(
-        load_config_file(path), [override.removeprefix("--config.") for override in overrides]
-    )
 
 
 def _cell(value: Any) -> str:

@@ -28,7 +28,7 @@ from earl_jax.engine.pages import dense_pool, roomier_pages
 from earl_jax.engine.round_inputs import Report
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.engine.slots import SlotRules
-from earl_jax.envs.conversation import Conversation, Heard
+from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.main import start_jax
@@ -69,8 +69,7 @@ class Script:
 
     Episode i reads `messages[i]` one by one, `env_ms` after it has sampled `turn_tokens[i]` tokens
     as the answer to the one before. A decode step has `step_rows` rows, 0: one for each of
-    `num_slots`. With `reads_again` every turn is an episode of its own, whose prompt is the
-    conversation so far.
+    `num_slots`.
     """
 
     messages: Sequence[Sequence[Message]]
@@ -80,7 +79,6 @@ class Script:
     temperature: float = 1.0
     env_ms: float = 0.0
     patience_ms: float = 100.0
-    reads_again: bool = False
 
     @staticmethod
     def parse(job: dict[str, Any]) -> "Script":
@@ -116,14 +114,6 @@ class CutTurns(Conversation):
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
         """The text, and True."""
         return super().reply(ids, before_stop)[0], True
-
-
-class GivenIds(CutTurns):
-    """Begins with ids, which are written in the message as numbers."""
-
-    def open(self, sampled: Any, tools: Any = ()) -> Heard:
-        """These ids."""
-        return Heard(tuple(map(int, sampled.split())))
 
 
 class TimedEngine(PolicyEngine):
@@ -175,8 +165,9 @@ class Player:
         shapes, shardings = engine.parameter_shapes, engine.parameter_shardings
         return Policy(params=publish(self._master, shapes, shardings).params, version=0)
 
-    def play(self, script: Script, texts: Sequence[Sequence[str]], conversation: Any) -> Rollout:
+    def play(self, script: Script) -> Rollout:
         """One rollout."""
+        texts = [[message.text for message in messages] for messages in script.messages]
         number = len(texts)
         config = RolloutConfig(
             num_slots=script.num_slots,
@@ -185,7 +176,6 @@ class Player:
             chunk_size=CHUNK_SIZE,
             burst=BURST,
             patience_s=script.patience_ms / 1000,
-            share_prefixes=not script.reads_again,
             context_buckets=ROOMS,
             page_size=PAGE_SIZE,
         )
@@ -202,7 +192,7 @@ class Player:
         pool = EnvironmentPool(script.num_slots if script.env_ms else 2, timeout_s=60.0)
         collector = Collector(
             config,
-            lambda: conversation(renderer()),
+            lambda: CutTurns(renderer()),
             pool,
             lambda task: Speaker(texts[task.episode], script.env_ms / 1000),
             functools.partial(_make_room, config),
@@ -217,30 +207,10 @@ class Player:
 
     def measure(self, script: Script) -> dict[str, Any]:
         """Plays and times a script."""
-        if script.reads_again:
-            return self._measure_again(script)
-        texts = [[message.text for message in messages] for messages in script.messages]
         start_s = time.perf_counter()
-        rollout = self.play(script, texts, CutTurns)
+        rollout = self.play(script)
         seconds = time.perf_counter() - start_s
         return _account(rollout, seconds)
-
-    def _measure_again(self, script: Script) -> dict[str, Any]:
-        """The same conversations, but each turn reads all that was said before it once more."""
-        total: dict[str, Any] = {}
-        contexts: list[tuple[int, ...]] = [()] * len(script.messages)
-        sampled: list[list[int]] = [[]] * len(script.messages)
-        for turn in range(len(script.messages[0])):
-            contexts = [c + m[turn].ids for c, m in zip(contexts, script.messages, strict=True)]
-            texts = [[" ".join(map(str, context))] for context in contexts]
-            start_s = time.perf_counter()
-            rollout = self.play(script, texts, GivenIds)
-            found = _account(rollout, time.perf_counter() - start_s)
-            replies = found.pop("replies")
-            contexts = [c + tuple(reply) for c, reply in zip(contexts, replies, strict=True)]
-            sampled = [[*all, *reply] for all, reply in zip(sampled, replies, strict=True)]
-            total = {key: total.get(key, 0) + value for key, value in found.items()}
-        return total | {"replies": sampled}
 
 
 def _make_room(config: RolloutConfig, session: Session, tokens: int, pages: int) -> Session:

@@ -181,7 +181,6 @@ def many_turns(bench: Bench) -> None:
     job = {"messages": ids, "turn_tokens": sizes.turn_tokens, **drawn}
     entered = [
         _play(bench, script),
-        _play(bench, {**script, "reads_again": True}, f"{OURS}, reading again"),
         *(
             Contestant(f"{engine.name}, reading again", engine, job, _briefly(job))
             for engine in bench.torch
