@@ -94,7 +94,7 @@ class Run:
 
     @property
     def switches(self) -> int:
-        """How often a step was on other meshes than the one before."""
+        """The number of steps on other meshes than the step before."""
         return sum(a != b for a, b in itertools.pairwise(self.meshes))
 
     def breaks(self, budget: int) -> int | None:
@@ -190,7 +190,7 @@ def page_rows(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """The whole command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

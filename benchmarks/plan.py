@@ -80,7 +80,7 @@ class Point(NamedTuple):
 
     @property
     def weight_dtype(self) -> Literal["compute", "int8"]:
-        """The engine's."""
+        """Type of the engine's weights."""
         return "int8" if "int8" in self.program else "compute"
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ _MANY_HOSTS = dataclasses.replace(parse_topology("h100:16x8"), memory_bytes_per_
 FLOAT8 = 0.63
 # A Python engine: an operation's least time, and 1 ms on the host between steps. vLLM took 2.5
 # times as long as one kernel of 0.95 ms for a token of Llama 3.2 1B (the page that GPU_OP_S is
-# from): 0.93 ms of weights, 16 x 7 operations, and the rest.
+# from): 0.93 ms of weights, 16 x 7 operations, and the host.
 _VLLM = dataclasses.replace(IDEAL, op_s=GPU_OP_S, host_step_s=1e-3)
 
 

@@ -121,7 +121,7 @@ def config_page() -> str:
 
 def _section(cls: type, path: str) -> Iterator[str]:
     types, sections = typing.get_type_hints(cls), []
-    about, told = _descriptions(cls)
+    about, by_field = _descriptions(cls)
     yield f"## {path}\n\n{about}\n" if path != "config" else f"{about}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     first_of: dict[str, str] = {}
@@ -131,7 +131,7 @@ def _section(cls: type, path: str) -> Iterator[str]:
             sections.append((kind, f"{path}.{field.name}"))
             continue
         words = []
-        for text in told.get(field.name, []):
+        for text in by_field.get(field.name, []):
             first = first_of.setdefault(text, field.name)
             words.append(text if first == field.name else f"See `{first}`.")
         meaning = " ".join(dict.fromkeys(words)) or _name_in_words(field.name)
@@ -148,24 +148,24 @@ def _descriptions(cls: type) -> tuple[str, dict[str, list[str]]]:
     A sentence is about the fields that it names in backticks; one that names none goes on from the
     sentence before it in its paragraph.
     """
-    names, about, told = {field.name for field in dataclasses.fields(cls)}, [], {}
+    names, about, by_field = {field.name for field in dataclasses.fields(cls)}, [], {}
     for paragraph in re.split(r"\n\n|\n- ", inspect.cleandoc(cls.__doc__ or "")):
         text, named = "", set()
         for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`\"])", " ".join(paragraph.split())):
             quoted = " ".join(re.findall(r"`([^`]+)`", sentence))
             found = {word.split(".")[0] for word in re.findall(r"[\w.]+", quoted)} & names
             if found and text:
-                _tell(told, about, named, text)
+                _add(by_field, about, named, text)
                 text, named = "", set()
             named |= found
             text = f"{text} {sentence}".strip()
-        _tell(told, about, named, text)
-    return "\n\n".join(about), told
+        _add(by_field, about, named, text)
+    return "\n\n".join(about), by_field
 
 
-def _tell(told: dict[str, list[str]], about: list[str], names: set[str], text: str) -> None:
+def _add(by_field: dict[str, list[str]], about: list[str], names: set[str], text: str) -> None:
     for name in names:
-        told.setdefault(name, []).append(text)
+        by_field.setdefault(name, []).append(text)
     if not names:
         about.append(text)
 

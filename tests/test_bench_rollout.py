@@ -159,7 +159,7 @@ def test_replies_are_equally_long(play):
     table, (warm_up, found, *_) = play("equal")
     assert [line[0] for line in table] == ["batch x new tokens", "---", "2 x 8"]
     assert [len(reply) for reply in found["replies"]] == [8, 8]
-    assert found["tokens"] == 16 and found["heard"] == found["prefilled"] == 16
+    assert found["tokens"] == 16 and found["observed"] == found["prefilled"] == 16
     assert 0 < found["busy_s"] < found["seconds"]
     assert warm_up["replies"] == found["replies"]
 

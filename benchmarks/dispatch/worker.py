@@ -90,7 +90,7 @@ def _measure(settings: dict[str, Any], controller: Controller, num_bytes: int) -
 
 
 def layouts(num: int, tensor: int) -> tuple[NamedSharding, NamedSharding]:
-    """From a row of workers that each made their rows to groups of `tensor` that share theirs.
+    """Returns the layouts: workers that each made their rows, and groups of `tensor` that share.
 
     The members of a group are as far apart as they can be (0, num / tensor, ...), so that hardly a
     row is wanted where it was made.

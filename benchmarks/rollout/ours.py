@@ -82,24 +82,24 @@ class Script:
 
     @staticmethod
     def parse(job: dict[str, Any]) -> "Script":
-        """From JSON."""
+        """Returns the script of a job."""
         sampled = [[Message(text, tuple(ids)) for text, ids in m] for m in job.pop("messages")]
         return Script(messages=sampled, **job)
 
 
 class Speaker:
-    """An environment that says its messages one by one, whatever it hears."""
+    """An environment that gives its messages one by one, whatever the replies are."""
 
     def __init__(self, texts: Sequence[str], delay_s: float):
         self._texts, self._delay_s = iter(texts[1:]), delay_s
         self._first = texts[0]
 
     def start(self) -> Start:
-        """The first message."""
+        """Returns the first message."""
         return Start(text=self._first, role="x")
 
     def step(self, reply: str) -> StepResult:
-        """The next message."""
+        """Returns the next message."""
         if self._delay_s:
             time.sleep(self._delay_s)
         text = next(self._texts, None)
@@ -112,7 +112,7 @@ class CutTurns(Conversation):
     """Every turn is a whole one, also where its length was up before it had ended."""
 
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
-        """The text, and True."""
+        """Returns the text, and True."""
         return super().reply(ids, before_stop)[0], True
 
 
@@ -161,7 +161,7 @@ class Player:
 
     @functools.cache  # noqa: B019
     def policy(self, engine: PolicyEngine) -> Policy:
-        """The weights as this engine wants them."""
+        """Returns the weights in this engine's layout and types."""
         shapes, shardings = engine.parameter_shapes, engine.parameter_shardings
         return Policy(params=publish(self._master, shapes, shardings).params, version=0)
 
@@ -214,7 +214,7 @@ class Player:
 
 
 def _make_room(config: RolloutConfig, session: Session, tokens: int, pages: int) -> Session:
-    """More room, as `Sessions.make_room` gives it where the mesh stays and the budget allows."""
+    """Returns the session with more pages, on the same mesh."""
     max_tokens = max(session.max_tokens, config.max_tokens_for(tokens))
     pool = session.pool
     if pages > pool.pages:
@@ -227,11 +227,11 @@ def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:
     engine, stats = rollout.session.engine, rollout.stats
     assert isinstance(engine, TimedEngine)
     replies = [_ids(trajectory, "policy") for trajectory in rollout.trajectories]
-    heard = [_ids(trajectory, "environment") for trajectory in rollout.trajectories]
+    observed = [_ids(trajectory, "environment") for trajectory in rollout.trajectories]
     return {
         "seconds": seconds,
         "tokens": sum(map(len, replies)),
-        "heard": sum(map(len, heard)),
+        "observed": sum(map(len, observed)),
         "prefilled": stats.prefill_tokens,
         "busy_s": sum(engine.rounds),
         "env_wait_s": stats.env_wait_s,
@@ -242,7 +242,7 @@ def _account(rollout: Rollout, seconds: float) -> dict[str, Any]:
 
 
 def _ids(trajectory: Trajectory, author: str) -> list[int]:
-    """All that this author said."""
+    """Returns all ids of this author."""
     turns = (turn.token_ids for turn in trajectory.turns if turn.author == author)
     return [token for ids in turns for token in ids]
 

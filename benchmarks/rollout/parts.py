@@ -12,7 +12,7 @@ from benchmarks.rollout.work import Message, make_messages, tail_lengths
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of the parts."""
 
     prompt: int = 64
     batches: tuple[int, ...] = (16, 64)
@@ -56,7 +56,7 @@ TINY = Sizes(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Who takes part, in what, and how often; `torch` once for each number of threads."""
+    """The engines (`torch` once for each number of threads), sizes and repeats."""
 
     ours: Engine
     torch: Sequence[Engine]
@@ -67,7 +67,7 @@ class Bench:
 
     @property
     def others(self) -> list[Engine]:
-        """Those that play static batches."""
+        """The engines that play static batches."""
         return [*self.torch, *self.tunix]
 
 
@@ -76,25 +76,28 @@ def _conversations(number: int, messages: int, num_tokens: int) -> list[list[Mes
 
 
 def _script(
-    messages: Sequence[Sequence[Message]], turn_tokens: Sequence[int], num_slots: int, **rest: Any
+    messages: Sequence[Sequence[Message]],
+    turn_tokens: Sequence[int],
+    num_slots: int,
+    **options: Any,
 ) -> dict[str, Any]:
-    """A job for our engine."""
+    """Returns a job for our engine."""
     messages = [[(message.text, message.ids) for message in messages] for messages in messages]
     words = {"messages": messages, "turn_tokens": list(turn_tokens)}
-    return words | {"num_slots": num_slots} | rest
+    return words | {"num_slots": num_slots} | options
 
 
 def _batches(
-    messages: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **rest: Any
+    messages: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **options: Any
 ) -> dict[str, Any]:
-    """A job for the others: the first messages as prompts."""
+    """Returns a job for the others: the first messages as prompts."""
     prompts = [messages[0].ids for messages in messages]
     words = {"prompts": prompts, "lengths": list(lengths), "batch": batch, "max_tokens": 0}
-    return words | rest
+    return words | options
 
 
 def _briefly(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The job with replies of two tokens, for what compiles nothing."""
+    """Returns the job with replies of two tokens, for engines that compile nothing."""
     if "messages" in job:
         return {**job, "turn_tokens": 2}
     return {**job, "lengths": [2] * len(job["lengths"])}
@@ -189,8 +192,8 @@ def many_turns(bench: Bench) -> None:
         *(Contestant(f"{engine.name}, reading again", engine, job, job) for engine in bench.tunix),
     ]
     best = take_turns(entered, bench.repeats)
-    heard = sizes.conversations * sizes.turns * sizes.turn_tokens
-    everything = heard * sizes.turns
+    observed = sizes.conversations * sizes.turns * sizes.turn_tokens
+    everything = observed * sizes.turns
     print(
         header(
             f"{sizes.conversations} x {sizes.turns} turns",
@@ -207,7 +210,7 @@ def many_turns(bench: Bench) -> None:
             f"{found['seconds']:.1f}",
             f"{found['tokens'] / found['seconds']:,.0f}",
             f"{prefilled:,}",
-            f"{prefilled - heard:,}",
+            f"{prefilled - observed:,}",
             f"{found['seconds'] / best[OURS]['seconds']:.2f}",
         )
         print(row(label, *cells), flush=True)
@@ -215,7 +218,7 @@ def many_turns(bench: Bench) -> None:
 
 
 def _print_best(best: Mapping[str, Found], ours_s: float) -> None:
-    """The fastest that is not ours, whatever its threads and batches, and how far behind it is."""
+    """Prints the fastest engine that is not ours, and how far behind it is."""
     others = {label: f["seconds"] for label, f in best.items() if not label.startswith(OURS)}
     if others:
         fastest = min(others, key=lambda label: others[label])
@@ -234,9 +237,9 @@ def waiting(bench: Bench) -> None:
     for slots, rows in shapes:
         for env_ms in sizes.env_ms if rows < slots else ():
             # A round that waits for the slowest would have nobody go on meanwhile.
-            rest = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
+            options = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
             found = take_turns(
-                [_play(bench, _script(messages, lengths, slots, **rest))], bench.repeats
+                [_play(bench, _script(messages, lengths, slots, **options))], bench.repeats
             )
             found = found[OURS]
             cells = (
@@ -250,7 +253,7 @@ def waiting(bench: Bench) -> None:
 
 
 def _idle(found: Mapping[str, float]) -> str:
-    """The share of the time in which no round ran."""
+    """Returns the share of the time in which no round ran."""
     return f"{1 - found['busy_s'] / found['seconds']:.1%}"
 
 

@@ -31,11 +31,11 @@ class Ids:
         self._pad_id = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers."""
+        """Returns the numbers."""
         return list(map(int, text.split()))
 
     def decode(self, ids: list[int]) -> str:
-        """Nothing."""
+        """Returns an empty text."""
         return ""
 
     def bos_id(self) -> int:
