@@ -34,6 +34,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).s
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+pytest.register_assert_rewrite("tests.support")
+
 # Tracing makes so many objects that looking for garbage as often as Python does by itself takes a
 # twentieth of the processor's time.
 gc.set_threshold(50_000, 10, 10)

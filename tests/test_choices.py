@@ -4,15 +4,12 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_control import Script, swap_to
-from test_tasks import GIVEN
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.choices import (
@@ -28,18 +25,17 @@ from earl_jax.engine.choices import (
     walk,
 )
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
-from earl_jax.engine.slots import SlotRules
-from earl_jax.envs.environment import EnvConfig, Start, StepResult
+from earl_jax.envs.environment import EnvConfig, Start
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
+from tests.support.choices import BRANCHES, HOT, Words, engine_for
+from tests.support.controls import Script, swap_to
 from tests.support.episodes import (
-    CONFIG,
+    GIVEN,
     MODEL,
     assert_same_episodes,
     check_rows,
@@ -52,8 +48,6 @@ from tests.support.episodes import (
 from tests.support.placements import one_step
 
 MASKED = EnvConfig(mask_illegal=True)
-HOT = 300.0
-BRANCHES = 18
 REPLIES = ((5, 0), (5, 7, 0), (6, 0))
 
 
@@ -62,29 +56,6 @@ def pool():
     pool = EnvironmentPool(2, timeout_s=60.0)
     yield pool
     pool.close()
-
-
-@functools.cache
-def engine_for(
-    branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None, step_rows: int = 0
-):
-    rules = SlotRules(
-        burst=burst,
-        end_of_turn_ids=renderer().end_of_turn_ids,
-        model_logprobs=True,
-        choice_branches=branches,
-    )
-    config = EngineConfig(
-        model=MODEL,
-        vocab_size=320,
-        num_slots=CONFIG.num_slots,
-        num_rows=CONFIG.episodes_per_step,
-        chunk_size=CONFIG.chunk_size,
-        rules=rules,
-        seed=3,
-        step_rows=step_rows,
-    )
-    return PolicyEngine(config, make_layout(mesh or MeshShape(data=8)))
 
 
 def test_the_tree_of_three_replies_by_hand():
@@ -219,26 +190,6 @@ def test_allowed_tokens_must_exist_and_have_room():
     ):
         with pytest.raises(ValueError, match=words):
             check_allowed(ids, 2, 320)
-
-
-class Words:
-    """Allows words of different lengths that begin alike, then others, then anything."""
-
-    ROUNDS = (("1", "12", "123", "21"), ("0", "00"), ())
-
-    def __init__(self, heard: list[tuple[str, ...]]):
-        self.heard, self.replies = heard, []
-
-    def start(self):
-        return Start(text="go.", role="x", choices=self.ROUNDS[0])
-
-    def step(self, reply: str):
-        self.replies.append(reply)
-        self.heard.append(tuple(self.replies))
-        if len(self.replies) == len(self.ROUNDS):
-            return StepResult(reward=1.0, done=True, stop_reason="win")
-        choices = self.ROUNDS[len(self.replies)]
-        return StepResult(text="7.", reward=0.0, done=False, choices=choices)
 
 
 class Digits(Words):

@@ -19,6 +19,7 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import MeshShape
+from tests.support.environments import Talker, Watched
 from tests.support.episodes import (
     CONFIG,
     NUM_DEVICES,
@@ -287,22 +288,6 @@ def test_a_turn_without_end_is_cut_and_ends_its_episode(pool):
         assert str(CONFIG.max_turn_tokens) in trajectory.detail
 
 
-class Talker:
-    """An honest environment: three replies, a quarter of a point for each."""
-
-    def __init__(self, seed: int):
-        self.seed, self.replies = seed, 0
-
-    def start(self):
-        return Start(text=f"{self.seed}.", role="x")
-
-    def step(self, reply: str):
-        self.replies += 1
-        if self.replies == 3:
-            return StepResult(text="", reward=0.25, done=True, stop_reason="win", detail=reply)
-        return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
-
-
 def cut_texts(trajectories):
     """Of each episode: authors, lengths, and why it ended."""
     return [
@@ -511,23 +496,6 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
     assert (alone.stats.shared_tokens, shared.stats.shared_tokens) == (0, taken)
     assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == taken
     assert shared.stats.rounds < alone.stats.rounds
-
-
-class Watched:
-    """A game of Tic-Tac-Toe that does something before each of its steps, and after its last."""
-
-    def __init__(self, task, before, over=lambda: None):
-        self.game, self.before, self.over = tictactoe(task), before, over
-
-    def start(self) -> Start:
-        return self.game.start()
-
-    def step(self, reply: str) -> StepResult:
-        self.before()
-        result = self.game.step(reply)
-        if result.done:
-            self.over()
-        return result
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 """Every file in configs/ is a run: valid, and its programs trace on every mesh it may choose."""
 
 import importlib.util
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,8 @@ from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.train import step as train_step
 from earl_jax.train.step import UpdateMetrics, batch_shapes, make_train_step
 from earl_jax.world import World
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent
 FILES = sorted((ROOT / "configs").glob("*.py"))
 PLATFORMS = {"auto": "cpu", "cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_kernels import make_rows
 
 from earl_jax.config_file import make_config
 from earl_jax.dispatch.weights import publish
@@ -35,6 +34,7 @@ from earl_jax.train.step import (
 )
 from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.world import World
+from tests.support.rows import make_rows
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
 

@@ -8,8 +8,14 @@ import gc
 import jax
 import numpy as np
 import pytest
-from processes import Processes
-from test_dispatch_pack import (
+
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.stream import RowStream
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.waiting import wait_for
+from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.batches import (
     ROWS,
     batch_by_hand,
     both_counters,
@@ -21,14 +27,8 @@ from test_dispatch_pack import (
     place,
     rows_held,
 )
-
-from earl_jax.dispatch.pack import dispatch
-from earl_jax.dispatch.stream import RowStream
-from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from earl_jax.sharding.waiting import wait_for
-from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.episodes import CONFIG, ROOM, collect, engine, tasks
+from tests.support.processes import Processes
 
 PAIRS = [
     ("data=8", "data=4,tensor=2", 24),

@@ -18,10 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from processes import Processes as RealProcesses
-from processes import free_port
 from safetensors.numpy import load_file
-from test_runs import ROOT, TINY
 
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.engine.config import RolloutConfig
@@ -37,6 +34,10 @@ from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World
+from tests.support import ROOT
+from tests.support.processes import Processes as RealProcesses
+from tests.support.processes import free_port
+from tests.support.runs import TINY
 
 # One room and one mesh for each stage, so that few programs are compiled.
 SMALL = TINY | {

@@ -7,9 +7,6 @@ import re
 import time
 
 import pytest
-from test_choices import BRANCHES, HOT, Words, engine_for
-from test_collect import Talker
-from test_control import Script, furthest, swap_to
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling, SpeculationConfig, Stops
@@ -18,6 +15,9 @@ from earl_jax.engine.engine import PolicyEngine
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World, _drafting_notes
+from tests.support.choices import BRANCHES, HOT, Words, engine_for
+from tests.support.controls import Script, furthest, swap_to
+from tests.support.environments import Talker
 from tests.support.episodes import (
     ROOM,
     Rooms,

@@ -14,23 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import COLLECTIVE, replica_groups
-from test_runs import command, run
-from test_slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
 from earl_jax.models.checkpoints.families import FAMILIES
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
-from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_tokens
 from earl_jax.models.lora import adapter_specs
 from earl_jax.models.moe.experts import mix_experts, route
 from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.parameters import (
-    init_parameters,
     num_parameters,
     parameter_shardings,
     parameter_specs,
@@ -41,54 +37,12 @@ from earl_jax.telemetry.metrics import read_metrics as read_rows
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import make_train_step, read_metrics, state_of
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
+from tests.support.hlo import COLLECTIVE, replica_groups
+from tests.support.runs import command, run
+from tests.support.slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
-MODEL = ModelConfig(
-    num_layers=2,
-    width=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=8,
-    num_experts=8,
-    experts_per_token=3,
-    expert_ffn_size=16,
-    init_scale=4.0,
-)
-
-
-@functools.cache
-def params():
-    """Norms away from one, a router that is sure of itself, and a head of about two bits."""
-    values = init_parameters(parameter_specs(MODEL, VOCAB), jax.random.key(3))
-    noise = jax.random.normal(jax.random.key(4), values["layers"]["ffn_norm"].shape)
-    values["layers"]["ffn_norm"] = 1 + 0.3 * noise
-    values["layers"]["router"] = 2 * values["layers"]["router"]
-    return {**values, "head": 2 * values["head"]}
-
-
-def one_layer():
-    names = ("router", "expert_gate", "expert_up", "expert_down")
-    return {name: params()["layers"][name][0] for name in names}
-
-
-def by_hand(model: ModelConfig, layer, x_TD) -> np.ndarray:
-    """Token by token, expert by expert, in float64."""
-    layer = {name: np.asarray(leaf, np.float64) for name, leaf in layer.items()}
-    out = np.zeros(x_TD.shape, np.float64)
-    for token, x in enumerate(np.asarray(x_TD, np.float64)):
-        scores = np.exp(x @ layer["router"])
-        scores /= scores.sum()
-        chosen = np.argsort(-scores)[: model.experts_per_token]
-        total = scores[chosen].sum() if model.normalize_expert_weights else 1.0
-        for expert in chosen:
-            gate, up = x @ layer["expert_gate"][expert], x @ layer["expert_up"][expert]
-            hidden = gate / (1 + np.exp(-gate)) * up
-            out[token] += scores[expert] / total * (hidden @ layer["expert_down"][expert])
-    return out
-
-
-def tokens_TD(count: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(count), (count, MODEL.width))
 
 
 EVERY_EXPERT = np.arange(MODEL.num_experts)

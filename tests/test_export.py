@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import KINDS, NAMES, REFERENCE, checkpoint, reference
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
@@ -32,6 +31,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
+from tests.support.references import KINDS, NAMES, REFERENCE, checkpoint, reference
 
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
 LORA = LoraConfig(rank=3, alpha=6.0)

@@ -14,18 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import (
-    EXPERT_MESHES,
-    KINDS,
-    MESHES,
-    NAMES,
-    PLACED,
-    REFERENCE,
-    checkpoint,
-    loaded,
-    reference,
-)
-from test_slots import Script, converse
 
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
@@ -41,6 +29,18 @@ from earl_jax.models.parameters import init_parameters, parameter_specs, unstack
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
+from tests.support.references import (
+    EXPERT_MESHES,
+    KINDS,
+    MESHES,
+    NAMES,
+    PLACED,
+    REFERENCE,
+    checkpoint,
+    loaded,
+    reference,
+)
+from tests.support.slots import Script, converse
 
 NUM_GREEDY = 64
 # Of the references' tokens, where gradients are taken: beyond their windows.

@@ -7,13 +7,13 @@ import functools
 
 import numpy as np
 import pytest
-from test_control import Script, swap_to
 
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import open_session, vacate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
+from tests.support.controls import Script, swap_to
 from tests.support.episodes import (
     CONFIG,
     assert_same_episodes,

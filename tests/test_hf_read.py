@@ -12,14 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from references import (
-    PLACED,
-    REFERENCE,
-    assert_equal_trees,
-    change_config,
-    checkpoint,
-    loaded,
-)
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.config_file import make_config
@@ -31,6 +23,14 @@ from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
 from tests.support.placements import seated
+from tests.support.references import (
+    PLACED,
+    REFERENCE,
+    assert_equal_trees,
+    change_config,
+    checkpoint,
+    loaded,
+)
 
 
 @pytest.fixture

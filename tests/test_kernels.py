@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_topology import need_compiler
 
 from earl_jax.config_file import make_config
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel
@@ -30,8 +29,9 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.world import World
+from tests.support.compilers import need_compiler
+from tests.support.rows import HEAD_SIZE, make_rows
 
-KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 16
 SPLIT = MeshShape(data=2, tensor=2)
 TINY = ModelConfig(
     num_layers=2,
@@ -46,21 +46,6 @@ TINY = ModelConfig(
 LONG = 129
 has_tokamax = importlib.util.find_spec("tokamax") is not None
 need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
-
-
-def make_rows(length: int, heads: int = KV_HEADS, groups: int = GROUPS, size: int = HEAD_SIZE):
-    """Queries, keys, values, and segments: three in the first row, with padding, one in the other.
-
-    The second segment of the first row goes over the kernel's first block of 128.
-    """
-    rng = np.random.default_rng(length)
-    query = rng.normal(size=(2, length, heads, groups, size)) * 2
-    sides = rng.normal(size=(2, 2, heads, length, size))
-    segments = np.ones((2, length), np.int32)
-    cuts = (length // 4, 3 * length // 4, length - 3)
-    for number, first in zip((2, 3, 0), cuts, strict=True):
-        segments[0, first:] = number
-    return [jnp.asarray(array, jnp.float32) for array in (query, *sides)], jnp.asarray(segments)
 
 
 def out_and_gradients(attend, query, key, value, segments):

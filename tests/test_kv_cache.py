@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import rows_of
 
 from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading, tile_for
 from earl_jax.models.attention.rows import Places, attention
@@ -21,6 +20,7 @@ from earl_jax.models.kv_cache import (
     write,
     writes_whole_pages,
 )
+from tests.support.caches import rows_of
 
 MODEL = ModelConfig(num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64)
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import rows_of
 
 from earl_jax.models.attention.rows import BLOCK_SIZE, Places, _attend, attention
 from earl_jax.models.config import ModelConfig
@@ -37,6 +36,7 @@ from earl_jax.selector.candidates import train_candidates
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import init_state
+from tests.support.caches import rows_of
 
 VOCAB = 64
 ROWS, LENGTH = 5, 24

@@ -12,7 +12,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from caches import rows_of
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling
@@ -29,6 +28,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
 from earl_jax.train.learner import sft
 from earl_jax.world import World
+from tests.support.caches import rows_of
 from tests.support.placements import (
     CUBE,
     D4T2,

@@ -11,9 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import Talker
-from test_control import Script, furthest, lecture, swap_to
-from test_engine import COLLECTIVE
 
 from earl_jax.engine.config import SpeculationConfig
 from earl_jax.engine.engine import PolicyEngine
@@ -36,7 +33,10 @@ from earl_jax.rollout.preemption import (
 )
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
+from tests.support.controls import Script, furthest, swap_to
+from tests.support.environments import Talker, lecture
 from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks
+from tests.support.hlo import COLLECTIVE
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
 KV_DTYPES = ("compute", "int8")

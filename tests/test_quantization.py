@@ -16,9 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import test_experts
-from test_engine import CANDIDATES, COLLECTIVE, CONFIG, NUM_SLOTS, UNSHARDED, scripts
-from test_slots import MODEL, PLACES, VOCAB, assert_same, check_rows, converse, stacked_params
 
 from earl_jax.dispatch.weights import program_of, publish
 from earl_jax.engine.engine import PolicyEngine
@@ -45,6 +42,20 @@ from earl_jax.models.quantization import (
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, scripts
+from tests.support.experts import MODEL as EXPERT_MODEL
+from tests.support.experts import by_hand as layer_by_hand
+from tests.support.experts import one_layer, tokens_TD
+from tests.support.hlo import COLLECTIVE
+from tests.support.slots import (
+    MODEL,
+    PLACES,
+    VOCAB,
+    assert_same,
+    check_rows,
+    converse,
+    stacked_params,
+)
 
 # One matrix.
 
@@ -111,9 +122,9 @@ EXPERTS = [name for name in INPUTS if name.startswith("expert")]
 @pytest.mark.parametrize("shape", [None, MeshShape(expert=4, tensor=2), MeshShape(tensor=4)])
 def test_a_mixture_of_experts_is_that_of_the_dequantised_experts(shape):
     """Whole on one device, and with experts and their outputs cut."""
-    model, layer = test_experts.MODEL, dict(test_experts.one_layer())
+    model, layer = EXPERT_MODEL, dict(one_layer())
     layer |= {name: quantize(layer[name], "E" + _axes(name), INPUTS[name]) for name in EXPERTS}
-    exact = test_experts.by_hand(
+    exact = layer_by_hand(
         model, {n: dequantize(w) if is_quantized(w) else w for n, w in layer.items()}, TOKENS_TD
     )
     layout = shape and make_layout(shape, jax.devices()[: shape.num_devices])
@@ -125,7 +136,7 @@ def test_a_mixture_of_experts_is_that_of_the_dequantised_experts(shape):
     assert np.abs(exact).max() > 0.1
 
 
-TOKENS_TD = test_experts.tokens_TD(20)
+TOKENS_TD = tokens_TD(20)
 
 
 def _axes(name: str) -> str:

@@ -11,7 +11,6 @@ import itertools
 
 import jax
 import pytest
-from test_collect import Talker
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import PolicyEngine
@@ -25,6 +24,7 @@ from earl_jax.rollout.collect import Collector
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
     MODEL,

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_experts import MODEL, VOCAB, params
-from test_generation import CHECKPOINT
 
 from earl_jax.config_file import make_config
 from earl_jax.models.decoder import forward_rows_routed
@@ -21,6 +19,9 @@ from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import make_train_step, read_metrics, state_of
 from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.world import World
+from tests.support.experts import MODEL, params
+from tests.support.references import CHECKPOINT
+from tests.support.slots import VOCAB
 
 PAIR = dataclasses.replace(MODEL, num_experts=2, experts_per_token=1)
 ROWS, LENGTH = 8, 12

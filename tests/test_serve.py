@@ -17,10 +17,20 @@ import numpy as np
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2
-from served import (
+
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import MAX_SEED
+from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.serve import _context_tokens, serve_command
+from earl_jax.serving.scores import Scores
+from earl_jax.serving.serve_flags import parse_flags
+from tests.support import ROOT
+from tests.support.references import reference
+from tests.support.served import (
     CONTEXT,
     MODEL,
-    ROOT,
     VOCAB,
     Code,
     Server,
@@ -36,16 +46,6 @@ from served import (
     sampling_metadata,
     serving,
 )
-from test_families import reference
-
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import MAX_SEED
-from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.serve import _context_tokens, serve_command
-from earl_jax.serving.scores import Scores
-from earl_jax.serving.serve_flags import parse_flags
 
 NUM_SLOTS = 4
 

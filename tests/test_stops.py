@@ -5,21 +5,21 @@
 import dataclasses
 
 import pytest
-import test_samples
-from test_collect import Talker
-from test_control import Script, furthest, swap_to
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Stops
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.world import World
+from tests.support.controls import Script, furthest, swap_to
+from tests.support.environments import Talker
 from tests.support.episodes import (
     ROOM,
     assert_same_episodes,
     check_rows,
     collect,
     engine,
+    forgetful_renderer,
     renderer,
     tasks,
     tokenizer,
@@ -163,7 +163,7 @@ def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool, cache):
 @pytest.mark.parametrize("history", ["append", "fork"])
 def test_a_conversation_goes_on_behind_a_stop_as_the_template_writes_it(history):
     """Nothing forks for a stop alone: the stream is the template's text of what was sampled."""
-    chat = test_samples.renderer()
+    chat = forgetful_renderer()
     conversation = Conversation(chat, history)
     stream = list(conversation.open("go").ids)
     sampled = list(chat.reply("246 stop")[:-1])

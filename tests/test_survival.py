@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import Processes
 
 from earl_jax.config_file import make_config
 from earl_jax.loop import Position, rl_step
@@ -39,6 +38,7 @@ from tests.support.placements import (
     place,
     table_of,
 )
+from tests.support.processes import Processes
 
 TOKENS = 32
 ROLLOUT = {

@@ -13,7 +13,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import learnable
 from earl_jax.telemetry.metrics import sampling_kl
 from earl_jax.world import World
-from tests.support.episodes import assert_same_episodes, check_rows, collect, engine, tasks
+from tests.support.episodes import GIVEN, assert_same_episodes, check_rows, collect, engine, tasks
 from tests.support.placements import one_step
 
 WAYS = (
@@ -95,20 +95,6 @@ def test_an_episodes_tokens_are_those_of_its_seed(pool):
             turn.token_ids for turn in plain[seed].turns
         ]
     assert len({trajectory.turns[1].token_ids for trajectory in plain}) > 3
-
-
-GIVEN = {
-    "model": {"width": 32, "ffn_size": 64},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": 16,
-        "temperature": 1.5,
-        "top_k": 3,
-        "model_logprobs": True,
-    },
-    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
-    "train": {"ratio": "model", "epochs": 2},
-}
 
 
 @pytest.mark.slow

@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.sharding.topology import CHIPS, make_topology, missing_compiler
-
-
-def need_compiler(name: str):
-    missing = missing_compiler(make_topology(name))
-    return pytest.mark.skipif(missing is not None, reason=str(missing))
+from earl_jax.sharding.topology import CHIPS, make_topology
+from tests.support.compilers import need_compiler
 
 
 @pytest.mark.parametrize(

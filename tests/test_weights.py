@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-# The count below every door of Python, of the test that any array gets anywhere.
-from test_sharding_reshard import count_host_bytes
-
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import (
@@ -25,6 +22,9 @@ from earl_jax.models.parameters import (
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+
+# The count below every door of Python, of the test that any array gets anywhere.
+from tests.support.shardings import count_host_bytes
 
 VOCAB = 16
 # Eight key/value heads, so that every mesh of eight devices is allowed.
