@@ -6,6 +6,7 @@ Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s
 tests start do the same, but for two whole runs of configs.
 """
 
+import fnmatch
 import gc
 import importlib.metadata
 import os
@@ -67,8 +68,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: none is left to a single worker at the end."""
+    """Marks cases of `slow_except`, and puts the files that take longest first.
+
+    None of those files is then left to a single worker at the end.
+    """
+    for item in items:
+        mark = item.get_closest_marker("slow_except")
+        if mark and not any(fnmatch.fnmatchcase(item.callspec.id, quick) for quick in mark.args):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else 99)
 
 

@@ -75,7 +75,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def test_two_entries_are_a_family(folder, monkeypatch):
     """Read onto every device by slice, computed with, and written again bit for bit."""
     with pytest.raises(ValueError, match="model_type is 'tulip', .* known are llama, .*gemma3"):

@@ -177,7 +177,7 @@ def set_newest_aside(folder):
     return words
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("truncate", "flip_a_bit")
 @pytest.mark.parametrize(
     "damage",
     [

@@ -235,7 +235,6 @@ def full_logits(trajectory):
     return np.asarray(jnp.einsum("BTD,DV->BTV", hidden, head_weights(params)), np.float64)[0]
 
 
-@pytest.mark.slow
 def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
     heard = []
     # Else what this policy is sure of is all that is ever said.

@@ -177,7 +177,6 @@ def test_an_episode_is_the_same_among_other_episodes(pool, games):
     assert_same_episodes(ours, theirs)
 
 
-@pytest.mark.slow
 def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
     """From the first bucket over the second to the third, live episodes and all."""
     rooms = Rooms()
@@ -204,7 +203,7 @@ def test_pages_are_made_where_they_are_needed(pool, games):
     assert grown.stats.preempted_episodes == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=2-4")
 @pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):
@@ -301,7 +300,6 @@ def cut_texts(trajectories):
     ]
 
 
-@pytest.mark.slow
 def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
     """Nine tokens of prompt; turns of two, which the environment answers with five more.
 
@@ -397,7 +395,6 @@ class Faulty(Talker):
         return self.fault() if self.when == "step" and self.replies == 2 else honest
 
 
-@pytest.mark.slow
 def test_environments_that_misbehave_end_their_own_episode_only():
     released = threading.Event()
 
@@ -461,7 +458,7 @@ class Lecture(Talker):
         return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("in all")
 @pytest.mark.parametrize(
     ("mesh", "copies"),
     [(MeshShape(data=8), "off"), (MeshShape(data=2, tensor=2), "on")],

@@ -91,7 +91,7 @@ def test_the_meshes_to_choose_from_are_more_than_one(world):
     assert len(world.problem.train_meshes) > 1
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("tictactoe_tiny_cpu")
 def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     config, rows = world.config, world.config.rollout.episodes_per_step
     for shape in world.problem.train_meshes:
@@ -118,7 +118,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
         assert mesh_words(shape) in lowered(traced, world)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("tictactoe_tiny_cpu")
 def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
     rollout = world.config.rollout
     for shape in world.problem.rollout_meshes:

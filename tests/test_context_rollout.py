@@ -131,7 +131,7 @@ def test_a_page_must_divide():
 # What is played.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=4,context=2")
 @pytest.mark.parametrize("shape", [MIXED, *OTHERS], ids=str)
 def test_the_same_words_are_said_with_the_trainers_logprobs(shape):
     """Behind prompts of several chunks and pages, of which only the last chunk is followed."""

@@ -143,7 +143,6 @@ def pool():
     pool.close()
 
 
-@pytest.mark.slow
 def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):
     """One device plays 12 games on 4 slots; two others have the rows of those that are over."""
     rows, player, target = 12, engine(4, MeshShape()), layout_of("data=2 on 4 5")

@@ -346,7 +346,6 @@ def assert_past_the_hosts(*workdirs: Path) -> None:
         assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one_does(cache, tmp_path):
     one = Command(cache, tmp_path / "one", 1, **ALL).done()
     two = Command(cache, tmp_path / "two", 2, **ALL).done()

@@ -50,7 +50,7 @@ def games(pool):
 # Rollouts.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=2-0")
 @pytest.mark.parametrize(
     ("mesh", "pages"), [(MeshShape(data=8), 5), (MeshShape(data=2, tensor=2), 0)], ids=str
 )

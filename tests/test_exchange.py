@@ -141,7 +141,7 @@ def shipments_of(tree, shardings, dtypes=None):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("8x1x1-4x1x2-*")
 @pytest.mark.parametrize("max_bytes", [None, 64])
 @pytest.mark.parametrize(("source", "target"), BETWEEN_PROCESSES[::3])
 def test_rounds_deliver_what_was_planned(source, target, max_bytes):
@@ -235,7 +235,7 @@ def through_the_host(source: str, target: str) -> list[int]:
     return [sum(reads), sum(put_reads)]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("2-2")
 @pytest.mark.parametrize(("num", "every"), [(2, 2), (4, 3)])
 def test_pairs_of_layouts_over_real_processes(num, every):
     results = Processes(num, 8 // num, "test_exchange:check_pairs", every).results(250)
@@ -257,7 +257,7 @@ def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
     assert reads == [[24 * 8 * 8 * 4 // 2, 0]] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("SIGKILL*")
 @pytest.mark.parametrize(
     ("how", "timeout_s", "sampled"),
     [("SIGKILL", 60, "another process ended"), ("SIGSTOP", 5, "nothing came for 5 s")],

@@ -189,7 +189,7 @@ def gradients(mesh: str, length: int = 12):
     return jax.tree.map(np.asarray, (grads, hidden))
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=2,expert=2,tensor=2-*")
 @pytest.mark.parametrize(
     ("mesh", "length"),
     # Long rows are more pairs than are multiplied at once; all of them are gathered to a device.
@@ -242,7 +242,7 @@ def converse_on(mesh: str):
     )[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,expert=2,tensor=2")
 @pytest.mark.parametrize("mesh", ENGINE_MESHES)
 def test_every_mesh_samples_the_same_tokens(mesh):
     assert_same(converse_on(mesh), converse_on("data=1"))

@@ -66,7 +66,7 @@ def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
     return rollout
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("waves")
 @pytest.mark.parametrize(
     ("size", "words"), [(4, "7"), (4, ""), (4, "7777"), (9, "7")], ids="29 28 32 waves".split()
 )
@@ -139,7 +139,7 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     assert open_session(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("on")
 @pytest.mark.parametrize("copies", ["on", "off"])
 def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
     """Eight data shards of two slots; six episodes are at home in the first, two in the second.

@@ -77,7 +77,6 @@ def with_path(name: str) -> dict:
     return {"model": {"path": str(REFERENCE / name)}}
 
 
-@pytest.mark.slow
 def test_a_world_is_the_model_of_the_path():
     world = World(make_config(with_path("qwen2_tied"), ["model.compute_dtype=bfloat16"]))
     read = checkpoint("qwen2_tied")

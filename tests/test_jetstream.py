@@ -121,7 +121,6 @@ def test_the_engine_implements_the_whole_interface(engine):
     assert served.stop_tokens == {tokenizer().eos_token_id, tokenizer().pad_token_id}
 
 
-@pytest.mark.slow
 def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
     """The first token is the one behind the prompt; slots, and their order, are free."""
     prompts = [prompt(i, length) for i, length in enumerate([1, 5, 16, 33, 40, 64])]
@@ -145,7 +144,6 @@ def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
     np.testing.assert_array_equal(np.array(sampled).T, continuations(prompts, seeds, 8))
 
 
-@pytest.mark.slow
 def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
     first, second = prompt(20, 11), prompt(21, 6)
     whole = np.concatenate([first, second])

@@ -173,7 +173,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(hf_read, "MAX_MAPPED_BYTES", BLOCK)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=4,tensor=2")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks, mesh):
     layout = make_layout(mesh)
@@ -194,7 +194,7 @@ def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks, me
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=4,tensor=2")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_host_holds_one_tensor_while_it_writes(small_blocks, tmp_path, mesh):
     params = made(mesh)

@@ -227,7 +227,6 @@ def test_the_description_of_the_adapters():
 # The state.
 
 
-@pytest.mark.slow
 def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
     layout = make_layout(MIXED)
     state = init_state(MODEL, CONFIG, VOCAB, layout, 5)
@@ -279,7 +278,7 @@ def alone() -> tuple[Any, Any, Any]:
     return jax.tree.map(np.asarray, state.params), gradients(state), read_metrics(metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2*")
 @pytest.mark.parametrize("shape", every_layout(), ids=str)
 def test_sharded_equals_unsharded_on_every_layout(shape):
     batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
@@ -389,7 +388,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-data=2,tensor=4")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     state = placed(source)
@@ -411,7 +410,7 @@ def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=8-data=4,tensor=2-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
 def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
@@ -462,7 +461,6 @@ def test_a_bf16_base_trains_too():
 # Kept.
 
 
-@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapters_and_not_the_base(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
     checkpoints.save(1, placed(MeshShape(data=8)), {})

@@ -283,7 +283,6 @@ def go_on(session):
     return session.engine.play(session.policy.params, session.state, inputs)
 
 
-@pytest.mark.slow
 def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tokens(world, table):
     """The budget holds episodes of LONG tokens on tensor=2 alone; nothing comes to the host."""
     tight = too_large_for(table, world.problem, rollout=((D8, LONG),))

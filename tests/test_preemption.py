@@ -361,7 +361,7 @@ def test_what_costs_less_is_done_and_said(pool, monkeypatch):
 # Weights, aborts.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("(4,)-recompute")
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 @pytest.mark.parametrize("rounds", [(4,), (3, 7, 8, 12)], ids=str)
 def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):

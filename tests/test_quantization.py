@@ -118,7 +118,7 @@ def test_a_projection_is_that_of_the_dequantised_matrix(equation, dtype):
 EXPERTS = [name for name in INPUTS if name.startswith("expert")]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("shape1")
 @pytest.mark.parametrize("shape", [None, MeshShape(expert=4, tensor=2), MeshShape(tensor=4)])
 def test_a_mixture_of_experts_is_that_of_the_dequantised_experts(shape):
     """Whole on one device, and with experts and their outputs cut."""
@@ -201,7 +201,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-data=4,tensor=2-bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_publishing_rounds_on_any_layout_to_the_same_bytes(source, target, dtype):
@@ -270,7 +270,6 @@ def engine_axes() -> Any:
     return jax.tree.map(lambda spec: spec.axes, engine_specs(MODEL, VOCAB, "int8"), is_leaf=is_spec)
 
 
-@pytest.mark.slow
 def test_adapters_are_merged_before_they_are_rounded():
     lora = LoraConfig(rank=2, targets=("query", "down"), alpha=6.0)
     specs = adapter_specs(parameter_specs(MODEL, VOCAB), lora)
@@ -356,7 +355,7 @@ def score(params: Any, heard: Any) -> tuple[np.ndarray, np.ndarray]:
     return ours, engines
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=4,tensor=2")
 @pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES], ids=str)
 def test_every_mesh_plays_the_dequantised_policy(shape):
     """What is written down are the log-probs of the policy that sampled, the rounded one."""
@@ -367,7 +366,7 @@ def test_every_mesh_plays_the_dequantised_policy(shape):
     np.testing.assert_allclose(engines, ours, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("bfloat16-compute*")
 @pytest.mark.parametrize(
     ("compute", "weights", "mean", "largest"),
     [
@@ -424,7 +423,7 @@ def test_the_bytes_of_a_device_by_hand():
 INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=4")
 @pytest.mark.parametrize("shape", [MeshShape(data=8), MeshShape(data=2, tensor=4)], ids=str)
 def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
     engine = engine_on(shape, INT8_CACHE)

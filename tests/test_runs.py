@@ -59,7 +59,6 @@ def uninterrupted(cache, tmp_path_factory):
     return workdir
 
 
-@pytest.mark.slow
 def test_a_run_writes_what_the_contract_says(uninterrupted):
     files = {path.name for path in uninterrupted.iterdir()}
     assert {"config.json", "metrics.jsonl", "trajectories", "checkpoints", "report.html"} <= files
@@ -87,7 +86,6 @@ def test_a_run_writes_what_the_contract_says(uninterrupted):
     assert {"name", "games", "win", "draw", "loss", "illegal"} <= set(evaluations[-1]["eval"])
 
 
-@pytest.mark.slow
 def test_nothing_is_prefilled_twice(uninterrupted):
     """`prefill_tokens` equals the environment's tokens, counted in the episodes written down."""
     episodes = [
@@ -105,7 +103,6 @@ def test_nothing_is_prefilled_twice(uninterrupted):
     assert line["rollout_tokens"] == sampled
 
 
-@pytest.mark.slow
 def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     steps = [row for row in read_metrics(uninterrupted / "metrics.jsonl") if "eval" not in row]
     switch = next(row for row in steps if row["switched"])
@@ -153,7 +150,6 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
     """SIGKILL at four moments; the run that was killed ends bit for bit like the one that was not.
 
@@ -256,7 +252,6 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.slow
 def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache):
     before = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     done = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))
@@ -287,7 +282,7 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("--config.rollout.num_slot=8")
 @pytest.mark.parametrize(("flags", "words"), BAD_INPUT, ids=[flags[0] for flags, _ in BAD_INPUT])
 def test_a_mistake_gets_one_clear_message_and_status_2(cache, tmp_path, flags, words):
     overrides = TINY | {"num_steps": 1}
@@ -316,7 +311,6 @@ def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_woul
     )
 
 
-@pytest.mark.slow
 def test_a_workdir_of_another_config_is_refused(uninterrupted, cache):
     done = run(cache, *tiny(uninterrupted, **{"train.learning_rate": 0.5}))
     assert done.returncode == 2

@@ -196,7 +196,7 @@ def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("host")
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
 def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, preemption):
     """Room for one sample a data shard of two slots; environments answer meanwhile."""

@@ -75,7 +75,6 @@ def test_nobody_is_served_at_another_address_of_the_machine(server):
         socket.create_connection(("127.0.0.2", int(port)), timeout=5)
 
 
-@pytest.mark.slow
 def test_many_requests_at_once_on_few_slots(server):
     """Thirty on four slots: of all lengths up to the longest prompt and the last place."""
     asked = [
@@ -567,7 +566,6 @@ def test_a_policy_must_be_named(capsys):
     assert "--workdir --model is required" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_mistake_ends_with_status_2_and_one_message():
     line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0"]
     done = subprocess.run(

@@ -224,7 +224,7 @@ def test_a_cast_happens_on_the_way(target, chunk_bytes):
     assert tree["weights"].dtype == np.float32
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("None")
 @pytest.mark.parametrize("chunk_bytes", [None, 100])
 def test_what_is_given_up_is_freed_but_not_what_is_shared(chunk_bytes):
     values = make_values()

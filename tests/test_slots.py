@@ -82,7 +82,6 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
         assert tokens[policy - 1].tolist() == [h.ids[place] for place in policy]
 
 
-@pytest.mark.slow
 def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
     """Beside those at the sampling temperature, which stay what they were."""
     scripts = make_scripts(NUM_SLOTS)
@@ -149,7 +148,7 @@ def test_appending_in_pieces_gives_the_logits_of_one_prefill():
             np.testing.assert_allclose(logits_BV[row], logits_BTV[row, cached[row] - 1], atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("9")
 @pytest.mark.parametrize("chunk_size", [1, 9])
 def test_chunk_size_changes_nothing(played, chunk_size):
     scripts, _, heard = played
@@ -175,7 +174,7 @@ def test_some_append_beside_others_in_the_middle_of_a_turn(played):
     assert_same(heard, others)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("8")
 @pytest.mark.parametrize("burst", [1, 8])
 def test_burst_length_changes_nothing(played, burst):
     scripts, _, heard = played
@@ -184,7 +183,7 @@ def test_burst_length_changes_nothing(played, burst):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("append_rows", [1, 3])
 def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows):
     scripts, _, heard = played
@@ -260,7 +259,7 @@ def in_dtype(dtype: str, step_rows: int = 0):
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("float32-3")
 @pytest.mark.parametrize(("dtype", "step_rows"), [("float32", 0), ("float32", 3), ("bfloat16", 0)])
 def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, step_rows):
     """To the last bit of its log-probs, though bf16 has eight of them."""
@@ -427,7 +426,6 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
         np.testing.assert_array_equal(sides["key"][slot, :, :CHUNK], sides["key"][5, :, :CHUNK])
 
 
-@pytest.mark.slow
 def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     scripts, _, heard = played
     play, sizes = play_on_one_device(), iter([24, PLACES])
@@ -445,7 +443,6 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow
 def test_each_of_several_ends_ends_a_turn_and_nothing_else_does():
     """With one more id that ends turns, an episode is the same up to the first of them."""
     other = 7

@@ -77,7 +77,7 @@ def plain():
     return talk(play_on_one_device(), empty())[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("rules0")
 @pytest.mark.parametrize("rules", [GUESSING, RULES._replace(ngram=2, draft=5, burst=2)])
 def test_the_tokens_are_those_without_guesses_in_fewer_passes(plain, rules):
     play = Counter(play_on_one_device(rules))
@@ -97,7 +97,7 @@ def test_the_conversation_is_worth_comparing(plain):
     assert {len(turn) for turn in turns} >= {4, 9, 14}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("changes0")
 @pytest.mark.parametrize(
     "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
 )
@@ -257,7 +257,7 @@ def unsharded():
     return heard
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=4,tensor=2")
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
     state, heard, scripts, play = talk_on(shape, drafts=True)

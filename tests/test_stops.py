@@ -93,7 +93,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(one_by_one):
     assert ended["win"] >= 10 and ended["turn_too_long"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("3-16")
 @pytest.mark.parametrize(("burst", "num_slots"), [(3, 16), (8, 8)])
 def test_what_is_sampled_behind_a_stop_leaves_no_trace(pool, one_by_one, burst, num_slots):
     """Host record and device rows are those of one token a round."""
@@ -135,7 +135,7 @@ def test_stop_ids_end_turns_on_the_devices(pool):
     assert {t.stop_reason for t in on_device.trajectories} >= {"win"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("recompute")
 @pytest.mark.parametrize("cache", ["keep", "recompute"])
 def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool, cache):
     """By the trainer's forward pass over the record; weights that are read anew see it too."""

@@ -31,7 +31,6 @@ def pool():
     pool.close()
 
 
-@pytest.mark.slow
 def test_each_episode_is_drawn_as_its_task_says(pool):
     """Four ways beside each other, and none: each as in a rollout that draws all that way."""
     player = engine(model_logprobs=True)
