@@ -102,6 +102,16 @@ def cache(compiled_programs, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """Two workers that run environments."""
+    from earl_jax.envs.pool import EnvironmentPool
+
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_compiled_programs():
     """Lets go of compiled programs when a file's tests are over and there are many."""

@@ -27,7 +27,6 @@ from earl_jax.engine.choices import (
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.envs.environment import EnvConfig, Start
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -49,13 +48,6 @@ from tests.support.placements import one_step
 
 MASKED = EnvConfig(mask_illegal=True)
 REPLIES = ((5, 0), (5, 7, 0), (6, 0))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 def test_the_tree_of_three_replies_by_hand():

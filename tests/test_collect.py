@@ -37,13 +37,6 @@ from tests.support.episodes import (
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def games(pool):
     """Forty games of Tic-Tac-Toe by a policy of random moves, on sixteen slots."""
     return collect(pool, tasks(40))

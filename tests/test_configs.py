@@ -77,20 +77,6 @@ def test_the_docstring_has_the_command_that_runs_it(path):
     assert f"python -m earl_jax.main --config=configs/{path.name}" in module.__doc__
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_name_says_what_and_where(path, made):
-    config = made(path)
-    game = config.env.title.split("(")[0].replace("_", "")
-    assert path.stem.replace("_", "").startswith(game)
-    if config.devices.platform != "auto":
-        assert path.stem.endswith(config.devices.platform)
-
-
-def test_the_meshes_to_choose_from_are_more_than_one(world):
-    assert len(world.problem.rollout_meshes) > 1
-    assert len(world.problem.train_meshes) > 1
-
-
 @pytest.mark.slow_except("tictactoe_tiny_cpu")
 def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     config, rows = world.config, world.config.rollout.episodes_per_step

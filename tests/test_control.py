@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.control import RolloutControl
 from tests.support.controls import PLACES, Script, furthest, swap_to
 from tests.support.environments import Lecture, Watched, lecture
@@ -26,13 +25,6 @@ from tests.support.episodes import (
 from tests.support.placements import seated
 
 NUM_TASKS = 40
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -115,25 +115,6 @@ def test_the_plan_says_how_many_bytes_change_device(source, target, length, move
     assert names == [name for name in fields if getattr(experience, name) is not None]
 
 
-def test_the_counters_catch_the_plain_way():
-    """The same rows by device_put: each of the four fields is read whole, 16 x 20 x 4 bytes."""
-    experience, _, _ = make_experience()
-    rows = place(experience, layout_of("data=8"))
-    target = layout_of("data=4,tensor=2").activations("NS")
-    with both_counters() as (counter, reads):
-        jax.block_until_ready(jax.device_put(rows, target))
-    assert counter.num_bytes == sum(reads) == 4 * 16 * 20 * 4
-
-
-def test_the_test_above_fails_for_a_dispatch_by_device_put(monkeypatch):
-    """The one with the counters, run with a dispatcher that moves rows the plain way."""
-    monkeypatch.setattr("earl_jax.dispatch.pack.reshard", jax.device_put)
-    # jax 0.10.2 lets the read pass, and the counters see it; 0.12's transfer guard refuses it.
-    seen = (AssertionError, jax.errors.JaxRuntimeError)
-    with pytest.raises(seen, match="5120|Disallowed device-to-host"):
-        test_a_batch_is_the_rows_and_the_facts_and_no_byte_is_read("data=8", "data=4,tensor=2", 20)
-
-
 def test_rows_that_do_not_fit_are_refused():
     experience, lengths, advantages = make_experience()
     rows = place(experience, layout_of("data=8"))

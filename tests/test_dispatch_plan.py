@@ -157,48 +157,6 @@ def test_errors_name_the_fault():
 MESH_2 = AbstractMesh((2,), ("x",))
 
 
-def test_a_plan_prints_who_sends_what_to_whom():
-    source = {0: ((0, 2), (0, 4)), 1: ((2, 4), (0, 4))}
-    target = {1: ((0, 4), (0, 2)), 2: ((0, 4), (2, 4))}
-    plan = plan_transfer((4, 4), 4, source, target, process_of={0: 0, 1: 0, 2: 1})
-    assert plan.network_bytes(plan.process_of) == {(0, 1): 32}
-    assert str(plan) == (
-        "shape (4, 4), 4 B an element, rounds: 48 B between devices, 16 B in place\n"
-        "from  to       index  bytes          path\n"
-        "   0   1  [0:2, 0:2]   16 B  same process\n"
-        "   0   2  [0:2, 2:4]   16 B       network\n"
-        "   1   2  [2:4, 2:4]   16 B       network\n"
-        "device  sends  receives  keeps\n"
-        "     0   32 B       0 B    0 B\n"
-        "     1   16 B      16 B   16 B\n"
-        "     2    0 B      32 B    0 B"
-    )
-
-
-def test_a_dispatch_plan_prints_leaves_links_and_shares():
-    rows, everywhere = NamedSharding(MESH_2, P("x")), NamedSharding(MESH_2, P())
-    tree = {
-        "advantages": jax.ShapeDtypeStruct((4, 256), jnp.float32, sharding=rows),
-        "tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32, sharding=rows),
-    }
-    plan = plan_dispatch(tree, {"advantages": everywhere, "tokens": rows})
-    assert (plan.moved_bytes, plan.in_place_bytes) == (4096, 4128)
-    assert str(plan) == (
-        "      leaf     shape     route     moved  in place\n"
-        "advantages  (4, 256)  compiled  4.00 KiB  4.00 KiB\n"
-        "    tokens    (2, 4)  in place       0 B      32 B\n"
-        "     total                      4.00 KiB  4.03 KiB\n"
-        "\n"
-        "from  to     bytes          path\n"
-        "   0   1  2.00 KiB  same process\n"
-        "   1   0  2.00 KiB  same process\n"
-        "\n"
-        "device     sends  receives     keeps\n"
-        "     0  2.00 KiB  2.00 KiB  2.02 KiB\n"
-        "     1  2.00 KiB  2.00 KiB  2.02 KiB"
-    )
-
-
 def test_the_nearest_holder_sends_and_of_these_the_least_loaded():
     """Devices 0 to 3 hold everything; 0, 1 and 4 are in one process, 2, 3 and 5 in another."""
     everything = ((0, 4),)

@@ -11,7 +11,6 @@ import pytest
 
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.stream import RowStream
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.sharding.waiting import wait_for
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -114,14 +113,6 @@ def test_errors_name_the_place():
         RowStream(rows, five, length=20)
 
 
-def test_the_counter_would_see_a_row_by_way_of_the_host():
-    experience, _, _ = make_experience()
-    rows = place(experience, layout_of("data=8"))
-    with HostByteCounter() as counter:
-        jax.device_put(jax.device_get(rows.logprobs[3]), jax.devices()[1])
-    assert counter.num_bytes == 20 * 4
-
-
 class Sending:
     """An engine that is looked at before each of its rounds."""
 
@@ -134,13 +125,6 @@ class Sending:
     def play(self, params, state, *arguments, **settings):
         self.look(state.experience)
         return self.player.play(params, state, *arguments, **settings)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):

@@ -12,7 +12,6 @@ from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling, SpeculationConfig, Stops
 from earl_jax.engine.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS, TRIAL, Drafting
 from earl_jax.engine.engine import PolicyEngine
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World, _drafting_notes
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
@@ -33,13 +32,6 @@ from tests.support.episodes import (
 GUESSES = {"ngram": 1, "draft": 3}
 ON = SpeculationConfig(mode="on", **GUESSES)
 TRIAL_ROUNDS = len(TRIAL) * BLOCK_ROUNDS
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from earl_jax.sharding import exchange as exchange_module
@@ -211,30 +210,6 @@ def check_pairs(every: int) -> int:
     return len(pairs)
 
 
-def by_device_put(source: str, target: str) -> str:
-    """What `check_pairs` would see of `jax.device_put`."""
-    before, after = (make_shardings(name)["logprobs"] for name in (source, target))
-    array = part_of(make_values()["logprobs"], before)
-    with pytest.raises((ValueError, RuntimeError)) as refusal:
-        jax.device_put(array, after)
-    return str(refusal.value)
-
-
-def through_the_host(source: str, target: str) -> list[int]:
-    """Bytes that the single controller's way reads (gather on the host, put from there).
-
-    And what `jax.device_put` reads, which between the same devices goes over them by itself.
-    """
-    before, after = (make_shardings(name)["logprobs"] for name in (source, target))
-    array = part_of(make_values()["logprobs"], before)
-    with count_host_bytes() as reads:
-        own = np.concatenate([jax.device_get(shard.data) for shard in array.addressable_shards])
-        part_of(multihost_utils.process_allgather(own, tiled=True), after)
-    with count_host_bytes() as put_reads:
-        jax.block_until_ready(jax.device_put(part_of(make_values()["logprobs"], before), after))
-    return [sum(reads), sum(put_reads)]
-
-
 @pytest.mark.slow_except("2-2")
 @pytest.mark.parametrize(("num", "every"), [(2, 2), (4, 3)])
 def test_pairs_of_layouts_over_real_processes(num, every):
@@ -245,16 +220,6 @@ def test_pairs_of_layouts_over_real_processes(num, every):
 @pytest.mark.slow
 def test_scalars_empty_arrays_casts_and_keys_over_real_processes():
     assert Processes(2, 4, "tests.support.exchanges:odd_things").results() == [True] * 2
-
-
-@pytest.mark.slow
-def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
-    refusals = Processes(
-        2, 4, "test_exchange:by_device_put", "first half", "second half, columns"
-    ).results()
-    assert all("ddressable" in refusal for refusal in refusals)
-    reads = Processes(2, 4, "test_exchange:through_the_host", "8x1x1", "1x8x1").results(250)
-    assert reads == [[24 * 8 * 8 * 4 // 2, 0]] * 2
 
 
 @pytest.mark.slow_except("SIGKILL*")

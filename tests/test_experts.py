@@ -27,7 +27,6 @@ from earl_jax.models.lora import adapter_specs
 from earl_jax.models.moe.experts import mix_experts, route
 from earl_jax.models.moe.grouped_matmul import MAX_MASKED_ROWS
 from earl_jax.models.parameters import (
-    num_parameters,
     parameter_shardings,
     parameter_specs,
     unstack_layers,
@@ -101,14 +100,6 @@ def test_the_parts_of_the_experts_add_up_to_the_mixture():
     np.testing.assert_allclose(total, by_hand(MODEL, layer, x_TD), atol=2e-5)
 
 
-def test_what_a_token_gets_does_not_depend_on_its_neighbours():
-    x_TD = tokens_TD(30)
-    together = np.asarray(mix_experts(MODEL, one_layer(), x_TD, EVERY_EXPERT))
-    for order in (np.arange(30)[::-1], np.random.default_rng(0).permutation(30)[:7]):
-        others = mix_experts(MODEL, one_layer(), x_TD[order], EVERY_EXPERT)
-        np.testing.assert_allclose(others, together[order], atol=2e-6)
-
-
 def test_gradients_are_those_of_every_expert_on_every_token():
     """Against the same mixture written without sorting: all experts, weight 0 where not chosen."""
     x_TD, layer = tokens_TD(25), one_layer()
@@ -137,20 +128,6 @@ def test_gradients_are_those_of_every_expert_on_every_token():
 
 
 # Whole models.
-
-
-def test_the_description_of_a_mixture():
-    layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 32 * 8 + 3 * 8 * 32 * 16
-    assert num_parameters(parameter_specs(MODEL, VOCAB)) == 2 * layer + 2 * 32 * VOCAB + 32
-    layout = make_layout(MeshShape(fsdp=2, expert=2, tensor=2), row_axes=TRAINING_ROWS)
-    shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
-    placed = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
-    width = ("fsdp", "context")
-    assert placed["expert_gate"] == (None, "expert", width, "tensor")
-    assert placed["expert_down"] == (None, "expert", "tensor", width)
-    # Whole over experts: every device routes every token that it computes.
-    assert placed["router"] == (None, width, None)
-    assert not placed.keys() & {"gate", "up", "down"}
 
 
 MESHES = [
@@ -386,14 +363,6 @@ def test_a_mixture_that_cannot_be_computed_is_an_error(tmp_path, changes, words)
     (folder / "config.json").write_text(json.dumps(settings | changes))
     with pytest.raises(ValueError, match=words):
         open_checkpoint(folder)
-
-
-def test_both_names_of_the_number_of_experts_are_read(tmp_path):
-    folder = Path(shutil.copytree(REFERENCE, tmp_path / "checkpoint"))
-    settings = json.loads((folder / "config.json").read_text())
-    settings["num_experts"] = settings.pop("num_local_experts")
-    (folder / "config.json").write_text(json.dumps(settings))
-    assert open_checkpoint(folder).model == open_checkpoint(REFERENCE).model
 
 
 @pytest.mark.parametrize(

@@ -249,14 +249,6 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     assert all((folder / "config.json").is_file() for folder in folders)
 
 
-def test_without_adapters_the_model_is_all(tmp_path):
-    world = World(make_config({"model": {"path": str(REFERENCE / "qwen2_tied")}}))
-    state = a_state(world)
-    assert [path.name for path in export_policy(world, state, 1, tmp_path)] == ["step_000001"]
-    found = tensors(tmp_path / "export/step_000001")["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(found, np.asarray(state.params["embed"]))
-
-
 def test_the_newest_exports_are_kept_and_what_is_not_one_is_let_be(tmp_path):
     folder = tmp_path / "export"
     for name in ("step_000002", "step_000002_adapter", "step_000010", "step_000010_adapter"):

@@ -11,7 +11,6 @@ import pytest
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import open_session, vacate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
 from tests.support.controls import Script, swap_to
 from tests.support.episodes import (
@@ -27,13 +26,6 @@ from tests.support.episodes import (
 
 SYSTEM = "0123456780123456780123456"
 NUM_SLOTS = 4
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 class Question:

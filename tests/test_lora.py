@@ -50,7 +50,6 @@ from earl_jax.train.step import (
     make_train_step,
     policy_parameters,
     read_metrics,
-    state_of,
     state_shapes,
     state_shardings,
 )
@@ -205,25 +204,6 @@ def test_every_target_is_in_the_forward_pass(name):
     np.testing.assert_allclose(adapted, logits_of(whole), atol=1e-4)
 
 
-def test_the_description_of_the_adapters():
-    specs = adapter_specs(SPECS, LORA)["layers"]
-    assert {name: (part["a"].axes, part["b"].axes) for name, part in specs.items()} == {
-        "query": ("LDR", "LRKGH"),
-        "key": ("LDR", "LRKH"),
-        "value": ("LDR", "LRKH"),
-        "out": ("LKGHR", "LRD"),
-        "gate": ("LDR", "LRF"),
-        "up": ("LDR", "LRF"),
-        "down": ("LFR", "LRD"),
-    }
-    assert specs["query"]["b"].shape == (2, 4, 8, 2, 4)
-    assert specs["out"]["a"].shape == (2, 8, 2, 4, 4)
-    # PEFT's kaiming_uniform(a=sqrt(5)) has the variance 1 / (3 fan-in).
-    assert specs["query"]["a"].deviation == pytest.approx((1 / 96) ** 0.5)
-    some = adapter_specs(SPECS, dataclasses.replace(LORA, targets=("value",)))
-    assert list(some["layers"]) == ["value"]
-
-
 # The state.
 
 
@@ -250,17 +230,6 @@ def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
         shapes = state_shapes(MODEL, config, VOCAB)
         kept = resident_bytes(shapes, state_shardings(MODEL, config, VOCAB, alone))
         assert kept == expected - (4 - size) * num_parameters(SPECS)
-
-
-@pytest.mark.slow
-def test_a_base_that_is_given_gets_the_adapters_of_the_seed():
-    layout = make_layout(MIXED)
-    drawn = init_state(MODEL, CONFIG, VOCAB, layout, 7)
-    given = state_of(drawn.base, MODEL, CONFIG, VOCAB, layout, 7)
-    assert given.base is drawn.base
-    assert bits(given) == bits(drawn)
-    shardings = state_shardings(MODEL, CONFIG, VOCAB, layout)
-    assert jax.tree.map(lambda leaf: leaf.sharding, given) == shardings
 
 
 # An update.
@@ -443,19 +412,6 @@ def test_merging_is_in_fp32_whatever_the_base_is_kept_in():
         np.testing.assert_allclose(found, expected, rtol=2**-8)
         # Rounded once: sums of rounded parts would be off by more, in many places.
         assert np.mean(np.asarray(layer["gate"]) == expected.astype(jnp.bfloat16)) > 0.99
-
-
-@pytest.mark.slow
-def test_a_bf16_base_trains_too():
-    config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="bfloat16"))
-    state = placed(MIXED, config)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
-    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
-    state, metrics = compiled_step(MIXED, config)(state, batch, CONTROLS)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
-    assert bits(state.base) == bits(on_host(config).base)
-    # The compute type is fp32: only the base's rounding differs.
-    assert read_metrics(metrics).loss == pytest.approx(alone()[2].loss, rel=0.05)
 
 
 # Kept.

@@ -18,7 +18,6 @@ from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
 from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout.block_manager import BlockManager
@@ -40,13 +39,6 @@ from tests.support.hlo import COLLECTIVE
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
 KV_DTYPES = ("compute", "int8")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @functools.cache

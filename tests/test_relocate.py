@@ -18,7 +18,6 @@ from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.scheduler import make_rows
 from earl_jax.engine.session import Policy, Session, lower_relocation, relocate
 from earl_jax.envs.environment import Start
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.collect import Collector
 from earl_jax.selector.memory import program_bytes, resident_bytes
@@ -45,13 +44,6 @@ MESHES = [
 ]
 # Every ordered pair of them, as a way that comes to its start again.
 TOUR = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @functools.cache

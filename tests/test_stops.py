@@ -9,7 +9,6 @@ import pytest
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Stops
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.world import World
 from tests.support.controls import Script, furthest, swap_to
 from tests.support.environments import Talker
@@ -29,13 +28,6 @@ from tests.support.episodes import (
 # The policy says digits and never ends a turn: a stop must.
 PLAIN, OWN = ("12", "34", "5", "0"), Stops(strings=("7", "80"), token_ids=())
 NUM_TASKS = 24
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 def tell(pool, burst: int, stops: Stops, **changes):

@@ -12,7 +12,6 @@ from earl_jax.engine.config import Limits, Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
 from earl_jax.placement.programs import play_key
 from earl_jax.telemetry.load import LoadHistory
@@ -30,13 +29,6 @@ ROLLOUT = {
     "context_buckets": (TOKENS,),
     "patience_s": 60.0,
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 class Story:

@@ -9,7 +9,6 @@ import pytest
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import learnable
 from earl_jax.telemetry.metrics import sampling_kl
 from earl_jax.world import World
@@ -22,13 +21,6 @@ WAYS = (
     Sampling(top_k=2),
     Sampling(temperature=2.0, top_p=0.6, min_p=0.05),
 )
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 def test_each_episode_is_drawn_as_its_task_says(pool):
