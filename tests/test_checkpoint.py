@@ -99,20 +99,6 @@ def fill_with_garbage(folder):
             path.write_bytes(b"\xff\x00{garbage" * 50)
 
 
-def truncate_every_file(folder):
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def delete_what_says_which_arrays_there_are(folder):
-    (folder / "state" / "_METADATA").unlink()
-
-
-def delete_the_manifest(folder):
-    (folder / "state" / "manifest.ocdbt").unlink()
-
-
 def empty_the_position(folder):
     for path in (folder / "position").iterdir():
         if path.is_file():
@@ -125,11 +111,6 @@ def lose_the_state(folder):
 
 def lose_the_position(folder):
     shutil.rmtree(folder / "position")
-
-
-def lose_everything(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +166,9 @@ def set_newest_aside(folder):
         delete_data,
         flip_a_bit,
         fill_with_garbage,
-        truncate_every_file,
-        delete_what_says_which_arrays_there_are,
-        delete_the_manifest,
         empty_the_position,
         lose_the_state,
         lose_the_position,
-        lose_everything,
     ],
 )
 def test_a_damaged_newest_raises_is_set_aside_and_the_one_before_is_used(

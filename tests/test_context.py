@@ -72,12 +72,6 @@ def test_all_shards_look_at_as_many_keys():
     assert seen.reshape(4, -1).sum(axis=1).tolist() == [48 * 49 // 2 // 4] * 4
 
 
-def test_parts_are_even_blocks():
-    assert part_length(2100, 8) == 132
-    assert part_length(131072, 8) == 8192
-    assert part_length(1, 8) == 1
-
-
 # Attention.
 
 

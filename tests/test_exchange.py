@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from earl_jax.sharding import exchange as exchange_module
-from earl_jax.sharding.exchange import Shipment, exchange
+from earl_jax.sharding.exchange import Shipment
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
@@ -138,24 +138,6 @@ def shipments_of(tree, shardings, dtypes=None):
                 arrives_as=jnp.dtype(dtypes[leaf]),
             ),
         )
-
-
-@pytest.mark.slow_except("8x1x1-4x1x2-*")
-@pytest.mark.parametrize("max_bytes", [None, 64])
-@pytest.mark.parametrize(("source", "target"), BETWEEN_PROCESSES[::3])
-def test_rounds_deliver_what_was_planned(source, target, max_bytes):
-    values = make_values()
-    tree = jax.device_put(values, make_shardings(source))
-    shardings = make_shardings(target)
-    with count_host_bytes() as reads:
-        moved = exchange(list(tree.values()), list(shipments_of(tree, shardings)), max_bytes)
-        jax.block_until_ready(moved)
-    assert reads == []
-    for leaf, array in zip(tree, moved, strict=True):
-        assert array.sharding == shardings[leaf]
-        for shard in array.addressable_shards:
-            expected = values[leaf][shard.index]
-            assert np.asarray(shard.data).tobytes() == expected.tobytes(), (leaf, shard.device)
 
 
 def sent_by(text: str) -> int:

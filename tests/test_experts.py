@@ -300,16 +300,6 @@ def test_the_training_step_gathers_tokens_over_experts_and_scatters_what_they_ma
 # Checkpoints and settings.
 
 
-def test_a_device_of_the_expert_axis_holds_its_experts_and_no_other():
-    given = open_checkpoint(REFERENCE)
-    whole = load_parameters(given, make_layout(MeshShape()))["layers"]["expert_up"]
-    cut = load_parameters(given, make_layout(MeshShape(expert=4, tensor=2)))["layers"]["expert_up"]
-    assert whole.shape == (2, 8, 32, 16)
-    for shard in cut.addressable_shards:
-        assert shard.data.shape == (2, 2, 32, 8)
-        np.testing.assert_array_equal(shard.data, whole[shard.index])
-
-
 @pytest.mark.slow
 def test_adapters_of_attention_are_trained_beside_frozen_experts():
     """A base in bf16, read so; the same update cut over experts as on one device."""

@@ -18,7 +18,7 @@ from earl_jax.models.attention.kernels import attend_rows, choose_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import init_parameters, parameter_specs
-from earl_jax.sharding.layout import Layout, MeshShape, make_abstract_layout, make_layout
+from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import (
@@ -148,12 +148,6 @@ def test_a_kernel_that_cannot_run_here_is_an_error_that_says_what_can(kernel, ch
         choose_kernel(kernel, make_layout(MeshShape(data=8)), TINY, LONG)
 
 
-def test_an_abstract_mesh_takes_what_it_is_told():
-    layout = make_abstract_layout(MeshShape(data=8))
-    assert choose_kernel("auto", layout, TINY, LONG).kernel == "blockwise"
-    assert choose_kernel("splash", layout, TINY, LONG).kernel == "splash"
-
-
 def test_rows_that_are_cut_get_the_reference_whatever_the_platform(monkeypatch):
     monkeypatch.setattr(Layout, "platform", "tpu")
     layout = make_layout(MeshShape(data=2, context=4))
@@ -236,13 +230,6 @@ def test_gpus_with_tokamax_use_it_for_what_it_can_compute():
     assert choice.kernel == "blockwise" and "compute_dtype is 'float32'" in choice.reason
     choice = choose_kernel("auto", layout, TINY, LONG)
     assert choice.kernel == "blockwise" and "JAX's default device, which is not" in choice.reason
-
-
-def test_an_unknown_kernel_is_an_error_that_lists_those_known():
-    with pytest.raises(
-        ValueError, match="train.attention .*'flash'.* 'auto', 'blockwise', 'splash', 'tok"
-    ):
-        make_config({"train": {"attention": "flash"}})
 
 
 GPU_KERNEL = "tokamax" if has_tokamax else "blockwise"

@@ -19,7 +19,6 @@ from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
-from earl_jax.sharding.waypoint import waypoints_between
 from tests.support.shardings import PAIRS, SHAPES, P, count_host_bytes, make_shardings, make_values
 
 
@@ -313,19 +312,6 @@ def test_a_compiled_move_sends_hardly_more_than_the_plan(source, target, ratio):
     text = reshard_module._identity((move,), (dtype,)).lower((given,)).compile().as_text()
     sent = sum(each.received_bytes for each in collectives(text, 8))
     assert sent == pytest.approx(ratio * plan.moved_bytes)
-
-
-def test_stops_by_hand():
-    """f32[16, 8] over fsdp=8 to columns over tensor=2, which are 4 x 2 devices."""
-    devices = np.array(jax.devices())
-    source = NamedSharding(Mesh(devices, ("fsdp",)), P("fsdp"))
-    target = NamedSharding(Mesh(devices.reshape(4, 2), ("data", "tensor")), P(None, "tensor"))
-    stops = waypoints_between(source, target, (16, 8))
-    assert [stop.mesh.devices.shape for stop in stops] == [(4, 2)] * 2
-    assert [stop.shard_shape((16, 8)) for stop in stops] == [(2, 8), (4, 4)]
-    assert not waypoints_between(source, target, (16, 7)), "7 columns have no half"
-    backwards = NamedSharding(Mesh(devices[::-1], ("fsdp",)), P("fsdp"))
-    assert not waypoints_between(backwards, target, (16, 8)), "other devices: a plan of pieces"
 
 
 def test_a_move_does_not_wait_for_what_others_compute():
