@@ -34,8 +34,8 @@ from earl_jax.world import World
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.controls import Script, swap_to
 from tests.support.episodes import (
-    GIVEN,
     MODEL,
+    RATIO_RUN,
     assert_same_episodes,
     check_rows,
     collect,
@@ -382,7 +382,7 @@ def test_tokens_that_are_none_end_their_own_episode(pool):
 
 @pytest.mark.slow
 def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
-    given = {**GIVEN, "env": {"mask_illegal": True}}
+    given = {**RATIO_RUN, "env": {"mask_illegal": True}}
     record = one_step(World(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
     assert record.updates[0].mismatch_max < 1e-4 and record.updates[0].clip_fraction == 0
@@ -391,10 +391,10 @@ def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="mask_illegal is True with config.train.ratio 'behav"):
         make_config({}, ["env.mask_illegal=True"])
-    masked = {**GIVEN, "env": {"mask_illegal": True}}
+    masked = {**RATIO_RUN, "env": {"mask_illegal": True}}
     with pytest.raises(ValueError, match="env.illegal_reward = -0.5 has no effect.*mask_illegal"):
         make_config(masked, ["env.illegal_reward=-0.5"])
     with pytest.raises(ValueError, match="takes 2 tokens.*config.rollout.max_turn_tokens is 1"):
         World(make_config(masked, ["rollout.max_turn_tokens=1"]))
     assert World(make_config(masked)).choice_branches == 18
-    assert World(make_config(GIVEN)).choice_branches == 0
+    assert World(make_config(RATIO_RUN)).choice_branches == 0

@@ -14,7 +14,7 @@ from tests.support.controls import PLACES, Script, furthest, swap_to
 from tests.support.environments import Lecture, Watched, lecture
 from tests.support.episodes import (
     CONFIG,
-    GIVEN,
+    RATIO_RUN,
     assert_same_episodes,
     check_rows,
     collect,
@@ -216,7 +216,7 @@ def test_what_the_readme_says_of_control_is_so():
         for code in re.findall(r"```python\n(.*?)```", readme, re.S)
         if "RolloutControl" in code
     ]
-    world, session, placement = seated(GIVEN)
+    world, session, placement = seated(RATIO_RUN)
     params = world.policy(world.first_train_state(placement.train.mesh))
     names = {"world": world, "placement": placement, "session": session, "new_params": params}
     names["tasks"] = world.training_tasks(0)

@@ -116,6 +116,16 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     )
 
 
+def test_a_short_run_learns(uninterrupted):
+    """Random weights talk on without a move; ten steps later most replies are moves, some legal."""
+    evaluations = [
+        row["eval"] for row in read_metrics(uninterrupted / "metrics.jsonl") if "eval" in row
+    ]
+    first, last = evaluations[0], evaluations[-1]
+    assert first["turn_too_long"] > 0.8 and last["turn_too_long"] < 0.5
+    assert first["turns_mean"] < 1.1 and last["turns_mean"] > 1.25
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
     """The trainer leaves data=8 for a mesh that cuts rows over context: nothing else changes.

@@ -271,7 +271,8 @@ def assert_same_episodes(ours, theirs) -> None:
             np.testing.assert_allclose(turn.model_logprobs, same.model_logprobs, atol=1e-5)
 
 
-GIVEN = {
+# Sections of a run whose ratio is against the model, as its cut sampling needs.
+RATIO_RUN = {
     "model": {"width": 32, "ffn_size": 64},
     "rollout": {
         "num_slots": 8,

@@ -17,8 +17,7 @@ from earl_jax.sharding.waiting import PeerLost, wait_for
 from tests.support.shardings import PAIRS, make_shardings, make_values
 
 P = PartitionSpec
-# What the issue calls (c) and (d), by which devices of eight take part: over two processes these
-# have four each, over four two.
+# Pairs of different shardings: over two processes these have four devices each, over four two.
 BETWEEN_PROCESSES = [pair for pair in PAIRS if pair[0] != pair[1]]
 
 
