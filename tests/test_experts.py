@@ -18,7 +18,6 @@ import pytest
 from earl_jax.config_file import make_config
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.models.checkpoints.families import FAMILIES
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
@@ -32,13 +31,11 @@ from earl_jax.models.parameters import (
     unstack_layers,
 )
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from earl_jax.telemetry.metrics import read_metrics as read_rows
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import make_train_step, read_metrics, state_of
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
 from tests.support.hlo import COLLECTIVE, replica_groups
-from tests.support.runs import command, run
 from tests.support.slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"
@@ -375,54 +372,3 @@ def test_settings_that_make_no_sense_are_errors(overrides, words):
 
 
 # In a run.
-
-TWO_EXPERT_SHARDS = """
-from ml_collections import ConfigDict
-
-def get_config():
-    config = ConfigDict()
-    config.num_steps = 3
-    config.model = dict(
-        width=32, num_experts=4, experts_per_token=2, expert_ffn_size=32, query_key_norm=True
-    )
-    config.rollout = dict(num_slots=16, episodes_per_step=32, context_buckets=(40,))
-    config.selector = dict(
-        table="model",
-        rollout_meshes=("data=4,expert=2",),
-        train_meshes=("data=2,fsdp=2,expert=2",),
-    )
-    # Without an entropy bonus there may be no gradient: all first games may be lost alike.
-    config.train = dict(
-        sft_steps=2,
-        sft_updates=2,
-        entropy_coefficient=0.05,
-        final_entropy_coefficient=0.05,
-        balance_coefficient=0.01,
-    )
-    config.eval = dict(games=32, final_games=32)
-    config.checkpoint = dict(export=True)
-    return config
-"""
-
-
-@pytest.mark.slow
-def test_a_run_with_experts_on_both_stages_trains_what_it_samples_from(tmp_path):
-    (tmp_path / "experts.py").write_text(TWO_EXPERT_SHARDS)
-    workdir = tmp_path / "run"
-    line = command("main", f"--config={tmp_path / 'experts.py'}", f"--workdir={workdir}")
-    done = run(tmp_path / "cache", *line)
-    assert done.returncode == 0, done.stderr
-    steps = [row for row in read_rows(workdir / "metrics.jsonl") if "eval" not in row]
-    assert len(steps) == 3
-    for row in steps:
-        assert row["rollout_mesh"] == "data=4,expert=2"
-        assert row["train_mesh"] == "data=2,fsdp=2,expert=2"
-        assert row["logprob_mismatch_max"] <= 1e-4
-        assert row["dispatch_host_bytes"] == row["publish_host_bytes"] == 0
-        assert np.isfinite(row["loss"]) and row["grad_norm"] > 0
-        assert 1 <= row["expert_load_max"] <= 2 and 0 < row["expert_load_entropy"] <= np.log(4)
-        assert row["balance_loss"] > 0
-    exported = open_checkpoint(workdir / "export" / "step_000003")
-    assert exported.family is FAMILIES["qwen3_moe"] and exported.model.num_experts == 4
-    found = load_parameters(exported, make_layout(MeshShape(data=2, expert=4)))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found))

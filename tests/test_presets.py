@@ -84,8 +84,8 @@ SHRUNK = {
     "qwen3-0.6b": {"ffn_size": 64},
     "qwen3-30b-a3b": EXPERTS,
     "llama3.2-1b": {"ffn_size": 64},
-    "mistral-7b": {"ffn_size": 64, "windows": (16,)},
-    "gemma3-1b": {"ffn_size": 64, "windows": (16, 0)},
+    "mistral-7b": {"ffn_size": 64},
+    "gemma3-1b": {"ffn_size": 64},
 }
 
 
