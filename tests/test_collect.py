@@ -451,7 +451,7 @@ class Lecture(Talker):
         return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
 
 
-@pytest.mark.slow_except("in all")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "copies"),
     [(MeshShape(data=8), "off"), (MeshShape(data=2, tensor=2), "on")],

@@ -132,6 +132,7 @@ def test_the_conversation_is_worth_comparing():
     assert min(messages) < CHUNK < max(messages)
 
 
+@pytest.mark.slow
 def test_live_episodes_go_on_after_a_change_of_mesh_and_of_room():
     """In the middle of turns and of prompts, over every mesh."""
     first, *others = CANDIDATES
