@@ -5,15 +5,13 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import free_port
 
 from benchmarks.dispatch.gather import Controller
-
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+from tests.support.processes import free_port
 
 
 def test_rank_0_gathers_and_scatters():

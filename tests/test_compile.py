@@ -14,8 +14,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from test_engine import COLLECTIVE
-from test_topology import need_compiler
 
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
@@ -28,6 +26,8 @@ from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
 from tests.support.compiled_publish import times_the_plan
+from tests.support.compilers import need_compiler
+from tests.support.hlo import COLLECTIVE
 
 PLACES, SLOTS, VOCAB = 4096, 32, 1024
 CHUNK, BURST = 16, 8
