@@ -30,7 +30,7 @@ from earl_jax.recorder import Recorder
 from earl_jax.rollout.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.enough import enough_words
-from earl_jax.selector.table import ThroughputTable, differences, stale_words
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
@@ -140,7 +140,7 @@ def _train(
                 position = recorder.go_on(position)
             position = train(world, placement, position, recorder.after_step)
         except BudgetTooSmall as error:
-            words = filter(None, (str(error), enough_words(world.problem, placement.most_tokens)))
+            words = filter(None, (str(error), enough_words(world.problem, placement.needed_tokens)))
             raise BudgetTooSmall(". ".join(words)) from error
         except StateLost as lost:
             progress.note(str(lost))
@@ -270,9 +270,8 @@ def _observed_before(
     saved: ThroughputTable, kept: ThroughputTable, say: Callable[[str], None]
 ) -> ThroughputTable:
     """Returns what this run chose by before what others have seen since, unless it is stale."""
-    found = differences(saved.facts, kept.facts) if saved.facts else []
-    if found:
-        say(stale_words(found))
+    if saved.facts and saved.facts != kept.facts:
+        say("the checkpoint's speeds are of other devices, settings or versions: they are not used")
         return kept
     return saved.over(kept)
 

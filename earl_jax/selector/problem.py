@@ -30,7 +30,7 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.roofline import round_s, train_s, waves
 from earl_jax.sharding.layout import MeshShape
 
@@ -165,6 +165,13 @@ class Problem:
         while numbers[-1] % (2 * mesh.data) == 0:
             numbers.append(numbers[-1] // 2)
         return numbers
+
+    def size_of(self, plan: Plan, tokens: int) -> tuple[int, ...]:
+        """Returns a plan's size at a context bucket, as in `Failure`."""
+        if isinstance(plan, RolloutPlan):
+            cached = plan.pages * self.work.page_size
+            return (tokens, cached, plan.num_slots, int(not plan.offload))
+        return (tokens, self.work.num_rows // plan.micro_batches, int(not plan.remat))
 
     # Bytes per device.
 
