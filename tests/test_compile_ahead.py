@@ -89,7 +89,7 @@ def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(wo
     auto = World(make_config(given(ROLLOUT, (D8,), (D8,))))
     with CompileAhead(print) as ahead:
         ahead.look(auto, placed(auto, SHORT), LoadHistory())
-        assert not ahead._known
+        assert not ahead._futures
         assert ahead._works_for(world)
 
 

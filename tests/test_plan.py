@@ -16,7 +16,7 @@ import pytest
 from earl_jax.config_file import make_config
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
-from earl_jax.placement.facts import _model_facts
+from earl_jax.placement.facts import model_facts
 from earl_jax.placement.problem import (
     find_model,
     hardware_of_devices,
@@ -391,8 +391,7 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
 
     table = ThroughputTable(
         facts={
-            "model": _model_facts(config.model),
-            "vocab_size": 320,
+            **model_facts(config.model, 320),
             "devices": {s: {"platform": "cpu", "kind": "cpu"} for s in ("rollout", "train")},
         }
     )
@@ -409,4 +408,4 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
     assert chosen["mesh"] == fast != plain["contexts"][0]["train"]["mesh"]
     (found,) = (mesh for mesh in chosen["meshes"] if mesh["mesh"] == fast)
     assert found["observed"] and found["tokens_per_s"] == 9e4
-    assert any(f"--table={path}: its speeds are of other work" in n for n in values["notes"])
+    assert any(f"--table={path}: its speeds are of other settings" in n for n in values["notes"])

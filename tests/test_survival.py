@@ -183,9 +183,9 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
     expected = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     first, asked = placement.train, []
 
-    def short(tree, shardings, chunk_bytes):
+    def short(tree, shardings, chunk_bytes, attempt):
         asked.append(jax.tree.leaves(shardings)[0].mesh)
-        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes)
+        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes, attempt)
 
     monkeypatch.setattr(placement_module, "carry", short)
     moved = placement.move_state(state)

@@ -126,9 +126,9 @@ class CompileAhead:
         future, self._futures[key] = self._futures.get(key), None
         if future is None or future.cancel():
             return
-        start = time.perf_counter()
+        is_done, start = future.done(), time.perf_counter()
         seconds = future.result() or 0.0
-        waited = min(time.perf_counter() - start, seconds)
+        waited = 0.0 if is_done else min(time.perf_counter() - start, seconds)
         self._waited_s += waited
         self._hidden_s += seconds - waited
 
