@@ -73,9 +73,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     from earl_jax.config_file import load_config_file, make_config
     from earl_jax.placement.facts import table_for_plan
     from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
-    from earl_jax.selector.enough import smallest_hardware, smallest_words
     from earl_jax.selector.hardware import parse_topology
     from earl_jax.selector.schedule import make_schedule, schedule_lines, schedule_values
+    from earl_jax.selector.smallest import smallest_hardware, smallest_words
     from earl_jax.selector.table import ThroughputTable
 
     hardware, given = parse_topology(flags.topology), load_config_file(flags.config)

@@ -29,7 +29,7 @@ from earl_jax.placement.placement import Placement
 from earl_jax.recorder import Recorder
 from earl_jax.rollout.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.enough import enough_words
+from earl_jax.selector.smallest import smallest_hardware, smallest_words
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
@@ -140,8 +140,11 @@ def _train(
                 position = recorder.go_on(position)
             position = train(world, placement, position, recorder.after_step)
         except BudgetTooSmall as error:
-            words = filter(None, (str(error), enough_words(world.problem, placement.needed_tokens)))
-            raise BudgetTooSmall(". ".join(words)) from error
+            if world.processes.disjoint:
+                raise
+            tokens = placement.needed_tokens
+            words = smallest_words(smallest_hardware(world.problem, tokens), tokens)
+            raise BudgetTooSmall(f"{error}. {words}" if words else str(error)) from error
         except StateLost as lost:
             progress.note(str(lost))
             # What it kept on the devices makes room for what comes from the checkpoint.
