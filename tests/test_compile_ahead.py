@@ -133,10 +133,10 @@ def test_what_cannot_be_compiled_is_said_and_the_run_goes_on():
 
     notes = []
     with CompileAhead(notes.append) as ahead:
-        ahead.ask([Wanted("large", fail)])
+        ahead.request([Wanted("large", fail)])
         ahead.settle()
         assert not ahead.is_compiled("large")
-        ahead.ask([])
+        ahead.request([])
     assert notes == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
 
 
@@ -158,7 +158,7 @@ def small(name, scale, wait=None, begun=None):
 
 def test_what_was_compiled_before_it_is_needed_is_hidden():
     with CompileAhead(print) as ahead:
-        ahead.ask([small("a", 1.25), small("b", 1.375)])
+        ahead.request([small("a", 1.25), small("b", 1.375)])
         ahead.settle()
         jnp.ones(7).block_until_ready()
         ahead.take_times()
@@ -180,7 +180,7 @@ def test_what_was_compiled_before_it_is_needed_is_hidden():
 def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
     go, begun = threading.Event(), threading.Event()
     with CompileAhead(print) as ahead:
-        ahead.ask([small("first", 1.625, go, begun), small("second", 1.75, go)])
+        ahead.request([small("first", 1.625, go, begun), small("second", 1.75, go)])
         assert begun.wait(60)
         ahead.hand_over("second")
         ahead.take_times()
@@ -189,6 +189,6 @@ def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
         times = ahead.take_times()
         assert 0 < times.waited_s <= times.total_s
         # It was given to the run.
-        ahead.ask([small("second", 1.75)])
+        ahead.request([small("second", 1.75)])
         ahead.settle()
         assert not ahead.is_compiled("second")

@@ -294,7 +294,7 @@ def test_the_default_config_is_planned_for_this_machine(capsys):
     assert all(words in out for words in ("optimizer", "trainer", "data=4,tensor=2", "schedule:"))
     # Its contexts are its context_buckets.
     assert re.search(r"  24: next best \S+, .* tokens/s, \d+% of budget", out)
-    assert "from the start: train data=" in out and "a step of 40 tokens takes" in out
+    assert re.search(r"  24 tokens: a step takes .* s; rollout starts on data=.*; train ", out)
 
 
 def test_a_preset_for_chips_needs_no_other_flag(capsys):
@@ -356,10 +356,11 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
             assert not over or f"; {over} do not fit, " in text
         if not stop["fits"]:
             assert f"{stop['context']:,} tokens do not fit: {stop['why']}" in text
-            assert values["enough"]["context"] <= stop["context"]
+            assert values["smallest"]["context"] <= stop["context"]
             assert "the smallest hardware that would do (powers of two): " in text
     start = values["schedule"][0]
-    assert f"from the start: train {start['train_mesh']} (" in text
+    assert f"train starts on {start['train_mesh']} (" in text
+    assert all(stop.get("decision", "") in text for stop in values["schedule"])
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,7 @@ class CompileAhead:
         self._say = say
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
-        # The seconds of each program that was asked for, None where it failed; no future for one
-        # that the run has used.
+        # Seconds of each requested program, None where it failed; no future once the run uses it.
         self._futures: dict[Hashable, Future[float | None] | None] = {}
         self._failures: list[str] = []
         self._hidden_s = self._waited_s = 0.0
@@ -96,16 +95,16 @@ class CompileAhead:
     def look(self, world: World, placement: Placement, history: LoadHistory) -> None:
         """Asks for programs that may be needed next; returns at once."""
         if self._works_for(world):
-            self.ask(wanted_programs(world, placement, history))
+            self.request(wanted_programs(world, placement, history))
 
     def _works_for(self, world: World) -> bool:
-        """Of several processes none compiles ahead: XLA lets them tune programs together."""
+        """Returns True if this run compiles ahead; runs of several processes do not."""
         setting = world.config.selector.compile_ahead
         # On CPUs the compiler would take its cores from the steps.
         apart = world.processes.devices[0].platform != "cpu"
         return (setting == "on" or setting == "auto" and apart) and world.processes.count == 1
 
-    def ask(self, programs: Iterable[Wanted]) -> None:
+    def request(self, programs: Iterable[Wanted]) -> None:
         """Compiles these programs, each once; says which of earlier ones failed."""
         for wanted in programs:
             if wanted.key not in self._futures:
@@ -143,7 +142,7 @@ class CompileAhead:
         return Times(total, waited)
 
     def settle(self) -> None:
-        """Waits until all programs that were asked for are compiled."""
+        """Waits until all requested programs are compiled."""
         wait([future for future in self._futures.values() if future is not None])
 
     def close(self) -> None:

@@ -50,9 +50,8 @@ class ShortAlone(RuntimeError):
     def __init__(self, who: str, failure: str) -> None:
         """`who` names the process, `failure` says which plan ran out of memory there."""
         super().__init__(
-            f"{who}: {failure}. The others may not have, and none goes another way without them: "
-            "the run ends. This is remembered: start it again, and it goes on from its newest "
-            "checkpoint with less"
+            f"{who}: {failure}. The others may not have: the run ends. This is remembered: "
+            "start it again, and it goes on from its newest checkpoint with less"
         )
 
 
@@ -161,7 +160,7 @@ class Placement:
     def choose_step(self, tokens: int, load: Load | None) -> Decision:
         """Chooses the plans of the next step, whose episodes may have `tokens` tokens.
 
-        Where nothing fits what contexts are expected to grow to, for contexts as they are.
+        Where nothing fits the growth that is expected, contexts count as they are.
 
         Raises:
             BudgetTooSmall: no plans are left.
@@ -171,11 +170,11 @@ class Placement:
         except BudgetTooSmall:
             if load is None or not load.growth_tokens:
                 raise
-        ahead = math.ceil(load.growth_tokens)
+        growth = math.ceil(load.growth_tokens)
         shorter = dataclasses.replace(
-            load, context_tokens_max=load.context_tokens_max - ahead, growth_tokens=0.0
+            load, context_tokens_max=load.context_tokens_max - growth, growth_tokens=0.0
         )
-        return self._choose_step(tokens - ahead, shorter)
+        return self._choose_step(tokens - growth, shorter)
 
     def _choose_step(self, tokens: int, load: Load | None) -> Decision:
         step = self.step_of(tokens, load)

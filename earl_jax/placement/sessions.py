@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from earl_jax.placement.placement import Placement
     from earl_jax.world import World
 
-# What it takes to load a program that was compiled ahead.
+# Seconds of loading a program that was compiled ahead.
 LOADING_S = 1.0
 
 
@@ -69,9 +69,9 @@ class Sessions:
         self._placement.about_to_use(key)
 
     def keep(self, session: Session) -> None:
-        """Keeps what this session's caches hold for the next session with the same weights.
+        """Keeps this session's caches for the next session with the same weights.
 
-        Unless there is too little memory for another session beside them.
+        They are dropped if there is too little memory for another session beside them.
         """
         engine = session.engine
         taken = resident_bytes(session.state, engine.state_shardings)

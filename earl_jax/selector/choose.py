@@ -24,8 +24,8 @@ from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW
 
-# Steps so near to each other are equally fast. Of such pairs the one that leaves most memory wins,
-# but all that leave so large a share of the budget leave enough: of these the least cut.
+# Steps within the fraction TIE are equally fast. The pair that leaves most memory wins then; all
+# that leave the share AMPLE of the budget are equal in this, and the least cut wins.
 TIE, AMPLE = 0.02, 0.5
 # A plan that is tried out stays for so many steps: in the first one its programs are compiled.
 TRIAL_STEPS = 2
@@ -106,7 +106,7 @@ class _Pair(NamedTuple):
 
     @property
     def candidates(self) -> list[Candidate]:
-        """Those of the stages that were asked for."""
+        """The candidates of the stages that were asked for."""
         return [candidate for candidate in (self.rollout, self.train) if candidate is not None]
 
 
@@ -149,7 +149,7 @@ class Chooser:
     def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
         """Returns each training mesh that fits with the best rollouts beside it."""
         problem, pairs = self.problem, []
-        # By what a trainer leaves on a device: the best rollout, and that on the mesh in use.
+        # The best rollout and that on the mesh in use, by the bytes that a trainer leaves there.
         beside: dict[tuple[int, bool], list[Candidate[RolloutPlan]]] = {}
         train_tokens = self._train_tokens(step)
         fitting = self._that_fit(self.candidates.train(step.length))
@@ -186,9 +186,10 @@ class Chooser:
         return [best, *here]
 
     def training(self, step: Step, current: TrainPlan | None) -> Decision:
-        """Chooses a plan for training alone; the plan in use stays unless it must be left.
+        """Chooses a plan for training alone.
 
-        Or unless rows are longer than ever: then other programs are needed anyway.
+        The plan in use stays while it fits, unless rows are longer than ever, so that other
+        programs are needed anyway, and another plan is faster.
 
         Raises:
             BudgetTooSmall: no plan fits.
@@ -260,7 +261,7 @@ class Chooser:
         here = [p for p in pairs if current and p.rollout and p.rollout.plan.mesh == current.mesh]
         stays = here[0] if here else None
         if stays is None:
-            # It must move: which way takes least does not depend on what every move costs.
+            # It must move, so that the cost of a move does not count.
             pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
         best = _best(pairs, self.problem.budget)
         if stays is not None and stays.cost_s <= (1.0 + problem.hysteresis) * best.cost_s:
@@ -351,10 +352,7 @@ def _fastest_by_mesh(
 
 
 def _best(pairs: Sequence[_Pair], budget: float) -> _Pair:
-    """Returns the pair of least cost; of ties the one that leaves most memory, then the first.
-
-    Of ties those without offload come first.
-    """
+    """Returns the pair of least cost; among ties without offload, then with most memory left."""
     least = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least]
     return min(ties, key=lambda pair: (pair.offloads, max(pair.fullest, AMPLE * budget)))

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan needs to know of devices that are not here: how many, how much memory, how fast.
+"""Hardware for the byte and speed models: numbers of devices, memory, rates.
 
-Data sheets are those of `sharding.topology.CHIPS`. What is added here, and from where:
+Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers:
 
 - `usable_fraction`: on GPUs JAX takes three quarters of the memory unless XLA_CLIENT_MEM_FRACTION
   says otherwise (docs.jax.dev, "GPU memory allocation"). On TPUs the runtime keeps some hundred MiB
@@ -27,10 +27,10 @@ _GB = 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How far programs stay behind the data sheet: this engine's, or a published one's.
+    """The efficiency of programs: this engine's, or a published one's.
 
     `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
-    over whole rows reaches. The other fields say what a program does beyond the ideal:
+    over whole rows reaches. The other fields are departures from the ideal:
 
     - `fused_ring`: attention over `context` is a fused kernel too. Without it scores go through
       memory, twelve bytes each in a forward pass.
@@ -39,7 +39,7 @@ class Kernels:
     - `fused_pages`: decode and prefill read the cache in place. Without it pages are gathered,
       which reads them, writes them, and reads them again, and scores go through memory.
     - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
-      take, whoever speaks.
+      take, however few are live.
     - `full_tiles`: attention reads as many tokens for each row as for the longest.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
     - `op_s`: the least time of an operation on the device.
@@ -121,21 +121,21 @@ class Hardware:
     shared_cores: int = 0
 
     def share(self, busy: int) -> float:
-        """The part of its rates that a device has while `busy` devices work."""
+        """Returns the share of its rates that a device has while `busy` devices work."""
         return min(1.0, self.shared_cores / busy) if self.shared_cores else 1.0
 
     @property
     def usable_bytes(self) -> int:
-        """What programs get of a device's memory."""
+        """The part of a device's memory that programs get."""
         return int(self.memory_bytes * self.usable_fraction)
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return -(-self.num_devices // self.devices_a_host)
 
     def with_devices(self, num_devices: int) -> "Hardware":
-        """So many of the same devices."""
+        """Returns the hardware with so many of the same devices."""
         name = f"{num_devices} x {self.chip}"
         return dataclasses.replace(self, name=name, num_devices=num_devices)
 
@@ -179,7 +179,7 @@ _TPU_CHIPS_A_HOST = 4
 
 
 def parse_topology(name: str) -> Hardware:
-    """The hardware of this name: "v5e:16x16", "h100:16x8" (hosts x GPUs of a host), "cpu:8".
+    """Returns the hardware of this name: "v5e:16x16", "h100:16x8" (hosts x GPUs of a host), "cpu:8".
 
     "cpu:2x4" are two hosts of four virtual devices.
 
@@ -206,7 +206,7 @@ def parse_topology(name: str) -> Hardware:
 
 
 def hardware_of(topology: Topology) -> Hardware:
-    """What a plan needs to know of this topology."""
+    """Returns the hardware of this topology."""
     chip = topology.chip
     gpu = chip.platform == "gpu"
     devices_a_host = topology.grid[-1] if gpu else min(_TPU_CHIPS_A_HOST, topology.num_devices)

@@ -84,13 +84,13 @@ class StateBackup:
         return jax.tree.unflatten(structure, jax.block_until_ready(restored))
 
 
-# The first and last place of a shard along each axis.
+# The start and end of a shard along each axis.
 _Region = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _HostArray:
-    """What this process's devices hold of an array, in host memory: each region once.
+    """This process's shards of an array in host memory, each region once.
 
     `regions` has the region of each device. Shards are pinned host arrays where the device has
     such memory, which its copy engine reads directly; on CPUs numpy arrays, because device memory
