@@ -208,7 +208,7 @@ def test_each_slot_has_a_row_for_guests_where_a_process_has_several_lanes(
     )
     parts = {"num_rows": num_rows, "num_slots": num_slots, "num_devices": 8}
     rows = make_rows(**{name: number // num_players for name, number in parts.items()})
-    assert work.guests(MeshShape(tensor=8)) == num_players * rows.total - num_rows
+    assert work.spare_rows(MeshShape(tensor=8)) == num_players * rows.total - num_rows
 
 
 def test_kinds_add_up_and_gradients_are_as_large_as_parameters():

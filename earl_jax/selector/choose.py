@@ -136,15 +136,9 @@ class Chooser:
         pairs = self._pairs(step, current)
         if not pairs:
             raise self._too_small(step)
-        best = _best(pairs, self.problem.budget)
         here = [pair for pair in pairs if _is_here(pair, current)]
-        stays = _best(here, self.problem.budget) if here else None
-        if stays is not None:
-            gain = stays.cost_s / best.cost_s - 1.0
-            calm = step.is_new or calm_steps >= WINDOW or _is_trying(best, stays)
-            if gain <= self.problem.hysteresis or not calm:
-                best = stays
-        return self._decide(step, best, stays, current)
+        is_calm = step.is_new or calm_steps >= WINDOW
+        return self._decide(step, pairs, here, current, is_calm)
 
     def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
         """Returns each training mesh that fits with the best rollouts beside it."""
@@ -205,14 +199,8 @@ class Chooser:
             moves = current is not None and candidate.plan.mesh != current.mesh
             switch_s = self.problem.move_s(candidate.plan.mesh) / step.lasts if moves else 0.0
             pairs.append(_Pair(None, candidate, 0, seconds + switch_s, seconds))
-        best, stays = _best(pairs, self.problem.budget), None
-        if current is not None:
-            here = [p for p in pairs if p.train and p.train.plan == current]
-            stays = here[0] if here else None
-        if stays is not None:
-            gain = stays.cost_s / best.cost_s - 1.0
-            best = best if step.is_new and gain > self.problem.hysteresis else stays
-        return self._decide(step, best, stays, Plans(train=current))
+        here = [pair for pair in pairs if pair.train and pair.train.plan == current]
+        return self._decide(step, pairs, here, Plans(train=current), step.is_new)
 
     def rollout(
         self,
@@ -259,14 +247,10 @@ class Chooser:
                 cost_s += math.inf if move_s is None else move_s(candidate.plan.mesh)
             pairs.append(_Pair(candidate, None, resident, cost_s, own_s))
         here = [p for p in pairs if current and p.rollout and p.rollout.plan.mesh == current.mesh]
-        stays = here[0] if here else None
-        if stays is None:
+        if not here:
             # It must move, so that the cost of a move does not count.
             pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
-        best = _best(pairs, self.problem.budget)
-        if stays is not None and stays.cost_s <= (1.0 + problem.hysteresis) * best.cost_s:
-            best = stays
-        return self._decide(step, best, stays, Plans(rollout=current))
+        return self._decide(step, pairs, here, Plans(rollout=current), is_calm=True)
 
     def _may_offload(self, mesh: MeshShape) -> bool:
         problem = self.problem
@@ -290,8 +274,25 @@ class Chooser:
         }
         return step_too_small(self.candidates, step.max_tokens, step.length, sorted(residents))
 
-    def _decide(self, step: Step, pair: _Pair, stays: _Pair | None, current: Plans) -> Decision:
-        """The decision for a pair, where `stays` is the pair of the plans in use if that fits."""
+    def _decide(
+        self,
+        step: Step,
+        pairs: Sequence[_Pair],
+        here: Sequence[_Pair],
+        current: Plans,
+        is_calm: bool,
+    ) -> Decision:
+        """Returns the decision among pairs, where `here` are those of the plans in use, if any fit.
+
+        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or for
+        a mesh that is tried out.
+        """
+        pair, budget = _best(pairs, self.problem.budget), self.problem.budget
+        stays = _best(here, budget) if here else None
+        if stays is not None:
+            gains = stays.cost_s > (1.0 + self.problem.hysteresis) * pair.cost_s
+            if not gains or not (is_calm or _is_trying(pair, stays)):
+                pair = stays
         gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
 
         def choice(

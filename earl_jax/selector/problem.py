@@ -32,7 +32,7 @@ from earl_jax.selector.footprint import (
 )
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
-from earl_jax.selector.roofline import round_s, train_s, waves
+from earl_jax.selector.roofline import round_s, train_parts, waves
 from earl_jax.sharding.layout import MeshShape
 
 # Says in words why a mesh cannot be used; None where it can.
@@ -237,7 +237,7 @@ class Problem:
         """Returns the tokens/s of updates on rows of so many tokens."""
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         hardware = self.hardware.with_devices(plan.mesh.num_devices)
-        seconds = train_s(hardware, self.sizes, work, plan.mesh, length).total
+        seconds = train_parts(hardware, self.sizes, work, plan.mesh, length).total
         return work.num_rows * length / seconds
 
     @functools.cache  # noqa: B019

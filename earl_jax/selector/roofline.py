@@ -173,22 +173,18 @@ class TrainParts:
     latency_s: float
 
     @property
-    def seconds(self) -> Seconds:
-        """The parts as `Seconds`."""
-        loops_s = self.elementwise_s + self.optimizer_s
-        return Seconds(
-            compute_s=self.products_s + self.attention_s + loops_s,
-            memory_s=self.weights_s + loops_s,
-            collectives_s=self.beside_s + self.crossing_s,
-            latency_s=self.latency_s,
+    def total(self) -> float:
+        """The seconds of all parts; reads of weights run beside products and attention."""
+        beside_s = max(self.products_s + self.attention_s, self.weights_s)
+        return beside_s + sum(
+            (
+                self.elementwise_s,
+                self.optimizer_s,
+                self.beside_s,
+                self.crossing_s,
+                self.latency_s,
+            )
         )
-
-
-def train_s(
-    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int
-) -> Seconds:
-    """Returns the seconds of one update on rows of `length` tokens."""
-    return train_parts(hardware, sizes, work, mesh, length).seconds
 
 
 def train_parts(

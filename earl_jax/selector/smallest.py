@@ -4,11 +4,9 @@
 
 import dataclasses
 
-from earl_jax.selector.choose import Chooser, Step
 from earl_jax.selector.hardware import hardware_of
-from earl_jax.selector.plans import Plans
+from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.topology import CHIPS, make_topology
 
 # The largest number of chips that is tried.
@@ -52,11 +50,28 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
 
 
 def fits(problem: Problem, max_tokens: int) -> bool:
-    """Returns True if both stages have a plan for episodes of so many tokens."""
-    step = Step(max_tokens=max_tokens, length=max_tokens, cache_tokens=0, rollout_tokens=1, lasts=1)
+    """Returns True if some mesh holds each stage with the least that it can do with.
+
+    As `Chooser.step` without speeds, whose computation for thousands of devices would take seconds.
+    """
     try:
-        Chooser(problem, ThroughputTable()).step(step, Plans())
+        trainers = problem.train_meshes_for(max_tokens)
+        players = problem.rollout_meshes_for(max_tokens)
     except ValueError:
-        # BudgetTooSmall, or so many devices cut the model, or the rows, unevenly in every way.
+        # So many devices cut the model, or the rows, unevenly in every way.
         return False
-    return True
+    budget, residents = problem.budget, []
+    for mesh in trainers:
+        rows = problem.work.num_rows // (mesh.data * mesh.fsdp * mesh.expert)
+        # A row at a time takes least, but for the sum of gradients that one micro-batch has not.
+        plans = [TrainPlan(mesh, n, True) for n in {rows, problem.work.micro_batches} if n]
+        if min(problem.update_footprint(plan, max_tokens).total for plan in plans) <= budget:
+            residents.append(problem.trainer_bytes(mesh, problem.can_offload))
+    pages = problem.least_pages(max_tokens)
+    return any(
+        problem.round_footprint(
+            RolloutPlan(mesh, problem.slot_numbers(mesh)[-1], pages), max_tokens
+        ).total
+        <= budget - min(residents)
+        for mesh in (players if residents else ())
+    )
