@@ -69,7 +69,7 @@ def test_all_arrays_arrive_and_the_sources_are_freed(make, source, target, chunk
     assert live_bytes() == {device: held[device] - own + arrived for device in held}
 
 
-def test_what_is_only_relabelled_keeps_its_buffers():
+def test_relabelled_arrays_keep_their_buffers():
     tree = made(F8, "fsdp")
     expected = jax.tree.map(np.array, tree)
     where = to(D8, "data")
@@ -98,7 +98,7 @@ def test_sources_that_share_a_buffer_are_kept():
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 5])
-def test_where_memory_ends_what_has_moved_stays_and_the_rest_can_go_elsewhere(
+def test_arrays_that_moved_before_memory_ran_out_stay_and_the_others_can_go_elsewhere(
     monkeypatch, fails_at
 ):
     """All at once never fits; the arrays of `fails_at` and later do not either."""

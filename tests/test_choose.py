@@ -44,7 +44,7 @@ def test_fastest_pair_is_chosen_and_its_seconds_are_those_of_both_stages():
     assert meshes(decision) == (D8, F8)
     # 8 rows of 20 tokens at 200 tokens/s, and 800 tokens at 400.
     assert decision.seconds == pytest.approx(0.8 + 2.0)
-    assert "starts on data=8" in decision.rollout.reason
+    assert str(decision.rollout).startswith("rollout: starts on data=8 (context 20, ")
     assert "400 tokens/s computed" in decision.rollout.reason
 
 
@@ -184,7 +184,7 @@ def test_more_micro_batches_are_taken_before_a_slower_mesh():
     assert decision.train.plan == train_on(D8, 2)
 
 
-def test_what_ran_out_of_memory_is_not_chosen_nor_anything_larger():
+def test_plans_no_smaller_than_one_that_ran_out_of_memory_are_not_chosen():
     failed = Failure(stage="rollout", mesh="data=8", size=(20, 20, 8, 1))
     table = ThroughputTable(failures=(failed,))
     problem = hand_problem({D8: 100.0}, {D8: 400.0, D4T2: 100.0})

@@ -247,7 +247,7 @@ def test_without_remat_a_layer_keeps_what_jax_saves(preset, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_of_rows_of_one_block_attentions_weights_are_kept(dtype):
+def test_attention_weights_of_rows_of_one_block_are_kept(dtype):
     assert BLOCK_TOKENS == BLOCK_SIZE
     assert_it_keeps_what_jax_saves("qwen2.5-7b", dtype, "blockwise", BLOCK_SIZE)
 

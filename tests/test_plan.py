@@ -112,7 +112,7 @@ def test_rows_too_long_for_a_device_are_cut_over_context():
     assert trains(make_schedule(named, EMPTY, [4096]))[0].mesh == MeshShape(context=8)
 
 
-def test_of_equal_steps_the_one_that_leaves_most_memory_is_chosen():
+def test_equal_steps_go_to_the_mesh_that_leaves_most_memory():
     """By a table in which both trainers are as fast as each other, or nearly."""
     meshes = "selector.train_meshes=('data=8','data=1,fsdp=8')"
     ample = problem_on("h100:1x8", meshes, "train.remat=True")
@@ -134,7 +134,7 @@ def test_of_equal_steps_the_one_that_leaves_most_memory_is_chosen():
     assert chosen(1.0, budget=100 * whole) == D8
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would_do():
+def test_error_names_the_smallest_budget_and_hardware():
     problem = problem_on()
     chooser = Chooser(problem, EMPTY)
     least = min(candidate.num_bytes for candidate in chooser.candidates.train(4096))
@@ -187,7 +187,7 @@ def test_the_moments_leave_where_no_rollout_fits_beside_them():
         assert chosen(need - 1, hardware=hardware).offload == offload
 
 
-def test_what_is_chosen_is_compiled_until_the_bytes_of_both_stages_are_exact():
+def test_exact_mode_compiles_until_the_bytes_of_both_stages_are_exact():
     problem, asked = problem_on(budget=4 * 2**20), []
 
     def compiled(table, plan, tokens):
@@ -294,7 +294,7 @@ def test_the_default_config_is_planned_for_this_machine(capsys):
     assert all(words in out for words in ("optimizer", "trainer", "data=4,tensor=2", "schedule:"))
     # Its contexts are its context_buckets.
     assert re.search(r"  24: next best \S+, .* tokens/s, \d+% of budget", out)
-    assert re.search(r"  24 tokens: a step takes .* s; rollout starts on data=.*; train ", out)
+    assert re.search(r"  24 tokens: a step takes .* s; rollout: starts on data=.*; train: ", out)
 
 
 def test_a_preset_for_chips_needs_no_other_flag(capsys):
@@ -359,7 +359,7 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
             assert values["smallest"]["context"] <= stop["context"]
             assert "the smallest hardware that would do (powers of two): " in text
     start = values["schedule"][0]
-    assert f"train starts on {start['train_mesh']} (" in text
+    assert f"train: starts on {start['train_mesh']} (" in text
     assert all(stop.get("decision", "") in text for stop in values["schedule"])
 
 

@@ -70,7 +70,7 @@ def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
     assert moved.stats.prefill_tokens == stayed.stats.prefill_tokens
 
 
-def test_nobody_is_asked_while_episodes_wait_for_a_slot(pool):
+def test_tail_does_not_begin_while_episodes_wait_for_a_slot(pool):
     """The long ones come first, and leave slots to those that wait."""
 
     def refuse(session, live, longest):

@@ -23,10 +23,6 @@ from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World
 
-# A context bucket beyond the config's is compiled for when contexts, as fast as they grow now, need
-# it within so many steps.
-STEPS_AHEAD = 3
-
 
 class Wanted(NamedTuple):
     """A program: `key` tells it from others, `lower` makes it from shapes alone."""
@@ -38,14 +34,13 @@ class Wanted(NamedTuple):
 def wanted_programs(world: World, placement: Placement, history: LoadHistory) -> Iterator[Wanted]:
     """Yields the program for the last episodes of a rollout, if they would move to another mesh.
 
-    Then those of the next context bucket, whose plans are chosen as of now.
+    Then those of the config's next context bucket, whose plans are chosen as of now.
     """
     rollout = world.config.rollout
     if (tail := placement.sessions.tail_plan(history.recent())) is not None:
         yield _round(world, tail, placement.max_tokens)
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
-    configured = bucket <= rollout.context_buckets[-1]
-    if bucket > world.max_context or not (configured or _is_near(history, placement.max_tokens)):
+    if bucket > min(world.max_context, rollout.context_buckets[-1]):
         return
     plans = placement.foresee(bucket)
     if (train := plans.train) is not None:
@@ -61,14 +56,6 @@ def _round(world: World, plan: RolloutPlan, max_tokens: int) -> Wanted:
     world.engine(plan.mesh, plan.num_slots)
     key = play_key(plan.mesh, plan.num_slots, max_tokens)
     return Wanted(key, lambda: lower_round(world, plan, max_tokens))
-
-
-def _is_near(history: LoadHistory, max_tokens: int) -> bool:
-    """Returns True if contexts, as fast as they grow now, will soon need more tokens."""
-    recent, forecast = history.recent(), history.forecast()
-    if recent is None or forecast is None:
-        return False
-    return recent.context_tokens_max + STEPS_AHEAD * forecast.growth_tokens > max_tokens
 
 
 class Times(NamedTuple):

@@ -69,6 +69,10 @@ class Choice(Generic[P]):
     switched: bool
     reason: str
 
+    def __str__(self) -> str:
+        """Returns "train: data=8 -> data=4,context=2 (...)"."""
+        return f"{self.stage}: {self.reason}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:

@@ -107,7 +107,7 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
             # The last reason would be that a plan stays.
             for choice in decision.choices:
                 if choice.switched or choice.stage not in reasons:
-                    reasons[choice.stage] = f"{choice.stage} {choice.reason}"
+                    reasons[choice.stage] = str(choice)
             plans = plans_of(decision)
     except BudgetTooSmall as error:
         decision, why, plans = None, str(error), Plans()
