@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+from flax import struct
 
 Author = Literal["environment", "policy"]
 
@@ -136,8 +137,7 @@ class Outcome:
         return float(sum(self.turn_rewards))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class Experience:
     """What the engine wrote down on the device, one episode a row: N rows of S places.
 
@@ -155,8 +155,7 @@ class Experience:
     model_logprobs: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class TrajectoryBatch:
     """Episodes as the trainer reads them, one a row: N rows of T tokens, on the training layout.
 

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention.attention_shards import on_own_heads
+from earl_jax.models.attention.folding import fold
 from earl_jax.models.attention.kernels import Kernel, attend_rows, attention_over_pages
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.attention.rows import Window, cap
-from earl_jax.models.checkpoints.folding import fold
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project

@@ -11,19 +11,18 @@ sums over the innermost axis, which XLA's CPU code does one number at a time (64
 places, fp32: 20.3 ms a layer against 1.1 ms for the keys, 2026-11).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """The pages of one layer, key_ZKHS and value_ZKSH, in the model's compute type or in int8.
 
@@ -37,8 +36,7 @@ class LayerCache:
     value_scale: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class PagedCache:
     """Pools of Z pages, one a layer, and `table` i32[B,Y]: the pages of each of B rows.
 
@@ -48,7 +46,7 @@ class PagedCache:
 
     layers: list[LayerCache]
     table: jax.Array
-    parts: int = dataclasses.field(default=1, metadata={"static": True})
+    parts: int = struct.field(default=1, pytree_node=False)
 
     @property
     def page_size(self) -> int:

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from earl_jax.models.attention.folding import part_length
 from earl_jax.models.attention.partial_attention import (
     Outcome,
     Rules,
@@ -49,7 +50,6 @@ from earl_jax.models.attention.partial_attention import (
     pieces,
 )
 from earl_jax.models.attention.rows import Places, Window
-from earl_jax.models.checkpoints.folding import part_length
 from earl_jax.sharding.layout import Layout
 
 _AXIS = "context"
