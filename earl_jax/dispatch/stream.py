@@ -108,11 +108,11 @@ class RowStream:
         processes = process_of(sharding, self._sharding)
         devices = {device.id: device for device in sharding.device_set | self._sharding.device_set}
         shards, target = _shards_by_device(experience), self.shards
-        rows, max_tokens = experience.tokens.shape[0], self._shape[0]
+        rows, size = experience.tokens.shape[0], self._shape[0]
         for row, place in moves:
-            if not 0 <= row < rows or not 0 <= place < max_tokens or place in self._filled:
+            if not 0 <= row < rows or not 0 <= place < size or place in self._filled:
                 raise ValueError(
-                    f"row {row} of {rows} is to go to place {place} of {max_tokens}"
+                    f"row {row} of {rows} is to go to place {place} of {size}"
                     + (", which has its row already" if place in self._filled else "")
                 )
             self._filled.add(place)

@@ -85,12 +85,12 @@ def _parts(
 ) -> Iterator[Region]:
     """The blocks of a device's part, the last axis first; of the first axes those with `index`."""
     # Parts are of one size, so that whoever has this place has it there in its own.
-    max_tokens = [place % size for place, size in zip(index, local_shape, strict=False)]
+    inner = [place % size for place, size in zip(index, local_shape, strict=False)]
     cuts = [
         [(start, min(start + step, size)) for start in range(0, size, step)]
         for size, step in zip(local_shape[len(index) :], block[len(index) :], strict=True)
     ]
-    return itertools.product(*([(place, place + 1)] for place in max_tokens), *cuts)
+    return itertools.product(*([(place, place + 1)] for place in inner), *cuts)
 
 
 def _regions(shape: tuple[int, ...], sharding: NamedSharding, part: Region) -> Mapping[Any, Region]:

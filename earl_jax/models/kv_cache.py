@@ -194,7 +194,7 @@ class _NewTokens(NamedTuple):
         number = (self.length + self.page_size - 2) // self.page_size + 1
         index_BN = (self.starts_B // self.page_size)[:, None] + jnp.arange(number)[None, :]
         pages_BN = jnp.take_along_axis(self.table_BY, index_BN, axis=1, mode="clip")
-        positions_BNS = self.share.max_tokens(index_BN, self.own_size)
+        positions_BNS = self.share.positions(index_BN, self.own_size)
         token_BNS = positions_BNS - self.starts_B[:, None, None]
         is_new_BNS = (token_BNS >= 0) & (token_BNS < self.counts_B[:, None, None])
         is_new_BNS &= (index_BN < self.table_BY.shape[1])[:, :, None]

@@ -101,15 +101,14 @@ class Decoder(nnx.Module):
         del positions
         if cache is not None:
             raise ValueError("Decoder keeps no cache; decode with decoder.forward_chunk")
-        if segment_ids is None:
-            segment_ids = jnp.ones_like(tokens)
-            if attention_mask is not None:
-                segment_ids = jnp.diagonal(attention_mask, axis1=-2, axis2=-1).astype(jnp.int32)
+        segments = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+        if segment_ids is None and attention_mask is not None:
+            segments = jnp.diagonal(attention_mask, axis1=-2, axis2=-1).astype(jnp.int32)
         params = to_tree(nnx.state(self, nnx.Param))
         if isinstance(params["layers"], list):
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])
             params = {**params, "layers": stacked}
-        x_BTD = forward_rows(self.config, self.layout, params, tokens, segment_ids)
+        x_BTD = forward_rows(self.config, self.layout, params, tokens, segments)
         head_DV = head_weights(params).astype(x_BTD.dtype)
         logits_BTV = jnp.einsum("BTD,DV->BTV", x_BTD, head_DV, preferred_element_type=jnp.float32)
         return cap(logits_BTV, self.config.final_softcap), None

@@ -23,7 +23,7 @@ from earl_jax.models.attention.paged_attention import (
     tile_for,
 )
 from earl_jax.models.attention.ring import ring_attention
-from earl_jax.models.attention.rows import BLOCK_SIZE, Places, Window, attention
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
 from earl_jax.models.attention.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
@@ -154,8 +154,8 @@ def _blockwise(
     **settings: Any,
 ) -> jax.Array:
     order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
-    max_tokens = Places(order_BT, segment_ids_BT)
-    return attention(query_BTKGH, key_BKSH, value_BKSH, max_tokens, max_tokens, **settings)
+    positions = Positions(order_BT, segment_ids_BT)
+    return attention(query_BTKGH, key_BKSH, value_BKSH, positions, positions, **settings)
 
 
 def _splash(*inputs: Any, **settings: Any) -> jax.Array:

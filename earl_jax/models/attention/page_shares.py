@@ -44,7 +44,7 @@ class PageShare(NamedTuple):
     index: jax.Array | int = 0
     parts: int = 1
 
-    def max_tokens(self, number: jax.Array, own_size: int) -> jax.Array:
+    def positions(self, number: jax.Array, own_size: int) -> jax.Array:
         """The places that this device has of pages [...] of a row, in their order: [...,S]."""
         first = number * (self.parts * own_size) + self.index * own_size
         return first[..., None] + jnp.arange(own_size).reshape(*(1,) * first.ndim, -1)

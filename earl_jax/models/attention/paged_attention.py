@@ -203,17 +203,17 @@ def _look_at(
     number_BY = number_BY + jnp.arange(together)[None, :]
     pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
     # Behind a row's last page come places behind its queries, which see none of them.
-    positions_BS = share.max_tokens(number_BY, own_size).reshape(some, -1)
+    positions_BS = share.positions(number_BY, own_size).reshape(some, -1)
     behind_BTS = of_these(reading.positions)[:, :, None] - positions_BS[:, None, :]
     seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
     if window is not None:
         seen_BTS &= behind_BTS < window
 
-    def block(pool: jax.Array, max_tokens: int) -> jax.Array:
+    def block(pool: jax.Array, axis: int) -> jax.Array:
         """The pages side by side, joined along the axis that has their places."""
-        pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, max_tokens)
+        pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, axis)
         shape = pages.shape
-        return pages.reshape(*shape[:max_tokens], together * own_size, *shape[max_tokens + 2 :])
+        return pages.reshape(*shape[:axis], together * own_size, *shape[axis + 2 :])
 
     scores_BKMS = jnp.einsum(
         "BKMH,BKHS->BKMS",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.rows import BLOCK_SIZE, Places, cap
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, cap
 
 # Below any score: what nobody looks at.
 _FLOOR = -1e30
@@ -65,15 +65,17 @@ def nothing_seen(query_BTKGH: jax.Array) -> Seen:
     return Seen(jnp.zeros(query_BTKGH.shape, jnp.float32), sums, jnp.full_like(sums, _FLOOR))
 
 
-def look(rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Places, others: Places) -> Seen:
+def look(
+    rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Positions, others: Positions
+) -> Seen:
     """What queries at `own` places see of these keys alone, at the places of `others`.
 
     The scores of one block of queries exist at a time.
     """
 
-    def block(inputs: tuple[jax.Array, Places]) -> Seen:
-        query_BTKGH, max_tokens = inputs
-        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, max_tokens, others)
+    def block(inputs: tuple[jax.Array, Positions]) -> Seen:
+        query_BTKGH, positions = inputs
+        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, positions, others)
         most_BKGT = jnp.max(jnp.where(mask_BKGTS, scores_BKGTS, _FLOOR), axis=-1)
         weights_BKGTS = jnp.exp(scores_BKGTS - most_BKGT[..., None])
         weights_BKGTS = jnp.where(mask_BKGTS, weights_BKGTS, 0.0)
@@ -118,8 +120,8 @@ def look_back(
     query_BTKGH: jax.Array,
     outcome: Outcome,
     sides: Sides,
-    own: Places,
-    others: Places,
+    own: Positions,
+    others: Positions,
 ) -> tuple[jax.Array, Sides]:
     """Gradients through what these queries saw of these keys, in fp32: BTKGH, and of the sides.
 
@@ -129,8 +131,8 @@ def look_back(
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def block(total: Sides, inputs: Any) -> tuple[Sides, jax.Array]:
-        query_BTKGH, grad_BTKGH, log_total_BKGT, projected_BKGT, max_tokens = inputs
-        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, max_tokens, others)
+        query_BTKGH, grad_BTKGH, log_total_BKGT, projected_BKGT, positions = inputs
+        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, positions, others)
         weights_BKGTS = jnp.exp(scores_BKGTS - log_total_BKGT[..., None])
         weights_BKGTS = jnp.where(mask_BKGTS, weights_BKGTS, 0.0)
         pull_BKGTS = einsum("BTKGH,BKSH->BKGTS", grad_BTKGH, sides.value)
@@ -158,7 +160,7 @@ def look_back(
 
 
 def _scores(
-    rules: Rules, query_BTKGH: jax.Array, key_BKSH: jax.Array, own: Places, others: Places
+    rules: Rules, query_BTKGH: jax.Array, key_BKSH: jax.Array, own: Positions, others: Positions
 ) -> tuple[jax.Array, jax.Array]:
     """Scores f32 BKGTS, and which of them count, with 1 for K and G."""
     behind_BTS = own.order[:, :, None] - others.order[:, None, :]
@@ -200,5 +202,5 @@ def _blocks(array: jax.Array, axis: int) -> jax.Array:
     return pieces(array, axis, -(-array.shape[axis] // BLOCK_SIZE))
 
 
-def _blocks_of(max_tokens: Places) -> Places:
-    return Places(_blocks(max_tokens.order, 1), _blocks(max_tokens.segment, 1))
+def _blocks_of(positions: Positions) -> Positions:
+    return Positions(_blocks(positions.order, 1), _blocks(positions.segment, 1))
