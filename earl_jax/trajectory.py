@@ -74,7 +74,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """How often the policy spoke."""
+        """The number of the policy's turns."""
         return sum(turn.author == "policy" for turn in self.turns)
 
     @property
@@ -84,7 +84,7 @@ class Trajectory:
 
     @property
     def sample_starts(self) -> tuple[int, ...]:
-        """Where each sample begins among the episode's tokens: 0, and at every fork."""
+        """The first token of each sample: 0, and the token at every fork."""
         starts, length = [0], 0
         for turn in self.turns:
             if turn.forks:
@@ -94,12 +94,12 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
 
     @property
     def outcome(self) -> "Outcome":
-        """What it came to, without its tokens."""
+        """The facts of the episode without its tokens."""
         versions = [version for turn in self.turns for version in turn.versions]
         return Outcome(
             episode=self.episode,
@@ -116,7 +116,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The small facts of a Trajectory, under the same names: what processes tell each other.
+    """The small facts of a Trajectory, under the same names, which processes exchange.
 
     `oldest_version` is that of the oldest policy that sampled a token; None where none was sampled.
     """
@@ -139,7 +139,7 @@ class Outcome:
 
 @struct.dataclass(frozen=True, kw_only=True)
 class Experience:
-    """What the engine wrote down on the device, one episode a row: N rows of S places.
+    """Tokens and log-probs as the engine recorded them on the device: N rows of S tokens.
 
     `tokens` i32[N,S]; `turn_ids` i32[N,S], 0 where the environment wrote (or nothing is), t where
     the policy wrote in its t-th turn; `logprobs` f32[N,S] under the distribution that a token was

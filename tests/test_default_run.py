@@ -25,7 +25,8 @@ def test_both_meshes_change_as_the_policy_learns(tmp_path, monkeypatch, capsys):
     config = make_config(load_config_file(CONFIG), [])
     run(config, tmp_path / "run")
     printed = capsys.readouterr().out
-    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in line]
+    written = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    lines = [line for line in written if "eval" not in line]
     assert len(lines) == config.num_steps
 
     rewards = [line["reward_mean"] for line in lines]

@@ -94,7 +94,7 @@ def _parts(
 
 
 def _regions(shape: tuple[int, ...], sharding: NamedSharding, part: Region) -> Mapping[Any, Region]:
-    """Where `part` of each of this host's devices lies in the array."""
+    """Returns the region of `part` in the array, for each of this host's devices."""
     return {
         device: tuple(
             (cut.indices(size)[0] + start, cut.indices(size)[0] + stop)

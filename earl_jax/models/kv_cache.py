@@ -50,7 +50,7 @@ class PagedCache:
 
     @property
     def page_size(self) -> int:
-        """Places of a page, of all its parts."""
+        """Positions of a page, in all its parts."""
         return self.layers[0].value.shape[2] * self.parts
 
     @property
@@ -94,7 +94,7 @@ def empty_pages(
 
 
 def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
-    """What `place` says of each array that there is; places of a page are cut as tokens (T) are."""
+    """Returns `place` of each array by its letters; positions of a page are split as tokens (T)."""
     letters = {"key": "ZKHT", "value": "ZKTH", "key_scale": "ZKT", "value_scale": "ZKT"}
     return LayerCache(
         **{name: place(axes) for name, axes in letters.items() if getattr(layer, name) is not None}
@@ -147,7 +147,7 @@ def write(
 
 
 def writes_whole_pages(platform: str | None) -> bool:
-    """Whether `write` is told so on this platform; None is the CPU.
+    """Returns True if `write` writes whole pages on this platform; None is the CPU.
 
     XLA for TPUs writes single places in another order of axes than it reads pages in, and copies
     every pool to and fro in each decode step: with a cache of 1.00 GiB, 1.91 GiB of temporaries
@@ -158,7 +158,7 @@ def writes_whole_pages(platform: str | None) -> bool:
 
 
 class _NewTokens(NamedTuple):
-    """Where the first `counts` of `length` new tokens a row belong, from its places `starts` on."""
+    """The targets of the first `counts` of `length` new tokens a row, from `starts` on."""
 
     table_BY: jax.Array
     starts_B: jax.Array
@@ -170,7 +170,7 @@ class _NewTokens(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Places of a page, of all its parts."""
+        """Positions of a page, in all its parts."""
         return self.own_size * self.share.parts
 
     def put_places(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:

@@ -81,7 +81,7 @@ def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int)
 
 
 def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
-    """Why it does not run there, in words; None where it does."""
+    """Returns why the kernel does not run there, in words; None where it does."""
     if obstacle := context_obstacle(kernel, layout.shape):
         return obstacle
     if kernel == "splash" and layout.platform not in ("tpu", None):
@@ -90,7 +90,7 @@ def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
 
 
 def context_obstacle(setting: str, shape: MeshShape) -> str | None:
-    """Why config.train.attention forbids rows that are cut over `context`; None where it does not.
+    """Returns why config.train.attention forbids a `context` axis; None where it does not.
 
     What goes round in the ring is looked at by our own arithmetic.
     """
@@ -215,7 +215,7 @@ def attention_over_pages(
 
 
 def pages_in_words(platform: str, page_size: int) -> str:
-    """What `attention_over_pages` does on this platform, and why it is that."""
+    """Returns which attention over pages runs on this platform and why, in words."""
     tile = tile_for(platform, ON_CPU.rows, page_size)
     pages = "a page" if tile.pages == 1 else f"{tile.pages} pages"
     rows = f"up to {tile.rows} rows" if platform == "cpu" else "all rows"

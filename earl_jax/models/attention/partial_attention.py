@@ -20,7 +20,7 @@ _FLOOR = -1e30
 
 
 class Rules(NamedTuple):
-    """How scores are made: `scale`, `softcap` and `window` are those of `attention`."""
+    """Settings of the scores: `scale`, `softcap` and `window` are those of `attention`."""
 
     scale: float
     softcap: float
@@ -28,7 +28,7 @@ class Rules(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What queries have seen so far: an online softmax, in fp32.
+    """The state of an online softmax over the keys seen so far, in fp32.
 
     `weighted` is a sum of values, BTKGH, each times exp(its score - `most`); `total` adds up these
     weights and `most` is the largest score, both BKGT. Any axes before.
@@ -47,7 +47,7 @@ class Sides(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the backward pass needs to know of queries.
+    """The facts of queries that the backward pass needs.
 
     `grad` is the gradient of what they attended to, BTKGH; `log_total` the logarithm of the sum of
     their softmax, and `projected` that gradient times what they attended to, both f32 BKGT. Any
@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
 
 
 def nothing_seen(query_BTKGH: jax.Array) -> Seen:
-    """Before the first look. Any axes before."""
+    """Returns the state before the first keys. Any axes before."""
     sums = jnp.moveaxis(jnp.zeros(query_BTKGH.shape[:-1], jnp.float32), -3, -1)
     return Seen(jnp.zeros(query_BTKGH.shape, jnp.float32), sums, jnp.full_like(sums, _FLOOR))
 
@@ -68,7 +68,7 @@ def nothing_seen(query_BTKGH: jax.Array) -> Seen:
 def look(
     rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Positions, others: Positions
 ) -> Seen:
-    """What queries at `own` places see of these keys alone, at the places of `others`.
+    """Returns the state of queries at `own` positions over these keys alone, at `others`.
 
     The scores of one block of queries exist at a time.
     """
@@ -92,7 +92,7 @@ def look(
 
 
 def merge(one: Seen, other: Seen) -> Seen:
-    """What two looks of the same queries saw together."""
+    """Returns the state of the same queries over two disjoint sets of keys."""
     most = jnp.maximum(one.most, other.most)
     fade, other_fade = jnp.exp(one.most - most), jnp.exp(other.most - most)
     weighted = _by_query(fade) * one.weighted + _by_query(other_fade) * other.weighted
@@ -100,7 +100,7 @@ def merge(one: Seen, other: Seen) -> Seen:
 
 
 def conclude(seen: Seen) -> tuple[jax.Array, jax.Array]:
-    """What was attended to, f32 BTKGH, and the logarithm of the softmax's sum, BKGT.
+    """Returns the attention output, f32 BTKGH, and the logarithm of the softmax's sum, BKGT.
 
     Queries that saw nothing get zeros.
     """
@@ -109,7 +109,7 @@ def conclude(seen: Seen) -> tuple[jax.Array, jax.Array]:
 
 
 def outcome(out_BTKGH: jax.Array, grad_BTKGH: jax.Array, log_total_BKGT: jax.Array) -> Outcome:
-    """Of queries that attended to `out_BTKGH`."""
+    """Returns the facts of queries whose attention output is `out_BTKGH`."""
     f32 = jnp.float32
     projected_BTKG = jnp.sum(grad_BTKGH.astype(f32) * out_BTKGH.astype(f32), axis=-1)
     return Outcome(grad_BTKGH, log_total_BKGT, projected_BTKG.transpose(0, 2, 3, 1))
@@ -177,7 +177,7 @@ def _scores(
 
 
 def _by_query(sums_BKGT: jax.Array) -> jax.Array:
-    """As a factor of what is BTKGH."""
+    """Returns a factor per query, BKGT, in axes that broadcast over BTKGH."""
     return jnp.moveaxis(sums_BKGT, -1, -3)[..., None]
 
 

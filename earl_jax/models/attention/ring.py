@@ -56,7 +56,7 @@ _AXIS = "context"
 
 
 class _Known(NamedTuple):
-    """What is known when the program is made."""
+    """The static settings of a program."""
 
     layout: Layout
     scale: float
@@ -102,7 +102,7 @@ def _attend(known: _Known, query, key, value, segments, window) -> jax.Array:
 
 
 def _forward(known: _Known, query, key, value, segments, window) -> tuple[jax.Array, Any]:
-    """What is attended to, and what the backward pass needs."""
+    """Returns the attention output and the residuals of the backward pass."""
     inputs, (queries, sums) = _specs(known.layout)
     run = _on_shards(_forward_shard, known, inputs, (queries, sums))
     out, log_total = run(query, key, value, segments, window)
@@ -120,7 +120,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _specs(layout: Layout) -> tuple[tuple[P, ...], tuple[P, P]]:
-    """Of queries, keys, values, segments and the window; of what is BTKGH and what is BKGT."""
+    """Returns the specs of queries, keys, values, segments, window; of BTKGH and BKGT arrays."""
     queries, sides = layout.activation_spec("BTKGH"), layout.activation_spec("BKTH")
     inputs = (queries, sides, sides, layout.activation_spec("BS"), P())
     return inputs, (queries, layout.activation_spec("BKGT"))
@@ -272,7 +272,7 @@ def _parts_of(key_BKTH: jax.Array, value_BKTH: jax.Array) -> Sides:
 def _positions_of(
     known: _Known, segments_BS: jax.Array
 ) -> Callable[[jax.Array, jax.Array], Positions]:
-    """Where the tokens of a shard's first part (0) or last part (1) stand."""
+    """Returns a function to the positions of a shard's first part (0) or last part (1)."""
     num_parts = 2 * known.size
     length = segments_BS.shape[1] // num_parts
 
@@ -286,7 +286,7 @@ def _positions_of(
 
 
 def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
-    """Whether a query may look at a key: some are near enough, and some segments are the same."""
+    """Returns True if a query may see a key: some are near enough and share a segment."""
     near = pair.own.order[0, 0] - pair.others.order[0, -1] < window
     (own_least, own_most), (least, most) = _range_of(pair.own), _range_of(pair.others)
     return near & jnp.any((own_least <= most) & (least <= own_most))

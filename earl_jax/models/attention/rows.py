@@ -19,7 +19,7 @@ Window = int | jax.Array | None
 
 
 class Positions(NamedTuple):
-    """Where tokens stand, i32[B, T] each: their order in the row, their segment (0: padding)."""
+    """Positions of tokens, i32[B, T] each: order in the row and segment (0: padding)."""
 
     order: jax.Array
     segment: jax.Array
