@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import PRESETS
 
@@ -125,7 +126,7 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
         layout,
         vocab_size=case.vocab_size,
         temperature=1.0,
-        objective="policy_gradient",
+        algorithm=ALGORITHMS["reinforce"],
     )
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

@@ -71,6 +71,7 @@ def print_times() -> None:
     import jax
     import numpy as np
 
+    from earl_jax.algorithms.algorithms import ALGORITHMS
     from earl_jax.models.config import ModelConfig
     from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
     from earl_jax.train.config import TrainConfig
@@ -93,7 +94,7 @@ def print_times() -> None:
                 layout,
                 vocab_size=256,
                 temperature=1.0,
-                objective="policy_gradient",
+                algorithm=ALGORITHMS["reinforce"],
             )
             state = init_state(model, config, 256, layout, 0)
             batch = jax.tree.map(

@@ -118,7 +118,7 @@ def play(world: World, state: TrainState, num_steps: int) -> tuple[list[Trajecto
         longest = max(trajectory.num_tokens for trajectory in played.trajectories)
         layout = world.train_layout(world.problem.train_meshes[0])
         outcomes = [trajectory.outcome for trajectory in played.trajectories]
-        facts = row_facts(world, outcomes, rollout.max_tokens_for(longest), layout)
+        facts = row_facts(world, outcomes, rollout.max_tokens_for(longest))
         batches.append(dispatch(played.experience, layout, **facts).batch)
     weights = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
     return batches, weights / 2**20
@@ -128,7 +128,7 @@ def score(world: World, state: TrainState, batches: list[TrajectoryBatch]) -> np
     """The trainer's log-probs of all tokens that the policy sampled."""
     train = world.config.train
     plan = TrainPlan(world.problem.train_meshes[0], train.micro_batches, train.remat)
-    scorer = world.scorer(plan)
+    scorer = world.learner.scorer(plan, ("proximal",))
     return sampled(batches, lambda batch: scorer(state, batch).proximal)
 
 

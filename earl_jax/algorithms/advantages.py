@@ -33,8 +33,8 @@ def assign_credit(algorithm: Algorithm, episodes: Sequence[Episode]) -> Credit:
     """Returns the credit of a batch.
 
     An episode that its environment failed is not the policy's doing: it counts nowhere. Nor does an
-    episode without a rewarded turn, or a group that the algorithm does not keep. M is a power of two above the largest number of turns,
-    so that few programs are compiled for it.
+    episode without a rewarded turn, or a group that the algorithm does not keep. M is a power of
+    two above the largest number of turns, so that few programs are compiled for it.
     """
     groups: dict[int, list[int]] = {}
     for index, episode in enumerate(episodes):

@@ -54,8 +54,9 @@ class TrainConfig:
     relative to the policy that the step begins with, as this trainer scores it, and the loss of
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
     `importance_cap` (see `algorithms.losses.truncated_importance`). With `epochs` above 1 that
-    costs one more forward pass a step. "auto" is "truncated" where the rollout has another precision than the
-    trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else "none".
+    costs one more forward pass a step. "auto" is "truncated" where the rollout has another
+    precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else
+    "none".
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
