@@ -105,8 +105,9 @@ class Checkpoints:
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
-    fields = dataclasses.fields(state)
-    return {field.name: getattr(state, field.name) for field in fields if field.name != "base"}
+    """The fields that a checkpoint holds: all that there are but the base."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if name != "base" and value is not None}
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> None:

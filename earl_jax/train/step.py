@@ -61,7 +61,7 @@ class TrainState:
         return self.params if self.critic is None else (self.params, self.critic)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Critic:
     """A second network: `specs` of its parameters, and `values(params, batch) -> f32[B,T]`."""
 
