@@ -20,7 +20,6 @@ from earl_jax.algorithms.algorithms import (
     no_advantages,
 )
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
-from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
 from earl_jax.loop import rl_step, row_facts
 from earl_jax.models.config import LoraConfig, ModelConfig
@@ -431,7 +430,7 @@ def test_a_critic_moves_offloads_and_checkpoints_with_the_rest(tmp_path):
     moved = backup.restore(moved)
     assert bits(moved) == expected
 
-    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(1, moved, {})
     checkpoints.wait()
     shapes = state_shapes(MODEL, TRAIN, VOCAB, CRITIC)

@@ -8,7 +8,17 @@ import types
 import jax
 import numpy as np
 import pytest
-from test_checkpoint import (
+
+from earl_jax.launch.joint import copy_to_save
+from earl_jax.loop import Position
+from earl_jax.recorder import Recorder
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.offload import is_offloaded, offload_moments
+from earl_jax.train.step import state_shardings
+from tests.support.allocator import live_bytes, memory_limit
+from tests.support.saved_states import (
     CUBE,
     D8,
     MODEL,
@@ -20,24 +30,13 @@ from test_checkpoint import (
     restored,
 )
 
-from earl_jax.config import CheckpointConfig
-from earl_jax.launch.joint import copy_to_save
-from earl_jax.loop import Position
-from earl_jax.recorder import Recorder
-from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.checkpoint import Checkpoints
-from earl_jax.train.offload import is_offloaded, offload_moments
-from earl_jax.train.step import state_shardings
-from tests.support.allocator import live_bytes, memory_limit
-
 F8 = make_layout(MeshShape(fsdp=8))
 ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(all_train=True, trains=True))
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    opened = Checkpoints(tmp_path / "checkpoints", keep=2)
     yield opened
     opened.close()
 

@@ -58,7 +58,7 @@ def resume(world, tmp_path, monkeypatch):
 
 
 def resumed(world, tmp_path, position):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", world.config.checkpoint)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (1, 2):
         checkpoints.save(step, world.init_train_state(D8), position)
     checkpoints.wait()
@@ -106,7 +106,7 @@ def adapters_world():
     return make_world("train.lora.rank=1")
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("another")
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
 def test_adapters_without_their_base(adapters_world, tmp_path, monkeypatch, found):
     """Another base is no damage: nothing is set aside. A position that names none is one."""
