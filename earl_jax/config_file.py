@@ -73,7 +73,8 @@ def read_workdir_config(workdir: Path) -> Config:
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
     """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
 
-    A file may leave a value to the command line: `config_dict.required_placeholder(str)`.
+    A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
+    override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -84,6 +85,8 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values = _plain(given, "", required)
     else:
         values = copy.deepcopy(dict(given))
+    if any(override.startswith("algorithm=") for override in overrides):
+        values.pop("algorithm_args", None)
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:

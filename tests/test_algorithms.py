@@ -199,6 +199,11 @@ def test_settings_of_ones_own_are_as_strict_as_ours(overrides, words):
         make_config(RUN, overrides)
 
 
+def test_an_override_of_the_algorithm_leaves_out_the_settings_of_the_other():
+    overrides = ["algorithm=grpo", "algorithm_args.clip_high=0.3"]
+    assert make_config(RUN, overrides).algorithm_args == GrpoSettings(clip_high=0.3)
+
+
 # An entry.
 
 
