@@ -156,7 +156,7 @@ class LogConfig:
 class Config:
     """All settings of a run. `num_steps` RL steps; `seed` decides everything that is random.
 
-    `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own;
+    `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`.
     """
 
