@@ -93,7 +93,7 @@ METRICS: dict[str, dict[str, str]] = {
         "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
         "logprob_mismatch_mean": "Mean of these differences.",
         "sampling_kl": "KL of the sampling distribution to the model (top-k, temperature, ...).",
-        "importance_mean": "Mean importance weight of the correction, before it is truncated.",
+        "importance_mean": "Mean importance weight of the correction, truncated at its cap.",
         "truncated_fraction": "Fraction of tokens whose importance weight was truncated.",
         "balance_loss": "Load-balancing loss of a mixture of experts.",
         "expert_load_max": "Load of the busiest expert, 1 where all are equal.",
