@@ -147,7 +147,9 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
 
 
 @pytest.mark.slow
-def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(world, monkeypatch):
+def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stops(
+    world, monkeypatch
+):
     """One mesh, which has memory for 4 rows at a time: micro-batches of 4."""
     placement, tried = placed(world, train_meshes_named=(str(CUBE),)), []
 
