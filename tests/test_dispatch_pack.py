@@ -17,7 +17,6 @@ from test_sharding_reshard import count_host_bytes
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.reshard import absent_array
-from earl_jax.sharding.waiting import wait_for
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.trajectory import Experience, TrajectoryBatch
 
@@ -263,7 +262,7 @@ def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
         delivery = dispatch(
             rows, target, length=length, lengths=lengths[held], advantages=advantages[held]
         )
-        wait_for(delivery.batch, what="dispatch", timeout_s=60)
+        jax.block_until_ready(delivery.batch)
     assert (counter.num_bytes, reads) == (0, [])
     assert delivery.plan.moved_bytes == moved_bytes_by_hand(source, target, length)
     return matching_fields(delivery.batch, batch_by_hand(experience, lengths, advantages, length))

@@ -2,13 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays move between processes as planned, bit for bit and with no byte on the host."""
 
-import os
 import re
-import signal
-import sys
-import time
 from collections import Counter
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -34,7 +29,6 @@ from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import absent_array, reshard
 from earl_jax.sharding.rounds import colour, rounds_of, separate
 from earl_jax.sharding.transfer_plan import plan_transfer
-from earl_jax.sharding.waiting import PeerLost, wait_for
 
 P = PartitionSpec
 
@@ -307,23 +301,6 @@ def through_the_host(source: str, target: str) -> list[int]:
     return [sum(reads), sum(put_reads)]
 
 
-def lose_one(how: str, timeout_s: float) -> None:
-    """The last process ends, or stops, while arrays go round and round."""
-    before, after = (make_shardings(name) for name in ("8x1x1", "1x8x1"))
-    values = make_values()
-    tree = {leaf: part_of(values[leaf], before[leaf]) for leaf in ("logprobs", "codes")}
-    there, back = ({leaf: side[leaf] for leaf in tree} for side in (after, before))
-    for turn in range(10**9):
-        if turn == 20 and jax.process_index() == jax.process_count() - 1:
-            os.kill(os.getpid(), getattr(signal, how))
-        try:
-            tree = reshard(reshard(tree, there), back)
-            wait_for(tree, what="dispatch", timeout_s=timeout_s)
-        except PeerLost as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("num", "every"), [(2, 2), (4, 3)])
 def test_pairs_of_layouts_over_real_processes(num, every):
@@ -344,31 +321,6 @@ def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
     assert all("ddressable" in refusal for refusal in refusals)
     reads = Processes(2, 4, "test_exchange:through_the_host", "8x1x1", "1x8x1").results(250)
     assert reads == [[24 * 8 * 8 * 4 // 2, 0]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "timeout_s", "said"),
-    [("SIGKILL", 60, "another process ended"), ("SIGSTOP", 5, "nothing came for 5 s")],
-)
-def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, sampled):
-    processes = Processes(2, 4, "test_exchange:lose_one", how, timeout_s)
-    lost = processes.all[-1]
-    while lost.poll() is None and "T" not in state_of(lost.pid):
-        assert time.monotonic() < processes.started_s + 100, "it was to be lost by then"
-        time.sleep(0.05)
-    lost_s = time.monotonic()
-    output, errors = processes.all[0].communicate(timeout=30)
-    assert processes.all[0].returncode == 1, errors
-    assert time.monotonic() - lost_s < 20
-    assert sampled in errors, (output, errors)
-    lost.kill()
-    lost.communicate()
-
-
-def state_of(process: int) -> str:
-    """The state of a process, as the kernel writes it: R, S, T (stopped), ..."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def sixty_four_devices(mesh_shape: list[int]) -> int:

@@ -25,7 +25,6 @@ ALLOWED = [
     ("engine/step_tokens.py", "convert_to_numpy", "a decode step's tokens are for the host"),
     ("engine/step_tokens.py", "num_tokens", "a decode step's tokens are for the host"),
     ("engine/step_tokens.py", "get_result_at_slot", "a decode step's tokens are for the host"),
-    ("sharding/host_exchange.py", "_carry_batch", "a view of bytes that came from another process"),
     ("models/blocks.py", "drain", "exports write parameters to files"),
     ("train/offload.py", "to_memory", "host memory as storage for the optimizer's moments"),
     ("train/backup.py", "to_devices", "restores shards to the memory that they were in"),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.launch.joint import to_checkpoint
 from earl_jax.loop import rl_step
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.train.checkpoint import to_checkpoint
 from earl_jax.train.offload import is_offloaded
 from earl_jax.world import World
 from tests.support.placements import (

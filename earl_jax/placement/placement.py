@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from earl_jax.launch.joint import RolloutShort, Shortage, shortage_of
+from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
+from earl_jax.rollout.gather import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
@@ -41,21 +42,6 @@ Result = TypeVar("Result")
 SURE, SURE_ON_CPU = 1.2, 1.5
 # Of a stage's programs no more are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
-
-
-class ShortAlone(RuntimeError):
-    """One of several processes ran out of memory where the others cannot hear of it.
-
-    It is remembered. Whoever catches it should end the process by `ending.end`, which tells them.
-    """
-
-    def __init__(self, who: str, failure: str) -> None:
-        """`who` is the process, `failure` what ran out of memory there, in words."""
-        super().__init__(
-            f"{who}: {failure}. The others may not have, and none goes another way without them: "
-            "the run ends. This is remembered: start it again, and it goes on from its newest "
-            "checkpoint with less"
-        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -359,7 +345,7 @@ class Placement:
 
         Raises:
             BudgetTooSmall: no plan is left.
-            ShortAlone: of several processes this one failed in a program that they run together.
+            RestartNeeded: of several processes this one failed in a program that they run together.
         """
         try:
             result = work()
@@ -374,10 +360,10 @@ class Placement:
             if not is_out_of_memory(error):
                 raise
             self.fail(stage, length)
-            processes = self.world.processes
-            if processes.count > 1:
-                who = f"process {processes.index} of {processes.count}"
-                raise ShortAlone(who, self.log.failures[-1]) from error
+            if self.world.processes.count > 1:
+                raise RestartNeeded(
+                    f"{self.log.failures[-1]}; it is remembered, and not tried again"
+                ) from error
             result = None
         if result is None:
             # What the failed attempt had on the devices is gone with its frames.
@@ -398,8 +384,19 @@ class Placement:
         self.log.failures.append(self.observations.add_failure(plan, tokens))
 
     def shortage(self, error: Exception) -> Shortage | None:
-        """What this process tells the others of a rollout that ended so (`joint.shortage_of`)."""
-        return shortage_of(self.world, error, self.as_dict(), self.outgrown)
+        """Returns what the other processes must know of a rollout that ended with this error.
+
+        None for an error that is no shortage, and in a run of one process.
+        """
+        failed, processes = is_out_of_memory(error), self.world.processes
+        if processes.count == 1 or not (failed or isinstance(error, BudgetTooSmall)):
+            return None
+        return Shortage(
+            words=f"process {processes.index}: {str(error).splitlines()[0]}",
+            failed=failed,
+            placement=self.as_dict(),
+            outgrown=self.outgrown,
+        )
 
     def _agree(self, shortage: Shortage) -> None:
         """All go on from where the rollout ended that was short, and remember the same."""
