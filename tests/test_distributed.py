@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from earl_jax.launch.distributed import (
 from earl_jax.models.checkpoints.export import export_policy
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
+from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World
@@ -415,6 +417,30 @@ def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp
     assert_past_the_hosts(one, apart)
     lines = steps_of(apart)
     assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
+
+
+def train_small(workdir: str) -> bool:
+    """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
+    settings = SMALL | ALL | {"checkpoint.every_steps": 1}
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    run(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
+    return True
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_resumed_by_one(
+    cache, compiled_programs, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
+    processes = RealProcesses(2, 4, "test_distributed:train_small", str(tmp_path))
+    assert processes.results(400) == [True, True]
+    of_two = final_parameters(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    train_small(str(tmp_path))
+    assert "after step 1 of 2" in capsys.readouterr().out
+    for left, right in zip(of_two, final_parameters(tmp_path), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ ARROWS = {
     "settings": set(),
     "trajectory": set(),
     "sharding": set(),
+    "launch": {"settings", "sharding"},
     "envs": set(),
     "models": {"settings", "sharding"},
     "telemetry": {"trajectory"},
