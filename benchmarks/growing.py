@@ -58,9 +58,9 @@ ALWAYS = ("eval.every_steps=1000", "eval.games=2", "eval.final_games=2")
 # Trails of 4 steps, and one more every other RL step, to 24, whose walk has 151 tokens.
 LIMIT = 76
 LENGTHENING = (
-    "env.trail.num_steps=24",
-    "env.trail.first_steps=4",
-    "env.trail.longer_every=128",
+    "env.args.num_steps=24",
+    "env.args.first_steps=4",
+    "env.args.longer_every=128",
     "train.sft_steps=6",
     "devices.num_cpu_devices=1",
     "selector.budget_bytes_per_device=0",

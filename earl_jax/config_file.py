@@ -25,6 +25,18 @@ from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 
+# Keys of earlier versions, and what to write instead.
+RENAMED_KEYS = {
+    "env.game": "config.env.name (or config.env.args.game with config.env.name='board_game')",
+    "env.trail": "config.env.args",
+    **{
+        f"env.{name}": f"config.env.args.{name}"
+        for name in (
+            "opponent", "mcts_simulations", "illegal_reward", "show_board", "mask_illegal"
+        )
+    },
+}  # fmt: skip
+
 
 def load_config_file(path: str | Path) -> ConfigDict:
     """Calls `get_config()` of a config file. Raises ValueError if it is none."""
@@ -84,6 +96,7 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
             raise ValueError(
                 f"config.{path} is left open by this config; give it: --config.{path}=VALUE"
             )
+    _check_renamed(values)
     if isinstance(values.get("model"), Mapping):
         values["model"] = fill_section(values["model"])
     config = _build(Config, values, "config")
@@ -111,6 +124,17 @@ def _set(values: dict[str, Any], names: list[str], value: Any, path: str) -> Non
         if not isinstance(values, dict):
             raise ValueError(f"config.{path}: {name} is a value, not a section")
     values[names[-1]] = value
+
+
+def _check_renamed(values: Mapping[str, Any]) -> None:
+    """Raises ValueError for a key that has another name now."""
+    for old, new in RENAMED_KEYS.items():
+        section: Any = values
+        *names, key = old.split(".")
+        for name in names:
+            section = section.get(name) if isinstance(section, Mapping) else None
+        if isinstance(section, Mapping) and key in section:
+            raise ValueError(f"config.{old} is no longer a setting; use {new}")
 
 
 def _parse(text: str) -> Any:

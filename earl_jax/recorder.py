@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from earl_jax.config import Config
-from earl_jax.envs.repertoire import demonstrated
+from earl_jax.envs.tasks import KeepsState
 from earl_jax.launch.joint import copy_to_save
 from earl_jax.loop import Position, StepRecord, expected_tokens
 from earl_jax.models.checkpoints.export import export_policy, keep_exports
@@ -28,6 +28,7 @@ from earl_jax.telemetry.metrics import MetricsLog, read_metrics
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
 from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.trajectory import mean_metrics
 from earl_jax.world import World
 
 REPORT_EPISODES = 12
@@ -162,6 +163,7 @@ class Recorder:
         # A run that is resumed has it not either, and the copy of the weights needs room.
         self.placement.sessions.forget()
         processes, base = self.world.processes, position.state.base
+        tasks = self.world.played.tasks
         prints: list[int | None] = []
         if base is not None:
             own = int(fingerprint(base)) if processes.trains else None
@@ -175,6 +177,7 @@ class Recorder:
                 "history": position.history.as_list(),
                 "throughput": self.placement.observations.table.as_dict(),
                 **({"base_fingerprint": prints[0]} if prints else {}),
+                **({"tasks": tasks.state()} if isinstance(tasks, KeepsState) else {}),
             },
         )
         if not is_copy:
@@ -236,6 +239,7 @@ class Recorder:
             "reward_mean": rewards.mean(),
             "reward_std": rewards.std(),
             "episodes": len(rewards),
+            "env": mean_metrics(outcomes) or None,
             "turns_mean": np.mean([o.num_turns for o in outcomes]),
             "context_tokens_mean": load.context_tokens_mean,
             "context_tokens_max": max(o.num_tokens for o in outcomes),
@@ -302,5 +306,5 @@ def _report_notes(config: Config) -> list[str]:
         return []
     return [
         f"In its first {train.sft_steps} steps the policy was also trained on "
-        f"{demonstrated(config.env)} ({train.sft_updates} supervised updates a step)."
+        f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
     ]

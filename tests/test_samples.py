@@ -23,9 +23,8 @@ from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
+from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
@@ -51,7 +50,7 @@ NUM_TASKS, TURNS, ROOM = 32, 4, 128
 
 @functools.cache
 def renderer() -> ChatRenderer:
-    tokenizer = build_tokenizer(game_corpus(EnvConfig(), 60, seed=0), 320)
+    tokenizer = build_tokenizer(game_corpus(60), 320)
     forget = "".join(f" | replace('{digit}', '')" for digit in FORGOTTEN)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
         "<|assistant|>{% generation %}{{ message['content']",

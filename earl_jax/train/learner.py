@@ -46,7 +46,7 @@ def learn(
 def sft(
     world: World, placement: Placement, state: TrainState, step: int, length: int
 ) -> TrainState:
-    """The supervised updates of the first steps, on games of random legal moves."""
+    """The supervised updates of the first steps, on example episodes."""
     if not world.processes.trains:
         return state
     controls = np.array([world.config.train.sft_learning_rate, 0.0], np.float32)
