@@ -96,18 +96,16 @@ class Seeds:
     """Environments that differ by their seed: task `index` of a run has the seed of its number."""
 
     def __init__(self, *, seed: int, num_tasks: int, environment: Callable[..., Any]):
-        self._seed, self._num_tasks, self._environment = seed, num_tasks, environment
+        self._num_tasks = num_tasks
+        self._seeded = Seeded(seed, environment)
 
     def batch(self, step: int) -> list[TaskArgs]:
         """Returns the tasks of a step."""
-        return [self._task(step * self._num_tasks + i) for i in range(self._num_tasks)]
+        return [self._seeded(step * self._num_tasks + i) for i in range(self._num_tasks)]
 
     def evaluation(self, number: int) -> list[TaskArgs]:
         """Returns tasks that are never trained on."""
-        return [self._task(FIRST_EVALUATION + i) for i in range(number)]
-
-    def _task(self, index: int) -> TaskArgs:
-        return accepted(self._environment, seeded(self._seed, index))
+        return [self._seeded(FIRST_EVALUATION + i) for i in range(number)]
 
 
 class Dataset:
@@ -133,7 +131,7 @@ class Dataset:
             read_rows(eval_path, "config.tasks.eval_path")[0] if eval_path else self._rows
         )
         self._path, self._seed, self._num_tasks = path, seed, num_tasks
-        self._environment = environment
+        self._seeded = Seeded(seed, environment)
         kind: Any = Callable
         self._reward = find_named(reward, {}, kind, "config.tasks.reward") if reward else None
         self._order = functools.lru_cache(maxsize=2)(self._order_of)
@@ -167,7 +165,7 @@ class Dataset:
 
     def _args(self, row: dict[str, Any], index: int) -> TaskArgs:
         given = {"row": row} | ({"reward": self._reward} if self._reward else {})
-        return given | accepted(self._environment, seeded(self._seed, index))
+        return given | self._seeded(index)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
@@ -193,10 +191,18 @@ def open_tasks(
     return source(**accepted(source, offered), **config.args)
 
 
-def seeded(seed: int, index: int) -> dict[str, int]:
-    """Returns the seed of task `index` in a run of this seed, and the index."""
-    own = np.random.SeedSequence([seed, index]).generate_state(1)[0]
-    return {"seed": int(own), "index": index}
+class Seeded:
+    """Called with a task's index in the run, returns it and its seed, as far as they are wanted."""
+
+    def __init__(self, seed: int, environment: Callable[..., Any]):
+        self._seed = seed
+        self._wanted = accepted(environment, {"seed": 0, "index": 0}).keys()
+
+    def __call__(self, index: int) -> dict[str, int]:
+        """Returns the arguments that the environment's constructor names."""
+        own = int(np.random.SeedSequence([self._seed, index]).generate_state(1)[0])
+        found = {"seed": own, "index": index}
+        return {name: found[name] for name in self._wanted}
 
 
 def read_rows(path: str, setting: str) -> tuple[list[dict[str, Any]], str]:
