@@ -17,7 +17,7 @@ from earl_jax.envs.registry import EnvConfig, Played, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
-from earl_jax.models.config import ModelConfig
+from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
@@ -260,6 +260,7 @@ class Config:
         settings = dataclasses.asdict(self)
         del settings["distributed"]
         settings["env"]["args"] = self.env.all_args
+        settings["model"] = {name: settings["model"][name] for name in MODEL_SETTINGS}
         return settings
 
 
@@ -284,19 +285,11 @@ def _check_effects(config: Config) -> None:
 
 
 def _idle_model(config: Config) -> Iterator[_Idle]:
-    model, scaling = config.model, config.model.rope_scaling
-    for field in dataclasses.fields(ModelConfig):
-        if field.name not in ("path", "compute_dtype"):
-            yield model.path != "", f"model.{field.name}", "config.model.path gives the model"
-    no_scaling = "config.model.rope_scaling.factor is 1"
-    yield scaling.factor == 1, "model.rope_scaling.kind", no_scaling
-    linear = "config.model.rope_scaling.kind is 'linear'"
-    for name in ("low_freq_factor", "high_freq_factor", "original_max_position"):
-        why = no_scaling if scaling.factor == 1 else linear
-        is_idle = scaling.factor == 1 or scaling.kind == "linear"
-        yield is_idle, f"model.rope_scaling.{name}", why
-    yield not model.windows, "model.window_rope_theta", "config.model.windows is ()"
-    for name in ("experts_per_token", "expert_ffn_size", "normalize_expert_weights"):
+    model = config.model
+    for name in MODEL_SETTINGS:
+        if name not in ("path", "compute_dtype"):
+            yield model.path != "", f"model.{name}", "config.model.path gives the model"
+    for name in ("experts_per_token", "expert_ffn_size"):
         yield model.num_experts == 0, f"model.{name}", "config.model.num_experts is 0"
     yield model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"
 

@@ -3,6 +3,7 @@
 """What a rollout came to, in numbers."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,28 @@ class RolloutStats:
     def draft_acceptance(self) -> float | None:
         """The fraction of guesses that were right; None where there were none."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics; None where a count that is rare is 0."""
+        often = ("rollout_tokens", "prefill_tokens", "shared_tokens", "decode_rows", "idle_rows")
+        rare = (
+            "copied_tokens",
+            "recomputed_tokens",
+            "preempted_episodes",
+            "guest_episodes",
+            "preempted_host_bytes",
+            "preemption",
+            "given_up_tokens",
+            "drafted_tokens",
+            "drafting_rounds",
+        )
+        return {
+            **{name: getattr(self, name) for name in often},
+            **{name: getattr(self, name) or None for name in rare},
+            "draft_acceptance": self.draft_acceptance,
+            "tokens_in_flight_max": self.tokens_in_flight_max,
+            "env_wait_s": self.env_wait_s,
+        }
 
     def count_round(self, report: Report, seconds: float) -> None:
         """Adds a round's tokens and seconds, if it is a full one."""
