@@ -90,7 +90,13 @@ def _from_config(config: Config, folder: Path | None, processes: Processes) -> O
 def corpus_of(config: Config) -> list[str]:
     """Returns the text that the tokenizer of a run without a checkpoint is trained on."""
     played = config.open_environment()
-    return corpus(played.make, played.tasks, num_episodes=CORPUS_EPISODES, seed=0)
+    return corpus(
+        played.make,
+        played.tasks,
+        num_steps=config.num_steps,
+        num_episodes=CORPUS_EPISODES,
+        seed=0,
+    )
 
 
 def max_context(config: Config, checkpoint: Checkpoint | None) -> int:

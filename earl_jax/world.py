@@ -302,7 +302,8 @@ class World:
         if step >= train.sft_steps:
             return []
         updates = range(step * train.sft_updates, (step + 1) * train.sft_updates)
-        return [self._examples(self.played.tasks.batch(n), rows, n) for n in updates]
+        batches = (self.played.tasks.batch(n % self.config.num_steps) for n in updates)
+        return [self._examples(tasks, rows, n) for n, tasks in zip(updates, batches, strict=True)]
 
     def _examples(self, tasks: Sequence[TaskArgs], rows: int, number: int) -> HostBatch:
         rng = random.Random(f"examples {self.config.seed} {number}")

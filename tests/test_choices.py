@@ -449,9 +449,7 @@ def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"\(mask_illegal\) with config.train.ratio 'behav"):
         make_config({}, ["env.args.mask_illegal=True"])
     masked = {**GIVEN, "env": {"args": {"mask_illegal": True}}}
-    with pytest.raises(
-        ValueError, match="illegal_reward is -0.5 but has no effect"
-    ):
+    with pytest.raises(ValueError, match="illegal_reward is -0.5 but has no effect"):
         make_config(masked, ["env.args.illegal_reward=-0.5"])
     with pytest.raises(ValueError, match="takes 2 tokens.*config.rollout.max_turn_tokens is 1"):
         World(make_config(masked, ["rollout.max_turn_tokens=1"]))

@@ -76,9 +76,14 @@ def example_ids(example: Example, renderer: ChatRenderer) -> tuple[list[int], li
 
 
 def corpus(
-    make: Callable[..., Environment], tasks: TaskSource, *, num_episodes: int, seed: int
+    make: Callable[..., Environment],
+    tasks: TaskSource,
+    *,
+    num_steps: int,
+    num_episodes: int,
+    seed: int,
 ) -> list[str]:
-    """Returns text to train a tokenizer on, from the first tasks of a run.
+    """Returns text to train a tokenizer on, from the tasks of a run of `num_steps` steps.
 
     That is every message of their episodes with example replies, and each of `all_replies` once;
     of an environment that offers no examples, its first messages. The same arguments give the same
@@ -86,7 +91,7 @@ def corpus(
     """
     rng = random.Random(seed)
     texts: list[str] = []
-    for number, task in enumerate(_first_tasks(tasks, num_episodes)):
+    for number, task in enumerate(_first_tasks(tasks, num_steps, num_episodes)):
         environment = make(**task)
         if not number:
             texts += getattr(environment, "all_replies", list)()
@@ -98,6 +103,7 @@ def corpus(
     return texts
 
 
-def _first_tasks(tasks: TaskSource, number: int) -> Iterator[TaskArgs]:
-    batches = (tasks.batch(step) for step in itertools.count())
+def _first_tasks(tasks: TaskSource, num_steps: int, number: int) -> Iterator[TaskArgs]:
+    """Yields the first tasks, again from the first one where they are too few."""
+    batches = (tasks.batch(step) for step in itertools.cycle(range(num_steps)))
     return itertools.islice(itertools.chain.from_iterable(batches), number)

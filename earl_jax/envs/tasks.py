@@ -32,7 +32,10 @@ class TaskSource(Protocol):
     """
 
     def batch(self, step: int) -> list[TaskArgs]:
-        """Returns the tasks of training step `step`, which begin at 0: as many as groups."""
+        """Returns the tasks of training step `step`, from 0 to config.num_steps - 1.
+
+        There are config.rollout.episodes_per_step / group_size.
+        """
         ...
 
     def evaluation(self, number: int) -> list[TaskArgs]:

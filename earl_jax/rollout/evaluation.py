@@ -57,13 +57,13 @@ def summarize(
     turn_too_long. Their number is there under `plural`, such as "games", too.
     """
     reasons = [episode.stop_reason for episode in episodes]
-    found = {reason: reasons.count(reason) / len(reasons) for reason in STOPPED}
+    stopped = {reason: reasons.count(reason) / len(reasons) for reason in STOPPED}
     own = {
         "name": name,
         "episodes": len(episodes),
         plural: len(episodes),
         "reward_mean": float(np.mean([episode.reward for episode in episodes])),
-        **{reason: fraction for reason, fraction in found.items() if fraction},
         "turns_mean": float(np.mean([episode.num_turns for episode in episodes])),
     }
-    return own | {k: v for k, v in mean_metrics(episodes).items() if k not in own}
+    found = mean_metrics(episodes) | {word: part for word, part in stopped.items() if part}
+    return own | {key: value for key, value in found.items() if key not in own}

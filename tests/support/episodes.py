@@ -51,7 +51,7 @@ ROOM = CONFIG.context_buckets[-1]
 def game_corpus(num_games: int, seed: int = 0, make=BoardGame) -> list[str]:
     """Returns the text of so many games of Tic-Tac-Toe, or of what `make` makes."""
     tasks = Seeds(seed=seed, num_tasks=num_games, environment=make)
-    return corpus(make, tasks, num_episodes=num_games, seed=seed)
+    return corpus(make, tasks, num_steps=1, num_episodes=num_games, seed=seed)
 
 
 @functools.cache
