@@ -22,7 +22,7 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement, SwitchLog
 from earl_jax.rollout.evaluation import evaluate
-from earl_jax.telemetry.episodes import read_trajectories, write_trajectories
+from earl_jax.telemetry.episodes import failures_in_words, read_trajectories, write_trajectories
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics
 from earl_jax.telemetry.progress import Progress
@@ -95,6 +95,8 @@ class Recorder:
                 f"step {step}: its new programs took {line['compile_s']:.2f} s to compile, "
                 f"of which the run waited {line['compile_waited_s']:.2f} s"
             )
+        if failures := failures_in_words(record.trajectories):
+            self.progress.note(f"step {step}: {failures}")
         self._write(line)
         if not last:
             self.ahead.look(self.world, self.placement, position.history)

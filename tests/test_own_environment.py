@@ -19,7 +19,7 @@ from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import summarize
-from earl_jax.telemetry.episodes import read_trajectories
+from earl_jax.telemetry.episodes import failures_in_words, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
 from earl_jax.world import World
@@ -234,6 +234,8 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
     for episode in record.trajectories:
         assert episode.stop_reason == "unencodable"
         assert "tools" in episode.detail
+    said = failures_in_words(record.trajectories)
+    assert said.startswith("8 of 8 episodes failed, the first as unencodable: the chat template")
     assert all(np.isfinite(update.loss) for update in record.updates)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import NONFINITE
-from earl_jax.trajectory import Trajectory, Turn
+from earl_jax.trajectory import FAILURES, Trajectory, Turn
 
 _ROLES = {"environment": "user", "policy": "assistant"}
 
@@ -65,6 +65,20 @@ def truncate_trajectories_after(folder: Path, step: int) -> None:
         match = re.fullmatch(r"step_(\d{6,})\.jsonl(\.tmp)?", path.name)
         if match and (int(match[1]) > step or match[2]):
             path.unlink()
+
+
+def failures_in_words(trajectories: Sequence[Trajectory]) -> str:
+    """Returns how many episodes nothing can be learnt from and why the first failed; "" for none.
+
+    Example: "8 of 8 episodes failed, the first as unencodable: the chat template has no place for
+    tools".
+    """
+    failed = [t for t in trajectories if t.stop_reason in FAILURES]
+    if not failed:
+        return ""
+    first = failed[0]
+    words = f"{len(failed)} of {len(trajectories)} episodes failed, the first as"
+    return f"{words} {first.stop_reason}: {first.detail[:200]}"
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:
