@@ -127,7 +127,7 @@ class Lecture(Talker):
 
 
 def lecture(task):
-    return Lecture(task.env_seed, 0.02 * (task.episode % 3 == 0))
+    return Lecture(task.args["seed"], 0.02 * (task.episode % 3 == 0))
 
 
 @pytest.mark.slow

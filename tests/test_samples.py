@@ -40,6 +40,7 @@ from tests.support.episodes import (
     assert_same_episodes,
     check_rows,
     engine,
+    game_corpus,
     tasks,
     weights,
 )

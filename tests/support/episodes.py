@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,7 @@ from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.examples import corpus
-from earl_jax.envs.tasks import Seeds
+from earl_jax.envs.examples import play_example
 from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
@@ -49,9 +49,11 @@ ROOM = CONFIG.context_buckets[-1]
 
 
 def game_corpus(num_games: int, seed: int = 0, make=BoardGame) -> list[str]:
-    """Returns the text of so many games of Tic-Tac-Toe, or of what `make` makes."""
-    tasks = Seeds(seed=seed, num_tasks=num_games, environment=make)
-    return corpus(make, tasks, num_steps=1, num_episodes=num_games, seed=seed)
+    """Returns all moves, and the text of so many games of Tic-Tac-Toe, or of what `make` makes."""
+    rng, texts = random.Random(seed), make().all_replies()
+    for index in range(num_games):
+        texts += play_example(make(index=index, seed=rng.getrandbits(63)), rng).texts
+    return texts
 
 
 @functools.cache
