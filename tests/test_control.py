@@ -2,29 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts that are paused, whose episodes are aborted, whose weights change under them."""
 
-import functools
 import re
 import threading
 import time
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from test_collect import Talker, Watched
-from test_tasks import GIVEN
 
-from earl_jax.engine.session import Policy
-from earl_jax.envs.environment import Start
-from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.models.decoder import forward_rows, head_weights
-from earl_jax.models.logprobs import score_logits
 from earl_jax.rollout.control import RolloutControl
-from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.controls import PLACES, Script, furthest, swap_to
+from tests.support.environments import Lecture, Watched, lecture
 from tests.support.episodes import (
     CONFIG,
-    MODEL,
+    RATIO_RUN,
     assert_same_episodes,
     check_rows,
     collect,
@@ -35,14 +25,6 @@ from tests.support.episodes import (
 from tests.support.placements import seated
 
 NUM_TASKS = 40
-PLACES = 64
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -50,87 +32,7 @@ def games(pool):
     return collect(pool, tasks(NUM_TASKS))
 
 
-class Script(RolloutControl):
-    """Does before the round of each number what is written for it."""
-
-    def __init__(self, script):
-        super().__init__()
-        self.script, self.round = script, 0
-
-    def take(self):
-        self.script.get(self.round, lambda control: None)(self)
-        self.round += 1
-        return super().take()
-
-
-def swap_to(seed: int, cache: str):
-    """Weights of this seed, whose version is the seed."""
-
-    def swap(control):
-        control.swap(
-            lambda player: Policy(params=player.load_params(weights(seed)), version=seed),
-            cache=cache,
-        )
-
-    return swap
-
-
-@functools.cache
-def _scores(seed: int):
-    """Log-probs of rows of ids under the weights of a seed, by the trainer's forward pass."""
-    params = jax.tree.map(np.asarray, weights(seed))
-    params["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
-    layout = make_layout(MeshShape(), jax.devices()[:1])
-
-    @jax.jit
-    def score(tokens_BT, segments_BT):
-        hidden = forward_rows(MODEL, layout, params, tokens_BT, segments_BT)
-        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params))
-        return jax.vmap(lambda logits, ids: score_logits(logits, ids, 1.0).logprobs)(
-            logits_BTV[:, :-1], tokens_BT[:, 1:]
-        )
-
-    return score
-
-
-def furthest(trajectories) -> float:
-    """How far off a token's log-prob is from that of the weights which its version names."""
-    ids = np.zeros((len(trajectories), PLACES), np.int32)
-    segments = np.zeros_like(ids)
-    for row, trajectory in enumerate(trajectories):
-        whole = [token for turn in trajectory.turns for token in turn.token_ids]
-        ids[row, : len(whole)], segments[row, : len(whole)] = whole, 1
-    worst = 0.0
-    for row, trajectory in enumerate(trajectories):
-        place = 0
-        for turn in trajectory.turns:
-            for offset, version in enumerate(turn.versions):
-                expected = np.asarray(_scores(version)(ids, segments))[row, place + offset - 1]
-                worst = max(worst, abs(float(expected) - turn.logprobs[offset]))
-            place += len(turn.token_ids)
-    return worst
-
-
-class Lecture(Talker):
-    """Begins with more than three chunks of words; some answers take their time."""
-
-    def __init__(self, seed: int, delay_s: float):
-        super().__init__(seed)
-        self.delay_s = delay_s
-
-    def start(self):
-        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
-
-    def step(self, reply):
-        time.sleep(self.delay_s)
-        return super().step(reply)
-
-
-def lecture(task):
-    return Lecture(task.args["seed"], 0.02 * (task.episode % 3 == 0))
-
-
-@pytest.mark.slow
+@pytest.mark.slow_except("(5, 6)-True")
 @pytest.mark.parametrize("share_prefixes", [True, False])
 @pytest.mark.parametrize("rounds", [(1,), (2,), (4,), (5, 6), (3, 7, 8, 12)], ids=str)
 def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, share_prefixes):
@@ -161,7 +63,6 @@ def test_after_a_recompute_tokens_are_those_of_a_run_from_scratch(pool, rounds, 
     assert rollout.stats.prefill_tokens + rollout.stats.shared_tokens == heard
 
 
-@pytest.mark.slow
 def test_a_cache_that_is_kept_shows_in_the_logprobs_and_the_versions_say_so(pool):
     rollout = collect(
         pool, tasks(NUM_TASKS), lecture, max_tokens=PLACES, control=Script({5: swap_to(1, "keep")})
@@ -197,7 +98,6 @@ def test_a_change_to_the_same_weights_changes_nothing(pool, games):
         assert_same_episodes(games.trajectories, rollout.trajectories)
 
 
-@pytest.mark.slow
 def test_an_aborted_episode_ends_with_what_it_has_and_the_others_do_not_notice(pool, games):
     """One that waits for its environment, one that has not begun, one that is in no rollout."""
     control = RolloutControl()
@@ -316,7 +216,7 @@ def test_what_the_readme_says_of_control_is_so():
         for code in re.findall(r"```python\n(.*?)```", readme, re.S)
         if "RolloutControl" in code
     ]
-    world, session, placement = seated(GIVEN)
+    world, session, placement = seated(RATIO_RUN)
     params = world.policy(world.first_train_state(placement.train.mesh))
     names = {"world": world, "placement": placement, "session": session, "new_params": params}
     names["tasks"] = world.training_tasks(0)

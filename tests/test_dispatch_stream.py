@@ -8,8 +8,13 @@ import gc
 import jax
 import numpy as np
 import pytest
-from processes import Processes
-from test_dispatch_pack import (
+
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.stream import RowStream
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
+from earl_jax.sharding.waiting import wait_for
+from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.batches import (
     ROWS,
     batch_by_hand,
     both_counters,
@@ -21,14 +26,8 @@ from test_dispatch_pack import (
     place,
     rows_held,
 )
-
-from earl_jax.dispatch.pack import dispatch
-from earl_jax.dispatch.stream import RowStream
-from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
-from earl_jax.sharding.waiting import wait_for
-from earl_jax.telemetry.host_bytes import HostByteCounter
 from tests.support.episodes import CONFIG, ROOM, collect, engine, tasks
+from tests.support.processes import Processes
 
 PAIRS = [
     ("data=8", "data=4,tensor=2", 24),
@@ -114,14 +113,6 @@ def test_errors_name_the_place():
         RowStream(rows, five, length=20)
 
 
-def test_the_counter_would_see_a_row_by_way_of_the_host():
-    experience, _, _ = make_experience()
-    rows = place(experience, layout_of("data=8"))
-    with HostByteCounter() as counter:
-        jax.device_put(jax.device_get(rows.logprobs[3]), jax.devices()[1])
-    assert counter.num_bytes == 20 * 4
-
-
 class Sending:
     """An engine that is looked at before each of its rounds."""
 
@@ -136,14 +127,6 @@ class Sending:
         return self.player.play(params, state, *arguments, **settings)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.slow
 def test_rows_of_a_rollout_arrive_while_other_episodes_are_played(pool):
     """One device plays 12 games on 4 slots; two others have the rows of those that are over."""
     rows, player, target = 12, engine(4, MeshShape()), layout_of("data=2 on 4 5")

@@ -7,17 +7,16 @@ import re
 import time
 
 import pytest
-from test_choices import BRANCHES, HOT, Words, engine_for
-from test_collect import Talker
-from test_control import Script, furthest, swap_to
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling, SpeculationConfig, Stops
 from earl_jax.engine.drafting import BLOCK_ROUNDS, KEPT_ROUNDS, SLOWEST_ROUNDS, TRIAL, Drafting
 from earl_jax.engine.engine import PolicyEngine
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.world import World, _drafting_notes
+from tests.support.choices import BRANCHES, HOT, Words, engine_for
+from tests.support.controls import Script, furthest, swap_to
+from tests.support.environments import Talker
 from tests.support.episodes import (
     ROOM,
     Rooms,
@@ -36,13 +35,6 @@ TRIAL_ROUNDS = len(TRIAL) * BLOCK_ROUNDS
 
 
 @pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="module")
 def games(pool):
     return collect(pool, tasks(40))
 
@@ -50,7 +42,7 @@ def games(pool):
 # Rollouts.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=2-0")
 @pytest.mark.parametrize(
     ("mesh", "pages"), [(MeshShape(data=8), 5), (MeshShape(data=2, tensor=2), 0)], ids=str
 )

@@ -11,9 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import Talker
-from test_control import Script, furthest, lecture, swap_to
-from test_engine import COLLECTIVE
 
 from earl_jax.engine.config import SpeculationConfig
 from earl_jax.engine.engine import PolicyEngine
@@ -21,7 +18,6 @@ from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
 from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout.block_manager import BlockManager
@@ -36,17 +32,13 @@ from earl_jax.rollout.preemption import (
 )
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
+from tests.support.controls import Script, furthest, swap_to
+from tests.support.environments import Talker, lecture
 from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks
+from tests.support.hlo import COLLECTIVE
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
 KV_DTYPES = ("compute", "int8")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @functools.cache
@@ -361,7 +353,7 @@ def test_what_costs_less_is_done_and_said(pool, monkeypatch):
 # Weights, aborts.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("(4,)-recompute")
 @pytest.mark.parametrize("cache", ["recompute", "keep"])
 @pytest.mark.parametrize("rounds", [(4,), (3, 7, 8, 12)], ids=str)
 def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):

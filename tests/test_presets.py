@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.models.checkpoints.families import FAMILIES, family_of
+from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
@@ -58,11 +58,6 @@ def model(*overrides: str, **section):
     return make_config({"model": section}, overrides).model
 
 
-def test_every_family_has_a_preset():
-    assert PRESETS.keys() == PUBLISHED.keys()
-    assert {id(family_of(model)) for model in PRESETS.values()} == set(map(id, FAMILIES.values()))
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_of_its_family_and_of_the_published_size(name):
     vocab_size, published = PUBLISHED[name]
@@ -89,17 +84,12 @@ SHRUNK = {
     "qwen3-0.6b": {"ffn_size": 64},
     "qwen3-30b-a3b": EXPERTS,
     "llama3.2-1b": {"ffn_size": 64},
-    "mistral-7b": {"ffn_size": 64, "windows": (16,)},
-    "gemma3-1b": {"ffn_size": 64, "windows": (16, 0)},
+    "mistral-7b": {"ffn_size": 64},
+    "gemma3-1b": {"ffn_size": 64},
 }
 
 
-def test_one_of_each_family_is_shrunk():
-    families = {family_of(PRESETS[name]).architecture for name in SHRUNK}
-    assert families == {family.architecture for family in FAMILIES.values()}
-
-
-@pytest.mark.slow
+@pytest.mark.slow_except("qwen3-30b-a3b")
 @pytest.mark.parametrize("name", SHRUNK)
 def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
     """One RL step of a preset at a small size: what samples is what is trained."""

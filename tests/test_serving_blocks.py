@@ -10,15 +10,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from test_engine import COLLECTIVE
-from test_jetstream import (
-    continuations,
-    load_params,
-    make_engine,
-    padded,
-    prompt,
-    scored_continuations,
-)
 
 from earl_jax.engine._jetstream import token_utils
 from earl_jax.engine.config import Sampling
@@ -26,7 +17,16 @@ from earl_jax.engine.drafting import BLOCK_ROUNDS, TRIAL, Drafting
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.continuations import (
+    continuations,
+    load_params,
+    make_engine,
+    padded,
+    prompt,
+    scored_continuations,
+)
 from tests.support.episodes import MODEL
+from tests.support.hlo import COLLECTIVE
 
 NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
 
@@ -54,7 +54,7 @@ def tokens_at(result, slot: int) -> list[int]:
 COLD = Sampling(temperature=0.3, top_k=20)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=2-3")
 @pytest.mark.parametrize(
     ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
 )
