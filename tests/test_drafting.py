@@ -70,7 +70,7 @@ def talk(pool, burst: int, stops: Stops, speculation=None, **changes):
     return collect(
         pool,
         tasks(24),
-        lambda task: Talker(task.env_seed),
+        lambda task: Talker(task.args["seed"]),
         params=weights(ends_turns=False),
         player=engine(burst=burst, **guesses),
         burst=burst,
@@ -112,7 +112,7 @@ def test_other_weights_take_over_in_the_middle_of_turns(pool, cache):
     guessed = collect(
         pool,
         tasks(24),
-        lambda task: Talker(task.env_seed),
+        lambda task: Talker(task.args["seed"]),
         control=Script(swaps),
         player=engine(burst=1, **GUESSES),
         burst=1,

@@ -139,24 +139,23 @@ class RolloutConfig:
     `num_slots` episodes live at once, over all devices; a step plays `episodes_per_step`. Both
     divide by the data axis of the rollout's mesh, and need not by the number of devices: meshes
     whose data axis does not divide them are not used, and one slot is possible on data=1. The
-    `group_size` episodes of a group share one task: the same side, and the same seed for the
-    environment. `chunk_size` tokens of a prompt or an answer are appended per slot and round, for
-    `append_rows` slots of a data shard at a time. A decode step computes `step_rows` rows over all
-    devices, 0: one for each slot (see below). With `share_prefixes` the common beginning of
-    prompts is computed once and taken over from slot to slot: within a row shard (the slots of one
-    place of the data axis) as it is, and from another shard's devices as `copy_prefixes` says: "on"
-    copies whatever is a chunk or more, so that nothing is read twice; "off" has each shard read it;
-    "auto" does what costs less by the chip's data sheet (rollout/preemption.py). `burst` tokens at
-    most are sampled per slot and round; with `speculation` there are so many forward passes, which
-    may say more (see `SpeculationConfig`). `context_buckets` are the rooms per episode, in tokens,
-    that programs are compiled for; beyond the last the room doubles. The KV cache comes in pages of
-    `page_size` tokens, of which an episode has as many as it needs: large ones are read faster,
-    small ones waste less. 0 takes 128 where the last of `context_buckets` is LONG_CONTEXT or more,
-    else 16. A turn is cut, and its episode over, at
-    `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to `max_episode_tokens`
-    (0: to what the checkpoint's model is made for, where there is one), and there is no answer that
-    leaves a turn no room below that. The last turn of an
-    episode that is cut earns `unfinished_reward`, beside what its answer gave for it.
+    `group_size` episodes of a group play the same task. `chunk_size` tokens of a prompt or an
+    answer are appended per slot and round, for `append_rows` slots of a data shard at a time. A
+    decode step computes `step_rows` rows over all devices, 0: one for each slot (see below). With
+    `share_prefixes` the common beginning of prompts is computed once and taken over from slot to
+    slot: within a row shard (the slots of one place of the data axis) as it is, and from another
+    shard's devices as `copy_prefixes` says: "on" copies whatever is a chunk or more, so that
+    nothing is read twice; "off" has each shard read it; "auto" does what costs less by the chip's
+    data sheet (rollout/preemption.py). `burst` tokens at most are sampled per slot and round; with
+    `speculation` there are so many forward passes, which may say more (see `SpeculationConfig`).
+    `context_buckets` are the rooms per episode, in tokens, that programs are compiled for; beyond
+    the last the room doubles. The KV cache comes in pages of `page_size` tokens, of which an
+    episode has as many as it needs: large ones are read faster, small ones waste less. 0 takes 128
+    where the last of `context_buckets` is LONG_CONTEXT or more, else 16. A turn is cut, and its
+    episode over, at `max_turn_tokens`; so it is where the episode, whoever wrote it, comes to
+    `max_episode_tokens` (0: to what the checkpoint's model is made for, where there is one), and
+    there is no answer that leaves a turn no room below that. The last turn of an episode that is
+    cut earns `unfinished_reward`, beside what its answer gave for it.
 
     Where the budget holds no more pages, the shortest episodes are preempted. `preemption` says
     what becomes of what they have read: "recompute" reads it again, "host" copies the pages to host
@@ -245,11 +244,10 @@ class RolloutConfig:
         self.limits.validate("config.rollout.")
         self.stops.validate("config.rollout.stop_")
         self.speculation.validate("config.rollout.speculation.")
-        if self.episodes_per_step % (2 * self.group_size):
+        if self.episodes_per_step % self.group_size:
             raise ValueError(
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
-                f"multiple of twice config.rollout.group_size ({self.group_size}): half of the "
-                "groups play each side"
+                f"multiple of config.rollout.group_size ({self.group_size})"
             )
         if not math.isfinite(self.unfinished_reward):
             raise ValueError(

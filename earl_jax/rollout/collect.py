@@ -295,6 +295,7 @@ class Collector:
             return self._end(slot, sampled.stop_reason, sampled.detail)
         conversation = episode.conversation
         asks = sampled if isinstance(sampled, StepResult) else sampled[1]
+        episode.metrics |= asks.metrics
         if isinstance(sampled, StepResult):
             episode.rewards.append(float(sampled.reward))
             if sampled.done:

@@ -3,6 +3,8 @@
 """An episode while it is played: what was said, and what of it still has to be appended."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from earl_jax.engine.config import Limits, Sampling, Stops
 from earl_jax.engine.round_inputs import NO_LIMIT, Report
@@ -15,9 +17,10 @@ from earl_jax.trajectory import Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One episode to play. `seed` is what its tokens are drawn with, `env_seed` the environment's.
+    """One episode to play. `args` are what its environment is made with, beside the config's.
 
-    Without a `seed` it is the number of the episode, so that no two of a run draw alike.
+    Its tokens are drawn with `seed`; without one that is the number of the episode, so that no two
+    of a run draw alike.
     `limits`, `sampling` and `stops` are this episode's own; None: those of the rollout. Who trains
     on episodes with a sampling of their own sets config.train.ratio to "model". With
     `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does not
@@ -26,8 +29,7 @@ class Task:
 
     episode: int
     group: int
-    env_seed: int
-    player: int
+    args: Mapping[str, Any]
     seed: int | None = None
     limits: Limits | None = None
     sampling: Sampling | None = None
@@ -84,6 +86,7 @@ class LiveEpisode:
     role: str = ""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     queue: list[int] = dataclasses.field(default_factory=list)
     again: int = 0
     fresh: bool = True
@@ -279,4 +282,5 @@ class LiveEpisode:
             stop_reason=stop_reason,
             row=self.row,
             detail=detail,
+            metrics={name: float(value) for name, value in self.metrics.items()},
         )
