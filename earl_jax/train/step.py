@@ -14,8 +14,8 @@ import optax
 
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts
 from earl_jax.algorithms.losses import kl_estimate, truncated_importance
+from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
-from earl_jax.models.checkpoints.folding import fold, unfold
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows_routed, head_weights
 from earl_jax.models.logprobs import TokenScores, score_tokens
