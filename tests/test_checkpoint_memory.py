@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config import CheckpointConfig
 from earl_jax.loop import Position
 from earl_jax.recorder import Recorder
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -36,7 +35,7 @@ ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(trains=True), save
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    opened = Checkpoints(tmp_path / "checkpoints", keep=2)
     yield opened
     opened.close()
 

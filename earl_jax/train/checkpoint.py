@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
-from earl_jax.config import CheckpointConfig
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.memory import unless_out_of_memory
 from earl_jax.settings.differences import differences
@@ -38,10 +37,11 @@ class DamagedCheckpoint(ValueError):
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig) -> None:
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Keeps the newest `keep`."""
         self._folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep, create=True, enable_async_checkpointing=True
+            max_to_keep=keep, create=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -106,8 +106,9 @@ class Checkpoints:
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
-    fields = dataclasses.fields(state)
-    return {field.name: getattr(state, field.name) for field in fields if field.name != "base"}
+    """The fields that a checkpoint holds: all that there are but the base."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if name != "base" and value is not None}
 
 
 def copy_to_save(state: TrainState, where: TrainState | None) -> tuple[TrainState, bool]:
