@@ -140,9 +140,8 @@ def _lower_update(case: Case, layout: Any) -> tuple[Any, str]:
 
 
 def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
-    from earl_jax.engine.engine import PolicyEngine
-    from earl_jax.engine.engine_config import EngineConfig
-    from earl_jax.engine.slots import SlotRules
+    from earl_jax.engine.config import EngineConfig, SlotRules
+    from earl_jax.engine.engine import Engine
 
     slots = case.rows * layout.num_row_shards
     config = EngineConfig(
@@ -156,7 +155,7 @@ def _lower_round(case: Case, layout: Any) -> tuple[Any, str]:
         rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,
     )
-    return PolicyEngine(config, layout).lower_play(case.length), "pages"
+    return Engine(config, layout).lower_play(case.length), "pages"
 
 
 COLLECTIVE = re.compile(

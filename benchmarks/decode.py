@@ -84,9 +84,8 @@ TINY_CELLS = (
 
 def make_engine(cell: Cell, layout: Any) -> Any:
     """The engine that plays the cell."""
-    from earl_jax.engine.engine import PolicyEngine
-    from earl_jax.engine.engine_config import EngineConfig
-    from earl_jax.engine.slots import SlotRules
+    from earl_jax.engine.config import EngineConfig, SlotRules
+    from earl_jax.engine.engine import Engine
 
     config = EngineConfig(
         model=cell.config,
@@ -98,7 +97,7 @@ def make_engine(cell: Cell, layout: Any) -> Any:
         seed=0,
         page_size=PAGE_SIZE,
     )
-    return PolicyEngine(config, layout)
+    return Engine(config, layout)
 
 
 def step_bytes(cell: Cell, engine: Any) -> tuple[int, int]:
@@ -227,16 +226,16 @@ def _inputs(cell: Cell, count: Any, restart: Any = 0) -> Any:
     import numpy as np
 
     from earl_jax.engine.config import Sampling
-    from earl_jax.engine.round_inputs import pack_inputs
+    from earl_jax.engine.round_inputs import RoundInputs
     from earl_jax.engine.sampling import sampling_rows
 
     slots = np.arange(cell.batch, dtype=np.int32)
     rng = np.random.default_rng(0)
-    return pack_inputs(
+    return RoundInputs(
         chunk=rng.integers(0, cell.vocab_size, (cell.batch, cell.chunk)).astype(np.int32),
         count=count,
         restart=restart * np.ones_like(slots),
-        speak=np.zeros_like(slots),
+        begin_turn=np.zeros_like(slots),
         seed=slots,
         row=slots,
         sampling=sampling_rows(Sampling(), cell.batch),

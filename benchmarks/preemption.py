@@ -25,15 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rollout.work import MODEL, VOCAB_SIZE
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import dense_pool, pages_for
-from earl_jax.engine.round_inputs import NO_ROW, pack_inputs
+from earl_jax.engine.round_inputs import NO_ROW, RoundInputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.engine.session import Policy, Session, empty_session
-from earl_jax.engine.slots import SlotRules
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.preemption import copying_s, rates_of, reading_s, work_of
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -41,7 +39,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 SLOTS, PAGE_SIZE, CHUNKS = 4, 128, (64, 256)
 
 
-def make_engine(chunk_size: int, kv_dtype: Any) -> PolicyEngine:
+def make_engine(chunk_size: int, kv_dtype: Any) -> Engine:
     """Whose turns end by nothing but their limit."""
     config = EngineConfig(
         model=MODEL,
@@ -54,10 +52,10 @@ def make_engine(chunk_size: int, kv_dtype: Any) -> PolicyEngine:
         page_size=PAGE_SIZE,
         kv_dtype=kv_dtype,
     )
-    return PolicyEngine(config, make_layout(MeshShape()))
+    return Engine(config, make_layout(MeshShape()))
 
 
-def random_weights(engine: PolicyEngine) -> Any:
+def random_weights(engine: Engine) -> Any:
     """Noise of the right size."""
     rng = np.random.default_rng(0)
     specs = unstacked_specs(parameter_specs(MODEL, VOCAB_SIZE), MODEL.num_layers)
@@ -72,7 +70,7 @@ def random_weights(engine: PolicyEngine) -> Any:
     return engine.load_params(values)
 
 
-def full_session(engine: PolicyEngine, params: Any, max_tokens: int) -> Session:
+def full_session(engine: Engine, params: Any, max_tokens: int) -> Session:
     """Returns a session in which every slot has its pages."""
     pool = dense_pool(1, SLOTS, max_tokens, PAGE_SIZE)
     session = empty_session(engine, Policy(params=params, version=0), max_tokens, pool)
@@ -123,11 +121,11 @@ def reading(session: Session, context: int) -> Callable[[], list[float]]:
         start = time.perf_counter()
         for place in range(0, context, size):
             count = min(size, context - place)
-            inputs = pack_inputs(
+            inputs = RoundInputs(
                 chunk=np.ones((SLOTS, size), np.int32),
                 count=count * first,
                 restart=first * (place == 0),
-                speak=np.zeros(SLOTS, np.int32),
+                begin_turn=np.zeros(SLOTS, np.int32),
                 seed=np.zeros(SLOTS, np.int32),
                 row=np.full(SLOTS, NO_ROW),
                 sampling=sampling_rows(Sampling(), SLOTS),
@@ -142,10 +140,10 @@ def reading(session: Session, context: int) -> Callable[[], list[float]]:
     return run
 
 
-def row_of(context: int, engines: list[PolicyEngine], params: Any, seconds: float) -> list[str]:
+def row_of(context: int, engines: list[Engine], params: Any, seconds: float) -> list[str]:
     """One row of the table."""
 
-    def session(engine: PolicyEngine) -> Session:
+    def session(engine: Engine) -> Session:
         return full_session(engine, params, context)
 
     out, back = best_ms(copying(session(engines[0]), context), seconds)

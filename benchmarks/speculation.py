@@ -3,7 +3,6 @@
 """Tokens per second of decoding with guessed tokens, for texts that repeat themselves or do not.
 
     taskset -c 0 uv run python -m benchmarks.speculation [--rows=1,16,64] [--drafts=0,2,4,8]
-        [--auto=4]
 
 The tiny Qwen2 of benchmarks/rollout, or any preset (--model=qwen2.5-1.5b, computing in bf16) on the
 first device. Its weights are made so that what it says is known, at the cost of any weights: layers
@@ -14,9 +13,7 @@ what is seen is the cost of wider passes. The first round, which reads a prompt 
 cycle, is not timed.
 
 Prints a Markdown table: tokens/s of all rows, times that without guesses, and in brackets tokens
-per forward pass of a row. The runs of a line take turns, and the best of each counts. "auto" is
-what `config.rollout.speculation.mode` "auto" comes to with a draft of `--auto` (0: not played): it
-plays until the clock has decided (engine/drafting.py), which is not timed, and says for what.
+per forward pass of a row. The runs of a line take turns, and the best of each counts.
 """
 
 import argparse
@@ -31,22 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.rollout.work import MODEL, VOCAB_SIZE
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.drafting import Drafting
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.round_inputs import pack_inputs
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.engine.slots import SlotRules
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 CYCLE, PROMPT, PAGE_SIZE = 48, 64, 128
 CHANCES = (1.0, 0.8, 0.0)
-OFF, AUTO = "off", "auto"
-# A benchmark has one mesh and one room.
-PROGRAM = ""
+OFF = "off"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +51,9 @@ class Speed:
 
 def make_engine(
     model: ModelConfig, vocab_size: int, rows: int, burst: int, ngram: int, draft: int
-) -> PolicyEngine:
+) -> Engine:
     """An engine on the first device, with no token that ends a turn."""
-    rules = SlotRules(burst=burst, end_of_turn_ids=(), ngram=ngram if draft else 0, draft=draft)
+    rules = SlotRules(burst=burst, end_of_turn_ids=(), ngram=ngram, draft=draft)
     config = EngineConfig(
         model=model,
         vocab_size=vocab_size,
@@ -72,10 +64,10 @@ def make_engine(
         seed=0,
         page_size=PAGE_SIZE,
     )
-    return PolicyEngine(config, make_layout(MeshShape(), jax.devices()[:1]))
+    return Engine(config, make_layout(MeshShape(), jax.devices()[:1]))
 
 
-def make_weights(engine: PolicyEngine, chance: float) -> Any:
+def make_weights(engine: Engine, chance: float) -> Any:
     """Weights that go on in the cycle with this probability, after whatever id."""
     shapes = engine.parameter_shapes
     vocab_size, width = shapes["embed"].shape
@@ -98,21 +90,15 @@ def make_weights(engine: PolicyEngine, chance: float) -> Any:
     return engine.load_params({**weights, "final_norm": ones})
 
 
-def play_once(
-    engine: PolicyEngine, weights: Any, tokens: int, drafting: Drafting | None = None
-) -> Speed:
-    """One turn of so many tokens in every row.
-
-    `drafting` says which rounds guess, and learns from them; None: all that the engine can.
-    """
-    drafting = drafting or Drafting("on")
+def play_once(engine: Engine, weights: Any, tokens: int) -> Speed:
+    """Decodes one turn of so many tokens in every row."""
     rows, rules = engine.config.num_slots, engine.config.rules
     max_tokens = PROMPT + tokens + rules.round_tokens
     state = engine.empty_state(-(-max_tokens // PAGE_SIZE) * PAGE_SIZE)
     starts = np.arange(rows)[:, None]
     zeros, ones = np.zeros(rows, np.int32), np.ones(rows, np.int32)
     inputs = functools.partial(
-        pack_inputs,
+        RoundInputs,
         chunk=(starts + np.arange(PROMPT)) % CYCLE,
         seed=np.arange(rows),
         row=np.arange(rows),
@@ -120,17 +106,14 @@ def play_once(
         version=0,
         turn_limit=tokens,
     )
-    read = inputs(count=PROMPT * ones, restart=ones, speak=ones)
-    go_on = inputs(count=zeros, restart=zeros, speak=zeros)
+    read = inputs(count=PROMPT * ones, restart=ones, begin_turn=ones)
+    go_on = inputs(count=zeros, restart=zeros, begin_turn=zeros)
     state, report = engine.play(weights, state, read)
     sampled = passes = 0
     start_s = time.perf_counter()
     while report.active.any():
-        drafts, round_s = drafting.choose(PROGRAM), time.perf_counter()
-        state, report = engine.play(weights, state, go_on, drafts=drafts)
-        new = int(report.count.sum())
-        drafting.note(PROGRAM, drafts, tokens=new, seconds=time.perf_counter() - round_s)
-        sampled += new
+        state, report = engine.play(weights, state, go_on)
+        sampled += int(report.count.sum())
         passes += int((report.count if report.passes is None else report.passes).sum())
     seconds = time.perf_counter() - start_s
     return Speed(tokens_per_s=sampled / seconds, tokens_per_pass=sampled / passes)
@@ -147,14 +130,6 @@ def measure(plays: dict[str, Callable[[], Speed]], repeats: int) -> dict[str, Sp
     return best
 
 
-def decide(play: Callable[[], Speed], drafting: Drafting) -> bool:
-    """Plays until the clock has decided; whether for guesses."""
-    play()
-    while drafting.is_trying(PROGRAM):
-        play()
-    return drafting.choose(PROGRAM)
-
-
 def main() -> None:
     """Measures line by line and prints the table."""
     parser = argparse.ArgumentParser(
@@ -163,14 +138,13 @@ def main() -> None:
     parser.add_argument("--model", default="", help="a preset; the tiny Qwen2 unless given")
     parser.add_argument("--rows", default="1,16,64")
     parser.add_argument("--drafts", default="0,2,4,8", help="0: none; the first is compared with")
-    parser.add_argument("--auto", type=int, default=4, help="draft of what the clock decides")
     parser.add_argument("--ngram", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--burst", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
     rows, drafts = ([int(n) for n in text.split(",")] for text in (flags.rows, flags.drafts))
-    first_round = flags.burst * (1 + max(*drafts, flags.auto))
+    first_round = flags.burst * (1 + max(drafts))
     if flags.tokens < 2 * first_round:
         parser.error(
             f"--tokens={flags.tokens}: the first round, which is not timed, may say {first_round} "
@@ -183,14 +157,11 @@ def main() -> None:
     device = jax.devices()[0]
     print(f"{device.device_kind or device.platform}, jax {jax.__version__}\n")
     names = [f"draft {d}" if d else OFF for d in drafts]
-    columns = [*names, f"{AUTO}, draft {flags.auto}"] if flags.auto else names
-    print(f"| p | rows | {' | '.join(columns)} |")
-    print("|" + "---|" * (2 + len(columns)))
+    print(f"| p | rows | {' | '.join(names)} |")
+    print("|" + "---|" * (2 + len(names)))
     for number in rows:
-        # Where the clock decides, the engine is one that can guess.
-        wanted = dict.fromkeys((*drafts, flags.auto or drafts[0]))
         engines = {
-            d: make_engine(model, vocab_size, number, flags.burst, flags.ngram, d) for d in wanted
+            d: make_engine(model, vocab_size, number, flags.burst, flags.ngram, d) for d in drafts
         }
         for chance in CHANCES:
             weights = make_weights(engines[drafts[0]], chance)
@@ -198,24 +169,19 @@ def main() -> None:
                 name: functools.partial(play_once, engines[d], weights, flags.tokens)
                 for name, d in zip(names, drafts, strict=True)
             }
-            decided = False
-            if flags.auto:
-                drafting, engine = Drafting("auto"), engines[flags.auto]
-                plays[AUTO] = functools.partial(play_once, engine, weights, flags.tokens, drafting)
-                decided = decide(plays[AUTO], drafting)
-            cells = _cells(measure(plays, flags.repeats), decided)
+            cells = _cells(measure(plays, flags.repeats))
             print(f"| {chance:g} | {number} | {' | '.join(cells)} |", flush=True)
 
 
-def _cells(best: dict[str, Speed], decided: bool) -> list[str]:
-    """Of a line, each compared with the first; and whether the clock `decided` for guesses."""
+def _cells(best: dict[str, Speed]) -> list[str]:
+    """Returns the cells of a line, each compared with the first."""
     cells, first = [], next(iter(best))
     for name, speed in best.items():
         cell = f"{speed.tokens_per_s:,.0f}"
         if name != OFF:
             ratio = speed.tokens_per_s / best[first].tokens_per_s
             cell += f", {ratio:.2f}x ({speed.tokens_per_pass:.1f})"
-        cells.append(cell + (f" {'on' if decided else 'off'}" if name == AUTO else ""))
+        cells.append(cell)
     return cells
 
 

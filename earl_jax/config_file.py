@@ -25,6 +25,18 @@ from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 
+# Keys of earlier versions, without "config.": the key or the sentence that takes their place.
+RENAMED_KEYS = {
+    "rollout.append_rows": "it is fixed (APPEND_ROWS in engine/config.py)",
+    "rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
+    "rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
+    "rollout.preemption": (
+        "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
+    ),
+    "rollout.share_prefixes": "what prompts have in common is always computed once",
+    "rollout.speculation": "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)",
+}
+
 
 def load_config_file(path: str | Path) -> ConfigDict:
     """Calls `get_config()` of a config file. Raises ValueError if it is none."""
@@ -128,6 +140,9 @@ def _build(cls: type, values: Any, path: str) -> Any:
     types = typing.get_type_hints(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     for key in values:
+        old = f"{path}.{key}".removeprefix("config.")
+        if old in RENAMED_KEYS:
+            raise ValueError(f"config.{old} is no setting any more: {RENAMED_KEYS[old]}")
         if key not in fields:
             raise ValueError(_unknown_key(cls, key, path, fields))
     built = {

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_control import Script, swap_to
 from test_tasks import GIVEN
 
 from earl_jax.config_file import make_config
@@ -27,11 +26,9 @@ from earl_jax.engine.choices import (
     set_choices,
     walk,
 )
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
-from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.environment import EnvConfig, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.repertoire import all_replies, make_environment
@@ -84,7 +81,7 @@ def engine_for(
         seed=3,
         step_rows=step_rows,
     )
-    return PolicyEngine(config, make_layout(mesh or MeshShape(data=8)))
+    return Engine(config, make_layout(mesh or MeshShape(data=8)))
 
 
 def test_the_tree_of_three_replies_by_hand():
@@ -363,26 +360,6 @@ def test_bursts_meshes_and_rows_change_nothing(pool, burst, mesh, step_rows):
     )
     assert_same_episodes(first.trajectories, other.trajectories)
     check_rows(other, 24)
-
-
-def test_a_turn_that_is_read_again_in_its_middle_stays_among_its_choices(pool):
-    """Other weights take over between two tokens of a turn, of every turn of somebody."""
-    heard, digits = [], []
-    rollout = collect(
-        pool,
-        tasks(16),
-        lambda task: Digits(digits) if task.episode % 4 == 3 else Words(heard),
-        player=engine_for(BRANCHES, 1),
-        burst=1,
-        sampling=Sampling(temperature=HOT),
-        control=Script({number: swap_to(number, "recompute") for number in (2, 4, 7)}),
-    )
-    check_rows(rollout, 16)
-    turns = [turn for t in rollout.trajectories for turn in t.turns[1:4:2]]
-    assert any(len(set(turn.versions)) > 1 for turn in turns)
-    assert {sampled[0] for sampled in heard} <= set(Words.ROUNDS[0])
-    assert {sampled[1] for sampled in heard if len(sampled) > 1} <= set(Words.ROUNDS[1])
-    assert {c for sampled in digits for c in sampled[0]} <= set(Digits.ROUNDS[0])
 
 
 @pytest.mark.slow

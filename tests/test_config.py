@@ -16,6 +16,9 @@ from earl_jax.config_file import load_config_file, make_config
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 
 
+REMOVED = ("append_rows", "copy_prefixes", "model_logprobs", "preemption", "share_prefixes")
+
+
 def with_overrides(*overrides, given=()):
     return make_config(dict(given), overrides)
 
@@ -257,7 +260,6 @@ RULES = [
     ("rollout.top_k=5", "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
     ("rollout.min_p=0.1", "config.rollout.min_p is 0.1 with config.train.ratio 'behaviour'"),
     ("train.ratio=old", "config.train.ratio is 'old'; choose one of 'behaviour', 'model'"),
-    ("train.ratio=model", "config.rollout.model_logprobs is False; set it to True"),
     ("rollout.episodes_per_step=127", "config.rollout.episodes_per_step is 127"),
     ("rollout.group_size=3", "multiple of twice config.rollout.group_size (3)"),
     ("rollout.temperature=0", "config.rollout.temperature is 0.0"),
@@ -273,11 +275,8 @@ RULES = [
     ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
     ("selector.table=", "config.selector.table is empty; give 'auto', 'model', or the path"),
     ("rollout.page_size=-1", "config.rollout.page_size is -1; it must be at least 0"),
-    (
-        "rollout.preemption=disk",
-        "config.rollout.preemption is 'disk'; .*'auto', 'recompute', 'host'",
-    ),
-    ("rollout.preemption_host_gib=0", "preemption_host_gib is 0.0; .*preemption = 'recompute'"),
+    ("rollout.preemption_host_gib=-1", "preemption_host_gib is -1.0; .*at least 0"),
+    *((f"rollout.{key}=1", f"rollout.{key} is no setting any more: ") for key in REMOVED),
     ("rollout.patience_s=-1", "config.rollout.patience_s is -1.0; it must be a number of seconds"),
     ("train.epochs=0", "config.train.epochs is 0"),
     (
@@ -354,16 +353,6 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             ["devices.num_cpu_devices=4", "devices.platform=tpu"],
             "devices.num_cpu_devices",
             "config.devices.platform is 'tpu'",
-        ),
-        (
-            ["rollout.copy_prefixes=on", "rollout.share_prefixes=False"],
-            "rollout.copy_prefixes",
-            "config.rollout.share_prefixes is False",
-        ),
-        (
-            ["rollout.preemption_host_gib=1", "rollout.preemption=recompute"],
-            "rollout.preemption_host_gib",
-            "config.rollout.preemption is 'recompute'",
         ),
         (
             ["selector.offload=on", "devices.num_rollout=4"],

@@ -24,7 +24,6 @@ from safetensors.numpy import load_file
 from test_runs import ROOT, TINY
 
 from earl_jax.config_file import load_config_file, make_config
-from earl_jax.engine.config import RolloutConfig
 from earl_jax.launch.agreement import check_same
 from earl_jax.launch.cluster import Processes, find_processes
 from earl_jax.launch.distributed import DistributedConfig, _find_place
@@ -32,6 +31,7 @@ from earl_jax.launch.joint import total_stats
 from earl_jax.launch.rendezvous import meet
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.models.checkpoints.export import export_policy
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape

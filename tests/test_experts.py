@@ -19,8 +19,8 @@ from test_runs import command, run
 from test_slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 from earl_jax.config_file import make_config
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.models.checkpoints.families import FAMILIES
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.config import LoraConfig, ModelConfig
@@ -273,9 +273,9 @@ ENGINE_MESHES = [
 
 
 @functools.cache
-def engine_on(mesh: str) -> PolicyEngine:
+def engine_on(mesh: str) -> Engine:
     shape = MeshShape.parse(mesh)
-    return PolicyEngine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+    return Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
 
 
 @functools.cache

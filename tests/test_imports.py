@@ -26,13 +26,14 @@ ARROWS = {
     "telemetry": {"trajectory"},
     "selector": {"settings", "sharding", "telemetry"},
     "dispatch": {"sharding", "trajectory"},
-    "rollout": {"models", "envs", "settings", "sharding", "trajectory", "telemetry"},
+    "engine": {"models", "sharding", "trajectory"},
+    "rollout": {"engine", "models", "envs", "settings", "sharding", "trajectory", "telemetry"},
     "train": {"models", "settings", "sharding", "trajectory"},
     "weights": {"models", "sharding"},
 }
 # `placement` acts on all stages, as loop.py does; nothing that a stage needs may import it.
 STAGES = (ARROWS.keys() - {"settings", "trajectory", "weights"}) | {"placement"}
-JETSTREAM_GATE = "earl_jax/engine/_jetstream.py"
+JETSTREAM_GATE = "earl_jax/serving/_jetstream.py"
 # The only private module of JAX that anything imports, and who does.
 COORDINATION_GATE = ("earl_jax/sharding/_coordination.py", "jax._src.distributed")
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
@@ -137,7 +138,7 @@ def test_the_checker_catches(path, source, expected):
         ("earl_jax/loop.py", "from earl_jax.train.step import TrainState\nimport jax"),
         ("earl_jax/train/step.py", "from earl_jax.train.config import TrainConfig"),
         ("earl_jax/train/step.py", "from . import losses\nfrom ..models import decoder"),
-        ("earl_jax/engine/_jetstream.py", "from jetstream.core import orchestrator"),
+        ("earl_jax/serving/_jetstream.py", "from jetstream.core import orchestrator"),
         ("earl_jax/envs/games.py", "import pyspiel\nnote = 'import jax'"),
     ],
 )

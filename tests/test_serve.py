@@ -39,11 +39,11 @@ from served import (
 from test_families import reference
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import MAX_SEED
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import _context_tokens, serve_command
+from earl_jax.serving.jetstream_engine import MAX_SEED
 from earl_jax.serving.scores import Scores
 from earl_jax.serving.serve_flags import parse_flags
 
@@ -527,8 +527,7 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--max_context=1"], r"--max_context=1; it must lie between 2"),
         (["--cache_tokens=0"], r"--cache_tokens=0; it must lie between 1"),
         (["--max_prompt_tokens=100"], r"powers of two: choose one from 16 to 1073741824"),
-        (["--speculation_draft=2"], r"--speculation_draft: no tokens are guessed; set --specul"),
-        (["--speculation=on", "--speculation_ngram=0"], r"--speculation_ngram is 0; it must be at"),
+        (["--num_draft_tokens=-1"], r"--num_draft_tokens=-1; it must lie between 0"),
         (["--max_context=192"], r"--max_context=192; that of .* is 128 tokens: lower it"),
         (["--max_prompt_tokens=128", "--max_context=64"], r"of 64 tokens; choose at most 64"),
         (["--mesh=data=2", "--num_slots=3"], r"--num_slots=3 does not divide over the mesh data=2"),

@@ -32,12 +32,12 @@ from transformers import PreTrainedTokenizerFast
 
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
-from earl_jax.engine._jetstream import padded_length
-from earl_jax.engine.config import Sampling, SpeculationConfig
+from earl_jax.engine.config import Sampling
 from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.models.lora import fingerprint
 from earl_jax.serve import serve_command
-from earl_jax.serving.serve_flags import parse_flags, sampling, speculation
+from earl_jax.serving._jetstream import padded_length
+from earl_jax.serving.serve_flags import parse_flags, sampling
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints, open_workdir
 from earl_jax.world import World
@@ -94,22 +94,6 @@ def save_run(folder: Path, rank: int):
 )
 def test_flags_come_before_what_the_models_files_say(flags, told, drawn):
     assert sampling(parse_flags(["--model=x", *flags]), told) == drawn
-
-
-def test_tokens_are_guessed_as_the_flags_say_and_else_as_the_run_does():
-    run = SpeculationConfig(mode="auto", ngram=2, draft=6)
-    for flags, told, guesses in (
-        ((), run, run),
-        ((), SpeculationConfig(), SpeculationConfig()),
-        (("--speculation=off",), run, dataclasses.replace(run, mode="off")),
-        (
-            ("--speculation=on", "--speculation_ngram=1"),
-            run,
-            SpeculationConfig(mode="on", ngram=1, draft=6),
-        ),
-        (("--speculation_draft=2",), run, dataclasses.replace(run, draft=2)),
-    ):
-        assert speculation(parse_flags(["--model=x", *flags]), told) == guesses
 
 
 @pytest.mark.slow

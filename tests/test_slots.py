@@ -17,18 +17,17 @@ import pytest
 from caches import grow, rows_of
 
 from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import Sampling
+from earl_jax.engine.config import Sampling, SlotRules
 from earl_jax.engine.decoding import Decoder
 from earl_jax.engine.round_inputs import (
     NO_PAGE,
     NO_ROW,
-    Report,
+    RoundInputs,
+    RoundOutputs,
     pack_inputs,
-    unpack_inputs,
-    unpack_report,
+    unpack_outputs,
 )
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.engine.slots import SlotRules
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
 from earl_jax.models.kv_cache import empty_cache
@@ -88,7 +87,7 @@ class Heard:
 
 
 def converse(
-    play: Callable[[Any, np.ndarray], tuple[Any, Report]],
+    play: Callable[[Any, RoundInputs], tuple[Any, RoundOutputs]],
     state: Any,
     scripts: Mapping[int, Script],
     *,
@@ -108,7 +107,7 @@ def converse(
         columns = {
             "count": np.zeros(num_slots, np.int32),
             "restart": np.zeros(num_slots, np.int32),
-            "speak": np.zeros(num_slots, np.int32),
+            "begin_turn": np.zeros(num_slots, np.int32),
             "seed": np.zeros(num_slots, np.int32),
             "row": np.full(num_slots, NO_ROW, np.int32),
             "sampling": sampling_rows(Sampling(), num_slots),
@@ -119,7 +118,7 @@ def converse(
             columns["turn_limit"][slot] = (turn_limits or {}).get(slot, MAX_TURN_TOKENS)
             columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
             give_chunk(columns, slot, heard[slot], scripts[slot])
-        state, report = play(state, pack_inputs(**columns, version=version(round_index)))
+        state, report = play(state, RoundInputs(**columns, version=version(round_index)))
         for slot, h in heard.items():
             if report.count[slot]:
                 take_down(report, slot, h, scripts[slot], version(round_index))
@@ -136,12 +135,12 @@ def give_chunk(columns: dict[str, np.ndarray], slot: int, h: Heard, script: Scri
     columns["chunk"][slot, : len(part)] = part
     columns["count"][slot] = len(part)
     columns["seed"][slot], columns["row"][slot] = script.seed, script.row
-    columns["restart"][slot], columns["speak"][slot] = h.fresh, not h.queue
+    columns["restart"][slot], columns["begin_turn"][slot] = h.fresh, not h.queue
     h.turn += not h.queue
     h.fresh = False
 
 
-def take_down(report: Report, slot: int, h: Heard, script: Script, version: int) -> None:
+def take_down(report: RoundOutputs, slot: int, h: Heard, script: Script, version: int) -> None:
     count = int(report.count[slot])
     tokens, logprobs = report.tokens[slot, :count], report.logprobs[slot, :count]
     h.note(tokens.tolist(), h.turn, logprobs.tolist(), version)
@@ -201,8 +200,8 @@ def jitted_round(model: ModelConfig, rules: SlotRules) -> Any:
 def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     def play(state, inputs):
         key = jax.random.key(7)
-        state, packed = jitted_play(rules)(weights or params(), state, inputs, key)
-        report = unpack_report(
+        state, packed = jitted_play(rules)(weights or params(), state, pack_inputs(inputs), key)
+        report = unpack_outputs(
             np.asarray(packed),
             model_logprobs=rules.model_logprobs,
             drafts=rules.draft > 0,
@@ -426,7 +425,7 @@ def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
 
     def watched(state, inputs):
         state, report = play(state, inputs)
-        passes = report.count - np.asarray(unpack_inputs(jnp.asarray(inputs)).speak)
+        passes = report.count - inputs.begin_turn
         idle.append(int(report.steps[0] * step_rows - passes.sum()))
         most.append(int(passes.max()) * NUM_SLOTS - int(passes.sum()))
         assert (report.steps == report.steps[0]).all()
@@ -477,8 +476,8 @@ def in_dtype(dtype: str, step_rows: int = 0):
     jitted = jitted_round(model, RULES)
 
     def play(state, inputs):
-        state, packed = jitted(weights, state, inputs, jax.random.key(7))
-        return state, unpack_report(np.asarray(packed))
+        state, packed = jitted(weights, state, pack_inputs(inputs), jax.random.key(7))
+        return state, unpack_outputs(np.asarray(packed))
 
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
 
@@ -550,11 +549,11 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
     state = empty()
     # One round of another episode, whose turn goes on when slot 0 is given away.
     talker = Script(seed=2, row=1, messages=((5,),))
-    inputs = pack_inputs(
+    inputs = RoundInputs(
         chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
         count=np.eye(1, NUM_SLOTS, dtype=np.int32)[0],
         restart=np.ones(NUM_SLOTS, np.int32),
-        speak=np.ones(NUM_SLOTS, np.int32),
+        begin_turn=np.ones(NUM_SLOTS, np.int32),
         seed=np.full(NUM_SLOTS, talker.seed, np.int32),
         row=np.full(NUM_SLOTS, talker.row, np.int32),
         sampling=sampling_rows(Sampling(), NUM_SLOTS),
@@ -575,7 +574,7 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     zeros, ones = np.zeros(NUM_SLOTS, np.int32), np.ones(NUM_SLOTS, np.int32)
     columns = {
         "restart": ones,
-        "speak": ones,
+        "begin_turn": ones,
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
@@ -585,17 +584,17 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
 
     def say(state, part, count, **changes):
         chunk = np.tile(part, (NUM_SLOTS, 1))
-        return play(state, pack_inputs(**{**columns, "chunk": chunk, "count": count, **changes}))
+        return play(state, RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes}))
 
     play = play_on_one_device(RULES._replace(append_rows=3))
-    state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, speak=zeros)
+    state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, begin_turn=zeros)
     read, expected = say(state, prompt[CHUNK:], ones * CHUNK, restart=zeros)
 
     reader = 2
     at_reader = np.eye(NUM_SLOTS, dtype=np.int32)[reader]
     # The reader's row will be an episode's that takes over nothing but its own beginning.
     before = at_reader * (NUM_SLOTS - 1)
-    state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, speak=zeros, row=before)
+    state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, begin_turn=zeros, row=before)
     sources = np.array([2, 1, 0, -1, -1, -3, -4, -2])
     # What is taken over is less than a page: the reader keeps its own, the others copy it.
     own = np.asarray(state.cache.table)[reader, 0]
@@ -627,13 +626,13 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
             chunk[slot, : len(ids)], count[slot], row[slot] = ids, len(ids), rows[slot]
         inputs = {
             "restart": (count > 0).astype(np.int32),
-            "speak": zeros,
+            "begin_turn": zeros,
             "seed": zeros,
             "sampling": sampling_rows(Sampling(), NUM_SLOTS),
             "version": 0,
             **changes,
         }
-        return play(state, pack_inputs(chunk=chunk, count=count, row=row, **inputs))[0]
+        return play(state, RoundInputs(chunk=chunk, count=count, row=row, **inputs))[0]
 
     play = play_on_one_device()
     state = say(empty(), {5: prompt, 2: other}, {5: 6, 2: 7})
@@ -692,7 +691,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
     columns = {
         "restart": np.zeros(NUM_SLOTS, np.int32),
         "fork": np.zeros(NUM_SLOTS, np.int32),
-        "speak": np.ones(NUM_SLOTS, np.int32),
+        "begin_turn": np.ones(NUM_SLOTS, np.int32),
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
@@ -704,7 +703,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
         chunk = np.zeros((NUM_SLOTS, CHUNK), np.int32)
         chunk[:, : len(ids)] = ids
         count = np.full(NUM_SLOTS, len(ids), np.int32)
-        inputs = pack_inputs(**{**columns, "chunk": chunk, "count": count, **changes})
+        inputs = RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes})
         return play(state, inputs)
 
     play = play_on_one_device(RULES._replace(burst=6))

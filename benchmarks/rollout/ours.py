@@ -23,14 +23,12 @@ from benchmarks.rollout import decode_step
 from benchmarks.rollout.answering import answer_jobs
 from benchmarks.rollout.work import MAX_POSITIONS, MODEL, VOCAB_SIZE, Message, renderer, tokenizer
 from earl_jax.dispatch.weights import publish
-from earl_jax.engine.config import Limits, RolloutConfig, Sampling
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import dense_pool, roomier_pages
-from earl_jax.engine.round_inputs import Report
+from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
@@ -40,6 +38,7 @@ from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.collect import Collector, Rollout
+from earl_jax.rollout.config import CacheRules, Limits, RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
@@ -132,7 +131,7 @@ class GivenIds(CutTurns):
         return Heard(tuple(map(int, sampled.split())))
 
 
-class TimedEngine(PolicyEngine):
+class TimedEngine(Engine):
     """Notes for each round its seconds, and the tokens that were appended and sampled.
 
     Traces the next round that appends nothing to the folder `trace`, where there is one.
@@ -144,10 +143,10 @@ class TimedEngine(PolicyEngine):
         self.trace: str | None = None
 
     def play(
-        self, params: Any, state: DecodeState, inputs: np.ndarray, **options: bool
-    ) -> tuple[DecodeState, Report]:
+        self, params: Any, state: DecodeState, inputs: RoundInputs, **options: bool
+    ) -> tuple[DecodeState, RoundOutputs]:
         """One round."""
-        appended = int(inputs[:, 0].sum())
+        appended = int(np.sum(inputs.count))
         if self.trace is not None and not appended:
             traced = jax.profiler.trace(self.trace)
             self.trace = None
@@ -186,7 +185,7 @@ class Player:
         return TimedEngine(config, self.layout)
 
     @functools.cache  # noqa: B019
-    def policy(self, engine: PolicyEngine) -> Policy:
+    def policy(self, engine: Engine) -> Policy:
         """The weights as this engine wants them."""
         shapes, shardings = engine.parameter_shapes, engine.parameter_shardings
         return Policy(params=publish(self._master, shapes, shardings).params, version=0)
@@ -201,7 +200,6 @@ class Player:
             chunk_size=CHUNK_SIZE,
             burst=script.burst,
             patience_s=script.patience_ms / 1000,
-            share_prefixes=not script.reads_again,
             context_buckets=ROOMS,
             page_size=PAGE_SIZE,
         )
@@ -223,6 +221,7 @@ class Player:
             lambda task: Speaker(texts[task.episode], script.env_ms / 1000),
             functools.partial(_make_room, config),
             num_devices=1,
+            cache_rules=CacheRules(share_prefixes=not script.reads_again),
         )
         rollout = collector.collect(
             session, tasks, sampling=Sampling(temperature=script.temperature)

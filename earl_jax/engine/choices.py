@@ -121,14 +121,14 @@ def draw(
     logits_BV: jax.Array,
     choices: Choices | None,
     settings: SamplingRows,
-    asked: jax.Array | None = None,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`sampling.sample`, of the tokens alone that may come next where a slot is at a node.
 
     The logits of these few are gathered and drawn from: no mask is laid over the vocabulary, who
     may say anything keeps every bit, and where all may nothing is computed.
     """
-    anything = sample(uniform_B, logits_BV, settings, asked)
+    anything = sample(uniform_B, logits_BV, settings, wanted)
     if choices is None:
         return anything
     held_B = choices.node != FREE
@@ -138,7 +138,7 @@ def draw(
         logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
         # Who may say anything is drawn here too, from whatever there is, and for nothing.
         logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
-        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, asked)
+        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, wanted)
         tokens_B = jnp.take_along_axis(choices.tokens, position_B[:, None], axis=1)[:, 0]
         return (
             jnp.where(held_B, tokens_B, anything[0]),

@@ -19,13 +19,13 @@ from earl_jax.trajectory import Experience
 
 
 class Scores(NamedTuple):
-    """Log-probs of B pending tokens, which a server's clients `asked` [B] for, or not.
+    """Log-probs of B pending tokens, which a server's clients `wanted` [B] for, or not.
 
     `logprob` f32[B] under the distribution that the token was drawn from, `model_logprob` f32[B]
     under the model itself.
     """
 
-    asked: Any
+    wanted: Any
     logprob: Any
     model_logprob: Any
 
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
 def no_scores(slots: int) -> Scores:
     """Nobody asks."""
     zeros = jnp.zeros((slots,), jnp.float32)
-    return Scores(asked=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
+    return Scores(wanted=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
 
 
 @jax.tree_util.register_dataclass

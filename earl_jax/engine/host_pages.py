@@ -10,18 +10,16 @@ each with its corner: the first of its heads, and of its places.
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE
 from earl_jax.engine.session import Session
 from earl_jax.models.kv_cache import LayerCache
-
-if TYPE_CHECKING:
-    from earl_jax.engine.engine import PolicyEngine
 
 _HOST_MEMORY = "pinned_host"
 # The axes of a piece [L,P,K,...]: those from K on may be cut.
@@ -146,7 +144,7 @@ class HostPages:
         marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
         return _mark(dataclasses.replace(session, state=state), marks)
 
-    def _keeps_pinned(self, engine: "PolicyEngine") -> bool:
+    def _keeps_pinned(self, engine: Engine) -> bool:
         if self._pinned is not None:
             return self._pinned
         device = next(iter(engine.layout.activations("").device_set))

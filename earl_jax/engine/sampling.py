@@ -49,7 +49,7 @@ def sample(
     uniform_B: jax.Array,
     logits_BV: jax.Array,
     settings: SamplingRows,
-    asked: jax.Array | None = None,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """One token per row, and its log-prob.
 
@@ -59,7 +59,7 @@ def sample(
         uniform_B: f32 in [0, 1), one per row.
         logits_BV: f32.
         settings: per row.
-        asked: whether anybody wants log-probs; where not, they are 0 and cost nothing. None: yes.
+        wanted: whether anybody wants log-probs; where not, they are 0 and cost nothing. None: yes.
 
     Returns:
         tokens_B i32, and logprobs_B f32: under the distribution that the token was drawn from, or,
@@ -77,28 +77,28 @@ def sample(
         chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
         return chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
 
-    return tokens_B, _if_asked(asked, logprobs, len(tokens_B))
+    return tokens_B, _if_asked(wanted, logprobs, len(tokens_B))
 
 
 def model_logprobs(
-    logits_BV: jax.Array, tokens_B: jax.Array, asked: jax.Array | None = None
+    logits_BV: jax.Array, tokens_B: jax.Array, wanted: jax.Array | None = None
 ) -> jax.Array:
     """Log-probs of tokens under the model itself: untempered, nothing cut off. f32[B].
 
-    `asked` as in `sample`.
+    `wanted` as in `sample`.
     """
 
     def logprobs() -> jax.Array:
         chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
         return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
-    return _if_asked(asked, logprobs, len(tokens_B))
+    return _if_asked(wanted, logprobs, len(tokens_B))
 
 
-def _if_asked(asked: jax.Array | None, compute: Callable[[], jax.Array], number: int) -> jax.Array:
-    if asked is None:
+def _if_asked(wanted: jax.Array | None, compute: Callable[[], jax.Array], number: int) -> jax.Array:
+    if wanted is None:
         return compute()
-    return jax.lax.cond(asked, compute, lambda: jnp.zeros((number,), jnp.float32))
+    return jax.lax.cond(wanted, compute, lambda: jnp.zeros((number,), jnp.float32))
 
 
 def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:

@@ -3,20 +3,17 @@
 """Where a rollout runs, and with which weights; and how live episodes move elsewhere."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.prefixes import PrefixIndex
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.reshard import lower_moves, reshard
-
-if TYPE_CHECKING:
-    # The engine moves pages between sessions of its own.
-    from earl_jax.engine.engine import PolicyEngine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ class Session:
     `kept` says which prompts are in pages of idle slots; None: none that count.
     """
 
-    engine: "PolicyEngine"
+    engine: Engine
     policy: Policy
     state: DecodeState
     max_tokens: int
@@ -65,7 +62,7 @@ class Session:
         return self.pages.pool
 
 
-def empty_session(engine: "PolicyEngine", policy: Policy, max_tokens: int, pool: Pool) -> Session:
+def empty_session(engine: Engine, policy: Policy, max_tokens: int, pool: Pool) -> Session:
     """Returns a session with nobody in any slot."""
     return Session(
         engine=engine,
@@ -76,7 +73,7 @@ def empty_session(engine: "PolicyEngine", policy: Policy, max_tokens: int, pool:
     )
 
 
-def _no_pages(engine: "PolicyEngine", pool: Pool) -> PageTable:
+def _no_pages(engine: Engine, pool: Pool) -> PageTable:
     config = engine.config
     return PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
 
@@ -91,7 +88,7 @@ def vacate(session: Session) -> Session:
 
 
 def open_session(
-    engine: "PolicyEngine",
+    engine: Engine,
     policy: Policy,
     max_tokens: int,
     pool: Pool,
@@ -115,7 +112,7 @@ def open_session(
 
 def relocate(
     session: Session,
-    engine: "PolicyEngine",
+    engine: Engine,
     max_tokens: int,
     pool: Pool,
     *,
@@ -146,7 +143,7 @@ def relocate(
     assert max_tokens >= session.max_tokens, f"{max_tokens} places, {session.max_tokens} before"
     pages, source = session.pages.regroup(pool)
 
-    def repack(on: "PolicyEngine", state: DecodeState) -> DecodeState:
+    def repack(on: Engine, state: DecodeState) -> DecodeState:
         if (max_tokens, pool) == (session.max_tokens, session.pool):
             return state
         state = on.repack(state, max_tokens, session.pool, source if pool != session.pool else None)
@@ -169,7 +166,7 @@ def relocate(
 
 
 def lower_relocation(
-    here: "PolicyEngine", there: "PolicyEngine", max_tokens: int, old: Pool, room: int, new: Pool
+    here: Engine, there: Engine, max_tokens: int, old: Pool, room: int, new: Pool
 ) -> list[Any]:
     """The programs of `relocate` from `places` and `old` to `room` and `new`, from shapes alone.
 

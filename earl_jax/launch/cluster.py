@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from earl_jax.engine.config import RolloutConfig
 from earl_jax.sharding.device_path import (
     all_devices,
     missing_device_path,
@@ -132,10 +131,6 @@ class Processes:
     def own_mesh(self, shape: MeshShape) -> MeshShape:
         """The part of a rollout's mesh that is one process's: of its data axis."""
         return dataclasses.replace(shape, data=shape.data // len(self.players))
-
-    def own_rollout(self, rollout: RolloutConfig) -> RolloutConfig:
-        """The settings of a process's part of a rollout."""
-        return rollout.part(len(self.players))
 
     def own(self, items: Any) -> Any:
         """This process's part, maybe none, of a sequence in the order of the episodes of all."""

@@ -119,18 +119,15 @@ def _settings(config: Config) -> dict[str, dict[str, Any]]:
         "chunk_size",
         "burst",
         "step_rows",
+        "num_draft_tokens",
         "tokens_a_page",
-        "model_logprobs",
         "compute_dtype",
         "weight_dtype",
         "kv_dtype",
     )
     return {
         "rollout": {field: getattr(rollout, field) for field in fields}
-        | {
-            "draft": rollout.max_drafts,
-            "ngram": rollout.speculation.ngram if rollout.max_drafts else 0,
-        },
+        | {"model_logprobs": train.ratio == "model"},
         "train": {
             field: getattr(train, field)
             for field in ("micro_batches", "remat", "logprob_chunk", "epochs")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""JetStream's Driver for one PolicyEngine, which outlives its mistakes and lets requests go.
+"""JetStream's Driver for one JetStreamEngine, which outlives its mistakes and lets requests go.
 
 The Driver as it comes answers any exception in its threads with SIGKILL, decodes on for clients
 that are gone, and leaves callers waiting when it stops. Its threads and queues are used unchanged.
@@ -16,15 +16,15 @@ from typing import Any
 import grpc
 import numpy as np
 
-from earl_jax.engine._jetstream import orchestrator, padded_length
-from earl_jax.engine.engine import PROMPT_CHUNK, PolicyEngine
+from earl_jax.serving._jetstream import orchestrator, padded_length
+from earl_jax.serving.jetstream_engine import PROMPT_CHUNK, JetStreamEngine
 from earl_jax.serving.requests import RequestError, Wishes
 
 
 class _PrefillEngine:
     """The engine as JetStream's prefill thread knows it: `prefill` heeds the request at hand."""
 
-    def __init__(self, engine: PolicyEngine) -> None:
+    def __init__(self, engine: JetStreamEngine) -> None:
         self._engine = engine
         self.wishes: Wishes | None = None
         self.max_tokens = 0
@@ -71,7 +71,7 @@ class PromptQueue(queue.Queue):
 class _FreeSlots(queue.Queue):
     """JetStream's queue of free slots; the engine hears of each."""
 
-    def __init__(self, size: int, engine: PolicyEngine) -> None:
+    def __init__(self, size: int, engine: JetStreamEngine) -> None:
         super().__init__(size)
         self._engine = engine
 
@@ -89,7 +89,7 @@ class PolicyDriver(orchestrator.Driver):
     """
 
     def __init__(
-        self, engine: PolicyEngine, params: Any, on_failure: Callable[[], None] = lambda: None
+        self, engine: JetStreamEngine, params: Any, on_failure: Callable[[], None] = lambda: None
     ) -> None:
         """Starts the threads. `params` lie where the engine wants them."""
         self.failure: BaseException | None = None

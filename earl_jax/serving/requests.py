@@ -14,7 +14,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from earl_jax.engine.choices import Choices, choice_tree, no_choices, set_turn
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import MAX_SEED
+from earl_jax.serving.jetstream_engine import MAX_SEED
 
 # The key of the metadata that says how a reply is drawn and where it stops, as JSON.
 SAMPLING_KEY = "sampling"

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""JetStream's gRPC service over a PolicyEngine: requests checked, ended, counted.
+"""JetStream's gRPC service over a JetStreamEngine: requests checked, ended, counted.
 
 JetStream's own servicer and Driver do the work, in token ids alone; text is made of ids and ids of
 text here, because JetStream decodes token by token, which breaks characters of several tokens.
@@ -18,11 +18,10 @@ from typing import Any
 import grpc
 import numpy as np
 
-from earl_jax.engine._jetstream import LEAST_PREFILL, jetstream_pb2, orchestrator
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.step_tokens import Failure, ScoredToken
 from earl_jax.envs.text_stream import StopStrings, TextStream
+from earl_jax.serving._jetstream import LEAST_PREFILL, jetstream_pb2, orchestrator
 from earl_jax.serving.driver import PolicyDriver
+from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.requests import (
     RequestError,
     RequestLimits,
@@ -34,6 +33,7 @@ from earl_jax.serving.requests import (
     reader,
 )
 from earl_jax.serving.scores import LOGPROB, MODEL_LOGPROB, add_scores
+from earl_jax.serving.step_tokens import Failure, ScoredToken
 
 # Of a request: so many for each token of the longest prompt, but in all at least and at most.
 BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 32, 2**20, 2**28
@@ -99,18 +99,18 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
     `max_waiting` requests may be open beside those that the slots hold.
     """
 
-    def __init__(self, driver: PolicyDriver, engine: PolicyEngine, max_waiting: int) -> None:
+    def __init__(self, driver: PolicyDriver, engine: JetStreamEngine, max_waiting: int) -> None:
         super().__init__(driver)
-        serving = engine.config.serving
+        config, serving = engine.engine.config, engine.serving
         self._sampling = serving.sampling
         self._limits = RequestLimits(
-            vocab_size=engine.config.vocab_size,
+            vocab_size=config.vocab_size,
             max_prompt_tokens=serving.max_prefill_length,
             context_tokens=serving.context_tokens,
         )
-        self._choice_branches = engine.config.rules.choice_branches
+        self._choice_branches = config.rules.choice_branches
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
-        self._max_open = engine.config.num_slots + max_waiting
+        self._max_open = config.num_slots + max_waiting
         self._open: set[str] = set()
         self._names = map(str, itertools.count(1))
         # One thread: a long text must not hold up the loop, nor many the machine.
@@ -207,7 +207,7 @@ def _message(text: str, ids: Sequence[int] = (), scores: Mapping[str, float] | N
     return jetstream_pb2.DecodeResponse(stream_content=content)
 
 
-def warm_up(engine: PolicyEngine, params: Any) -> None:
+def warm_up(engine: JetStreamEngine, params: Any) -> None:
     """Compiles what serving runs, and sees that it fits into memory.
 
     But for prompts of more than WARM_UP_TOKENS, which are compiled for when the first comes.
@@ -216,17 +216,16 @@ def warm_up(engine: PolicyEngine, params: Any) -> None:
     while length <= min(engine.max_prefill_length, WARM_UP_TOKENS):
         tokens = np.zeros(length, np.int32)
         # In half of the room, so that nothing grows yet.
-        count = max(1, min(length, engine.config.serving.first_context_tokens // 2))
+        count = max(1, min(length, engine.serving.first_slot_tokens // 2))
         prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=count)
         state = engine.insert(prefix, state, 0)
-        for drafts in engine.step_kinds:
-            state, result = engine.generate(params, state, drafts=drafts)
-            result.convert_to_numpy()
+        state, result = engine.generate(params, state)
+        result.convert_to_numpy()
         length *= 2
 
 
 async def serve(
-    engine: PolicyEngine,
+    engine: JetStreamEngine,
     params: Any,
     *,
     host: str,

@@ -1,0 +1,52 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs of episodes by the trainer's forward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.logprobs import score_logits
+from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.episodes import MODEL, weights
+
+PLACES = 64
+
+
+@functools.cache
+def _scores(seed: int):
+    """Log-probs of rows of ids under the weights of a seed, by the trainer's forward pass."""
+    params = jax.tree.map(np.asarray, weights(seed))
+    params["layers"] = jax.tree.map(lambda *layers: np.stack(layers), *params["layers"])
+    layout = make_layout(MeshShape(), jax.devices()[:1])
+
+    @jax.jit
+    def score(tokens_BT, segments_BT):
+        hidden = forward_rows(MODEL, layout, params, tokens_BT, segments_BT)
+        logits_BTV = jnp.einsum("BTD,DV->BTV", hidden, head_weights(params))
+        return jax.vmap(lambda logits, ids: score_logits(logits, ids, 1.0).logprobs)(
+            logits_BTV[:, :-1], tokens_BT[:, 1:]
+        )
+
+    return score
+
+
+def furthest(trajectories) -> float:
+    """How far off a token's log-prob is from that of the weights which its version names."""
+    ids = np.zeros((len(trajectories), PLACES), np.int32)
+    segments = np.zeros_like(ids)
+    for row, trajectory in enumerate(trajectories):
+        whole = [token for turn in trajectory.turns for token in turn.token_ids]
+        ids[row, : len(whole)], segments[row, : len(whole)] = whole, 1
+    worst = 0.0
+    for row, trajectory in enumerate(trajectories):
+        position = 0
+        for turn in trajectory.turns:
+            for offset, version in enumerate(turn.versions):
+                expected = np.asarray(_scores(version)(ids, segments))[row, position + offset - 1]
+                worst = max(worst, abs(float(expected) - turn.logprobs[offset]))
+            position += len(turn.token_ids)
+    return worst
