@@ -38,7 +38,7 @@ MOST_TOKENS = 2**30
 
 
 def serve_command(arguments: Sequence[str]) -> None:
-    """The whole command, until it is ended. Raises ValueError for bad input."""
+    """Runs the command until it is ended. Raises ValueError for bad input."""
     flags = parse_flags(arguments)
     from earl_jax.sharding.layout import MeshShape
 
@@ -59,7 +59,7 @@ def serve_command(arguments: Sequence[str]) -> None:
     serving, config = engine.serving, engine.engine.config
     short = limit and not flags.max_context and serving.context_tokens < limit
 
-    def say(address: str) -> None:
+    def announce(address: str) -> None:
         print(
             f"serving {name} at {address}: prompts of up to "
             f"{min(serving.max_prefill_length, serving.context_tokens)} tokens, "
@@ -77,7 +77,7 @@ def serve_command(arguments: Sequence[str]) -> None:
             host=flags.host,
             port=flags.port,
             max_waiting=flags.max_waiting,
-            on_ready=say,
+            on_ready=announce,
         )
     )
 
@@ -85,7 +85,7 @@ def serve_command(arguments: Sequence[str]) -> None:
 def _open_engine(
     flags: argparse.Namespace, policy: ServedPolicy, mesh: "MeshShape", drawn: Any
 ) -> tuple[Any, Any]:
-    """The engine on this mesh, and the policy's weights in it. Raises ValueError."""
+    """Returns the engine on this mesh, and the policy's weights in it. Raises ValueError."""
     from earl_jax.dispatch.weights import publish
     from earl_jax.engine.config import EngineConfig, SlotRules
     from earl_jax.engine.engine import Engine
@@ -134,7 +134,7 @@ def _open_engine(
 
 
 def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:
-    """Tokens of a prompt and its reply: what the model takes, or what memory `holds` of it.
+    """Returns the tokens of a prompt with its reply: the model's context, or what memory `holds`.
 
     Raises ValueError.
     """
@@ -150,17 +150,17 @@ def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: i
 
 
 def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
-    """Room in the KV cache over all slots at first, and tokens of the longest context in the end.
+    """Returns the tokens of the KV cache at first, and of the longest context in the end.
 
-    The cache begins with what memory the devices have left, if they say so.
+    The cache begins with the memory that the devices have left, if they report it.
     """
     import jax
 
     from earl_jax.engine.pages import Pool
 
     stats = jax.local_devices()[0].memory_stats() or {}
-    told = "bytes_limit" in stats
-    if told:
+    is_known = "bytes_limit" in stats
+    if is_known:
         free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
     else:
         free = CACHE_SHARE * _host_bytes() / jax.local_device_count()
@@ -170,13 +170,13 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
     shape = engine.layout.shape
     token_bytes /= shards * size * shape.tensor * shape.context
     shard_tokens = max(1, int(free / token_bytes))
-    first = shards * shard_tokens if told else DEFAULT_SLOT_TOKENS * engine.config.num_slots
+    first = shards * shard_tokens if is_known else DEFAULT_SLOT_TOKENS * engine.config.num_slots
     first = flags.cache_tokens or first
     return first, min(MOST_TOKENS, max(first // shards, shard_tokens // WHILE_GROWING))
 
 
 def _host_bytes() -> int:
-    """Memory of this machine that nobody has taken."""
+    """Returns the free memory of this machine, in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         [line] = [line for line in lines if line.startswith("MemAvailable:")]

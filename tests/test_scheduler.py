@@ -105,7 +105,10 @@ def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
     before = experience(layout)
     kept = jax.tree.map(np.array, before)
     copies = RowCopies(layout, jax.tree.map(lambda field: field.sharding, before), num_slots=4)
-    moves = [RowMove(ROWS.spare_row(0), ROWS.own_row(4), 3), RowMove(ROWS.spare_row(3), ROWS.own_row(2), 4)]
+    moves = [
+        RowMove(ROWS.spare_row(0), ROWS.own_row(4), 3),
+        RowMove(ROWS.spare_row(3), ROWS.own_row(2), 4),
+    ]
     after = copies.move_rows(State(before), moves).experience  # pyright: ignore
     home = copies.in_order(after, ROWS)
     for name in ("tokens", "turn_ids", "logprobs", "versions"):

@@ -67,8 +67,8 @@ def test_a_stop_string_ends_a_reply_and_its_ids_say_where(parrot):
     """
     tokenizer, sampled = load_tokenizer(MODEL), saying()
 
-    def ask(what, count=100, **wishes):
-        call = parrot.stub.Decode(request(what, count), metadata=sampling_metadata(**wishes))
+    def ask(what, count=100, **options):
+        call = parrot.stub.Decode(request(what, count), metadata=sampling_metadata(**options))
         samples = [r.stream_content.samples[0] for r in call]
         ids = [i for sample in samples for i in sample.token_ids]
         return "".join(sample.text for sample in samples), ids, finish_reason(call)
@@ -92,10 +92,10 @@ def test_replies_that_stop_give_their_slots_back(parrot):
     """Each would take thousands of tokens more."""
     tokenizer = load_tokenizer(MODEL)
     [x] = tokenizer.encode("x")
-    for wishes in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
+    for options in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
         for _ in range(2 * NUM_SLOTS):
-            call = parrot.stub.Decode(request("x", 8000), metadata=sampling_metadata(**wishes))
-            assert ids_of(call) == ([x] * 4 if "stop_strings" in wishes else [])
+            call = parrot.stub.Decode(request("x", 8000), metadata=sampling_metadata(**options))
+            assert ids_of(call) == ([x] * 4 if "stop_strings" in options else [])
     all_slots_answer(parrot)
 
 

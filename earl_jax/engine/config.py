@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that an engine's programs are compiled for, and how tokens are drawn."""
+"""The settings of an engine: its programs' sizes, the rules of a round, sampling."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ APPEND_ROWS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: tempered, then cut to `top_k`, then to `top_p`, then to `min_p`.
+    """The distribution of tokens: tempered, then cut to `top_k`, then to `top_p`, then to `min_p`.
 
     `temperature` 0 takes the likeliest token. `top_k` keeps the k likeliest tokens (0: all),
     `top_p` the fewest of these whose share of their mass is at least so much (1: all; arXiv

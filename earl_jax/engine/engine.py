@@ -100,7 +100,7 @@ class Engine:
             return jax.jit(program, donate_argnums=1, out_shardings=out)
 
         self._play = play_with(self._rules)
-        # Compiled when the first episode asks, where they are not recorded for all.
+        # Compiled for the first episode that wants them, where they are not recorded for all.
         self._play_scored = play_with(self._rules._replace(model_logprobs=True))
         self._empty = jax.jit(
             self.new_state,
@@ -257,7 +257,7 @@ class Engine:
     ) -> tuple[DecodeState, RoundOutputs]:
         """Plays one round (`slots.play`): one array goes to the devices, one comes back.
 
-        Donates `state`. With `model_logprobs` these are in the outputs, whatever the rules say.
+        Donates `state`. With `model_logprobs` the outputs have these even if the rules record none.
         """
         scored = model_logprobs or self._rules.model_logprobs
         play = (

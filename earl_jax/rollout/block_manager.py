@@ -64,7 +64,7 @@ class BlockManager:
         self._given: np.ndarray | None = None
         # Pages of each row shard that no episode needs in this round.
         self._spare: list[int] = []
-        # Slots that give up their pages, of which the next round has to be told.
+        # Slots that give up their pages, which the next round has to rewind.
         self.stopped: set[int] = set()
         self._host = HostPages(int(config.preemption_host_gib * 2**30))
         # Pages of preempted slots that are copied to the host before the next round.

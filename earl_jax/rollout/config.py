@@ -42,7 +42,7 @@ class Stops:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Most tokens of a turn of the policy, and of an episode, whoever writes them (0: no limit)."""
+    """The most tokens of a turn of the policy, and of an episode of both sides (0: no limit)."""
 
     max_turn_tokens: int
     max_episode_tokens: int = 0

@@ -112,7 +112,7 @@ class LiveEpisode:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of the episode, whoever writes them, if no other sample begins."""
+        """The most tokens of the episode, of both sides, if no other sample begins."""
         return self._most_tokens(self.origin)
 
     def _most_tokens(self, origin: int) -> int:

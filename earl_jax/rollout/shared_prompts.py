@@ -61,7 +61,7 @@ class SharedPrompts:
     ) -> Beginning | None:
         """Begins the slot anew with a prompt. None: it waits for a slot that reads the same.
 
-        `fits` tells whether there are pages for a slot to begin so.
+        `fits` returns whether there are pages for a slot to begin so.
         """
         shared = self._prefixes.find(slot, prompt)
         if shared is None:

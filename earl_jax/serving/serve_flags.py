@@ -19,7 +19,7 @@ DEFAULT_SLOT_TOKENS = 2048
 _HELP = """\
 Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
 HealthCheck), on this machine alone unless --host says otherwise. There is no password and no
-encryption: whoever reaches the address may use it.
+encryption: every client that reaches the address may use it.
 
 examples:
   python -m earl_jax.serve --workdir=runs/tictactoe_tiny_cpu
@@ -39,7 +39,7 @@ Where there are no more (--cache_tokens) the shortest requests wait, their pages
 go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
 cut but one for which there is no memory, which is told so with RESOURCE_EXHAUSTED.
 
-A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
+A request sets its own sampling with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
 stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
 (of which it is made). One that says nothing is drawn as the flags say, and where these say nothing
@@ -54,7 +54,7 @@ the devices failed.
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Returns the flags. Exits with status 2 for one that does not exist."""
+    """Parses the flags. Exits with status 2 for one that does not exist."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.serve",
         description=_HELP,
@@ -89,14 +89,14 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cache_tokens",
         type=int,
-        help="tokens that the KV cache has room for at first, over all slots (default: what the "
+        help="tokens of the KV cache at first, over all slots (default: what the "
         f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
     parser.add_argument(
         "--max_choice_tokens",
         type=int,
         default=256,
-        help="room for the choices of a request, token by token, or for its allowed tokens; each "
+        help="most choices of a request, token by token, or allowed tokens; each "
         "step looks at so many for every slot (%(default)s)",
     )
     for name, kind, text in (
