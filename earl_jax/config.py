@@ -15,7 +15,7 @@ from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
-from earl_jax.models.config import ModelConfig
+from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
@@ -233,6 +233,7 @@ class Config:
         """The complete configuration of the run, as written to config.json; not who runs it."""
         settings = dataclasses.asdict(self)
         del settings["distributed"]
+        settings["model"] = {name: settings["model"][name] for name in MODEL_SETTINGS}
         return settings
 
 
@@ -267,19 +268,11 @@ def _idle_environment(config: Config) -> Iterator[_Idle]:
 
 
 def _idle_model(config: Config) -> Iterator[_Idle]:
-    model, scaling = config.model, config.model.rope_scaling
-    for field in dataclasses.fields(ModelConfig):
-        if field.name not in ("path", "compute_dtype"):
-            yield model.path != "", f"model.{field.name}", "config.model.path gives the model"
-    no_scaling = "config.model.rope_scaling.factor is 1"
-    yield scaling.factor == 1, "model.rope_scaling.kind", no_scaling
-    linear = "config.model.rope_scaling.kind is 'linear'"
-    for name in ("low_freq_factor", "high_freq_factor", "original_max_position"):
-        why = no_scaling if scaling.factor == 1 else linear
-        is_idle = scaling.factor == 1 or scaling.kind == "linear"
-        yield is_idle, f"model.rope_scaling.{name}", why
-    yield not model.windows, "model.window_rope_theta", "config.model.windows is ()"
-    for name in ("experts_per_token", "expert_ffn_size", "normalize_expert_weights"):
+    model = config.model
+    for name in MODEL_SETTINGS:
+        if name not in ("path", "compute_dtype"):
+            yield model.path != "", f"model.{name}", "config.model.path gives the model"
+    for name in ("experts_per_token", "expert_ffn_size"):
         yield model.num_experts == 0, f"model.{name}", "config.model.num_experts is 0"
     yield model.num_experts > 0, "model.ffn_size", "experts are of model.expert_ffn_size"
 

@@ -6,6 +6,7 @@ Programs are compiled quickly instead of well: a training step in 0.7 s, not 5 s
 tests start do the same, but for two whole runs of configs.
 """
 
+import fnmatch
 import gc
 import importlib.metadata
 import os
@@ -33,6 +34,8 @@ os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_QUICK)).s
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+pytest.register_assert_rewrite("tests.support")
 
 # Tracing makes so many objects that looking for garbage as often as Python does by itself takes a
 # twentieth of the processor's time.
@@ -65,8 +68,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first: none is left to a single worker at the end."""
+    """Marks cases of `slow_except`, and puts the files that take longest first.
+
+    None of those files is then left to a single worker at the end.
+    """
+    for item in items:
+        mark = item.get_closest_marker("slow_except")
+        if mark and not any(fnmatch.fnmatchcase(item.callspec.id, quick) for quick in mark.args):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else 99)
 
 
@@ -89,6 +100,16 @@ def cache(compiled_programs, tmp_path_factory) -> Path:
     (folder / "earl_jax").mkdir()
     (folder / "earl_jax" / "xla").symlink_to(compiled_programs)
     return folder
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two workers that run environments."""
+    from earl_jax.envs.pool import EnvironmentPool
+
+    pool = EnvironmentPool(2, timeout_s=60.0)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from references import REFERENCE, assert_equal_trees
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.envs.tokenizer import load_tokenizer
@@ -31,6 +30,7 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.decoder import forward_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.references import REFERENCE, assert_equal_trees
 
 TULIP = Family(
     architecture="TulipForCausalLM",
@@ -75,7 +75,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def test_two_entries_are_a_family(folder, monkeypatch):
     """Read onto every device by slice, computed with, and written again bit for bit."""
     with pytest.raises(ValueError, match="model_type is 'tulip', .* known are llama, .*gemma3"):

@@ -7,14 +7,14 @@ import typing
 import jax
 import numpy as np
 import pytest
-from processes import Processes
-from test_advantages import make_trajectory
-from test_sharding_reshard import count_host_bytes
 
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
 from earl_jax.train.advantages import advantage_table
 from earl_jax.train.config import TrainConfig
+from tests.support.processes import Processes
+from tests.support.shardings import count_host_bytes
+from tests.support.trajectories import make_trajectory
 
 TURNS = 8
 ESTIMATORS = typing.get_args(typing.get_type_hints(TrainConfig)["advantage"])

@@ -18,30 +18,14 @@ from earl_jax.train.advantages import (
     turn_table,
 )
 from earl_jax.train.config import TrainConfig
-from earl_jax.trajectory import FAILURES, Trajectory, Turn
+from earl_jax.trajectory import FAILURES
+from tests.support.trajectories import make_trajectory
 
 
 def assert_rows(rows, expected) -> None:
     assert [len(row) for row in rows] == [len(row) for row in expected]
     for row, values in zip(rows, expected, strict=True):
         np.testing.assert_allclose(row, values, rtol=1e-12, atol=1e-12)
-
-
-def make_trajectory(episode, turn_rewards, *, group=0, role="x", stop_reason="win") -> Trajectory:
-    """A prompt, then per reward one reply of two tokens and an answer of three."""
-    turns = [Turn(author="environment", text="", token_ids=(9, 8))]
-    for _ in turn_rewards:
-        turns.append(Turn(author="policy", text="", token_ids=(4, 2)))
-        turns.append(Turn(author="environment", text="", token_ids=(9, 5, 8)))
-    return Trajectory(
-        episode=episode,
-        group=group,
-        role=role,
-        turns=tuple(turns),
-        turn_rewards=tuple(turn_rewards),
-        stop_reason=stop_reason,
-        row=0,
-    )
 
 
 # Returns.

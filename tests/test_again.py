@@ -16,16 +16,16 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import free_port
 
 from earl_jax.config_file import make_config
 from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train import learner as learning
+from tests.support import ROOT
 from tests.support.placements import D8, F8, given, hungry
+from tests.support.processes import free_port
 
-ROOT = Path(__file__).parent.parent
 AGAIN = ROOT / "gpu_scripts" / "again.sh"
 ROLLOUT = {
     "num_slots": 16,

@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from processes import Processes
 
 from earl_jax.train.backup import StateBackup, StateLost
 from earl_jax.train.offload import (
@@ -22,6 +21,7 @@ from earl_jax.train.offload import (
 )
 from earl_jax.train.step import TrainState
 from tests.support.allocator import live_bytes, memory_limit
+from tests.support.processes import Processes
 
 P = PartitionSpec
 

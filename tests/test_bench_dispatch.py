@@ -5,13 +5,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from processes import free_port
 
 from benchmarks.dispatch.gather import Controller
 from benchmarks.dispatch.links import WAYS, receivers
@@ -20,8 +18,8 @@ from benchmarks.dispatch.paper import FIELDS, tables
 from benchmarks.dispatch.processes import Settings
 from benchmarks.dispatch.traffic import collectives
 from earl_jax.bench import main, parse_flags
-
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+from tests.support.processes import free_port
 
 
 def test_rank_0_gathers_and_scatters():

@@ -12,13 +12,12 @@ import functools
 import json
 import statistics
 import sys
-from pathlib import Path
 
 import pytest
 
 from earl_jax.models.config import ModelConfig
+from tests.support import ROOT
 
-ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(
     num_layers=1,
     width=32,

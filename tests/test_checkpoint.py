@@ -9,39 +9,23 @@ import multiprocessing
 import shutil
 
 import jax
-import numpy as np
 import pytest
 
 from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
-from earl_jax.models.config import ModelConfig
-from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
-from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import state_shapes, state_shardings
-
-MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_size=8, ffn_size=16)
-TRAIN = TrainConfig()
-VOCAB = 64
-D8 = make_layout(MeshShape(data=8))
-CUBE = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
-POSITION = {
-    "placement": {"rollout_mesh": "data=8", "places": 16, "pages": 4},
-    "history": [{"context_tokens_mean": 12.345678901234567}],
-    "throughput": {},
-}
-
-
-def made(seed):
-    """A state in which every leaf has values of its own: parameters, moments, counters."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda leaf, where: jax.device_put(
-            (100 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), where
-        ),
-        state_shapes(MODEL, TRAIN, VOCAB),
-        state_shardings(MODEL, TRAIN, VOCAB, D8),
-    )
+from tests.support.saved_states import (
+    CUBE,
+    D8,
+    MODEL,
+    POSITION,
+    TRAIN,
+    VOCAB,
+    assert_bitwise_equal,
+    made,
+    restored,
+)
 
 
 @pytest.fixture
@@ -49,21 +33,6 @@ def checkpoints(tmp_path):
     opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
     yield opened
     opened.close()
-
-
-def restored(checkpoints, step, layout=D8):
-    return checkpoints.state(
-        step,
-        state_shapes(MODEL, TRAIN, VOCAB),
-        state_shardings(MODEL, TRAIN, VOCAB, layout),
-    )
-
-
-def assert_bitwise_equal(expected, got):
-    assert jax.tree.structure(expected) == jax.tree.structure(got)
-    for old, new in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
-        assert (old.dtype, old.shape) == (new.dtype, new.shape)
-        assert np.array(old).tobytes() == np.array(new).tobytes()
 
 
 @pytest.mark.parametrize("layout", [D8, CUBE], ids=str)
@@ -130,20 +99,6 @@ def fill_with_garbage(folder):
             path.write_bytes(b"\xff\x00{garbage" * 50)
 
 
-def truncate_every_file(folder):
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def delete_what_says_which_arrays_there_are(folder):
-    (folder / "state" / "_METADATA").unlink()
-
-
-def delete_the_manifest(folder):
-    (folder / "state" / "manifest.ocdbt").unlink()
-
-
 def empty_the_position(folder):
     for path in (folder / "position").iterdir():
         if path.is_file():
@@ -156,11 +111,6 @@ def lose_the_state(folder):
 
 def lose_the_position(folder):
     shutil.rmtree(folder / "position")
-
-
-def lose_everything(folder):
-    shutil.rmtree(folder)
-    folder.mkdir()
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +158,7 @@ def set_newest_aside(folder):
     return words
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("truncate", "flip_a_bit")
 @pytest.mark.parametrize(
     "damage",
     [
@@ -216,13 +166,9 @@ def set_newest_aside(folder):
         delete_data,
         flip_a_bit,
         fill_with_garbage,
-        truncate_every_file,
-        delete_what_says_which_arrays_there_are,
-        delete_the_manifest,
         empty_the_position,
         lose_the_state,
         lose_the_position,
-        lose_everything,
     ],
 )
 def test_a_damaged_newest_raises_is_set_aside_and_the_one_before_is_used(

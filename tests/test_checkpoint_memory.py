@@ -8,17 +8,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from test_checkpoint import (
-    CUBE,
-    D8,
-    MODEL,
-    POSITION,
-    TRAIN,
-    VOCAB,
-    assert_bitwise_equal,
-    made,
-    restored,
-)
 
 from earl_jax.config import CheckpointConfig
 from earl_jax.launch.joint import copy_to_save
@@ -30,6 +19,17 @@ from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.step import state_shardings
 from tests.support.allocator import live_bytes, memory_limit
+from tests.support.saved_states import (
+    CUBE,
+    D8,
+    MODEL,
+    POSITION,
+    TRAIN,
+    VOCAB,
+    assert_bitwise_equal,
+    made,
+    restored,
+)
 
 F8 = make_layout(MeshShape(fsdp=8))
 ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(all_train=True, trains=True))

@@ -4,14 +4,12 @@
 
 import collections
 import dataclasses
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_tasks import GIVEN
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.choices import (
@@ -26,18 +24,17 @@ from earl_jax.engine.choices import (
     set_choices,
     walk,
 )
-from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
+from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
-from earl_jax.envs.environment import EnvConfig, Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.envs.environment import EnvConfig, Start
 from earl_jax.envs.repertoire import all_replies, make_environment
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
+from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.episodes import (
-    CONFIG,
     MODEL,
+    RATIO_RUN,
     assert_same_episodes,
     check_rows,
     collect,
@@ -49,39 +46,7 @@ from tests.support.episodes import (
 from tests.support.placements import one_step
 
 MASKED = EnvConfig(mask_illegal=True)
-HOT = 300.0
-BRANCHES = 18
 REPLIES = ((5, 0), (5, 7, 0), (6, 0))
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
-
-
-@functools.cache
-def engine_for(
-    branches: int, burst: int = CONFIG.burst, mesh: MeshShape | None = None, step_rows: int = 0
-):
-    rules = SlotRules(
-        burst=burst,
-        end_of_turn_ids=renderer().end_of_turn_ids,
-        model_logprobs=True,
-        choice_branches=branches,
-    )
-    config = EngineConfig(
-        model=MODEL,
-        vocab_size=320,
-        num_slots=CONFIG.num_slots,
-        num_rows=CONFIG.episodes_per_step,
-        chunk_size=CONFIG.chunk_size,
-        rules=rules,
-        seed=3,
-        step_rows=step_rows,
-    )
-    return Engine(config, make_layout(mesh or MeshShape(data=8)))
 
 
 def test_the_tree_of_three_replies_by_hand():
@@ -218,26 +183,6 @@ def test_allowed_tokens_must_exist_and_have_room():
             check_allowed(ids, 2, 320)
 
 
-class Words:
-    """Allows words of different lengths that begin alike, then others, then anything."""
-
-    ROUNDS = (("1", "12", "123", "21"), ("0", "00"), ())
-
-    def __init__(self, heard: list[tuple[str, ...]]):
-        self.heard, self.replies = heard, []
-
-    def start(self):
-        return Start(text="go.", role="x", choices=self.ROUNDS[0])
-
-    def step(self, reply: str):
-        self.replies.append(reply)
-        self.heard.append(tuple(self.replies))
-        if len(self.replies) == len(self.ROUNDS):
-            return StepResult(reward=1.0, done=True, stop_reason="win")
-        choices = self.ROUNDS[len(self.replies)]
-        return StepResult(text="7.", reward=0.0, done=False, choices=choices)
-
-
 class Digits(Words):
     """Allows replies of certain digits, then of others, then anything."""
 
@@ -281,7 +226,6 @@ def full_logits(trajectory):
     return np.asarray(jnp.einsum("BTD,DV->BTV", hidden, head_weights(params)), np.float64)[0]
 
 
-@pytest.mark.slow
 def test_only_the_allowed_is_said_with_log_probs_among_the_allowed(pool):
     heard = []
     # Else what this policy is sure of is all that is ever said.
@@ -417,7 +361,7 @@ def test_tokens_that_are_none_end_their_own_episode(pool):
 
 @pytest.mark.slow
 def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
-    given = {**GIVEN, "env": {"mask_illegal": True}}
+    given = {**RATIO_RUN, "env": {"mask_illegal": True}}
     record = one_step(World(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
     assert record.updates[0].mismatch_max < 1e-4 and record.updates[0].clip_fraction == 0
@@ -426,10 +370,10 @@ def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
 def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="mask_illegal is True with config.train.ratio 'behav"):
         make_config({}, ["env.mask_illegal=True"])
-    masked = {**GIVEN, "env": {"mask_illegal": True}}
+    masked = {**RATIO_RUN, "env": {"mask_illegal": True}}
     with pytest.raises(ValueError, match="env.illegal_reward = -0.5 has no effect.*mask_illegal"):
         make_config(masked, ["env.illegal_reward=-0.5"])
     with pytest.raises(ValueError, match="takes 2 tokens.*config.rollout.max_turn_tokens is 1"):
         World(make_config(masked, ["rollout.max_turn_tokens=1"]))
     assert World(make_config(masked)).choice_branches == 18
-    assert World(make_config(GIVEN)).choice_branches == 0
+    assert World(make_config(RATIO_RUN)).choice_branches == 0

@@ -19,6 +19,7 @@ from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import MeshShape
+from tests.support.environments import Talker, Watched
 from tests.support.episodes import (
     CONFIG,
     NUM_DEVICES,
@@ -33,13 +34,6 @@ from tests.support.episodes import (
     tictactoe,
     weights,
 )
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +170,6 @@ def test_an_episode_is_the_same_among_other_episodes(pool, games):
     assert_same_episodes(ours, theirs)
 
 
-@pytest.mark.slow
 def test_room_is_made_before_it_is_needed_and_episodes_stay_whole(pool, games):
     """From the first bucket over the second to the third, live episodes and all."""
     rooms = Rooms()
@@ -203,7 +196,7 @@ def test_pages_are_made_where_they_are_needed(pool, games):
     assert grown.stats.preempted_episodes == 0
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=2-4")
 @pytest.mark.parametrize("burst", [CONFIG.burst, 1])
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(data=2, tensor=2)], ids=str)
 def test_where_there_are_no_more_pages_episodes_wait_and_are_read_again(pool, games, mesh, burst):
@@ -287,22 +280,6 @@ def test_a_turn_without_end_is_cut_and_ends_its_episode(pool):
         assert str(CONFIG.max_turn_tokens) in trajectory.detail
 
 
-class Talker:
-    """An honest environment: three replies, a quarter of a point for each."""
-
-    def __init__(self, seed: int):
-        self.seed, self.replies = seed, 0
-
-    def start(self):
-        return Start(text=f"{self.seed}.", role="x")
-
-    def step(self, reply: str):
-        self.replies += 1
-        if self.replies == 3:
-            return StepResult(text="", reward=0.25, done=True, stop_reason="win", detail=reply)
-        return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
-
-
 def cut_texts(trajectories):
     """Of each episode: authors, lengths, and why it ended."""
     return [
@@ -316,7 +293,6 @@ def cut_texts(trajectories):
     ]
 
 
-@pytest.mark.slow
 def test_an_episode_ends_at_its_own_limit_of_tokens(pool):
     """Nine tokens of prompt; turns of two, which the environment answers with five more.
 
@@ -412,7 +388,6 @@ class Faulty(Talker):
         return self.fault() if self.when == "step" and self.replies == 2 else honest
 
 
-@pytest.mark.slow
 def test_environments_that_misbehave_end_their_own_episode_only():
     released = threading.Event()
 
@@ -511,23 +486,6 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
     assert (alone.stats.shared_tokens, shared.stats.shared_tokens) == (0, taken)
     assert alone.stats.prefill_tokens - shared.stats.prefill_tokens == taken
     assert shared.stats.rounds < alone.stats.rounds
-
-
-class Watched:
-    """A game of Tic-Tac-Toe that does something before each of its steps, and after its last."""
-
-    def __init__(self, task, before, over=lambda: None):
-        self.game, self.before, self.over = tictactoe(task), before, over
-
-    def start(self) -> Start:
-        return self.game.start()
-
-    def step(self, reply: str) -> StepResult:
-        self.before()
-        result = self.game.step(reply)
-        if result.done:
-            self.over()
-        return result
 
 
 @pytest.mark.slow

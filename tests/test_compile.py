@@ -14,8 +14,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from test_engine import COLLECTIVE
-from test_topology import need_compiler
 
 from benchmarks.dispatch.compiled import compiled_publish
 from earl_jax.engine.config import EngineConfig, SlotRules
@@ -27,6 +25,8 @@ from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layo
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
+from tests.support.compilers import need_compiler
+from tests.support.hlo import COLLECTIVE
 
 PLACES, SLOTS, VOCAB = 4096, 32, 1024
 CHUNK, BURST = 16, 8

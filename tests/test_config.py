@@ -50,15 +50,9 @@ def test_nothing_given_is_the_default():
     assert make_config(ConfigDict()) == Config()
 
 
-def test_the_sections_of_the_contract_are_there():
-    assert {"rollout", "selector", "dispatch", "train", "checkpoint", "env"} <= set(SECTIONS)
-    assert {"num_steps", "seed"} <= {f.name for f in dataclasses.fields(Config)}
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_section_builds_from_all_of_its_own_fields(section):
-    everything = dataclasses.asdict(getattr(Config(), section))
-    assert everything
+    everything = Config().as_dict().get(section) or dataclasses.asdict(getattr(Config(), section))
     assert make_config(ConfigDict({section: everything})) == Config()
 
 
@@ -167,14 +161,6 @@ def test_an_unknown_key_is_an_error_with_its_path_and_the_nearest_name(given, me
         assert str(error.value) == message
 
 
-def test_an_unknown_key_in_an_override_reads_the_same():
-    with pytest.raises(ValueError) as error:
-        with_overrides("rollout.num_slot=4")
-    assert str(error.value) == (
-        "config.rollout.num_slot is not a field of RolloutConfig; did you mean 'num_slots'?"
-    )
-
-
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_section_refuses_a_key_that_it_does_not_have(section):
     with pytest.raises(ValueError, match=f"^config.{section}.qqq is not a field of \\w+Config; "):
@@ -192,7 +178,6 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
         ("train.learning_rate=fast", "config.train.learning_rate is 'fast'"),
         ("train.learning_rate=None", "config.train.learning_rate is None, a NoneType"),
         ("log.tensorboard=1", "config.log.tensorboard is 1, a int; it must be of type bool"),
-        ("env.game=3", "config.env.game is 3, a int; it must be of type str"),
         ("rollout.context_buckets=32", "config.rollout.context_buckets is 32; give a list"),
         ("rollout.context_buckets=(32,'a')", "config.rollout.context_buckets is 'a'"),
         ("rollout.context_buckets=(32,4.5)", "config.rollout.context_buckets is 4.5"),
@@ -201,9 +186,7 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
             "config.selector.rollout_meshes is 'data=8'; give a list",
         ),
         ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
-        ("train.schedule=step", "choose one of 'constant', 'linear', 'cosine'"),
         ("train.advantage=3", "config.train.advantage is 3; choose one of 'reinforce', 'grpo'"),
-        ("model.compute_dtype=float16", "choose one of 'float32', 'bfloat16'"),
         (
             "rollout.weight_dtype=int4",
             "config.rollout.weight_dtype is 'int4'; choose one of 'compute', 'int8'",
@@ -212,7 +195,6 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
             "rollout.compute_dtype=int8",
             "config.rollout.compute_dtype is 'int8'; choose one of 'model', 'float32', 'bfloat16'",
         ),
-        ("train.correction=tis", "choose one of 'auto', 'none', 'truncated'"),
         ("train=3", "config.train is 3; it is a section: set its fields, config.train.NAME"),
         ("num_steps.x=3", "config.num_steps is {'x': 3}"),
         ("train.epochs", "--config.train.epochs: write it as --config.train.epochs=VALUE"),
@@ -230,83 +212,44 @@ def test_a_section_given_as_a_value_is_an_error():
         make_config({"num_steps": 3}, ["num_steps.x=4"])
 
 
-# Rules.
-
+# Rules of one number by examples; rules between keys all.
 RULES = [
     ("num_steps=0", "config.num_steps is 0; it must be at least 1"),
     ("seed=-1", "config.seed is -1"),
-    ("seed=2147483648", "[0, 2**31)"),
     ("devices.platform=tpux", "config.devices.platform is 'tpux'; choose one of 'auto', 'cpu'"),
-    ("devices.num_cpu_devices=0", "config.devices.num_cpu_devices is 0"),
     ("env.game=tictactoe", "config.env.game is 'tictactoe'.*did you mean 'tic_tac_toe'"),
     ("env.opponent=mtcs", "config.env.opponent is 'mtcs'.*did you mean 'mcts'"),
-    ("env.mcts_simulations=0", "config.env.mcts_simulations is 0"),
-    ("env.timeout_s=0", "config.env.timeout_s is 0.0"),
     ("env.illegal_reward=1e999", "config.env.illegal_reward is inf"),
-    ("env.num_workers=0", "config.env.num_workers is 0"),
-    ("model.num_layers=0", "config.model.num_layers is 0"),
-    ("model.width=0", "config.model.width is 0"),
     ("model.num_heads=3", "config.model.num_heads is 3.*config.model.num_kv_heads (2)"),
     ("model.head_size=15", "config.model.head_size is 15"),
     ("rollout.num_slots=0", "config.rollout.num_slots is 0"),
-    ("rollout.burst=0", "config.rollout.burst is 0"),
-    ("rollout.step_rows=-1", "config.rollout.step_rows is -1; it must be at least 0"),
     ("rollout.step_rows=64", "step_rows is 64; .*below config.rollout.num_slots (64)"),
-    ("rollout.chunk_size=0", "config.rollout.chunk_size is 0"),
-    ("rollout.max_turn_tokens=0", "config.rollout.max_turn_tokens is 0"),
-    ("rollout.max_episode_tokens=-1", "config.rollout.max_episode_tokens is -1"),
     ("rollout.max_episode_tokens=4", "config.rollout.max_episode_tokens is 4.*max_turn_tokens 4"),
     ("rollout.top_p=0", "config.rollout.top_p is 0.0; it must lie in (0, 1]"),
     ("rollout.top_k=5", "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
-    ("rollout.min_p=0.1", "config.rollout.min_p is 0.1 with config.train.ratio 'behaviour'"),
     ("train.ratio=old", "config.train.ratio is 'old'; choose one of 'behaviour', 'model'"),
     ("rollout.episodes_per_step=127", "config.rollout.episodes_per_step is 127"),
     ("rollout.group_size=3", "multiple of twice config.rollout.group_size (3)"),
     ("rollout.temperature=0", "config.rollout.temperature is 0.0"),
     ("rollout.context_buckets=()", "config.rollout.context_buckets is ()"),
     ("rollout.context_buckets=(32,16)", "config.rollout.context_buckets is (32, 16)"),
-    ("rollout.context_buckets=(16,16)", "config.rollout.context_buckets is (16, 16)"),
     ("rollout.context_buckets=(1,16)", "config.rollout.context_buckets is (1, 16)"),
     ("selector.rollout_meshes=('data=4,model=2',)", "config.selector.rollout_meshes.*'model=2'"),
     ("selector.train_meshes=('data=four',)", "config.selector.train_meshes.*'data=four'"),
     ("selector.rollout_meshes=('fsdp=8',)", "config.selector.rollout_meshes has 'fsdp=8'"),
-    ("selector.budget_bytes_per_device=-1", "config.selector.budget_bytes_per_device is -1"),
-    ("selector.hysteresis=-0.1", "config.selector.hysteresis is -0.1"),
-    ("selector.horizon_steps=0", "config.selector.horizon_steps is 0"),
     ("selector.table=", "config.selector.table is empty; give 'auto', 'model', or the path"),
-    ("rollout.page_size=-1", "config.rollout.page_size is -1; it must be at least 0"),
-    ("rollout.preemption_host_gib=-1", "preemption_host_gib is -1.0; .*at least 0"),
+    ("rollout.preemption_host_gib=-1", "preemption_host_gib is -1.0; it must be finite"),
     *((f"rollout.{key}=1", f"rollout.{key} is no setting any more: ") for key in REMOVED),
-    ("rollout.patience_s=-1", "config.rollout.patience_s is -1.0; it must be a number of seconds"),
-    ("train.epochs=0", "config.train.epochs is 0"),
     (
         "rollout.weight_dtype=int8;train.importance_cap=0.5",
         "config.train.importance_cap is 0.5; it must be at least 1.0",
     ),
-    ("train.micro_batches=0", "config.train.micro_batches is 0"),
     ("train.micro_batches=3", "config.train.micro_batches is 3.*config.rollout.episodes_per_step"),
-    ("train.logprob_chunk=0", "config.train.logprob_chunk is 0"),
-    ("train.warmup_steps=-1", "config.train.warmup_steps is -1"),
-    ("train.learning_rate=-1", "config.train.learning_rate is -1.0"),
-    ("train.max_grad_norm=-1", "config.train.max_grad_norm is -1.0"),
-    ("train.clip_low=-0.1", "config.train.clip_low is -0.1"),
-    ("train.entropy_coefficient=-1", "config.train.entropy_coefficient is -1.0"),
     ("train.turn_discount=1.01", "config.train.turn_discount is 1.01"),
-    ("train.sft_steps=-1", "config.train.sft_steps is -1"),
     ("train.advantage=grpo", "config.train.advantage is 'grpo'.*config.rollout.group_size"),
-    ("checkpoint.every_steps=0", "config.checkpoint.every_steps is 0"),
     ("checkpoint.keep=1", "config.checkpoint.keep is 1"),
     ("eval.games=3", "config.eval.games is 3"),
-    ("eval.final_games=0", "config.eval.final_games is 0"),
-    ("eval.every_steps=0", "config.eval.every_steps is 0"),
-    ("eval.temperature=-1", "config.eval.temperature is -1.0"),
     ("eval.temperature=0;eval.top_k=3", "config.eval.temperature is 0.*config.eval.top_k"),
-    ("eval.top_k=-1", "config.eval.top_k is -1"),
-    ("eval.top_p=0", "config.eval.top_p is 0.0"),
-    ("eval.top_p=1.1", "config.eval.top_p is 1.1"),
-    ("eval.min_p=-0.1", "config.eval.min_p is -0.1"),
-    ("log.trajectories_every_steps=0", "config.log.trajectories_every_steps"),
-    ("log.report_every_steps=0", "config.log.report_every_steps"),
 ]
 
 

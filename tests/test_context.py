@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_kernels import make_rows
 
 from earl_jax.config_file import make_config
 from earl_jax.dispatch.weights import publish
@@ -35,6 +34,7 @@ from earl_jax.train.step import (
 )
 from earl_jax.trajectory import TrajectoryBatch
 from earl_jax.world import World
+from tests.support.rows import make_rows
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
 
@@ -70,12 +70,6 @@ def test_all_shards_look_at_as_many_keys():
     """Token t looks at t + 1, itself among them."""
     seen = fold(layout_of("context=4"), jnp.arange(1, 49)[None])
     assert seen.reshape(4, -1).sum(axis=1).tolist() == [48 * 49 // 2 // 4] * 4
-
-
-def test_parts_are_even_blocks():
-    assert part_length(2100, 8) == 132
-    assert part_length(131072, 8) == 8192
-    assert part_length(1, 8) == 1
 
 
 # Attention.

@@ -12,20 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from test_engine import COLLECTIVE, NUM_ROWS, NUM_SLOTS, replica_groups
-from test_slots import (
-    MODEL,
-    PLACES,
-    RULES,
-    VOCAB,
-    Script,
-    assert_same,
-    check_logprobs,
-    check_rows,
-    converse,
-    make_scripts,
-    params,
-)
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import EngineConfig
@@ -41,6 +27,21 @@ from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.world import World
+from tests.support.engines import NUM_ROWS, NUM_SLOTS
+from tests.support.hlo import COLLECTIVE, replica_groups
+from tests.support.slots import (
+    MODEL,
+    PLACES,
+    RULES,
+    VOCAB,
+    Script,
+    assert_same,
+    check_logprobs,
+    check_rows,
+    converse,
+    make_scripts,
+    params,
+)
 
 # A chunk is cut over four, a page of eight places too; prompts are several chunks and pages long.
 CHUNK = 4
@@ -131,7 +132,7 @@ def test_a_page_must_divide():
 # What is played.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=4,context=2")
 @pytest.mark.parametrize("shape", [MIXED, *OTHERS], ids=str)
 def test_the_same_words_are_said_with_the_trainers_logprobs(shape):
     """Behind prompts of several chunks and pages, of which only the last chunk is followed."""

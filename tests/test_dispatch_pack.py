@@ -2,89 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch is the engine's rows and the host's facts, joined on the training layout, never read."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 import pytest
-from processes import Processes
-
-# The count below every door of Python, of the test that any array gets anywhere.
-from test_sharding_reshard import count_host_bytes
 
 from earl_jax.dispatch.pack import dispatch
-from earl_jax.sharding.layout import Layout, MeshShape, make_layout
-from earl_jax.sharding.reshard import absent_array
 from earl_jax.sharding.waiting import wait_for
-from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.trajectory import Experience, TrajectoryBatch
+from earl_jax.trajectory import Experience
+from tests.support.batches import (
+    batch_by_hand,
+    both_counters,
+    layout_of,
+    make_experience,
+    matching_fields,
+    moved_bytes_by_hand,
+    own_rows,
+    place,
+    rows_held,
+)
+from tests.support.processes import Processes
 
-ROWS, PLACES, TURNS = 16, 20, 8
-
-
-def layout_of(text: str) -> Layout:
-    """A layout over all devices, or over those of "data=4 on 4 5 6 7"."""
-    shape, _, ids = text.partition(" on ")
-    devices = [jax.devices()[int(n)] for n in ids.split()] if ids else None
-    return make_layout(MeshShape.parse(shape), devices)
-
-
-def make_experience(seed: int = 0) -> tuple[Experience, np.ndarray, np.ndarray]:
-    """On the host: rows full of an earlier episode's garbage, lengths, advantages per turn."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 17, ROWS)
-    lengths[3], lengths[5] = 0, 16
-    experience = Experience(
-        tokens=rng.integers(1, 64, (ROWS, PLACES)).astype(np.int32),
-        turn_ids=rng.integers(0, TURNS + 1, (ROWS, PLACES)).astype(np.int32),
-        logprobs=rng.normal(size=(ROWS, PLACES)).astype(np.float32),
-        versions=rng.integers(0, 9, (ROWS, PLACES)).astype(np.int32),
-    )
-    return experience, lengths, rng.normal(size=(ROWS, TURNS)).astype(np.float32)
-
-
-def place(experience: Experience, layout: Layout) -> Experience:
-    """Fresh arrays: what was read once would be kept on the host and not be counted again."""
-    return jax.device_put(experience, layout.activations("NS"))
-
-
-def batch_by_hand(experience, lengths, advantages, length) -> dict[str, np.ndarray]:
-    """Place by place in Python."""
-    fields = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
-    batch = {name: np.zeros((ROWS, length)) for name in fields}
-    for row in range(ROWS):
-        for at in range(lengths[row]):
-            batch["tokens"][row, at] = experience.tokens[row, at]
-            batch["segment_ids"][row, at] = 1
-            turn = experience.turn_ids[row, at]
-            if turn > 0:
-                batch["turn_ids"][row, at] = turn
-                batch["advantages"][row, at] = advantages[row, turn - 1]
-                batch["logprobs"][row, at] = experience.logprobs[row, at]
-                batch["versions"][row, at] = experience.versions[row, at]
-    return batch
-
-
-def moved_bytes_by_hand(source: Layout, target: Layout, length: int) -> int:
-    """Rows that a device of the target needs and does not hold, at 16 bytes a place."""
-
-    def rows_of(layout: Layout) -> dict[int, set[int]]:
-        indices = layout.activations("N").devices_indices_map((ROWS,))
-        return {device.id: set(range(ROWS)[index[0]]) for device, index in indices.items()}
-
-    held = rows_of(source)
-    missing = sum(len(rows - held.get(device, set())) for device, rows in rows_of(target).items())
-    return missing * length * 4 * 4
-
-
-@contextlib.contextmanager
-def both_counters() -> Iterator[tuple[HostByteCounter, list[int]]]:
-    """The product's counter, and the tests' own below it."""
-    with HostByteCounter() as counter, count_host_bytes() as reads:
-        yield counter, reads
-
+# The count below every door of Python, of the test that any array gets anywhere.
 
 PAIRS: Sequence[tuple[str, str, int]] = [
     ("data=8", "data=8", 20),
@@ -174,25 +115,6 @@ def test_the_plan_says_how_many_bytes_change_device(source, target, length, move
     assert names == [name for name in fields if getattr(experience, name) is not None]
 
 
-def test_the_counters_catch_the_plain_way():
-    """The same rows by device_put: each of the four fields is read whole, 16 x 20 x 4 bytes."""
-    experience, _, _ = make_experience()
-    rows = place(experience, layout_of("data=8"))
-    target = layout_of("data=4,tensor=2").activations("NS")
-    with both_counters() as (counter, reads):
-        jax.block_until_ready(jax.device_put(rows, target))
-    assert counter.num_bytes == sum(reads) == 4 * 16 * 20 * 4
-
-
-def test_the_test_above_fails_for_a_dispatch_by_device_put(monkeypatch):
-    """The one with the counters, run with a dispatcher that moves rows the plain way."""
-    monkeypatch.setattr("earl_jax.dispatch.pack.reshard", jax.device_put)
-    # jax 0.10.2 lets the read pass, and the counters see it; 0.12's transfer guard refuses it.
-    seen = (AssertionError, jax.errors.JaxRuntimeError)
-    with pytest.raises(seen, match="5120|Disallowed device-to-host"):
-        test_a_batch_is_the_rows_and_the_facts_and_no_byte_is_read("data=8", "data=4,tensor=2", 20)
-
-
 def test_rows_that_do_not_fit_are_refused():
     experience, lengths, advantages = make_experience()
     rows = place(experience, layout_of("data=8"))
@@ -267,47 +189,6 @@ def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
     assert (counter.num_bytes, reads) == (0, [])
     assert delivery.plan.moved_bytes == moved_bytes_by_hand(source, target, length)
     return matching_fields(delivery.batch, batch_by_hand(experience, lengths, advantages, length))
-
-
-def own_rows(experience: Experience, layout: Layout) -> Experience:
-    """The rows of all processes, of which each puts its own."""
-    sharding = layout.activations("NS")
-
-    def part(field: np.ndarray) -> jax.Array:
-        if not sharding.addressable_devices:
-            return absent_array(field.shape, field.dtype, sharding)
-        return jax.make_array_from_callback(field.shape, sharding, lambda index: field[index])
-
-    return jax.tree.map(part, experience)
-
-
-def rows_held(layout: Layout) -> list[int]:
-    """Those of this process."""
-    sharding = layout.activations("NS")
-    mine = sharding.addressable_devices_indices_map((ROWS, PLACES)).values()
-    return sorted({row for index in mine for row in range(ROWS)[index[0]]})
-
-
-def matching_fields(batch: TrajectoryBatch, expected: dict[str, np.ndarray]) -> list[str]:
-    """The fields of a batch of which this process has a part, each compared place by place."""
-    spoken, seen = expected["turn_ids"] > 0, []
-    for name, values in expected.items():
-        field = getattr(batch, name)
-        assert field.shape == values.shape
-        for shard in field.addressable_shards:
-            got, wanted, says = (
-                a[i]
-                for a, i in (
-                    (np.asarray(shard.data), ...),
-                    (values, shard.index),
-                    (spoken, shard.index),
-                )
-            )
-            if name in ("logprobs", "versions"):
-                got, wanted = got[says], wanted[says]
-            np.testing.assert_array_equal(got, wanted, err_msg=name)
-            seen.append(name)
-    return sorted(set(seen))
 
 
 @pytest.mark.slow

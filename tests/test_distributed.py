@@ -18,10 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from processes import Processes as RealProcesses
-from processes import free_port
 from safetensors.numpy import load_file
-from test_runs import ROOT, TINY
 
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.launch.agreement import check_same
@@ -37,6 +34,10 @@ from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.world import World
+from tests.support import ROOT
+from tests.support.processes import Processes as RealProcesses
+from tests.support.processes import free_port
+from tests.support.runs import TINY
 
 # One room and one mesh for each stage, so that few programs are compiled.
 SMALL = TINY | {
@@ -345,7 +346,6 @@ def assert_past_the_hosts(*workdirs: Path) -> None:
         assert (line["dispatch_host_bytes"], line["publish_host_bytes"]) == (0, 0)
 
 
-@pytest.mark.slow
 def test_two_processes_train_as_one_does(cache, tmp_path):
     one = Command(cache, tmp_path / "one", 1, **ALL).done()
     two = Command(cache, tmp_path / "two", 2, **ALL).done()

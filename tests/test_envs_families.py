@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
-from test_envs_text_stream import byte_ids
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -31,6 +30,7 @@ from earl_jax.envs.environment import Message
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer, load_tokenizer
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import LiveEpisode, Task
+from tests.support.byte_ids import byte_ids
 
 FOLDERS = Path(__file__).parent / "tokenizers"
 NAMES = ("qwen2", "qwen3", "llama3", "mistral", "mistral1", "gemma3", "ours")

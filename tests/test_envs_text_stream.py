@@ -11,28 +11,15 @@ from hypothesis import strategies as st
 
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.text_stream import StopStrings, StopWatch, TextStream
-from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer
+from earl_jax.envs.tokenizer import load_tokenizer
+from tests.support.byte_ids import OURS, byte_ids
 
-OURS = build_tokenizer(["naïve café 你好 🙂🙃"], 300)
 FOLDERS = Path(__file__).parent / "tokenizers"
 # Bytes, bytes behind NFC, and three kinds that fall back to bytes.
 FAMILIES = ("llama3", "qwen2", "gemma3", "mistral", "mistral1")
 TOKENIZERS = [OURS, *(load_tokenizer(FOLDERS / name) for name in FAMILIES)]
 CHATS = [ChatRenderer(tokenizer) for tokenizer in TOKENIZERS]
 KINDS = range(len(CHATS))
-
-
-def byte_ids(data: bytes, tokenizer=OURS) -> list[int]:
-    """One token of the vocabulary for each byte."""
-    vocab = tokenizer.get_vocab()
-    if "<0x00>" in vocab:
-        return [vocab[f"<0x{byte:02X}>"] for byte in data]
-    names = {}
-    for byte in range(256):
-        # The byte-level alphabet, as GPT-2 made it.
-        plain = 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-        names[byte] = chr(byte if plain else 256 + len([n for n in names.values() if ord(n) > 255]))
-    return [vocab[names[byte]] for byte in data]
 
 
 def pieces_of(stream: TextStream, ids) -> list[str]:

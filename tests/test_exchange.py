@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays move between processes as planned, bit for bit and with no byte on the host."""
 
-import os
 import re
-import signal
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,32 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
-from processes import Processes
-from test_sharding_reshard import (
-    PAIRS,
-    SHAPES,
-    count_host_bytes,
-    make_shardings,
-    make_values,
-)
+from jax.sharding import NamedSharding
 
 from earl_jax.sharding import exchange as exchange_module
-from earl_jax.sharding.exchange import Shipment, exchange
+from earl_jax.sharding.exchange import Shipment
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
-from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.rounds import colour, rounds_of, separate
 from earl_jax.sharding.transfer_plan import plan_transfer
-from earl_jax.sharding.waiting import PeerLost, wait_for
-
-P = PartitionSpec
-
-# What the issue calls (c) and (d), by which devices of eight take part: over two processes these
-# have four each, over four two.
-BETWEEN_PROCESSES = [pair for pair in PAIRS if pair[0] != pair[1]]
-
+from tests.support.exchanges import BETWEEN_PROCESSES, P, part_of
+from tests.support.processes import Processes
+from tests.support.shardings import SHAPES, count_host_bytes, make_shardings, make_values
 
 # The rounds, as arithmetic.
 
@@ -157,24 +140,6 @@ def shipments_of(tree, shardings, dtypes=None):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("max_bytes", [None, 64])
-@pytest.mark.parametrize(("source", "target"), BETWEEN_PROCESSES[::3])
-def test_rounds_deliver_what_was_planned(source, target, max_bytes):
-    values = make_values()
-    tree = jax.device_put(values, make_shardings(source))
-    shardings = make_shardings(target)
-    with count_host_bytes() as reads:
-        moved = exchange(list(tree.values()), list(shipments_of(tree, shardings)), max_bytes)
-        jax.block_until_ready(moved)
-    assert reads == []
-    for leaf, array in zip(tree, moved, strict=True):
-        assert array.sharding == shardings[leaf]
-        for shard in array.addressable_shards:
-            expected = values[leaf][shard.index]
-            assert np.asarray(shard.data).tobytes() == expected.tobytes(), (leaf, shard.device)
-
-
 def sent_by(text: str) -> int:
     """Bytes that the collectives of a compiled program send between devices."""
     total = 0
@@ -227,104 +192,7 @@ def check_pairs(every: int) -> int:
     return len(pairs)
 
 
-def part_of(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """The global array, of which this process puts its own part."""
-    if not sharding.addressable_devices:
-        return absent_array(value.shape, value.dtype, sharding)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-def odd_things() -> bool:
-    """Scalars, arrays without elements, casts, sizes that do not divide, keys."""
-    source, target = make_shardings("8x1x1")["mask"], make_shardings("second half")["mask"]
-    whole, there = (NamedSharding(side.mesh, P()) for side in (source, target))
-    tree = {
-        "step": part_of(np.int32(7), whole),
-        "empty": part_of(np.zeros((0, 8), np.float32), source),
-        "narrowed": part_of(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8), source),
-        "widened": part_of(np.arange(64, dtype=np.int8).reshape(8, 8), source),
-    }
-    dtypes = {"step": "int32", "empty": "float32", "narrowed": "bfloat16", "widened": "int32"}
-    moved = reshard(tree, {**dict.fromkeys(tree, target), "step": there}, dtypes=dtypes)
-    assert {leaf: str(array.dtype) for leaf, array in moved.items()} == dtypes
-    for shard in moved["step"].addressable_shards:
-        assert int(shard.data) == 7
-    for shard in moved["narrowed"].addressable_shards:
-        expected = jnp.linspace(0, 1, 64).reshape(8, 8)[shard.index].astype(jnp.bfloat16)
-        assert (np.asarray(shard.data) == np.asarray(expected)).all()
-    for shard in moved["widened"].addressable_shards:
-        assert (np.asarray(shard.data) == np.arange(64).reshape(8, 8)[shard.index]).all()
-    for shard in moved["empty"].addressable_shards:
-        assert shard.data.shape == target.shard_shape((0, 8))
-    with pytest.raises(ValueError, match="axis 0 has 6 elements"):
-        reshard(part_of(np.zeros((6, 8)), there), NamedSharding(source.mesh, P("x")))
-    if there.addressable_devices:
-        with pytest.raises(ValueError, match="has devices of this process"):
-            absent_array((4,), np.float32, there)
-    return keys_arrive()
-
-
-def keys_arrive() -> bool:
-    """Eight random keys go from the first four devices to the last."""
-    source, target = (
-        NamedSharding(make_shardings(name)["mask"].mesh, P("x"))
-        for name in ("first half", "second half")
-    )
-    keys = jax.random.split(jax.random.key(3), 8)
-    expected = np.asarray(jax.random.key_data(keys))
-    if source.addressable_devices:
-        tree = jax.random.wrap_key_data(part_of(expected, source))
-    else:
-        tree = absent_array(keys.shape, keys.dtype, source)
-    moved = reshard(tree, target)
-    assert (moved.shape, moved.dtype) == (keys.shape, keys.dtype)
-    for shard in moved.addressable_shards:
-        np.testing.assert_array_equal(jax.random.key_data(shard.data), expected[shard.index])
-    return True
-
-
-def by_device_put(source: str, target: str) -> str:
-    """What `check_pairs` would see of `jax.device_put`."""
-    before, after = (make_shardings(name)["logprobs"] for name in (source, target))
-    array = part_of(make_values()["logprobs"], before)
-    with pytest.raises((ValueError, RuntimeError)) as refusal:
-        jax.device_put(array, after)
-    return str(refusal.value)
-
-
-def through_the_host(source: str, target: str) -> list[int]:
-    """Bytes that the single controller's way reads (gather on the host, put from there).
-
-    And what `jax.device_put` reads, which between the same devices goes over them by itself.
-    """
-    before, after = (make_shardings(name)["logprobs"] for name in (source, target))
-    array = part_of(make_values()["logprobs"], before)
-    with count_host_bytes() as reads:
-        own = np.concatenate([jax.device_get(shard.data) for shard in array.addressable_shards])
-        part_of(multihost_utils.process_allgather(own, tiled=True), after)
-    with count_host_bytes() as put_reads:
-        jax.block_until_ready(jax.device_put(part_of(make_values()["logprobs"], before), after))
-    return [sum(reads), sum(put_reads)]
-
-
-def lose_one(how: str, timeout_s: float) -> None:
-    """The last process ends, or stops, while arrays go round and round."""
-    before, after = (make_shardings(name) for name in ("8x1x1", "1x8x1"))
-    values = make_values()
-    tree = {leaf: part_of(values[leaf], before[leaf]) for leaf in ("logprobs", "codes")}
-    there, back = ({leaf: side[leaf] for leaf in tree} for side in (after, before))
-    for turn in range(10**9):
-        if turn == 20 and jax.process_index() == jax.process_count() - 1:
-            os.kill(os.getpid(), getattr(signal, how))
-        try:
-            tree = reshard(reshard(tree, there), back)
-            wait_for(tree, what="dispatch", timeout_s=timeout_s)
-        except PeerLost as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-
-@pytest.mark.slow
+@pytest.mark.slow_except("2-2")
 @pytest.mark.parametrize(("num", "every"), [(2, 2), (4, 3)])
 def test_pairs_of_layouts_over_real_processes(num, every):
     results = Processes(num, 8 // num, "test_exchange:check_pairs", every).results(250)
@@ -333,26 +201,16 @@ def test_pairs_of_layouts_over_real_processes(num, every):
 
 @pytest.mark.slow
 def test_scalars_empty_arrays_casts_and_keys_over_real_processes():
-    assert Processes(2, 4, "test_exchange:odd_things").results() == [True] * 2
+    assert Processes(2, 4, "tests.support.exchanges:odd_things").results() == [True] * 2
 
 
-@pytest.mark.slow
-def test_the_host_byte_test_fails_for_device_put_and_for_a_gather():
-    refusals = Processes(
-        2, 4, "test_exchange:by_device_put", "first half", "second half, columns"
-    ).results()
-    assert all("ddressable" in refusal for refusal in refusals)
-    reads = Processes(2, 4, "test_exchange:through_the_host", "8x1x1", "1x8x1").results(250)
-    assert reads == [[24 * 8 * 8 * 4 // 2, 0]] * 2
-
-
-@pytest.mark.slow
+@pytest.mark.slow_except("SIGKILL*")
 @pytest.mark.parametrize(
-    ("how", "timeout_s", "said"),
+    ("how", "timeout_s", "sampled"),
     [("SIGKILL", 60, "another process ended"), ("SIGSTOP", 5, "nothing came for 5 s")],
 )
 def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, sampled):
-    processes = Processes(2, 4, "test_exchange:lose_one", how, timeout_s)
+    processes = Processes(2, 4, "tests.support.exchanges:lose_one", how, timeout_s)
     lost = processes.all[-1]
     while lost.poll() is None and "T" not in state_of(lost.pid):
         assert time.monotonic() < processes.started_s + 100, "it was to be lost by then"

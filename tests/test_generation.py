@@ -12,9 +12,9 @@ from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.world import World
+from tests.support.references import CHECKPOINT
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
-CHECKPOINT = Path(__file__).parent / "reference" / "qwen2_tied"
 
 
 def write(folder: Path, text: str) -> Path:

@@ -11,7 +11,6 @@ import pytest
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import open_session, vacate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,
@@ -26,13 +25,6 @@ from tests.support.episodes import (
 
 SYSTEM = "0123456780123456780123456"
 NUM_SLOTS = 4
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 class Question:
@@ -65,7 +57,7 @@ def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
     return rollout
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("waves")
 @pytest.mark.parametrize(
     ("size", "words"), [(4, "7"), (4, ""), (4, "7777"), (9, "7")], ids="29 28 32 waves".split()
 )
@@ -133,7 +125,7 @@ def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     assert open_session(left.engine, policy, 32, Pool(1, 4 * 8), left).kept is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("on")
 @pytest.mark.parametrize("copies", ["on", "off"])
 def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
     """Eight data shards of two slots; six episodes are at home in the first, two in the second.

@@ -12,14 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from references import (
-    PLACED,
-    REFERENCE,
-    assert_equal_trees,
-    change_config,
-    checkpoint,
-    loaded,
-)
 from safetensors.numpy import load_file, save_file
 
 from earl_jax.config_file import make_config
@@ -31,6 +23,14 @@ from earl_jax.models.parameters import parameter_shardings, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
 from tests.support.placements import seated
+from tests.support.references import (
+    PLACED,
+    REFERENCE,
+    assert_equal_trees,
+    change_config,
+    checkpoint,
+    loaded,
+)
 
 
 @pytest.fixture
@@ -77,7 +77,6 @@ def with_path(name: str) -> dict:
     return {"model": {"path": str(REFERENCE / name)}}
 
 
-@pytest.mark.slow
 def test_a_world_is_the_model_of_the_path():
     world = World(make_config(with_path("qwen2_tied"), ["model.compute_dtype=bfloat16"]))
     read = checkpoint("qwen2_tied")
@@ -110,9 +109,6 @@ def test_a_model_without_tokenizer_or_of_too_few_tokens_is_an_error(copied):
     "override, words",
     [
         ("model.width=32", "config.model.width = 32 has no effect.*config.model.path gives"),
-        ("model.rope_scaling.factor=8.0", "config.model.rope_scaling = .*no effect"),
-        ("model.attention_bias=True", "config.model.attention_bias = True has no effect"),
-        ("model.rope_scaling.factr=8.0", "config.model.rope_scaling.factr .* 'factor'"),
     ],
 )
 def test_sizes_beside_a_path_are_errors(override, words):
@@ -175,25 +171,6 @@ def test_a_list_of_tensors_that_is_none_is_an_error(copied, listed):
         load(copied)
 
 
-def test_one_truncated_file_of_several_is_an_error_that_names_the_tensor(tmp_path):
-    several = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
-    file = several / "model-00002-of-00004.safetensors"
-    found = max_tokens(file)
-    name = max(found, key=lambda name: found[name][1])
-    file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=f"^{name} cannot be read from .*/{file.name}"):
-        load(several)
-    index = json.loads((several / "model.safetensors.index.json").read_text())["weight_map"]
-    asked = next(name for name in index if index[name] == file.name)
-    file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(ValueError, match=f"cannot be read from .*/{file.name}") as raised:
-        load(several)
-    assert index[str(raised.value).split()[0]] == index[asked] == file.name
-    file.unlink()
-    with pytest.raises(ValueError, match=f"cannot be read from .*/{file.name}"):
-        load(several)
-
-
 def change_index(folder: Path, change):
     """Changes the weight_map of a copy of qwen3, which is in four files."""
     path = folder / "model.safetensors.index.json"
@@ -231,14 +208,6 @@ def test_an_index_that_does_not_fit_is_an_error(tmp_path, file, words):
     shutil.copytree(REFERENCE / "qwen3", tmp_path / "beside")
     change_index(folder, lambda files: files.pop(UP) if file is None else files.update({UP: file}))
     with pytest.raises(ValueError, match=words):
-        load(folder)
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"weight_map": []}', "{}", "\x00"])
-def test_an_index_that_is_none_is_an_error(tmp_path, text):
-    folder = Path(shutil.copytree(REFERENCE / "qwen3", tmp_path / "several"))
-    (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ValueError, match="model.safetensors.index.json is damaged"):
         load(folder)
 
 

@@ -8,16 +8,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from references import (
-    EXPERT_MESHES,
-    MESHES,
-    NAMES,
-    REFERENCE,
-    assert_equal_trees,
-    checkpoint,
-    loaded,
-    reference,
-)
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer, dynamic_module_utils
 
@@ -28,6 +18,16 @@ from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.references import (
+    EXPERT_MESHES,
+    MESHES,
+    NAMES,
+    REFERENCE,
+    assert_equal_trees,
+    checkpoint,
+    loaded,
+    reference,
+)
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
 

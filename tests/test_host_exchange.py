@@ -10,9 +10,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from processes import Processes
-from test_exchange import BETWEEN_PROCESSES, lose_one, odd_things, part_of
-from test_sharding_reshard import SHAPES, make_shardings, make_values
 
 from earl_jax.config import DispatchConfig
 from earl_jax.loop import only_on_devices
@@ -22,6 +19,9 @@ from earl_jax.sharding.host_exchange import batches_of, envelopes_of
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfer
+from tests.support.exchanges import BETWEEN_PROCESSES, lose_one, odd_things, part_of
+from tests.support.processes import Processes
+from tests.support.shardings import SHAPES, make_shardings, make_values
 
 # Eight devices over two processes.
 PROCESS_OF = {device: device // 4 for device in range(8)}

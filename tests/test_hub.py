@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from references import REFERENCE
 
 from earl_jax.models.checkpoints.hub import find_folder
+from tests.support import ROOT
+from tests.support.references import REFERENCE
 
-ROOT = Path(__file__).parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_FOLDERS = ["nowhere", "/no/where", "a/b/c", "./a", "../a", "a/", "~/a", "/a"]
 

@@ -14,6 +14,7 @@ import earl_jax
 
 PACKAGE = Path(earl_jax.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
+TESTS = Path(__file__).parent
 
 # What each part may import of ours, beside itself. Top-level modules that are no record and no part
 # of a stage (loop, world, main, ...) may import everything.
@@ -90,6 +91,13 @@ def test_arrows(module):
 def test_every_folder_is_a_stage_with_arrows():
     folders = {module.parent.name for module in MODULES if module.parent != PACKAGE}
     assert folders == STAGES
+
+
+def test_no_test_file_imports_another():
+    for path in sorted(TESTS.rglob("*.py")):
+        names = imported_names(path.read_text(), f"tests/{path.relative_to(TESTS)}")
+        modules = [name.removeprefix("tests.") for name in names]
+        assert not [name for name in modules if name.startswith("test_")], path
 
 
 def test_the_jetstream_gate_is_used():

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine is a JetStream engine: behind its gate, by its interface, under its own Driver."""
 
-import functools
 import importlib.metadata
 import json
 import queue
@@ -12,25 +11,27 @@ import threading
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import rows_of
 
-from earl_jax.engine import _jetstream
-from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.sampling import model_logprobs, sample, sampling_rows, token_uniforms
-from earl_jax.models.decoder import forward_rows
-from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
+from earl_jax.engine.config import Sampling
+from earl_jax.serving import _jetstream
 from earl_jax.serving import jetstream_engine as engine_module
-from earl_jax.serving.config import ServingConfig
-from earl_jax.serving.jetstream_engine import MAX_SEED, JetStreamEngine
-from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.episodes import MODEL, tokenizer
+from earl_jax.serving.jetstream_engine import MAX_SEED
+from tests.support.caches import rows_of
+from tests.support.continuations import (
+    MAX_PREFILL,
+    NUM_SLOTS,
+    ROOM,
+    continuations,
+    load_params,
+    make_engine,
+    padded,
+    prompt,
+)
+from tests.support.episodes import tokenizer
 
 TESTS = Path(__file__).parent
-VOCAB, SEED, NUM_SLOTS, MAX_PREFILL, ROOM = 320, 11, 8, 64, 128
 
 
 def run_python(code: str, timeout_s: float = 200) -> dict:
@@ -47,43 +48,6 @@ def run_python(code: str, timeout_s: float = 200) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@functools.cache
-def stacked_params():
-    """Random weights whose distributions are wide, with some mass on the end of turn."""
-    rng = np.random.default_rng(0)
-
-    def draw(spec):
-        noise = rng.normal(size=spec.shape) * spec.deviation if spec.deviation else np.ones(1)
-        return np.broadcast_to(noise, spec.shape).astype(np.float32)
-
-    values = jax.tree.map(draw, parameter_specs(MODEL, VOCAB), is_leaf=is_spec)
-    embed, head = values["embed"].copy(), values["head"].copy()
-    embed[:, 0], head[0] = 2, 0
-    head[0, tokenizer().eos_token_id] = 1.6
-    return {**values, "embed": embed, "head": head}
-
-
-def make_engine() -> JetStreamEngine:
-    rules = SlotRules(burst=4, end_of_turn_ids=(tokenizer().eos_token_id,))
-    config = EngineConfig(
-        model=MODEL,
-        vocab_size=VOCAB,
-        num_slots=NUM_SLOTS,
-        num_rows=NUM_SLOTS,
-        chunk_size=4,
-        rules=rules,
-        seed=SEED,
-    )
-    serving = ServingConfig(max_prefill_length=MAX_PREFILL, context_tokens=ROOM)
-    engine = Engine(config, make_layout(MeshShape(data=8)))
-    return JetStreamEngine(engine, serving, tokenizer())
-
-
-def load_params(engine: JetStreamEngine):
-    values = unstack_layers(stacked_params(), MODEL.num_layers)
-    return engine.load_params(jax.tree.map(jnp.asarray, values))
-
-
 @pytest.fixture(scope="module")
 def engine():
     return make_engine()
@@ -92,49 +56,6 @@ def engine():
 @pytest.fixture(scope="module")
 def params(engine):
     return load_params(engine)
-
-
-def prompt(number: int, length: int) -> np.ndarray:
-    return np.random.default_rng(number).integers(4, VOCAB, length).astype(np.int32)
-
-
-def padded(ids: np.ndarray) -> np.ndarray:
-    """As JetStream pads: to the next power of two, at least 16."""
-    return np.pad(ids, (0, max(16, 1 << (len(ids) - 1).bit_length()) - len(ids)))
-
-
-def continuations(
-    prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
-) -> np.ndarray:
-    """What the policy says behind each prompt: a full forward pass for each token, no cache."""
-    return scored_continuations(prompts, seeds, steps, sampling)[0]
-
-
-def scored_continuations(
-    prompts: list[np.ndarray], seeds: list[int], steps: int, sampling: Sampling | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """`continuations`, their log-probs as they were drawn, and those under the model."""
-    layout = make_layout(MeshShape(), jax.devices()[:1])
-
-    @jax.jit
-    def step(tokens_BT, lengths_B, seeds_B):
-        segments_BT = (jnp.arange(ROOM)[None, :] < lengths_B[:, None]).astype(jnp.int32)
-        hidden = forward_rows(MODEL, layout, stacked_params(), tokens_BT, segments_BT)
-        last = jnp.take_along_axis(hidden, lengths_B[:, None, None] - 1, axis=1)[:, 0]
-        uniforms = token_uniforms(jax.random.key(SEED), seeds_B, lengths_B)
-        logits = last @ stacked_params()["head"]
-        rows = sampling_rows(sampling or Sampling(), len(prompts))
-        tokens, logprobs = sample(uniforms, logits, rows)
-        return tokens, logprobs, model_logprobs(logits, tokens)
-
-    rows = np.stack([np.pad(ids, (0, ROOM - len(ids))) for ids in prompts])
-    start = np.array([len(ids) for ids in prompts])
-    found = []
-    for count in range(steps):
-        lengths = start + count
-        found.append([np.asarray(x) for x in step(rows, lengths, np.array(seeds))])
-        rows[np.arange(len(rows)), lengths] = found[-1][0]
-    return tuple(np.stack(column, axis=1) for column in zip(*found, strict=True))
 
 
 # The gate.
@@ -149,7 +70,7 @@ sys.modules["tiktoken"] = mine = types.ModuleType("tiktoken")
 root = logging.getLogger()
 root.setLevel(logging.ERROR)
 before = list(root.handlers)
-from earl_jax.engine import _jetstream
+from earl_jax.serving import _jetstream
 from earl_jax.engine import engine
 print(json.dumps({
     "modules": [n for n in sys.modules if n.split(".")[0] in ("tensorflow", "seqio", "tiktoken")],
@@ -200,7 +121,6 @@ def test_the_engine_implements_the_whole_interface(engine):
     assert served.stop_tokens == {tokenizer().eos_token_id, tokenizer().pad_token_id}
 
 
-@pytest.mark.slow
 def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
     """The first token is the one behind the prompt; slots, and their order, are free."""
     prompts = [prompt(i, length) for i, length in enumerate([1, 5, 16, 33, 40, 64])]
@@ -224,7 +144,6 @@ def test_prefill_insert_generate_say_what_the_policy_says(engine, params):
     np.testing.assert_array_equal(np.array(sampled).T, continuations(prompts, seeds, 8))
 
 
-@pytest.mark.slow
 def test_prefill_behind_a_prefix_is_prefill_of_the_whole(engine, params):
     first, second = prompt(20, 11), prompt(21, 6)
     whole = np.concatenate([first, second])

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_topology import need_compiler
 
 from earl_jax.config_file import make_config
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import init_parameters, parameter_specs
-from earl_jax.sharding.layout import Layout, MeshShape, make_abstract_layout, make_layout
+from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import (
@@ -30,8 +29,9 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.world import World
+from tests.support.compilers import need_compiler
+from tests.support.rows import HEAD_SIZE, make_rows
 
-KV_HEADS, GROUPS, HEAD_SIZE = 2, 3, 16
 SPLIT = MeshShape(data=2, tensor=2)
 TINY = ModelConfig(
     num_layers=2,
@@ -46,21 +46,6 @@ TINY = ModelConfig(
 LONG = 129
 has_tokamax = importlib.util.find_spec("tokamax") is not None
 need_tokamax = pytest.mark.skipif(not has_tokamax, reason="tokamax is an extra")
-
-
-def make_rows(length: int, heads: int = KV_HEADS, groups: int = GROUPS, size: int = HEAD_SIZE):
-    """Queries, keys, values, and segments: three in the first row, with padding, one in the other.
-
-    The second segment of the first row goes over the kernel's first block of 128.
-    """
-    rng = np.random.default_rng(length)
-    query = rng.normal(size=(2, length, heads, groups, size)) * 2
-    sides = rng.normal(size=(2, 2, heads, length, size))
-    segments = np.ones((2, length), np.int32)
-    cuts = (length // 4, 3 * length // 4, length - 3)
-    for number, first in zip((2, 3, 0), cuts, strict=True):
-        segments[0, first:] = number
-    return [jnp.asarray(array, jnp.float32) for array in (query, *sides)], jnp.asarray(segments)
 
 
 def out_and_gradients(attend, query, key, value, segments):
@@ -163,12 +148,6 @@ def test_a_kernel_that_cannot_run_here_is_an_error_that_says_what_can(kernel, ch
         choose_kernel(kernel, make_layout(MeshShape(data=8)), TINY, LONG)
 
 
-def test_an_abstract_mesh_takes_what_it_is_told():
-    layout = make_abstract_layout(MeshShape(data=8))
-    assert choose_kernel("auto", layout, TINY, LONG).kernel == "blockwise"
-    assert choose_kernel("splash", layout, TINY, LONG).kernel == "splash"
-
-
 def test_rows_that_are_cut_get_the_reference_whatever_the_platform(monkeypatch):
     monkeypatch.setattr(Layout, "platform", "tpu")
     layout = make_layout(MeshShape(data=2, context=4))
@@ -251,13 +230,6 @@ def test_gpus_with_tokamax_use_it_for_what_it_can_compute():
     assert choice.kernel == "blockwise" and "compute_dtype is 'float32'" in choice.reason
     choice = choose_kernel("auto", layout, TINY, LONG)
     assert choice.kernel == "blockwise" and "JAX's default device, which is not" in choice.reason
-
-
-def test_an_unknown_kernel_is_an_error_that_lists_those_known():
-    with pytest.raises(
-        ValueError, match="train.attention .*'flash'.* 'auto', 'blockwise', 'splash', 'tok"
-    ):
-        make_config({"train": {"attention": "flash"}})
 
 
 GPU_KERNEL = "tokamax" if has_tokamax else "blockwise"

@@ -17,7 +17,7 @@ from safetensors import safe_open
 
 from earl_jax.envs.tokenizer import MIN_VOCAB_SIZE, build_tokenizer
 from earl_jax.models import blocks
-from earl_jax.models.blocks import block_shape, drain, fill
+from earl_jax.models.blocks import drain, fill
 from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
@@ -47,65 +47,6 @@ LARGEST = VOCAB * MODEL.width * 2
 
 
 # Blocks.
-
-
-@pytest.mark.parametrize(
-    ("axes", "local", "stacked", "cut", "expected"),
-    [
-        ("LFD", (2, 8192, 2048), 1, "DF", (1, 8192, 128)),  # 8192 * 128 * 4 B = 4 MiB
-        ("VD", (32768, 256), 0, "VD", (4096, 256)),
-        ("D", (2048,), 0, "D", (2048,)),
-        ("LD", (3, 64), 1, "D", (1, 64)),
-        ("LEFD", (3, 4, 64, 8), 2, "FD", (1, 1, 64, 8)),
-        # One key head is 16 MiB: the width is cut too.
-        ("LDKGH", (2, 4096, 2, 8, 128), 1, "KD", (1, 1024, 1, 8, 128)),
-        # Nothing that may be cut is left.
-        ("DKH", (2, 2, 2**21), 0, "D", (1, 2, 2**21)),
-    ],
-)
-def test_a_block_is_as_large_as_it_may_be(axes, local, stacked, cut, expected):
-    assert block_shape(axes, local, stacked, cut) == expected
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("block", [(1, 3, 2), (1, 1, 16), (1, 8, 16)])
-def test_what_is_filled_is_drained_again_each_number_once(mesh, block):
-    shape, sharding = (2, 8, 16), make_layout(mesh).parameters("LKD")
-    values = np.arange(256, dtype=np.float32).reshape(shape)
-    regions = []
-
-    def read(region):
-        regions.append(region)
-        return values[tuple(slice(*cut) for cut in region)]
-
-    array = fill(shape, np.float32, sharding, block, read)
-    assert array.sharding == sharding
-    np.testing.assert_array_equal(array, values)
-    sizes = [tuple(stop - start for start, stop in region) for region in regions]
-    assert sum(map(np.prod, sizes)) == values.size and len(set(regions)) == len(regions)
-    assert all(size <= most for found in sizes for size, most in zip(found, block, strict=True))
-    for index, wanted in (((), np.s_[:, :]), ((1,), np.s_[1, :])):
-        back = np.full(shape, np.nan, np.float32)
-        for region, part in drain(array, block, index):
-            cuts = tuple(slice(*cut) for cut in region)
-            assert np.all(np.isnan(back[cuts]))
-            back[cuts] = part
-        np.testing.assert_array_equal(back[wanted], values[wanted])
-        assert np.isnan(back).sum() == values.size - values[wanted].size
-
-
-@pytest.mark.parametrize("mesh", [*MESHES, MeshShape(tensor=8)], ids=str)
-def test_an_index_finds_its_place_on_an_axis_that_is_sharded(mesh):
-    """Experts are stacked behind the layers, and cut over the mesh: here K is in their place."""
-    shape, sharding = (2, 8, 16), make_layout(mesh).parameters("LKD")
-    values = np.arange(256, dtype=np.float32).reshape(shape)
-    array = jax.device_put(values, sharding)
-    for index in np.ndindex(2, 8):
-        back = np.full(shape, np.nan, np.float32)
-        for region, part in drain(array, (1, 1, 3), index):
-            back[tuple(slice(*cut) for cut in region)] = part
-        np.testing.assert_array_equal(back[index], values[index])
-        assert np.isnan(back).sum() == values.size - 16
 
 
 def test_no_number_changes_on_its_way():
@@ -173,7 +114,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(hf_read, "MAX_MAPPED_BYTES", BLOCK)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=4,tensor=2")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks, mesh):
     layout = make_layout(mesh)
@@ -194,7 +135,7 @@ def test_the_host_holds_a_few_blocks_while_it_loads(checkpoint, small_blocks, me
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=4,tensor=2")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_the_host_holds_one_tensor_while_it_writes(small_blocks, tmp_path, mesh):
     params = made(mesh)

@@ -55,12 +55,6 @@ def test_scores_of_three_logits_by_hand():
     assert scores.logprobs == pytest.approx(math.log(25 / 30), abs=1e-6)
 
 
-def test_a_flat_distribution_has_the_logarithm_of_its_size():
-    scores = score_logits(jnp.full((VOCAB,), 3.5), jnp.array(7), 0.7)
-    assert scores.entropy == pytest.approx(math.log(VOCAB), abs=1e-5)
-    assert scores.logprobs == pytest.approx(-math.log(VOCAB), abs=1e-5)
-
-
 def test_a_certain_distribution_has_no_entropy_and_stays_finite():
     logits = jnp.array([1e4, 0.0, -1e4])
     scores = score_logits(jnp.tile(logits, (2, 1)), jnp.array([0, 1]), 1.0)

@@ -50,7 +50,6 @@ from earl_jax.train.step import (
     make_train_step,
     policy_parameters,
     read_metrics,
-    state_of,
     state_shapes,
     state_shardings,
 )
@@ -205,29 +204,9 @@ def test_every_target_is_in_the_forward_pass(name):
     np.testing.assert_allclose(adapted, logits_of(whole), atol=1e-4)
 
 
-def test_the_description_of_the_adapters():
-    specs = adapter_specs(SPECS, LORA)["layers"]
-    assert {name: (part["a"].axes, part["b"].axes) for name, part in specs.items()} == {
-        "query": ("LDR", "LRKGH"),
-        "key": ("LDR", "LRKH"),
-        "value": ("LDR", "LRKH"),
-        "out": ("LKGHR", "LRD"),
-        "gate": ("LDR", "LRF"),
-        "up": ("LDR", "LRF"),
-        "down": ("LFR", "LRD"),
-    }
-    assert specs["query"]["b"].shape == (2, 4, 8, 2, 4)
-    assert specs["out"]["a"].shape == (2, 8, 2, 4, 4)
-    # PEFT's kaiming_uniform(a=sqrt(5)) has the variance 1 / (3 fan-in).
-    assert specs["query"]["a"].deviation == pytest.approx((1 / 96) ** 0.5)
-    some = adapter_specs(SPECS, dataclasses.replace(LORA, targets=("value",)))
-    assert list(some["layers"]) == ["value"]
-
-
 # The state.
 
 
-@pytest.mark.slow
 def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
     layout = make_layout(MIXED)
     state = init_state(MODEL, CONFIG, VOCAB, layout, 5)
@@ -253,17 +232,6 @@ def test_only_adapters_have_optimiser_state_and_the_base_is_that_of_the_seed():
         assert kept == expected - (4 - size) * num_parameters(SPECS)
 
 
-@pytest.mark.slow
-def test_a_base_that_is_given_gets_the_adapters_of_the_seed():
-    layout = make_layout(MIXED)
-    drawn = init_state(MODEL, CONFIG, VOCAB, layout, 7)
-    given = state_of(drawn.base, MODEL, CONFIG, VOCAB, layout, 7)
-    assert given.base is drawn.base
-    assert bits(given) == bits(drawn)
-    shardings = state_shardings(MODEL, CONFIG, VOCAB, layout)
-    assert jax.tree.map(lambda leaf: leaf.sharding, given) == shardings
-
-
 # An update.
 
 
@@ -279,7 +247,7 @@ def alone() -> tuple[Any, Any, Any]:
     return jax.tree.map(np.asarray, state.params), gradients(state), read_metrics(metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2*")
 @pytest.mark.parametrize("shape", every_layout(), ids=str)
 def test_sharded_equals_unsharded_on_every_layout(shape):
     batch = jax.device_put(make_batch(), make_layout(shape).activations("NS"))
@@ -389,7 +357,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-data=2,tensor=4")
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
 def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     state = placed(source)
@@ -411,7 +379,7 @@ def test_the_engine_samples_from_what_the_trainer_scores(source, target):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=1,fsdp=8-data=4,tensor=2-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("source", "target"), PAIRS[1:4:2], ids=str)
 def test_fresh_adapters_publish_the_base_bit_for_bit(source, target, dtype):
@@ -446,23 +414,9 @@ def test_merging_is_in_fp32_whatever_the_base_is_kept_in():
         assert np.mean(np.asarray(layer["gate"]) == expected.astype(jnp.bfloat16)) > 0.99
 
 
-@pytest.mark.slow
-def test_a_bf16_base_trains_too():
-    config = dataclasses.replace(CONFIG, lora=dataclasses.replace(LORA, base_dtype="bfloat16"))
-    state = placed(MIXED, config)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
-    batch = jax.device_put(make_batch(), make_layout(MIXED).activations("NS"))
-    state, metrics = compiled_step(MIXED, config)(state, batch, CONTROLS)
-    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
-    assert bits(state.base) == bits(on_host(config).base)
-    # The compute type is fp32: only the base's rounding differs.
-    assert read_metrics(metrics).loss == pytest.approx(alone()[2].loss, rel=0.05)
-
-
 # Kept.
 
 
-@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapters_and_not_the_base(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
     checkpoints.save(1, placed(MeshShape(data=8)), {})

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import rows_of
 
 from earl_jax.models.attention.rows import BLOCK_SIZE, Places, _attend, attention
 from earl_jax.models.config import ModelConfig
@@ -18,10 +17,9 @@ from earl_jax.models.decoder import (
     forward_chunk,
     forward_rows,
     head_weights,
-    positions_in_segments,
     rms_norm,
 )
-from earl_jax.models.kv_cache import LayerCache, PagedCache, empty_cache
+from earl_jax.models.kv_cache import PagedCache, empty_cache
 from earl_jax.models.parameters import (
     check_tensor_axis,
     init_parameters,
@@ -30,13 +28,11 @@ from earl_jax.models.parameters import (
     parameter_shardings,
     parameter_specs,
     unstack_layers,
-    unstacked_specs,
 )
 from earl_jax.models.rotary import rope_frequencies, rotate
 from earl_jax.selector.candidates import train_candidates
-from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
-from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import init_state
+from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.caches import rows_of
 
 VOCAB = 64
 ROWS, LENGTH = 5, 24
@@ -124,28 +120,6 @@ def test_rotary_is_a_turn_of_pairs(axes_between):
             index = (row, slice(None), *place)
             expected = rotate_by_hand(x[index], positions[row].tolist(), 100.0)
             np.testing.assert_allclose(out[index], expected, atol=3e-5)
-
-
-def test_rotary_at_position_one_of_a_unit_vector():
-    # One pair only: (1, 0) turned by 1 radian is (cos 1, sin 1), whatever theta is.
-    out = rotate(jnp.array([[[[1.0, 0.0]]]]), jnp.array([[1]]), rope_frequencies(2, 10_000.0))
-    np.testing.assert_allclose(out[0, 0, 0], [0.5403023, 0.8414710], atol=1e-6)
-
-
-def test_rotary_scores_depend_on_the_distance_only():
-    rng = np.random.default_rng(1)
-    query, key = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
-
-    def score(query_at: int, key_at: int) -> float:
-        turned = [
-            np.asarray(rotate(jnp.asarray(x), jnp.array([[at]]), rope_frequencies(8, 100.0)))
-            for x, at in ((query, query_at), (key, key_at))
-        ]
-        return float(np.vdot(*turned))
-
-    assert score(5, 2) == pytest.approx(score(3, 0), abs=1e-5)
-    assert score(5, 2) == pytest.approx(score(105, 102), abs=1e-4)
-    assert abs(score(5, 2) - score(5, 3)) > 0.1
 
 
 def attention_by_hand(query, key, value, may_look, *, scale, softcap=math.inf) -> np.ndarray:
@@ -289,14 +263,6 @@ def test_attention_is_softmax_attention_with_groups_causality_segments_windows(w
     np.testing.assert_allclose(out[0, 7], np.repeat(mean[:, None], 3, axis=1), atol=1e-5)
 
 
-def test_positions_count_within_segments():
-    segments = jnp.array([[1, 1, 1, 2, 2, 0], [1, 2, 3, 3, 3, 3], [0, 0, 1, 1, 0, 0]])
-    positions = positions_in_segments(segments)
-    np.testing.assert_array_equal(
-        positions, [[0, 1, 2, 0, 1, 0], [0, 0, 0, 1, 2, 3], [0, 1, 0, 1, 0, 1]]
-    )
-
-
 # The whole model.
 
 
@@ -361,20 +327,6 @@ def test_packed_rows_equal_the_episodes_alone(full_logits):
         got = logits[row, place : place + count]
         np.testing.assert_allclose(got, alone[episode, :count], atol=1e-5)
     assert np.isfinite(logits).all()
-
-
-def test_no_token_sees_a_later_one_nor_padding(full_logits):
-    tokens = make_tokens(5)
-    changed = tokens.copy()
-    changed[:, 10:] = (changed[:, 10:] + 1) % VOCAB
-    segments = np.ones_like(tokens)
-    before = full_logits(make_params(), tokens, segments)
-    after = full_logits(make_params(), changed, segments)
-    np.testing.assert_array_equal(before[:, :10], after[:, :10])
-    assert (np.abs(before[:, 10:] - after[:, 10:]).max(axis=-1) > 1e-3).all()
-    segments[:, 10:] = 0
-    padded = full_logits(make_params(), changed, segments)
-    np.testing.assert_allclose(padded[:, :10], before[:, :10], atol=1e-5)
 
 
 @functools.cache
@@ -474,41 +426,6 @@ def test_tied_embeddings_have_no_head_and_use_the_embedding():
 # One description of the parameters.
 
 
-def test_the_description_counts_and_shapes():
-    specs = parameter_specs(MODEL, VOCAB)
-    # Per layer: 2 norms of 32; query 32 x 32, key and value 32 x 16, out 32 x 32; 3 x 32 x 48.
-    layer = 2 * 32 + 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
-    assert num_parameters(specs) == 2 * layer + 2 * 32 * VOCAB + 32
-    shapes = parameter_shapes(specs)
-    params = init_jitted(specs, jax.random.key(0))
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), params
-    )
-    unstacked = parameter_shapes(unstacked_specs(specs, 2))
-    assert jax.tree.map(lambda leaf: leaf.shape, unstacked) == jax.tree.map(
-        lambda leaf: leaf.shape, unstack_layers(params, 2)
-    )
-
-
-def test_the_description_places_what_its_letters_say():
-    shape = MeshShape(data=2, fsdp=2, tensor=2)
-    layout = make_abstract_layout(shape, row_axes=TRAINING_ROWS)
-    shardings = parameter_shardings(parameter_specs(MODEL, VOCAB), layout)
-    specs = {name: tuple(s.spec) for name, s in shardings["layers"].items()}
-    width = ("fsdp", "context")
-    assert specs["query"] == (None, width, "tensor", None, None)
-    assert specs["out"] == (None, "tensor", None, None, width)
-    assert specs["down"] == (None, "tensor", width)
-    assert specs["attention_norm"] == (None, width)
-    assert tuple(shardings["embed"].spec) == ("tensor", width)
-    assert tuple(shardings["head"].spec) == (width, "tensor")
-    engine = parameter_shardings(unstacked_specs(parameter_specs(MODEL, VOCAB), 2), layout)
-    assert tuple(engine["layers"][1]["query"].spec) == (width, "tensor", None, None)
-    # In a rollout `context` cuts pages and chunks, and every device of it has the weights.
-    rollout = parameter_shardings(parameter_specs(MODEL, VOCAB), make_abstract_layout(shape))
-    assert tuple(rollout["head"].spec) == ("fsdp", "tensor")
-
-
 def test_initial_deviations_are_as_told():
     model = dataclasses.replace(MODEL, width=64, ffn_size=96, init_scale=0.5)
     params = init_jitted(parameter_specs(model, 256), jax.random.key(3))
@@ -575,21 +492,6 @@ def test_initial_values_are_the_same_on_every_layout():
         jax.tree.map(np.testing.assert_array_equal, init(jax.random.key(5)), alone)
 
 
-def test_a_new_state_is_the_description_placed():
-    specs = parameter_specs(EVERY_LAYOUT_MODEL, VOCAB)
-    layout = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
-    state = init_state(EVERY_LAYOUT_MODEL, TrainConfig(), VOCAB, layout, seed=5)
-    alone = jax.jit(lambda key: init_parameters(specs, key))(jax.random.key(5))
-    jax.tree.map(np.testing.assert_array_equal, state.params, alone)
-    shardings = parameter_shardings(specs, layout)
-    assert jax.tree.map(lambda leaf: leaf.sharding, state.params) == shardings
-    adam = state.optimizer[1]
-    for moment in (adam.mu, adam.nu):
-        assert jax.tree.map(lambda leaf: leaf.sharding, moment) == shardings
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(moment))
-    assert (int(state.updates), int(adam.count)) == (0, 0)
-
-
 def test_a_model_that_cannot_be_cut_says_why():
     model = dataclasses.replace(MODEL, num_kv_heads=2, ffn_size=50, width=32)
     assert check_tensor_axis(MODEL, VOCAB, tensor=2, fsdp=4) is None
@@ -598,10 +500,3 @@ def test_a_model_that_cannot_be_cut_says_why():
     wide = dataclasses.replace(model, num_heads=4, num_kv_heads=4)
     assert "ffn_size = 50 does not divide by 4" in str(check_tensor_axis(wide, VOCAB, 4, 1))
     assert "width = 32 does not divide by 3" in str(check_tensor_axis(MODEL, VOCAB, 1, 3))
-
-
-def test_a_layer_cache_is_a_pytree_of_two_arrays():
-    cache = LayerCache(key=jnp.zeros(2), value=jnp.ones(2))
-    doubled = jax.tree.map(lambda leaf: leaf + 1, cache)
-    assert isinstance(doubled, LayerCache)
-    assert (doubled.key == 1).all() and (doubled.value == 2).all()

@@ -97,7 +97,6 @@ def difference(ours, theirs, least=0.0):
     return float(np.abs(ours - theirs).max() / max(least, np.abs(theirs).max()))
 
 
-@pytest.mark.slow
 def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(world, monkeypatch):
     """The budget holds data=8 for short games, fsdp=8 for longer ones, whole ones in two parts.
 
@@ -155,7 +154,7 @@ def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(wo
 # Rollouts.
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episodes(
     world, temperature

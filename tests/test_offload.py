@@ -87,7 +87,6 @@ def test_moments_wait_where_the_budget_has_no_room_beside_them(world, undisturbe
     assert_same_step(world, undisturbed, after, record)
 
 
-@pytest.mark.slow
 def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them(
     world, undisturbed, monkeypatch
 ):

@@ -12,7 +12,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from caches import rows_of
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling
@@ -29,6 +28,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
 from earl_jax.train.learner import sft
 from earl_jax.world import World
+from tests.support.caches import rows_of
 from tests.support.placements import (
     CUBE,
     D4T2,
@@ -283,7 +283,6 @@ def go_on(session):
     return session.engine.play(session.policy.params, session.state, inputs)
 
 
-@pytest.mark.slow
 def test_live_episodes_that_outgrow_the_budget_go_on_elsewhere_with_the_same_tokens(world, table):
     """The budget holds episodes of LONG tokens on tensor=2 alone; nothing comes to the host."""
     tight = too_large_for(table, world.problem, rollout=((D8, LONG),))

@@ -12,9 +12,9 @@ import subprocess
 import sys
 
 import pytest
-from test_topology import need_compiler
 
 from earl_jax.plan import plan_command
+from tests.support.compilers import need_compiler
 
 # Longer than a block of our own attention, so that TPUs have their kernel.
 LENGTH = 512

@@ -5,13 +5,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from served import greedy, ids_of, prompt, request, serving
-from test_runs import command, run, tiny
-from test_serve_models import save_run
 
 from earl_jax.models.parameters import parameter_specs
 from earl_jax.models.quantization import INPUTS, dequantize, quantize
 from earl_jax.telemetry.metrics import read_metrics
+from tests.support.runs import command, run, tiny
+from tests.support.served import greedy, ids_of, prompt, request, save_run, serving
 
 
 def steps_of(workdir):

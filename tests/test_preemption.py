@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_collect import Talker
-from test_engine import COLLECTIVE
 
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout import collect as collect_module
 from earl_jax.rollout import preemption as preemption
 from earl_jax.rollout.block_manager import BlockManager
@@ -34,17 +31,12 @@ from earl_jax.rollout.preemption import (
 )
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
+from tests.support.environments import Talker
 from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks
+from tests.support.hlo import COLLECTIVE
 
 MESHES = [MeshShape(data=8), MeshShape(data=2, tensor=2), MeshShape(data=4, tensor=2)]
 KV_DTYPES = ("compute", "int8")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @functools.cache

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.models.checkpoints.families import FAMILIES, family_of
+from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
-from earl_jax.models.config import RopeScaling
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.world import World
@@ -59,11 +58,6 @@ def model(*overrides: str, **section):
     return make_config({"model": section}, overrides).model
 
 
-def test_every_family_has_a_preset():
-    assert PRESETS.keys() == PUBLISHED.keys()
-    assert {id(family_of(model)) for model in PRESETS.values()} == set(map(id, FAMILIES.values()))
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_of_its_family_and_of_the_published_size(name):
     vocab_size, published = PUBLISHED[name]
@@ -90,17 +84,12 @@ SHRUNK = {
     "qwen3-0.6b": {"ffn_size": 64},
     "qwen3-30b-a3b": EXPERTS,
     "llama3.2-1b": {"ffn_size": 64},
-    "mistral-7b": {"ffn_size": 64, "windows": (16,)},
-    "gemma3-1b": {"ffn_size": 64, "windows": (16, 0)},
+    "mistral-7b": {"ffn_size": 64},
+    "gemma3-1b": {"ffn_size": 64},
 }
 
 
-def test_one_of_each_family_is_shrunk():
-    families = {family_of(PRESETS[name]).architecture for name in SHRUNK}
-    assert families == {family.architecture for family in FAMILIES.values()}
-
-
-@pytest.mark.slow
+@pytest.mark.slow_except("qwen3-30b-a3b")
 @pytest.mark.parametrize("name", SHRUNK)
 def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
     """One RL step of a preset at a small size: what samples is what is trained."""
@@ -124,11 +113,6 @@ def test_what_is_given_beside_a_preset_overrides_it():
     small = model("model.num_layers=7", preset="gemma3-4b", width=64)
     assert (small.num_layers, small.width, small.head_size) == (7, 64, 256)
     assert small.layer_windows == (1024,) * 5 + (0, 1024) and small.post_norms
-    # A setting that the preset made idle is no mistake of the user's.
-    assert model("model.rope_scaling.factor=1", preset="gemma3-4b").rope_scaling.factor == 1
-    assert model(preset="gemma3-1b", windows=()).layer_windows == (0,) * 26
-    scaled = model("model.rope_scaling.factor=4", preset="llama3.1-8b").rope_scaling
-    assert scaled == RopeScaling(factor=4.0)
 
 
 def test_a_written_config_with_a_preset_is_read_as_the_same():
@@ -147,8 +131,7 @@ def test_a_written_config_with_a_preset_is_read_as_the_same():
         ({"preset": "qwen3-8b", "path": "there"}, "config.model.path is 'there'.*remove one of"),
         ({"preset": "qwen3-8b", "num_head": 4}, "config.model.num_head is not.*'num_heads'"),
         ({"preset": "qwen3-8b", "num_kv_heads": 3}, "config.model.num_heads is 32, not a multiple"),
-        ({"preset": "qwen3-8b", "rope_scaling": 3}, "config.model.rope_scaling is 3; it is a sect"),
-        ({"preset": "qwen3-8b", "window_rope_theta": 5.0}, "no effect.*config.model.windows is"),
+        ({"preset": "qwen3-8b", "rope_scaling": 3}, "config.model.rope_scaling is no setting"),
     ],
 )
 def test_mistakes_are_said(section, words):

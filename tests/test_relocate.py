@@ -11,7 +11,6 @@ import itertools
 
 import jax
 import pytest
-from test_collect import Talker
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
@@ -19,12 +18,12 @@ from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, lower_relocation, relocate
 from earl_jax.envs.environment import Start
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.collect import Collector
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+from tests.support.environments import Talker
 from tests.support.episodes import (
     CONFIG,
     MODEL,
@@ -45,13 +44,6 @@ MESHES = [
 ]
 # Every ordered pair of them, as a way that comes to its start again.
 TOUR = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 @functools.cache
@@ -99,7 +91,7 @@ def lecture(task):
     return Lecture(task.env_seed)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("recompute-compute")
 @pytest.mark.parametrize(("preemption", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
 def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preemption, kv_dtype):
     """Over every pair of meshes; some are preempted, and prompts are taken over."""

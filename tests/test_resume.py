@@ -106,7 +106,7 @@ def adapters_world():
     return make_world("train.lora.rank=1")
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("another")
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
 def test_adapters_without_their_base(adapters_world, tmp_path, monkeypatch, found):
     """Another base is no damage: nothing is set aside. A position that names none is one."""

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_runs import ROOT, command, final_parameters, run, timeless
 
 from earl_jax.telemetry.metrics import read_metrics
+from tests.support import ROOT
+from tests.support.runs import command, final_parameters, run, timeless
 
 CONFIG = """
 from ml_collections import ConfigDict

@@ -21,12 +21,9 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.session import Policy, empty_session
-from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import EnvConfig, Message, Start, StepResult
+from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.repertoire import game_corpus
-from earl_jax.envs.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import CacheRules
@@ -36,29 +33,19 @@ from earl_jax.train.step import score_batch
 from earl_jax.trajectory import Trajectory, Turn
 from tests.support.episodes import (
     CONFIG,
+    FORGOTTEN,
     MODEL,
     NUM_DEVICES,
     Rooms,
     assert_same_episodes,
     check_rows,
     engine,
+    forgetful_renderer,
     tasks,
     weights,
 )
 
-FORGOTTEN = "1357"
 NUM_TASKS, TURNS, ROOM = 32, 4, 128
-
-
-@functools.cache
-def renderer() -> ChatRenderer:
-    tokenizer = build_tokenizer(game_corpus(EnvConfig(), 60, seed=0), 320)
-    forget = "".join(f" | replace('{digit}', '')" for digit in FORGOTTEN)
-    tokenizer.chat_template = CHAT_TEMPLATE.replace(
-        "<|assistant|>{% generation %}{{ message['content']",
-        f"<|assistant|>{{% generation %}}{{{{ message['content']{forget}",
-    )
-    return ChatRenderer(tokenizer)
 
 
 class Quiz:
@@ -95,7 +82,7 @@ def collect(
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
         dataclasses.replace(CONFIG, **changes),
-        lambda: Conversation(renderer(), history),
+        lambda: Conversation(forgetful_renderer(), history),
         pool,
         lambda task: Quiz(task.episode),
         rooms or Rooms(),
@@ -137,7 +124,7 @@ def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
             sampled.append(reply.text)
             assert answer.forks == any(digit in reply.text for digit in FORGOTTEN)
             seen.add(answer.forks)
-            text = renderer().decode(answer.token_ids)
+            text = forgetful_renderer().decode(answer.token_ids)
             kept = [
                 f"<|assistant|>{t.translate(dict.fromkeys(map(ord, FORGOTTEN)))}" for t in sampled
             ]
@@ -211,7 +198,7 @@ def test_rows_grow_under_forked_episodes_and_change_nothing(forked):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("host")
 @pytest.mark.parametrize("preemption", ["host", "recompute"])
 def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, preemption):
     """Room for one sample a data shard of two slots; environments answer meanwhile."""

@@ -17,10 +17,20 @@ import numpy as np
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2
-from served import (
+
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.serve import _context_tokens, serve_command
+from earl_jax.serving.jetstream_engine import MAX_SEED
+from earl_jax.serving.scores import Scores
+from earl_jax.serving.serve_flags import parse_flags
+from tests.support import ROOT
+from tests.support.references import reference
+from tests.support.served import (
     CONTEXT,
     MODEL,
-    ROOT,
     VOCAB,
     Code,
     Server,
@@ -36,16 +46,6 @@ from served import (
     sampling_metadata,
     serving,
 )
-from test_families import reference
-
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.serve import _context_tokens, serve_command
-from earl_jax.serving.jetstream_engine import MAX_SEED
-from earl_jax.serving.scores import Scores
-from earl_jax.serving.serve_flags import parse_flags
 
 NUM_SLOTS = 4
 
@@ -75,7 +75,6 @@ def test_nobody_is_served_at_another_address_of_the_machine(server):
         socket.create_connection(("127.0.0.2", int(port)), timeout=5)
 
 
-@pytest.mark.slow
 def test_many_requests_at_once_on_few_slots(server):
     """Thirty on four slots: of all lengths up to the longest prompt and the last place."""
     asked = [
@@ -566,7 +565,6 @@ def test_a_policy_must_be_named(capsys):
     assert "--workdir --model is required" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_mistake_ends_with_status_2_and_one_message():
     line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0"]
     done = subprocess.run(

@@ -3,18 +3,22 @@
 """python -m earl_jax.serve: runs, families of models and meshes; over gRPC, from real processes."""
 
 import contextlib
-import dataclasses
 import json
 import shutil
 import threading
-from pathlib import Path
 
 import grpc
-import jax
-import numpy as np
 import pytest
 import tokenizers
-from served import (
+from transformers import PreTrainedTokenizerFast
+
+from earl_jax.engine.config import Sampling
+from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
+from earl_jax.serve import serve_command
+from earl_jax.serving._jetstream import padded_length
+from earl_jax.serving.serve_flags import parse_flags, sampling
+from tests.support.references import REFERENCE, reference
+from tests.support.served import (
     MODEL,
     Code,
     greedy,
@@ -24,61 +28,10 @@ from served import (
     request,
     sampling_metadata,
     save_parrot,
+    save_run,
     saying,
     serving,
 )
-from test_families import REFERENCE, reference
-from transformers import PreTrainedTokenizerFast
-
-from earl_jax.config import CheckpointConfig
-from earl_jax.config_file import make_config
-from earl_jax.engine.config import Sampling
-from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
-from earl_jax.models.lora import fingerprint
-from earl_jax.serve import serve_command
-from earl_jax.serving._jetstream import padded_length
-from earl_jax.serving.serve_flags import parse_flags, sampling
-from earl_jax.sharding.layout import MeshShape
-from earl_jax.train.checkpoint import Checkpoints, open_workdir
-from earl_jax.world import World
-
-
-def save_run(folder: Path, rank: int):
-    """A run as training leaves it: config, tokenizer, a checkpoint of random weights.
-
-    With a `rank`, these are adapters. Returns its world and what the decoder computes with.
-    """
-    config = make_config(
-        {
-            "model": {"width": 32, "ffn_size": 64},
-            "devices": {"num_cpu_devices": 4},
-            "rollout": {"num_slots": 8, "episodes_per_step": 16},
-            "train": {"learning_rate": 0.001, "lora": {"rank": rank} if rank else {}},
-        }
-    )
-    open_workdir(folder, config.as_dict())
-    world = World(config, folder / "tokenizer")
-    state = world.init_train_state(MeshShape())
-    rng = np.random.default_rng(0)
-    noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
-    state = dataclasses.replace(state, params=noisy)
-    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    placement = {
-        "rollout": ["data=4", 16, 8, False],
-        "train": ["data=4", 1, False],
-        "max_tokens": 32,
-        "calm_steps": 0,
-        "cache_tokens": 512,
-        "most_tokens": 32,
-        "most_length": 32,
-    }
-    table = {"entries": {}, "failures": []}
-    position = {"placement": placement, "history": [], "throughput": table}
-    if state.base is not None:
-        position["base_fingerprint"] = int(fingerprint(state.base))
-    checkpoints.save(7, state, position)
-    checkpoints.close()
-    return world, world.policy(state)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +138,7 @@ def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
             assert code == Code.INVALID_ARGUMENT and words in told
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("gemma3*")
 @pytest.mark.parametrize(
     "name, mesh", [("qwen3_moe", "data=2,expert=2"), ("gemma3", "data=2"), ("mistral", "tensor=2")]
 )

@@ -14,7 +14,11 @@ import grpc
 import jax
 import pytest
 from jetstream.core.proto import jetstream_pb2
-from served import (
+
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.serve import main
+from earl_jax.serving import jetstream_engine
+from tests.support.served import (
     MODEL,
     SAYING,
     Code,
@@ -28,10 +32,6 @@ from served import (
     saying,
     serving,
 )
-
-from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.serve import main
-from earl_jax.serving import jetstream_engine
 
 NUM_SLOTS, MAX_WAITING = 4, 4
 

@@ -9,15 +9,6 @@ import re
 import jax
 import numpy as np
 import pytest
-from test_engine import COLLECTIVE
-from test_jetstream import (
-    continuations,
-    load_params,
-    make_engine,
-    padded,
-    prompt,
-    scored_continuations,
-)
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
@@ -25,7 +16,16 @@ from earl_jax.serving._jetstream import token_utils
 from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.continuations import (
+    continuations,
+    load_params,
+    make_engine,
+    padded,
+    prompt,
+    scored_continuations,
+)
 from tests.support.episodes import MODEL
+from tests.support.hlo import COLLECTIVE
 
 NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
 
@@ -53,7 +53,7 @@ def tokens_at(result, slot: int) -> list[int]:
 COLD = Sampling(temperature=0.3, top_k=20)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,tensor=2-3")
 @pytest.mark.parametrize(
     ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
 )

@@ -7,270 +7,42 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from caches import grow, rows_of
 
-from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import Sampling, SlotRules
-from earl_jax.engine.decoding import Decoder
-from earl_jax.engine.round_inputs import (
-    NO_PAGE,
-    NO_ROW,
-    RoundInputs,
-    RoundOutputs,
-    pack_inputs,
-    unpack_outputs,
-)
+from earl_jax.engine import decode_state
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
-from earl_jax.models.config import ModelConfig
-from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
+from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import empty_cache
-from earl_jax.models.logprobs import score_logits
-from earl_jax.models.parameters import ParameterSpec, is_spec, parameter_specs, unstack_layers
-from earl_jax.sharding.layout import MeshShape, make_layout
-
-# Eight key/value heads, so that every candidate mesh of eight devices is possible in test_engine.
-MODEL = ModelConfig(num_layers=2, width=32, num_heads=16, num_kv_heads=8, head_size=4, ffn_size=64)
-VOCAB, END, PLACES, CHUNK = 32, 0, 48, 5
-MAX_TURN_TOKENS = 6
-RULES = SlotRules(burst=4, end_of_turn_ids=(END,))
-NUM_SLOTS = 8
-# Four pages are full at PLACES, and the last one is not.
-PAGE_SIZE = 11
-
-
-@dataclasses.dataclass(frozen=True)
-class Script:
-    """An episode: its seed, its row, and what its environment says whatever the policy answers."""
-
-    seed: int
-    row: int
-    messages: tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass
-class Heard:
-    """What the host saw of an episode, in order; `turn_ids` as in Experience."""
-
-    ids: list[int] = dataclasses.field(default_factory=list)
-    turn_ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    versions: list[int] = dataclasses.field(default_factory=list)
-    queue: list[int] = dataclasses.field(default_factory=list)
-    turn: int = 0
-    fresh: bool = True
-    over: bool = False
-
-    def note(self, ids, turn=0, logprobs=(), version=0):
-        self.ids += ids
-        self.turn_ids += [turn] * len(ids)
-        self.logprobs += logprobs or [0.0] * len(ids)
-        self.versions += [version] * len(ids)
-
-    def answer(self, message):
-        """The environment speaks; the token sampled last goes in before its message."""
-        self.queue = [*self.ids[-1:], *message]
-        self.note(list(message))
-
-    def turns(self) -> list[list[int]]:
-        """The policy's turns."""
-        return [
-            [token for token, t in zip(self.ids, self.turn_ids, strict=True) if t == turn]
-            for turn in range(1, self.turn + 1)
-        ]
-
-
-def converse(
-    play: Callable[[Any, RoundInputs], tuple[Any, RoundOutputs]],
-    state: Any,
-    scripts: Mapping[int, Script],
-    *,
-    num_slots: int = NUM_SLOTS,
-    chunk_size: int = CHUNK,
-    temperature: Mapping[int, float] | None = None,
-    version: Callable[[int], int] = lambda round_index: 0,
-    delays: Mapping[int, int] | None = None,
-    turn_limits: Mapping[int, int] | None = None,
-) -> tuple[Any, dict[int, Heard]]:
-    """Plays the script of each slot to its end. `delays`: rounds to wait before a slot begins."""
-    heard = {slot: Heard() for slot in scripts}
-    for slot, h in heard.items():
-        h.answer(scripts[slot].messages[0])
-    for round_index in range(300):
-        waiting = {slot for slot, delay in (delays or {}).items() if delay > round_index}
-        columns = {
-            "count": np.zeros(num_slots, np.int32),
-            "restart": np.zeros(num_slots, np.int32),
-            "begin_turn": np.zeros(num_slots, np.int32),
-            "seed": np.zeros(num_slots, np.int32),
-            "row": np.full(num_slots, NO_ROW, np.int32),
-            "sampling": sampling_rows(Sampling(), num_slots),
-            "chunk": np.zeros((num_slots, chunk_size), np.int32),
-            "turn_limit": np.full(num_slots, MAX_TURN_TOKENS, np.int32),
-        }
-        for slot in heard.keys() - waiting:
-            columns["turn_limit"][slot] = (turn_limits or {}).get(slot, MAX_TURN_TOKENS)
-            columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
-            give_chunk(columns, slot, heard[slot], scripts[slot])
-        state, report = play(state, RoundInputs(**columns, version=version(round_index)))
-        for slot, h in heard.items():
-            if report.count[slot]:
-                take_down(report, slot, h, scripts[slot], version(round_index))
-        if all(h.over for h in heard.values()):
-            return state, heard
-    raise AssertionError("episodes did not end within 300 rounds")
-
-
-def give_chunk(columns: dict[str, np.ndarray], slot: int, h: Heard, script: Script) -> None:
-    chunk_size = columns["chunk"].shape[1]
-    part, h.queue = h.queue[:chunk_size], h.queue[chunk_size:]
-    if not part:
-        return
-    columns["chunk"][slot, : len(part)] = part
-    columns["count"][slot] = len(part)
-    columns["seed"][slot], columns["row"][slot] = script.seed, script.row
-    columns["restart"][slot], columns["begin_turn"][slot] = h.fresh, not h.queue
-    h.turn += not h.queue
-    h.fresh = False
-
-
-def take_down(report: RoundOutputs, slot: int, h: Heard, script: Script, version: int) -> None:
-    count = int(report.count[slot])
-    tokens, logprobs = report.tokens[slot, :count], report.logprobs[slot, :count]
-    h.note(tokens.tolist(), h.turn, logprobs.tolist(), version)
-    if report.active[slot]:
-        return
-    h.over = h.turn == len(script.messages)
-    if not h.over:
-        h.answer(script.messages[h.turn])
-
-
-@functools.cache
-def stacked_params() -> Any:
-    """Random weights, with a head that makes distributions of about two bits."""
-    rng = np.random.default_rng(1)
-
-    def draw(spec: ParameterSpec) -> jax.Array:
-        noise = rng.normal(size=spec.shape) * (spec.deviation or 0.1) + (not spec.deviation)
-        return jnp.asarray(noise, jnp.float32)
-
-    values = jax.tree.map(draw, parameter_specs(MODEL, VOCAB), is_leaf=is_spec)
-    return {**values, "head": 2 * values["head"]}
-
-
-@functools.cache
-def params() -> Any:
-    """The same as the engine wants them: a list of layers."""
-    values = jax.tree.map(np.asarray, stacked_params())
-    return jax.tree.map(jnp.asarray, unstack_layers(values, MODEL.num_layers))
-
-
-def make_scripts(number: int, *, first: int = 0, turns: int = 3) -> dict[int, Script]:
-    """Slot i plays episode i in row i: prompts and answers of different lengths."""
-    scripts = {}
-    for i in range(first, first + number):
-        rng = np.random.default_rng(i)
-        messages = tuple(
-            tuple(rng.integers(1, VOCAB, int(rng.integers(1, 9))).tolist()) for _ in range(turns)
-        )
-        scripts[i - first] = Script(seed=1000 + i, row=i - first, messages=messages)
-    return scripts
-
-
-@functools.cache
-def jitted_play(rules: SlotRules = RULES) -> Any:
-    return jitted_round(MODEL, rules)
-
-
-def jitted_round(model: ModelConfig, rules: SlotRules) -> Any:
-    """A round on one device: of weights, state, orders and key."""
-    return jax.jit(
-        lambda weights, state, inputs, key: slots.play(
-            Decoder(model, rules, weights, key), state, inputs, 0
-        )
-    )
-
-
-def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
-    def play(state, inputs):
-        key = jax.random.key(7)
-        state, packed = jitted_play(rules)(weights or params(), state, pack_inputs(inputs), key)
-        report = unpack_outputs(
-            np.asarray(packed),
-            model_logprobs=rules.model_logprobs,
-            drafts=rules.draft > 0,
-            steps=slots.takes_turns(rules, NUM_SLOTS),
-        )
-        return state, report
-
-    return play
-
-
-def empty(max_tokens: int = PLACES):
-    return decode_state.empty_state(MODEL, NUM_SLOTS, NUM_SLOTS, max_tokens, page_size=PAGE_SIZE)
-
-
-@functools.cache
-def _full_forward():
-    layout = make_layout(MeshShape(), jax.devices()[:1])
-
-    def logits(weights, tokens_BT, segments_BT):
-        hidden = forward_rows(MODEL, layout, weights, tokens_BT, segments_BT)
-        return jnp.einsum("BTD,DV->BTV", hidden, head_weights(weights))
-
-    return jax.jit(logits)
-
-
-def full_forward(episodes: list[list[int]], rows: int = NUM_SLOTS) -> np.ndarray:
-    """Logits of whole finished episodes by the trainer's forward pass, one row each."""
-    tokens, segments = (np.zeros((rows, PLACES), np.int32) for _ in range(2))
-    for row, ids in enumerate(episodes):
-        tokens[row, : len(ids)], segments[row, : len(ids)] = ids, 1
-    return np.asarray(_full_forward()(stacked_params(), tokens, segments))
-
-
-_score = jax.jit(score_logits)
-
-
-def check_logprobs(heard: Mapping[int, Heard], temperature: Mapping[int, float] | None = None):
-    """Every log-prob that the engine gave is the trainer's, to 1e-5; greedy ones at 1."""
-    logits_BTV = full_forward([h.ids for h in heard.values()], len(heard))
-    for row, (slot, h) in enumerate(heard.items()):
-        value = (temperature[slot] if temperature else 1.0) or 1.0
-        targets = np.zeros(PLACES, np.int32)
-        targets[: len(h.ids) - 1] = h.ids[1:]
-        scores = np.asarray(_score(logits_BTV[row], targets, np.float32(value)).logprobs)
-        max_tokens = np.flatnonzero(h.turn_ids)
-        assert len(max_tokens) >= h.turn
-        np.testing.assert_allclose(
-            np.array(h.logprobs)[max_tokens], scores[max_tokens - 1], atol=1e-5, rtol=0
-        )
-
-
-def check_rows(experience: Any, heard: Mapping[int, Heard], scripts: Mapping[int, Script]):
-    """The rows hold exactly what the host saw, bit for bit, and zeros behind it."""
-    for slot, h in heard.items():
-        row, length = scripts[slot].row, len(h.ids)
-        for field in ("turn_ids", "logprobs", "versions"):
-            written = np.asarray(getattr(experience, field))[row]
-            np.testing.assert_array_equal(written[:length], np.float32(getattr(h, field)), field)
-            assert not written[length:].any(), field
-        tokens = np.asarray(experience.tokens)[row]
-        np.testing.assert_array_equal(tokens[:length], h.ids)
-        assert not tokens[length:].any()
-
-
-def assert_same(heard: Mapping[int, Heard], other: Mapping[int, Heard], atol: float = 1e-5):
-    """Same tokens by the same authors; log-probs within `atol`. Compared in the order given."""
-    for h, o in zip(heard.values(), other.values(), strict=True):
-        assert (h.ids, h.turn_ids) == (o.ids, o.turn_ids)
-        np.testing.assert_allclose(h.logprobs, o.logprobs, atol=atol, rtol=atol and 1e-7)
+from tests.support.caches import grow, rows_of
+from tests.support.slots import (
+    CHUNK,
+    END,
+    MAX_TURN_TOKENS,
+    MODEL,
+    NUM_SLOTS,
+    PAGE_SIZE,
+    PLACES,
+    RULES,
+    VOCAB,
+    Script,
+    _score,
+    assert_same,
+    check_logprobs,
+    check_rows,
+    converse,
+    empty,
+    full_forward,
+    jitted_round,
+    make_scripts,
+    params,
+    play_on_one_device,
+)
 
 
 @pytest.fixture(scope="module")
@@ -304,7 +76,6 @@ def test_tokens_are_what_sampling_from_the_full_forward_gives(played):
         assert tokens[policy - 1].tolist() == [h.ids[place] for place in policy]
 
 
-@pytest.mark.slow
 def test_logprobs_under_the_model_are_those_of_the_untempered_full_forward():
     """Beside those at the sampling temperature, which stay what they were."""
     scripts = make_scripts(NUM_SLOTS)
@@ -371,7 +142,7 @@ def test_appending_in_pieces_gives_the_logits_of_one_prefill():
             np.testing.assert_allclose(logits_BV[row], logits_BTV[row, cached[row] - 1], atol=2e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("9")
 @pytest.mark.parametrize("chunk_size", [1, 9])
 def test_chunk_size_changes_nothing(played, chunk_size):
     scripts, _, heard = played
@@ -397,7 +168,7 @@ def test_some_append_beside_others_in_the_middle_of_a_turn(played):
     assert_same(heard, others)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("8")
 @pytest.mark.parametrize("burst", [1, 8])
 def test_burst_length_changes_nothing(played, burst):
     scripts, _, heard = played
@@ -406,7 +177,7 @@ def test_burst_length_changes_nothing(played, burst):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("3")
 @pytest.mark.parametrize("append_rows", [1, 3])
 def test_how_many_slots_append_at_a_time_changes_nothing(played, append_rows):
     scripts, _, heard = played
@@ -482,7 +253,7 @@ def in_dtype(dtype: str, step_rows: int = 0):
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("float32-3")
 @pytest.mark.parametrize(("dtype", "step_rows"), [("float32", 0), ("float32", 3), ("bfloat16", 0)])
 def test_an_episode_is_the_same_whatever_shares_the_batch(dtype, step_rows):
     """To the last bit of its log-probs, though bf16 has eight of them."""
@@ -649,7 +420,6 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
         np.testing.assert_array_equal(sides["key"][slot, :, :CHUNK], sides["key"][5, :, :CHUNK])
 
 
-@pytest.mark.slow
 def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     scripts, _, heard = played
     play, sizes = play_on_one_device(), iter([24, PLACES])
@@ -667,7 +437,6 @@ def test_growing_in_the_middle_of_episodes_changes_nothing(played):
     check_rows(state.experience, other, scripts)
 
 
-@pytest.mark.slow
 def test_each_of_several_ends_ends_a_turn_and_nothing_else_does():
     """With one more id that ends turns, an episode is the same up to the first of them."""
     other = 7

@@ -9,9 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_engine import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, replica_groups, weights_on
-from test_engine import COLLECTIVE as COLLECTIVE_LINE
-from test_slots import (
+
+from earl_jax.engine import decode_state
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.drafts import look_up
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
+from earl_jax.engine.sampling import sampling_rows
+from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, weights_on
+from tests.support.hlo import COLLECTIVE as COLLECTIVE_LINE
+from tests.support.hlo import replica_groups
+from tests.support.slots import (
     CHUNK,
     END,
     MODEL,
@@ -30,14 +39,6 @@ from test_slots import (
     params,
     play_on_one_device,
 )
-
-from earl_jax.engine import decode_state
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.drafts import look_up
-from earl_jax.engine.engine import Engine
-from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
-from earl_jax.engine.sampling import sampling_rows
-from earl_jax.sharding.layout import MeshShape, make_layout
 
 GUESSING = RULES._replace(ngram=1, draft=3)
 # Long turns, because what was said is guessed again. Some guesses reach beyond the shorter ones.
@@ -76,7 +77,7 @@ def plain():
     return talk(play_on_one_device(), empty())[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("rules0")
 @pytest.mark.parametrize("rules", [GUESSING, RULES._replace(ngram=2, draft=5, burst=2)])
 def test_the_tokens_are_those_without_guesses_in_fewer_passes(plain, rules):
     play = Counter(play_on_one_device(rules))
@@ -96,7 +97,7 @@ def test_the_conversation_is_worth_comparing(plain):
     assert {len(turn) for turn in turns} >= {4, 9, 14}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("changes0")
 @pytest.mark.parametrize(
     "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
 )
@@ -256,7 +257,7 @@ def unsharded():
     return heard
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=4,tensor=2")
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
     state, heard, scripts, play = talk_on(shape, drafts=True)

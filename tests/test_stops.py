@@ -5,20 +5,19 @@
 import dataclasses
 
 import pytest
-import test_samples
-from test_collect import Talker
 
 from earl_jax.config_file import make_config
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.rollout.config import Stops
 from earl_jax.world import World
+from tests.support.environments import Talker
 from tests.support.episodes import (
     ROOM,
     assert_same_episodes,
     check_rows,
     collect,
     engine,
+    forgetful_renderer,
     renderer,
     tasks,
     tokenizer,
@@ -29,13 +28,6 @@ from tests.support.scores import furthest
 # The policy says digits and never ends a turn: a stop must.
 PLAIN, OWN = ("12", "34", "5", "0"), Stops(strings=("7", "80"), token_ids=())
 NUM_TASKS = 24
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
 
 
 def tell(pool, burst: int, stops: Stops, **changes):
@@ -93,7 +85,7 @@ def test_a_turn_ends_with_the_token_that_completes_a_stop_string(one_by_one):
     assert ended["win"] >= 10 and ended["turn_too_long"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("3-16")
 @pytest.mark.parametrize(("burst", "num_slots"), [(3, 16), (8, 8)])
 def test_what_is_sampled_behind_a_stop_leaves_no_trace(pool, one_by_one, burst, num_slots):
     """Host record and device rows are those of one token a round."""
@@ -155,7 +147,7 @@ def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool):
 @pytest.mark.parametrize("history", ["append", "fork"])
 def test_a_conversation_goes_on_behind_a_stop_as_the_template_writes_it(history):
     """Nothing forks for a stop alone: the stream is the template's text of what was sampled."""
-    chat = test_samples.renderer()
+    chat = forgetful_renderer()
     conversation = Conversation(chat, history)
     stream = list(conversation.open("go").ids)
     sampled = list(chat.reply("246 stop")[:-1])

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import Processes
 
 from earl_jax.config_file import make_config
 from earl_jax.loop import Position, rl_step
@@ -39,6 +38,7 @@ from tests.support.placements import (
     place,
     table_of,
 )
+from tests.support.processes import Processes
 
 TOKENS = 32
 ROLLOUT = {
@@ -107,7 +107,6 @@ def test_error_of_the_device_is_known_and_takes_what_was_donated():
     assert not is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
 
 
-@pytest.mark.slow
 def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypatch):
     """From the same state: what the failed program took with it comes from the backup."""
     notes = []
@@ -197,7 +196,7 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
         assert old.tobytes() == np.array(new).tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("another mesh")
 @pytest.mark.parametrize("meshes", [(D8, D4T2), (D8,)], ids=["another mesh", "fewer slots"])
 def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, meshes):
     """The same episodes, token for token."""

@@ -12,7 +12,6 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
 from earl_jax.envs.environment import Start, StepResult
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import rl_step
 from earl_jax.placement.programs import play_key
 from earl_jax.rollout.config import Limits
@@ -33,13 +32,6 @@ ROLLOUT = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
-
-
 class Story:
     """Most episodes end with their first reply, every fifth goes on for three to seven."""
 
@@ -56,7 +48,7 @@ class Story:
         return StepResult(text="on.", reward=0.0, done=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("1.0")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
     """Greedy and sampled, in the middle of their turns, there and back."""

@@ -9,11 +9,17 @@ import pytest
 
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling
-from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import learnable
 from earl_jax.telemetry.metrics import sampling_kl
 from earl_jax.world import World
-from tests.support.episodes import assert_same_episodes, check_rows, collect, engine, tasks
+from tests.support.episodes import (
+    RATIO_RUN,
+    assert_same_episodes,
+    check_rows,
+    collect,
+    engine,
+    tasks,
+)
 from tests.support.placements import one_step
 
 WAYS = (
@@ -24,14 +30,6 @@ WAYS = (
 )
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = EnvironmentPool(2, timeout_s=60.0)
-    yield pool
-    pool.close()
-
-
-@pytest.mark.slow
 def test_each_episode_is_drawn_as_its_task_says(pool):
     """Four ways beside each other, and none: each as in a rollout that draws all that way."""
     player = engine(model_logprobs=True)
@@ -97,23 +95,10 @@ def test_an_episodes_tokens_are_those_of_its_seed(pool):
     assert len({trajectory.turns[1].token_ids for trajectory in plain}) > 3
 
 
-GIVEN = {
-    "model": {"width": 32, "ffn_size": 64},
-    "rollout": {
-        "num_slots": 8,
-        "episodes_per_step": 16,
-        "temperature": 1.5,
-        "top_k": 3,
-    },
-    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
-    "train": {"ratio": "model", "epochs": 2},
-}
-
-
 @pytest.mark.slow
 def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_cut_off():
     """Under tempering and a cut that take a nat off: the trainer sees none of it."""
-    record = one_step(World(make_config(GIVEN)))
+    record = one_step(World(make_config(RATIO_RUN)))
     gap = sampling_kl(record.trajectories)
     assert gap is not None and gap > 0.5
     first, second = record.updates
@@ -122,8 +107,8 @@ def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_c
 
 
 def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():
-    plain = dict(GIVEN, rollout={**GIVEN["rollout"], "top_k": 0}, train={})
-    for given, message in ((GIVEN, ""), (plain, "config.train.ratio = 'model'")):
+    plain = dict(RATIO_RUN, rollout={**RATIO_RUN["rollout"], "top_k": 0}, train={})
+    for given, message in ((RATIO_RUN, ""), (plain, "config.train.ratio = 'model'")):
         world = World(make_config(given))
         asked = [dataclasses.replace(task, sampling=WAYS[2]) for task in world.training_tasks(0)]
         if message:

@@ -97,26 +97,6 @@ def test_a_value_kept_on_the_host_counts_once():
     assert (counter.num_bytes, counter.num_reads) == (128, 1)
 
 
-def test_counters_nest_and_stop_when_they_close():
-    with HostByteCounter() as outer:
-        make_sharded().tolist()
-        with HostByteCounter() as inner:
-            make_sharded().tolist()
-        make_sharded().tolist()
-    make_sharded().tolist()
-    assert (outer.num_bytes, inner.num_bytes) == (384, 128)
-    assert host_bytes._open_counters == ()
-
-
-def test_a_counter_closes_when_its_block_fails():
-    with pytest.raises(RuntimeError, match="deleted"), HostByteCounter() as counter:
-        array = make_sharded()
-        array.delete()
-        array.tolist()
-    assert counter.num_bytes == 0
-    assert host_bytes._open_counters == ()
-
-
 def test_threads_count_for_themselves_and_for_who_watches_all():
     num_threads, num_reads = 4, 50
     counts = []

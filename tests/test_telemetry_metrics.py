@@ -13,7 +13,6 @@ from earl_jax.telemetry.metrics import (
     MetricsLog,
     read_metrics,
     sampling_kl,
-    to_plain,
     truncate_after,
 )
 from earl_jax.trajectory import Trajectory, Turn
@@ -100,11 +99,6 @@ def test_what_is_not_finite_is_valid_json_and_comes_back_as_a_float(tmp_path):
     assert math.isnan(row["a"]) and row["b"]["c"] == math.inf and row["d"] == -math.inf
 
 
-def test_a_value_without_json_form_is_named():
-    with pytest.raises(TypeError, match=r"metrics\.stage_s\.train is a object"):
-        to_plain({"stage_s": {"train": object()}})
-
-
 def test_a_line_needs_a_step(tmp_path):
     with MetricsLog(tmp_path / "metrics.jsonl") as log, pytest.raises(ValueError, match="'step'"):
         log.write({"loss": 1.0})
@@ -146,11 +140,6 @@ def test_truncate_drops_a_cut_line_even_of_no_later_step(tmp_path):
     path.write_bytes(STEP_1 + STEP_2[:-1])
     truncate_after(path, 10)
     assert path.read_bytes() == STEP_1
-
-
-def test_truncate_of_a_run_without_a_line_yet_does_nothing(tmp_path):
-    truncate_after(tmp_path / "metrics.jsonl", 3)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_kill_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from earl_jax.telemetry.progress import Progress, format_count, format_duration
+from earl_jax.telemetry.progress import Progress
 
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 
@@ -37,10 +37,6 @@ def test_plain_lines_are_few_with_the_first_and_the_last():
 def test_a_short_run_prints_every_step_and_a_slow_one_once_in_five_minutes():
     assert len(_run(num_steps=5, seconds_per_step=1.0)) == 5
     assert len(_run(num_steps=3000, seconds_per_step=300.0, stop=10)) == 10
-
-
-def test_a_run_that_stops_early_ends_with_its_last_step():
-    assert _run(num_steps=3000, seconds_per_step=1.0, stop=7)[-1].startswith("step    7/3000")
 
 
 def test_a_plain_line_says_what_matters():
@@ -118,24 +114,3 @@ def test_an_exception_gives_the_terminal_back():
     assert text.rindex(SHOW_CURSOR) > text.index(HIDE_CURSOR)
     progress.close()
     assert console.file.getvalue() == text
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0.4, "0 s"),
-        (59.6, "1 min 00 s"),
-        (185, "3 min 05 s"),
-        (1930, "32 min"),
-        (7620, "2 h 07 min"),
-    ],
-)
-def test_durations_for_people(seconds, text):
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    "value, text", [(0, "0"), (950, "950"), (999.7, "1k"), (12345, "12.3k"), (1.2e6, "1.2M")]
-)
-def test_counts_for_people(value, text):
-    assert format_count(value) == text

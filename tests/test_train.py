@@ -270,7 +270,7 @@ def test_the_reference_batch_is_a_hard_one(reference):
     assert make_batch().segment_ids.min(axis=1).sum() < ROWS
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=8", "data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("shape", [ONE_DEVICE, *every_layout()], ids=str)
 def test_an_update_is_the_same_on_every_layout(shape, reference):
     grads, numbers = reference
@@ -280,7 +280,7 @@ def test_an_update_is_the_same_on_every_layout(shape, reference):
     assert_adams_first_update(got.params, grads)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("2-data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize(
     ("micro_batches", "shape"), [(4, ONE_DEVICE), (2, ALL_AXES), (4, ALL_AXES)], ids=str
 )
@@ -358,7 +358,7 @@ def corrected_batch(with_proximal: bool) -> TrajectoryBatch:
     return dataclasses.replace(batch, proximal=proximal)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-2-False")
 @pytest.mark.parametrize(
     ("shape", "micro_batches", "with_proximal"),
     [
@@ -383,7 +383,7 @@ def test_a_corrected_update_is_the_same_on_every_layout(shape, micro_batches, wi
     assert got.metrics.importance_mean != pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2-4")
 @pytest.mark.parametrize(
     ("shape", "micro_batches"), [(ONE_DEVICE, 1), (ALL_AXES, 1), (ALL_AXES, 4)], ids=str
 )

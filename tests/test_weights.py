@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-# The count below every door of Python, of the test that any array gets anywhere.
-from test_sharding_reshard import count_host_bytes
-
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import (
@@ -25,6 +22,9 @@ from earl_jax.models.parameters import (
 from earl_jax.selector.candidates import rollout_candidates, train_candidates
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
+
+# The count below every door of Python, of the test that any array gets anywhere.
+from tests.support.shardings import count_host_bytes
 
 VOCAB = 16
 # Eight key/value heads, so that every mesh of eight devices is allowed.
@@ -118,12 +118,6 @@ def test_every_training_layout_publishes_to_every_rollout_layout(source, target)
     check_publish(make_layout(source), make_layout(target), jnp.float32, some(SPECS))
 
 
-def test_the_pairs_above_are_all_of_them():
-    # Three factors of two over data, fsdp, tensor: 10 ways; over data and tensor: 4.
-    assert len(train_candidates(8, (), can_cut)) == 10
-    assert len(rollout_candidates(8, (), can_cut)) == 4
-
-
 def half(text: str, ids: range) -> Layout:
     return make_layout(MeshShape.parse(text), [jax.devices()[n] for n in ids])
 
@@ -183,25 +177,3 @@ def test_every_weight_goes_once_to_each_device_of_another_set():
     source, target = half("data=1,fsdp=4", range(4)), half("data=4", range(4, 8))
     published = publish(on(source, SOME), *engine_side(SOME, target, jnp.bfloat16))
     assert published.moved_bytes == 4 * num_parameters(SOME) * 2
-
-
-def test_the_counters_catch_the_plain_way():
-    """The same weights by device_put: whatever is not where it should be is read."""
-    source, target = make_layout(MeshShape(fsdp=8)), make_layout(MeshShape(data=8))
-    params = on(source, SPECS)
-    with HostByteCounter() as counter, count_host_bytes() as reads:
-        jax.block_until_ready(jax.device_put(params, parameter_shardings(SPECS, target)))
-    assert counter.num_bytes == sum(reads) == num_parameters(SPECS) * 4
-
-
-def test_the_check_fails_for_a_publish_by_device_put(monkeypatch):
-    monkeypatch.setattr(
-        "earl_jax.dispatch.weights.reshard",
-        lambda tree, shardings, **_: jax.device_put(tree, shardings),
-    )
-    source, target = half("data=1,fsdp=4", range(4)), half("data=2,tensor=2", range(4, 8))
-    # jax 0.10.2 lets the read pass, and the counters see it; 0.12's transfer guard refuses it.
-    seen = (AssertionError, jax.errors.JaxRuntimeError)
-    words = f"assert .{num_parameters(SOME) * 2},|Disallowed device-to-host"
-    with pytest.raises(seen, match=words):
-        check_publish(source, target, jnp.bfloat16, SOME)

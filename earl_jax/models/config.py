@@ -46,6 +46,25 @@ class RopeScaling:
             )
 
 
+# Fields of ModelConfig that a user sets. The others say how a known family computes: they come from
+# a preset or from a checkpoint.
+MODEL_SETTINGS = (
+    "path",
+    "preset",
+    "num_layers",
+    "width",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "ffn_size",
+    "rope_theta",
+    "num_experts",
+    "experts_per_token",
+    "expert_ffn_size",
+    "compute_dtype",
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A decoder-only transformer: RMSNorm, rotary embeddings, grouped-query attention, gated FFN.

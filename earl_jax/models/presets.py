@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.models.config import MODEL_SETTINGS, ModelConfig, RopeScaling
 
 
 def _config(
@@ -139,8 +139,19 @@ def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
     {"preset": "qwen2.5-7b", "num_layers": 2} -> all settings of that model, but two layers.
 
     Raises:
-        ValueError: no such preset, or one beside a checkpoint.
+        ValueError: no such preset, one beside a checkpoint, or a field that is no setting.
     """
+    fixed = [
+        field.name
+        for field in dataclasses.fields(ModelConfig)
+        if field.name in given and field.name not in MODEL_SETTINGS
+    ]
+    if fixed:
+        raise ValueError(
+            f"config.model.{fixed[0]} is no setting: it says how a family of models computes. Name "
+            "a preset of that family in config.model.preset, or a checkpoint in config.model.path; "
+            f"of a preset you may set {', '.join(MODEL_SETTINGS[2:])}"
+        )
     name = given.get("preset", "")
     if not isinstance(name, str) or not name:
         return dict(given)
@@ -149,8 +160,4 @@ def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
             f"config.model.preset is {name!r} and config.model.path is {given['path']!r}; each "
             "says what the model is: remove one of the two"
         )
-    filled = dataclasses.asdict(preset_named(name))
-    scaling = given.get("rope_scaling", {})
-    if isinstance(scaling, Mapping):
-        scaling = {**filled["rope_scaling"], **scaling}
-    return {**filled, **given, "rope_scaling": scaling}
+    return dataclasses.asdict(preset_named(name)) | dict(given)

@@ -68,6 +68,18 @@ class SwitchLog:
     bytes_per_device: int = 0
     expected_s: float | None = None
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics."""
+        newest = {choice.stage: choice for choice in self.choices}
+        return {
+            "switched": [choice.stage for choice in self.choices if choice.switched],
+            "switch_s": self.switch_s,
+            "decision": "; ".join(f"{stage} {c.reason}" for stage, c in newest.items()),
+            "expected_step_s": self.expected_s,
+            "out_of_memory": self.failures or None,
+            "peak_bytes_per_device": self.bytes_per_device,
+        }
+
 
 class Placement:
     """The plans in use. Host-side state only; what a resumed run needs of it is in `as_dict`."""

@@ -3,6 +3,7 @@
 """Counts and speeds of a rollout."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +70,28 @@ class RolloutStats:
         """Tokens that a slot generated a forward pass; None without speculation."""
         passes = self.drafting_passes
         return (passes + self.accepted_tokens) / passes if passes else None
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics; None where a count that is rare is 0."""
+        often = ("rollout_tokens", "prefill_tokens", "shared_tokens", "decode_rows", "idle_rows")
+        rare = (
+            "copied_tokens",
+            "recomputed_tokens",
+            "preempted_episodes",
+            "borrowed_slots",
+            "preempted_host_bytes",
+            "preemption",
+            "discarded_tokens",
+            "drafted_tokens",
+        )
+        return {
+            **{name: getattr(self, name) for name in often},
+            **{name: getattr(self, name) or None for name in rare},
+            "draft_acceptance": self.draft_acceptance,
+            "tokens_per_pass": self.tokens_per_pass,
+            "tokens_in_flight_max": self.tokens_in_flight_max,
+            "env_wait_s": self.env_wait_s,
+        }
 
     def count_round(self, outputs: RoundOutputs, seconds: float) -> None:
         """Adds a round's tokens and seconds, if it is a full one."""

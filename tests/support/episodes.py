@@ -19,7 +19,7 @@ from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import EnvConfig
 from earl_jax.envs.repertoire import game_corpus, make_environment
-from earl_jax.envs.tokenizer import ASSISTANT, build_tokenizer
+from earl_jax.envs.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import Collector
@@ -270,3 +270,31 @@ def assert_same_episodes(ours, theirs) -> None:
         for turn, same in zip(one.turns, other.turns, strict=True):
             np.testing.assert_allclose(turn.logprobs, same.logprobs, atol=1e-5)
             np.testing.assert_allclose(turn.model_logprobs, same.model_logprobs, atol=1e-5)
+
+
+# Sections of a run whose ratio is against the model, as its cut sampling needs.
+RATIO_RUN = {
+    "model": {"width": 32, "ffn_size": 64},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "temperature": 1.5,
+        "top_k": 3,
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+    "train": {"ratio": "model", "epochs": 2},
+}
+
+
+FORGOTTEN = "1357"
+
+
+@functools.cache
+def forgetful_renderer() -> ChatRenderer:
+    tokenizer = build_tokenizer(game_corpus(EnvConfig(), 60, seed=0), 320)
+    forget = "".join(f" | replace('{digit}', '')" for digit in FORGOTTEN)
+    tokenizer.chat_template = CHAT_TEMPLATE.replace(
+        "<|assistant|>{% generation %}{{ message['content']",
+        f"<|assistant|>{{% generation %}}{{{{ message['content']{forget}",
+    )
+    return ChatRenderer(tokenizer)

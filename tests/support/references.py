@@ -11,8 +11,10 @@ import numpy as np
 
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters, open_checkpoint
 from earl_jax.sharding.layout import MeshShape, make_layout
+from tests.support import ROOT
 
-REFERENCE = Path(__file__).parent / "reference"
+REFERENCE = ROOT / "tests/reference"
+CHECKPOINT = REFERENCE / "qwen2_tied"
 NAMES = sorted(path.name for path in REFERENCE.iterdir() if (path / "config.json").is_file())
 # One of each kind of layers.
 KINDS = ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma3"]

@@ -6,6 +6,7 @@ The client uses JetStream's own messages and nothing of ours.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -22,17 +23,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
-from test_families import REFERENCE
 
+from earl_jax.config import CheckpointConfig
+from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
 from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.train.checkpoint import Checkpoints, open_workdir
+from earl_jax.world import World
+from tests.support import ROOT
+from tests.support.references import REFERENCE
 
-ROOT = Path(__file__).parent.parent
 MODEL = REFERENCE / "qwen2_tied"
 CONTEXT, VOCAB = 128, 320
 # What the parrot says behind "<", in a vocabulary in which most of these are several tokens.
@@ -225,3 +231,41 @@ def save_parrot(
 def saying() -> list[int]:
     """What the parrot answers to "<"."""
     return load_tokenizer(MODEL).encode(SAYING)[1:]
+
+
+def save_run(folder: Path, rank: int):
+    """A run as training leaves it: config, tokenizer, a checkpoint of random weights.
+
+    With a `rank`, these are adapters. Returns its world and what the decoder computes with.
+    """
+    config = make_config(
+        {
+            "model": {"width": 32, "ffn_size": 64},
+            "devices": {"num_cpu_devices": 4},
+            "rollout": {"num_slots": 8, "episodes_per_step": 16},
+            "train": {"learning_rate": 0.001, "lora": {"rank": rank} if rank else {}},
+        }
+    )
+    open_workdir(folder, config.as_dict())
+    world = World(config, folder / "tokenizer")
+    state = world.init_train_state(MeshShape())
+    rng = np.random.default_rng(0)
+    noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
+    state = dataclasses.replace(state, params=noisy)
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    placement = {
+        "rollout": ["data=4", 16, 8, False],
+        "train": ["data=4", 1, False],
+        "max_tokens": 32,
+        "calm_steps": 0,
+        "cache_tokens": 512,
+        "most_tokens": 32,
+        "most_length": 32,
+    }
+    table = {"entries": {}, "failures": []}
+    position = {"placement": placement, "history": [], "throughput": table}
+    if state.base is not None:
+        position["base_fingerprint"] = int(fingerprint(state.base))
+    checkpoints.save(7, state, position)
+    checkpoints.close()
+    return world, world.policy(state)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes of `jax.distributed` on this machine, started by tests.
 
-A test names a function `module:function` of tests/; each process calls it with the devices of all
-there, and what it returns comes back as JSON.
+A test names a function as `module:function`, where a test module is found by its name alone. Each
+process calls the function, with the devices of all processes there, and returns its result as JSON.
 """
 
 import importlib
@@ -14,10 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent
+from tests.support import ROOT
+
 RESULT = "result: "
 
 
@@ -37,13 +37,13 @@ class Processes:
         self.errors: list[str] = []
         self.all = [
             subprocess.Popen(
-                [sys.executable, __file__, address, str(num), str(n), str(devices), function]
+                [sys.executable, "-m", __name__, address, str(num), str(n), str(devices), function]
                 + [json.dumps(argument) for argument in arguments],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                cwd=TESTS,
-                env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+                cwd=ROOT / "tests",
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
             )
             for n in range(num)
         ]

@@ -1,0 +1,30 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of a run's meshes over its groups of devices."""
+
+import functools
+
+from earl_jax.launch.cluster import Processes
+from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
+
+
+class Layouts:
+    """Makes the layout of a mesh shape for each use, once: whoever asks again gets the same."""
+
+    def __init__(self, cluster: Processes) -> None:
+        self._cluster = cluster
+        self.engine = functools.cache(self._engine)
+        self.rollout = functools.cache(self._rollout)
+        self.train = functools.cache(self._train)
+
+    def _engine(self, shape: MeshShape) -> Layout:
+        """Returns this process's part of the rollout's layout: where its engine is."""
+        return make_layout(self._cluster.own_mesh(shape), self._cluster.own_devices)
+
+    def _rollout(self, shape: MeshShape) -> Layout:
+        """Returns the rollout's layout over all devices that play, of all processes."""
+        return make_layout(shape, self._cluster.rollout_devices)
+
+    def _train(self, shape: MeshShape) -> Layout:
+        """Returns the trainer's layout over all devices that train."""
+        return make_layout(shape, self._cluster.train_devices, row_axes=TRAINING_ROWS)

@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Recorder: writes a run down as it goes, in its workdir and on the screen.
+
+It knows lines of metrics, episodes and a report, and nothing of where they come from.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from earl_jax.telemetry.episodes import (
+    read_trajectories,
+    truncate_trajectories_after,
+    write_trajectories,
+)
+from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.report import write_report
+from earl_jax.trajectory import Trajectory
+
+REPORT_EPISODES = 12
+
+
+class Recorder:
+    """Writes metrics.jsonl, trajectories/ and report.html of a workdir, and shows progress.
+
+    `writes` is False in all processes but the first: these show and write nothing. As a context
+    manager it closes its files.
+    """
+
+    def __init__(
+        self, workdir: Path, progress: Progress, *, writes: bool = True, tensorboard: bool = False
+    ) -> None:
+        self._workdir, self._progress, self._writes = workdir, progress, writes
+        self._tensorboard = workdir / "tensorboard" if tensorboard else None
+        self._metrics: MetricsLog | None = None
+        self._start_s = time.perf_counter()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes a line of metrics.jsonl, and shows it; `time_s` is since the start of this run."""
+        line = {"step": line["step"], "time_s": time.perf_counter() - self._start_s} | dict(line)
+        if self._writes:
+            if self._metrics is None:
+                self._metrics = MetricsLog(self._workdir / "metrics.jsonl", self._tensorboard)
+            self._metrics.write(line)
+        self._progress.update(line)
+
+    def note(self, text: str) -> None:
+        """Shows an event, such as a change of the mesh with its reason."""
+        self._progress.note(text)
+
+    def write_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
+        """Writes the episodes of a step, one a line."""
+        if self._writes:
+            write_trajectories(self._workdir / "trajectories", step, episodes)
+
+    def write_report(self, title: str, config: Mapping[str, Any], notes: Sequence[str]) -> None:
+        """Writes report.html anew from what is in the workdir."""
+        if not self._writes:
+            return
+        steps = sorted((self._workdir / "trajectories").glob("step_*.jsonl"))
+        write_report(
+            self._workdir / "report.html",
+            title=title,
+            config=config,
+            metrics=read_metrics(self._workdir / "metrics.jsonl"),
+            episodes=read_trajectories(steps[-1])[:REPORT_EPISODES] if steps else [],
+            notes=notes,
+        )
+
+    def drop_after(self, step: int) -> None:
+        """Drops metrics and episodes of later steps, which a resumed run takes again."""
+        if self._writes:
+            truncate_after(self._workdir / "metrics.jsonl", step)
+            truncate_trajectories_after(self._workdir / "trajectories", step)
+
+    def last_evaluation(self) -> dict[str, Any]:
+        """Returns the newest evaluation in metrics.jsonl; empty where there is none."""
+        path = self._workdir / "metrics.jsonl"
+        rows = read_metrics(path) if self._writes and path.exists() else []
+        return next((row["eval"] for row in reversed(rows) if "eval" in row), {})
+
+    def close(self) -> None:
+        """Closes the files; a later line opens them again."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,60 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of a few lines, and the environment of a task among them."""
+
+import time
+
+from earl_jax.envs.environment import Start, StepResult
+from tests.support.episodes import tictactoe
+
+
+class Talker:
+    """An honest environment: three replies, a quarter of a point for each."""
+
+    def __init__(self, seed: int):
+        self.seed, self.replies = seed, 0
+
+    def start(self):
+        return Start(text=f"{self.seed}.", role="x")
+
+    def step(self, reply: str):
+        self.replies += 1
+        if self.replies == 3:
+            return StepResult(text="", reward=0.25, done=True, stop_reason="win", detail=reply)
+        return StepResult(text=f"{self.seed + self.replies}.", reward=0.25, done=False)
+
+
+class Watched:
+    """A game of Tic-Tac-Toe that does something before each of its steps, and after its last."""
+
+    def __init__(self, task, before, over=lambda: None):
+        self.game, self.before, self.over = tictactoe(task), before, over
+
+    def start(self) -> Start:
+        return self.game.start()
+
+    def step(self, reply: str) -> StepResult:
+        self.before()
+        result = self.game.step(reply)
+        if result.done:
+            self.over()
+        return result
+
+
+class Lecture(Talker):
+    """Begins with more than three chunks of words; some answers take their time."""
+
+    def __init__(self, seed: int, delay_s: float):
+        super().__init__(seed)
+        self.delay_s = delay_s
+
+    def start(self):
+        return Start(text="0123456780123456780123456" + str(self.seed % 2), role="x")
+
+    def step(self, reply):
+        time.sleep(self.delay_s)
+        return super().step(reply)
+
+
+def lecture(task):
+    return Lecture(task.env_seed, 0.02 * (task.episode % 3 == 0))

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that several processes run to exchange arrays."""
+
+import os
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from earl_jax.sharding.reshard import absent_array, reshard
+from earl_jax.sharding.waiting import PeerLost, wait_for
+from tests.support.shardings import PAIRS, make_shardings, make_values
+
+P = PartitionSpec
+# Pairs of different shardings: over two processes these have four devices each, over four two.
+BETWEEN_PROCESSES = [pair for pair in PAIRS if pair[0] != pair[1]]
+
+
+def part_of(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """The global array, of which this process puts its own part."""
+    if not sharding.addressable_devices:
+        return absent_array(value.shape, value.dtype, sharding)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def odd_things() -> bool:
+    """Scalars, arrays without elements, casts, sizes that do not divide, keys."""
+    source, target = make_shardings("8x1x1")["mask"], make_shardings("second half")["mask"]
+    whole, there = (NamedSharding(side.mesh, P()) for side in (source, target))
+    tree = {
+        "step": part_of(np.int32(7), whole),
+        "empty": part_of(np.zeros((0, 8), np.float32), source),
+        "narrowed": part_of(np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8), source),
+        "widened": part_of(np.arange(64, dtype=np.int8).reshape(8, 8), source),
+    }
+    dtypes = {"step": "int32", "empty": "float32", "narrowed": "bfloat16", "widened": "int32"}
+    moved = reshard(tree, {**dict.fromkeys(tree, target), "step": there}, dtypes=dtypes)
+    assert {leaf: str(array.dtype) for leaf, array in moved.items()} == dtypes
+    for shard in moved["step"].addressable_shards:
+        assert int(shard.data) == 7
+    for shard in moved["narrowed"].addressable_shards:
+        expected = jnp.linspace(0, 1, 64).reshape(8, 8)[shard.index].astype(jnp.bfloat16)
+        assert (np.asarray(shard.data) == np.asarray(expected)).all()
+    for shard in moved["widened"].addressable_shards:
+        assert (np.asarray(shard.data) == np.arange(64).reshape(8, 8)[shard.index]).all()
+    for shard in moved["empty"].addressable_shards:
+        assert shard.data.shape == target.shard_shape((0, 8))
+    with pytest.raises(ValueError, match="axis 0 has 6 elements"):
+        reshard(part_of(np.zeros((6, 8)), there), NamedSharding(source.mesh, P("x")))
+    if there.addressable_devices:
+        with pytest.raises(ValueError, match="has devices of this process"):
+            absent_array((4,), np.float32, there)
+    return keys_arrive()
+
+
+def keys_arrive() -> bool:
+    """Eight random keys go from the first four devices to the last."""
+    source, target = (
+        NamedSharding(make_shardings(name)["mask"].mesh, P("x"))
+        for name in ("first half", "second half")
+    )
+    keys = jax.random.split(jax.random.key(3), 8)
+    expected = np.asarray(jax.random.key_data(keys))
+    if source.addressable_devices:
+        tree = jax.random.wrap_key_data(part_of(expected, source))
+    else:
+        tree = absent_array(keys.shape, keys.dtype, source)
+    moved = reshard(tree, target)
+    assert (moved.shape, moved.dtype) == (keys.shape, keys.dtype)
+    for shard in moved.addressable_shards:
+        np.testing.assert_array_equal(jax.random.key_data(shard.data), expected[shard.index])
+    return True
+
+
+def lose_one(how: str, timeout_s: float) -> None:
+    """The last process ends, or stops, while arrays go round and round."""
+    before, after = (make_shardings(name) for name in ("8x1x1", "1x8x1"))
+    values = make_values()
+    tree = {leaf: part_of(values[leaf], before[leaf]) for leaf in ("logprobs", "codes")}
+    there, back = ({leaf: side[leaf] for leaf in tree} for side in (after, before))
+    for turn in range(10**9):
+        if turn == 20 and jax.process_index() == jax.process_count() - 1:
+            os.kill(os.getpid(), getattr(signal, how))
+        try:
+            tree = reshard(reshard(tree, there), back)
+            wait_for(tree, what="dispatch", timeout_s=timeout_s)
+        except PeerLost as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(1)

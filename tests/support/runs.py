@@ -1,0 +1,93 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of `python -m earl_jax.main` in processes of their own, and their results."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.support import ROOT
+
+# Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
+# By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
+TABLE = ROOT / "tests/support/data_8_is_fastest.json"
+TINY = {
+    "num_steps": 10,
+    "model.width": 32,
+    "model.ffn_size": 64,
+    "rollout.num_slots": 16,
+    "rollout.episodes_per_step": 32,
+    "selector.table": str(TABLE),
+    "train.sft_steps": 6,
+    "train.sft_updates": 2,
+    "checkpoint.every_steps": 2,
+    "eval.every_steps": 4,
+    "eval.games": 32,
+    "eval.final_games": 32,
+    "log.trajectories_every_steps": 3,
+    "log.report_every_steps": 5,
+}
+
+
+# The parts of a line of metrics that are times.
+TIMES = {
+    "time_s",
+    "stage_s",
+    "switch_s",
+    "compile_s",
+    "compile_waited_s",
+    "env_wait_s",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+}
+
+
+def command(module: str, *arguments: str, **overrides) -> list[str]:
+    flags = [f"--config.{key}={value}" for key, value in overrides.items()]
+    return [sys.executable, "-m", f"earl_jax.{module}", *arguments, *flags]
+
+
+def environment(cache: Path, *, as_a_user: bool = False) -> dict[str, str]:
+    """Of a process that compiles quickly, like the tests (conftest), or well, as a user's does."""
+    removed = ("JAX_", "XLA_", "PJRT_") if as_a_user else ("JAX_",)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(removed)}
+    return kept | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+
+
+def run(cache: Path, *line: str, as_a_user: bool = False) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        line,
+        cwd=ROOT,
+        env=environment(cache, as_a_user=as_a_user),
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def tiny(workdir: Path, **overrides) -> list[str]:
+    return command("main", f"--workdir={workdir}", **(TINY | overrides))
+
+
+def timeless(line: dict) -> dict:
+    """A line of metrics without what may differ between two runs of the same thing."""
+    return {key: value for key, value in line.items() if key not in TIMES}
+
+
+def final_state(workdir: Path, step: int) -> dict:
+    """The arrays of the checkpoint, read by orbax in this process."""
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    return restored["state"]
+
+
+def final_parameters(workdir: Path, step: int) -> list[np.ndarray]:
+    """Every array of the checkpoint."""
+    import jax
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(final_state(workdir, step))]
