@@ -21,8 +21,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "num_steps": 400,
-            # Eight virtual devices on 2 cores cost nothing against one (benchmarks/devices.md),
-            # and every sharding is real.
+            # Eight virtual devices on 2 cores cost nothing against one, and every sharding is real.
             "devices": {"platform": "cpu", "num_cpu_devices": 8},
             # Worse than a loss: a policy that is to lose must not prefer to break the rules.
             "env": {"game": "tic_tac_toe", "illegal_reward": -2.0},

@@ -363,8 +363,8 @@ def test_every_mesh_plays_the_dequantised_policy(shape):
     ("compute", "weights", "mean", "largest"),
     [
         # Twice what was seen on this model, whose distributions have two bits: 6e-7 and 3e-6,
-        # 1.4e-2 and 7.9e-2, 2.5e-2 and 0.13, 2.5e-2 and 0.15. benchmarks/precision.md has a
-        # trained one. Not below a tenth of that either: else nothing was rounded.
+        # 1.4e-2 and 7.9e-2, 2.5e-2 and 0.13, 2.5e-2 and 0.15. Not below a tenth of
+        # that either: else nothing was rounded.
         ("float32", "compute", 1.2e-6, 7e-6),
         ("bfloat16", "compute", 3e-2, 0.16),
         ("float32", "int8", 5e-2, 0.26),

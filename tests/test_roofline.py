@@ -241,7 +241,7 @@ BEYOND = {
 
 
 def off_by(point):
-    ratio = point.after / point.published
+    ratio = point.computed / point.published
     return max(ratio, 1 / ratio)
 
 
@@ -253,9 +253,6 @@ def test_published_speeds_are_within_the_stated_error(point):
         assert off_by(point) == pytest.approx(BEYOND[point.name], abs=0.01)
     else:
         assert off_by(point) <= MODEL_ERROR
-    # Nothing became worse by more than a twentieth.
-    before = point.before / point.published
-    assert off_by(point) <= 1.05 * max(before, 1 / before)
 
 
 def test_the_stated_error_is_no_wider_than_what_it_rests_on():
@@ -299,7 +296,7 @@ def test_on_cores_that_are_shared_a_cut_over_heads_gains_nothing():
 
 
 def test_meshes_of_the_default_run_have_the_order_that_was_measured():
-    """benchmarks/regret.md: data=8 against tensor=2 in rollouts, and against fsdp=8 in updates."""
+    """benchmarks/speeds.md: data=8 against tensor=2 in rollouts, and against fsdp=8 in updates."""
     problem = speeds.cpu_problem()
     for measured, speed in (
         (speeds.MEASURED_ROLLOUTS, speeds.rollout_speed),

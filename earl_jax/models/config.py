@@ -58,6 +58,7 @@ MODEL_SETTINGS = (
     "head_size",
     "ffn_size",
     "rope_theta",
+    "windows",
     "num_experts",
     "experts_per_token",
     "expert_ffn_size",

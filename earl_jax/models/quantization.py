@@ -8,7 +8,7 @@ behind the contraction: activations are not rounded, and no matrix is kept in an
 error of a weight is at most half a step of its channel, which is 1/254 of the largest there.
 
 Made by `weights.publish` from what the trainer has, at every step anew. Norms, biases, routers and
-embeddings, the head among them, stay in the compute type: see benchmarks/precision.md.
+embeddings, the head among them, stay in the compute type.
 """
 
 import dataclasses

@@ -65,7 +65,7 @@ IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
 
 # This project's programs on chips. Whole rows have fused kernels (splash; tokamax where it is
 # installed), taken to be as good as cuDNN's: not measured. The ring is folded (ring.py) and
-# blockwise (benchmarks/context.md). Attention over pages gathers a block of 1,024 places of all
+# blockwise. Attention over pages gathers a block of 1,024 places of all
 # rows at a time (paged_attention.py): for Qwen2.5 7B on an H100, 128 rows of 4K, the
 # compiled program moves 3.25 bytes for each byte of the cache, the model here 3.2. Of TPUs no
 # program was counted; they are taken to do the same. Change this line, and no other, where a fused
