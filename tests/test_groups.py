@@ -50,7 +50,7 @@ def play(pool, todo, make, *, num_slots=NUM_SLOTS, **changes):
     player = engine(num_slots, MeshShape())
     rollout = collect(
         pool, todo, make, num_slots=num_slots, player=player, num_devices=1,
-        **{"share_prefixes": True, "places": 48, **changes},
+        **{"share_prefixes": True, "max_tokens": 48, **changes},
     )  # fmt: skip
     check_rows(rollout, len(todo))
     assert {t.stop_reason for t in rollout.trajectories} == {"win"}
