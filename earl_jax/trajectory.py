@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+from flax import struct
 
 Author = Literal["environment", "policy"]
 
@@ -73,7 +74,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """How often the policy spoke."""
+        """The number of the policy's turns."""
         return sum(turn.author == "policy" for turn in self.turns)
 
     @property
@@ -83,7 +84,7 @@ class Trajectory:
 
     @property
     def sample_starts(self) -> tuple[int, ...]:
-        """Where each sample begins among the episode's tokens: 0, and at every fork."""
+        """The first token of each sample: 0, and the token at every fork."""
         starts, length = [0], 0
         for turn in self.turns:
             if turn.forks:
@@ -93,12 +94,12 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
 
     @property
     def outcome(self) -> "Outcome":
-        """What it came to, without its tokens."""
+        """The facts of the episode without its tokens."""
         versions = [version for turn in self.turns for version in turn.versions]
         return Outcome(
             episode=self.episode,
@@ -115,7 +116,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The small facts of a Trajectory, under the same names: what processes tell each other.
+    """The small facts of a Trajectory, under the same names, which processes exchange.
 
     `oldest_version` is that of the oldest policy that sampled a token; None where none was sampled.
     """
@@ -136,10 +137,9 @@ class Outcome:
         return float(sum(self.turn_rewards))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class Experience:
-    """What the engine wrote down on the device, one episode a row: N rows of S places.
+    """Tokens and log-probs as the engine recorded them on the device: N rows of S tokens.
 
     `tokens` i32[N,S]; `turn_ids` i32[N,S], 0 where the environment wrote (or nothing is), t where
     the policy wrote in its t-th turn; `logprobs` f32[N,S] under the distribution that a token was
@@ -155,8 +155,7 @@ class Experience:
     model_logprobs: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class TrajectoryBatch:
     """Episodes as the trainer reads them, one a row: N rows of T tokens, on the training layout.
 

@@ -13,8 +13,8 @@ import pytest
 
 from earl_jax.config_file import make_config
 from earl_jax.dispatch.weights import publish
+from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
-from earl_jax.models.checkpoints.folding import fold, part_length, unfold
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs

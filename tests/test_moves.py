@@ -154,7 +154,7 @@ def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(wo
 # Rollouts.
 
 
-@pytest.mark.slow_except("1.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episodes(
     world, temperature

@@ -358,7 +358,7 @@ def test_every_mesh_plays_the_dequantised_policy(shape):
     np.testing.assert_allclose(engines, ours, atol=1e-5)
 
 
-@pytest.mark.slow_except("bfloat16-compute*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute", "weights", "mean", "largest"),
     [
@@ -415,7 +415,7 @@ def test_the_bytes_of_a_device_by_hand():
 INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")
 
 
-@pytest.mark.slow_except("data=2,tensor=4")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MeshShape(data=8), MeshShape(data=2, tensor=4)], ids=str)
 def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
     engine = engine_on(shape, INT8_CACHE)

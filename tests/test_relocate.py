@@ -91,7 +91,7 @@ def lecture(task):
     return Lecture(task.env_seed)
 
 
-@pytest.mark.slow_except("recompute-compute")
+@pytest.mark.slow
 @pytest.mark.parametrize(("preemption", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
 def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preemption, kv_dtype):
     """Over every pair of meshes; some are preempted, and prompts are taken over."""

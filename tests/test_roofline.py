@@ -19,7 +19,6 @@ from earl_jax.selector.roofline import (
     loop_syncs,
     round_s,
     train_parts,
-    train_s,
     weights_read,
 )
 from earl_jax.sharding.layout import MeshShape
@@ -200,7 +199,7 @@ def test_more_work_takes_longer(topology, mesh):
 
     def update(length, **changes):
         work = dataclasses.replace(WORK, **changes)
-        return train_s(hardware, sizes, work, mesh, length).total
+        return train_parts(hardware, sizes, work, mesh, length).total
 
     assert update(512) < update(1024) / 1.5
     assert update(512) < update(512, remat=True)
@@ -225,7 +224,7 @@ def test_no_kernel_is_better_than_the_ideal(topology):
     ideal = dataclasses.replace(hardware, kernels=IDEAL)
     sizes, mesh = sizes_of("qwen3-0.6b"), MeshShape(context=2, tensor=4)
     if hardware.platform != "cpu":
-        times = [train_s(each, sizes, WORK, mesh, 4096).total for each in (ideal, hardware)]
+        times = [train_parts(each, sizes, WORK, mesh, 4096).total for each in (ideal, hardware)]
         assert times[0] < times[1]
     times = [round_s(each, sizes, WORK, mesh, 2, 4096) for each in (ideal, hardware)]
     assert times[0] < times[1]

@@ -112,7 +112,7 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     assert steps[0]["context_tokens_max"] < before["context_tokens_max"] <= 24
     assert before["train_mesh"] != switch["train_mesh"]
     assert re.search(
-        r"train data=8 -> .* \(context \d+ needs .*/device on data=8", switch["decision"]
+        r"train: data=8 -> .* \(context \d+ needs .*/device, budget .*/s\)", switch["decision"]
     )
 
 

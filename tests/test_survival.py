@@ -146,7 +146,9 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
 
 
 @pytest.mark.slow
-def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(world, monkeypatch):
+def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stops(
+    world, monkeypatch
+):
     """One mesh, which has memory for 4 rows at a time: micro-batches of 4."""
     placement, tried = placed(world, train_meshes_named=(str(CUBE),)), []
 
@@ -182,9 +184,9 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
     expected = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     first, asked = placement.train, []
 
-    def short(tree, shardings, chunk_bytes):
+    def short(tree, shardings, chunk_bytes, attempt):
         asked.append(jax.tree.leaves(shardings)[0].mesh)
-        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes)
+        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes, attempt)
 
     monkeypatch.setattr(placement_module, "carry", short)
     moved = placement.move_state(state)

@@ -73,7 +73,7 @@ class _Compiler:
     trainers: list[Any]
 
     def __call__(self, table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
-        """Returns the table with the bytes of a plan's program, or as one that has no room."""
+        """Returns the table with the bytes of a plan's program, or with its failure."""
         start_s, is_rollout = time.perf_counter(), isinstance(plan, RolloutPlan)
         if isinstance(plan, RolloutPlan):
             lowered = self._round(plan, tokens)
@@ -125,7 +125,7 @@ class _Compiler:
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
         rollout = self.config.rollout.part(number)
         rollout = dataclasses.replace(rollout, num_slots=plan.num_slots // number)
-        # Which ids end a turn, and which replies are allowed, take no memory to speak of.
+        # End-of-turn ids and allowed replies take next to no memory.
         config = make_engine_config(
             rollout,
             self.model,

@@ -39,7 +39,7 @@ def compiled_bytes(
 ) -> int | None:
     """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
 
-    Of several processes those compile that run it, and `together` all hear the most of them.
+    Of several processes those compile that run it; with `together` all get the largest number.
     """
     processes, is_rollout = world.processes, isinstance(plan, RolloutPlan)
     own: int | None = 0
@@ -52,15 +52,15 @@ def compiled_bytes(
         own = unless_out_of_memory(compiled)
     if not together:
         return own
-    told = processes.gather(own, f"the bytes of {plan.words()}")
-    return None if None in told else max(told)
+    each = processes.gather(own, f"the bytes of {plan.words()}")
+    return None if None in each else max(each)
 
 
 def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
-    """Names the program of a round: who compiles it ahead and who uses it call it the same."""
+    """Returns the name of a round's program, for the run and the thread that compiles ahead."""
     return "play", mesh, num_slots, max_tokens
 
 
 def update_key(plan: TrainPlan, length: int) -> Hashable:
-    """Names the program of an update."""
+    """Returns the name of an update's program."""
     return "train", plan, length

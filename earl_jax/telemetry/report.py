@@ -229,7 +229,7 @@ def _stage_chart(steps: Sequence[Row]) -> dict[str, Any]:
 
 
 def _episode(episode: Row) -> dict[str, Any]:
-    """What the page shows of one episode; ids of one author in a row share one span."""
+    """Returns one episode for the page; consecutive ids of one author share one span."""
     authors = zip(episode.get("wrote") or (), episode.get("token_ids") or (), strict=False)
     shown = itertools.islice(authors, _MAX_TOKENS)
     runs = [

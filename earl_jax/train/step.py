@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
-from earl_jax.models.checkpoints.folding import fold, unfold
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows_routed, head_weights
 from earl_jax.models.logprobs import TokenScores, score_tokens

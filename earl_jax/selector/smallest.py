@@ -9,22 +9,21 @@ from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.topology import CHIPS, make_topology
 
-# No larger number of chips is tried.
+# The largest number of chips that is tried.
 MOST_DEVICES = 8192
 
 
 def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]]:
     """Returns how many chips of each kind would hold both stages; the problem's kind first.
 
-    Powers of two up to MOST_DEVICES, in full hosts of the kind where there are several, with a
-    process each. Any mesh that cuts the model evenly counts, in whatever way it is used.
+    Numbers are powers of two up to MOST_DEVICES, in full hosts of the kind where there are several,
+    with a process each. Meshes that the config names do not count.
     """
     own, found = problem.hardware, []
     kinds = {name: hardware_of(make_topology(chip.example)) for name, chip in CHIPS.items()}
     for kind in {own.chip: own, **kinds}.values():
         budget = problem.budget_bytes if kind.chip == own.chip else kind.usable_bytes
-        number = 1
-        while number <= MOST_DEVICES:
+        for number in (2**power for power in range(MOST_DEVICES.bit_length())):
             hardware = kind.with_devices(number)
             other = dataclasses.replace(
                 problem,
@@ -35,18 +34,10 @@ def smallest_hardware(problem: Problem, max_tokens: int) -> list[tuple[str, int]
                 num_rollout=0,
                 num_processes=1 if kind.platform == "cpu" else hardware.num_hosts,
             )
-            if holds(other, max_tokens):
+            if fits(other, max_tokens):
                 found.append((kind.chip, number))
                 break
-            number *= 2
     return found
-
-
-def enough_words(problem: Problem, max_tokens: int) -> str:
-    """Returns `smallest_hardware` as a sentence; "" for a run whose stages have devices apart."""
-    if problem.num_rollout:
-        return ""
-    return smallest_words(smallest_hardware(problem, max_tokens), max_tokens)
 
 
 def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
@@ -58,8 +49,11 @@ def smallest_words(found: list[tuple[str, int]], max_tokens: int) -> str:
     )
 
 
-def holds(problem: Problem, max_tokens: int) -> bool:
-    """Whether some mesh holds each stage with the least that it can do with."""
+def fits(problem: Problem, max_tokens: int) -> bool:
+    """Returns True if some mesh holds each stage with the least that it can do with.
+
+    As `Chooser.step` without speeds, whose computation for thousands of devices would take seconds.
+    """
     try:
         trainers = problem.train_meshes_for(max_tokens)
         players = problem.rollout_meshes_for(max_tokens)
@@ -73,13 +67,11 @@ def holds(problem: Problem, max_tokens: int) -> bool:
         plans = [TrainPlan(mesh, n, True) for n in {rows, problem.work.micro_batches} if n]
         if min(problem.update_footprint(plan, max_tokens).total for plan in plans) <= budget:
             residents.append(problem.trainer_bytes(mesh, problem.can_offload))
-    if not residents:
-        return False
     pages = problem.least_pages(max_tokens)
     return any(
         problem.round_footprint(
             RolloutPlan(mesh, problem.slot_numbers(mesh)[-1], pages), max_tokens
         ).total
         <= budget - min(residents)
-        for mesh in players
+        for mesh in (players if residents else ())
     )

@@ -1,16 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a row of tokens lies on the `context` axis: folded, so that all shards have as much to do.
+"""Folding of rows over the `context` axis, so that all shards have as much to do.
 
-Token t looks at t others, so that whoever has the end of a row works most. Therefore a row is cut
-in 2 C parts for C shards, and folded in the middle: shard i has the parts i and 2 C - 1 - i (Llama
-3, arXiv 2407.21783, section 3.3.2). Eight tokens on two shards are 0 1 6 7 | 2 3 4 5.
+Token t attends to t others, so that the shard with the end of a row would work most. Therefore a
+row is split into 2 C parts for C shards, and folded in the middle: shard i has the parts i and
+2 C - 1 - i (Llama 3, arXiv 2407.21783, section 3.3.2). Eight tokens on two shards are
+0 1 6 7 | 2 3 4 5.
 
-What a batch says of its tokens comes whole to every shard (28 bytes a token, where a layer's
-activations are kilobytes), and is folded there, without a collective: so what looks at neighbours
-(which token is next, where a segment begins) does not know of shards. Activations are folded
-throughout. Scores of tokens are gathered and unfolded: 8 bytes a token, and behind that nothing
-knows of shards either.
+The arrays of a batch come whole to every shard (28 bytes a token, where a layer's activations are
+kilobytes), and are folded there, without a collective: so code that looks at neighbours (which
+token is next, where a segment begins) does not know of shards. Activations are folded throughout.
+Scores of tokens are gathered and unfolded: 8 bytes a token, and behind that nothing knows of shards
+either.
 
 On a mesh without a `context` axis nothing is done at all.
 """
@@ -23,7 +24,7 @@ from earl_jax.sharding.layout import Layout
 
 
 def part_length(length: int, context: int) -> int:
-    """Places of one of the 2 x `context` parts of a row, the last of which is filled up.
+    """Returns the positions of one of the 2 x `context` parts of a row, the last one padded.
 
     They come in blocks that attention takes at a time, all of one size.
 
@@ -35,7 +36,7 @@ def part_length(length: int, context: int) -> int:
 
 
 def fold(layout: Layout, rows_BS: jax.Array) -> jax.Array:
-    """Numbers of whole rows as they lie on the `context` axis, filled up with zeros; BT."""
+    """Returns whole rows folded over the `context` axis, padded with zeros; BT."""
     context = layout.shape.context
     if context == 1:
         return rows_BS
@@ -62,7 +63,7 @@ def fold(layout: Layout, rows_BS: jax.Array) -> jax.Array:
 
 
 def unfold(layout: Layout, folded_BT: jax.Array, length: int) -> jax.Array:
-    """The inverse: the `length` places of whole rows, on every shard; BS."""
+    """Returns the inverse: the `length` positions of whole rows, on every shard; BS."""
     context = layout.shape.context
     if context == 1:
         return folded_BT

@@ -9,9 +9,9 @@ import pytest
 
 from earl_jax.config_file import make_config
 from earl_jax.placement.problem import make_problem
-from earl_jax.selector.enough import MOST_DEVICES, enough_words, holds, smallest_hardware
 from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.smallest import MOST_DEVICES, fits, smallest_hardware, smallest_words
 from earl_jax.sharding.topology import CHIPS, Topology
 
 LENGTHS = (1024, 8192, 65_536)
@@ -46,15 +46,15 @@ def test_smallest_hardware_holds_the_run_and_half_of_it_does_not(length):
     found = smallest_hardware(qwen(), length)
     assert [chip for chip, _ in found][0] == "h100"
     for chip, number in found:
-        assert holds(with_chips(qwen(), chip, number), length)
-        assert number == 1 or not holds(with_chips(qwen(), chip, number // 2), length)
+        assert fits(with_chips(qwen(), chip, number), length)
+        assert number == 1 or not fits(with_chips(qwen(), chip, number // 2), length)
 
 
 @pytest.mark.parametrize("length", LENGTHS[:2])
 def test_no_smaller_number_holds_it_either(length):
     (chip, number), *_ = smallest_hardware(qwen(), length)
     assert number > 2
-    assert not any(holds(with_chips(qwen(), chip, fewer), length) for fewer in range(1, number))
+    assert not any(fits(with_chips(qwen(), chip, fewer), length) for fewer in range(1, number))
 
 
 def test_longer_contexts_and_smaller_chips_need_no_less():
@@ -75,8 +75,8 @@ def test_meshes_that_the_config_names_do_not_count():
 
 def test_words_name_the_chips_or_say_nothing():
     (chip, number), *_ = smallest_hardware(qwen(), 1024)
-    assert enough_words(qwen(), 1024).startswith(
+    assert smallest_words(smallest_hardware(qwen(), 1024), 1024).startswith(
         "By computed bytes, at a context of 1024 tokens, the smallest hardware that would do "
         f"(powers of two): {number} {chip}, "
     )
-    assert enough_words(dataclasses.replace(qwen(), num_rollout=4), 1024) == ""
+    assert smallest_words([], 1024) == ""
