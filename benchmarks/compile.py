@@ -21,6 +21,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.plan import BURST, GIB, PAGE, VOCAB_SIZES, Point, compiled_points
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.presets import PRESETS
 
@@ -55,7 +56,7 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
         layout,
         vocab_size=vocab_size(point),
         temperature=1.0,
-        objective="policy_gradient",
+        algorithm=ALGORITHMS["reinforce"],
     )
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

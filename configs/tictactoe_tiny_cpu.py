@@ -42,9 +42,9 @@ def get_config() -> ConfigDict:
                 # The same run on every machine.
                 "table": "model",
             },
+            "algorithm": "reinforce",
+            "algorithm_args": {"turn_discount": 0.7},
             "train": {
-                "advantage": "reinforce",
-                "turn_discount": 0.7,
                 "epochs": 2,
                 "learning_rate": 2e-3,
                 "final_learning_rate": 1e-4,

@@ -48,9 +48,10 @@ def get_config() -> ConfigDict:
                 # By the speed model: the same run on every machine.
                 "table": "model",
             },
+            "algorithm": "reinforce",
+            "algorithm_args": {"turn_discount": 1.0},
             "train": {
                 # The reward of a walk is paid at its end, for all of its steps alike.
-                "turn_discount": 1.0,
                 "epochs": 2,
                 "micro_batches": 4,
                 "logprob_chunk": 64,

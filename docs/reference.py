@@ -87,12 +87,13 @@ METRICS: dict[str, dict[str, str]] = {
         "loss": "Loss of the step's last update.",
         "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
         "entropy": "Mean entropy of the policy, in the first update.",
+        "policy_tokens": "Tokens that the policy sampled in episodes that count.",
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
         "grad_norm": "Norm of the gradient before clipping, in the last update.",
         "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
         "logprob_mismatch_mean": "Mean of these differences.",
         "sampling_kl": "KL of the sampling distribution to the model (top-k, temperature, ...).",
-        "importance_mean": "Mean importance weight of the correction, before it is truncated.",
+        "importance_mean": "Mean importance weight of the correction, truncated at its cap.",
         "truncated_fraction": "Fraction of tokens whose importance weight was truncated.",
         "balance_loss": "Load-balancing loss of a mixture of experts.",
         "expert_load_max": "Load of the busiest expert, 1 where all are equal.",
@@ -106,6 +107,7 @@ METRICS: dict[str, dict[str, str]] = {
 
 def config_page() -> str:
     """Returns the page of all config keys."""
+    from earl_jax.algorithms.algorithms import ALGORITHMS
     from earl_jax.config import Config
 
     lines = [f"# Configuration\n\n{NOTE}"]
@@ -116,6 +118,10 @@ def config_page() -> str:
         "complete configuration of a run is in its `config.json`.\n"
     ]
     lines += _section(Config, "config")
+    for name, algorithm in ALGORITHMS.items():
+        if dataclasses.fields(algorithm.settings):
+            lines.append(f'# With config.algorithm="{name}"\n')
+            lines += _section(type(algorithm.settings), "config.algorithm_args")
     return "\n".join(lines)
 
 

@@ -170,11 +170,11 @@ def placement_on(world: World, rollout: MeshShape | None, train: MeshShape | Non
 def update_of(world: World, plan: TrainPlan, length: int) -> Callable[[], Any]:
     """Returns a function that trains once on full rows of `length` tokens."""
     rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
-    shapes = batch_shapes(rows, length, layout, with_proximal=world.needs_proximal)
+    shapes = batch_shapes(rows, length, layout, scored=world.learner.scored)
     batch = jax.tree.map(
         lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )
-    program, state = world.train_step(plan, "policy_gradient"), world.init_train_state(plan.mesh)
+    program, state = world.learner.program(plan), world.init_train_state(plan.mesh)
 
     def run() -> Any:
         nonlocal state

@@ -21,20 +21,28 @@ from typing import Any
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
+from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 
-# Keys of earlier versions, without "config.": the key or the sentence that takes their place.
+# Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
-    "rollout.append_rows": "it is fixed (APPEND_ROWS in engine/config.py)",
-    "rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
-    "rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
-    "rollout.preemption": (
+    "config.rollout.append_rows": "it is fixed (APPEND_ROWS in engine/config.py)",
+    "config.rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
+    "config.rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
+    "config.rollout.preemption": (
         "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
     ),
-    "rollout.share_prefixes": "what prompts have in common is always computed once",
-    "rollout.speculation": "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)",
+    "config.rollout.share_prefixes": "what prompts have in common is always computed once",
+    "config.rollout.speculation": (
+        "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
+    ),
+    "config.train.advantage": "config.algorithm",
+    "config.train.turn_discount": "config.algorithm_args.turn_discount",
+    "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
+    "config.train.clip_low": "config.algorithm_args.clip_low",
+    "config.train.clip_high": "config.algorithm_args.clip_high",
 }
 
 
@@ -75,7 +83,8 @@ def read_workdir_config(workdir: Path) -> Config:
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
     """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
 
-    A file may leave a value to the command line: `config_dict.required_placeholder(str)`.
+    A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
+    override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -86,6 +95,8 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values = _plain(given, "", required)
     else:
         values = copy.deepcopy(dict(given))
+    if any(override.startswith("algorithm=") for override in overrides):
+        values.pop("algorithm_args", None)
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
@@ -98,9 +109,18 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
             )
     if isinstance(values.get("model"), Mapping):
         values["model"] = fill_section(values["model"])
+    values["algorithm_args"] = _algorithm_settings(values)
     config = _build(Config, values, "config")
     config.validate()
     return config
+
+
+def _algorithm_settings(values: Mapping[str, Any]) -> Any:
+    """Returns the algorithm's settings with what `values` give. Raises ValueError."""
+    name = _typed(str, values.get("algorithm", Config.algorithm), "config.algorithm")
+    settings = find_algorithm(name).settings
+    given = _build_fields(type(settings), values.get("algorithm_args", {}), "config.algorithm_args")
+    return dataclasses.replace(settings, **given)
 
 
 def _plain(given: ConfigDict, prefix: str, required: list[str]) -> dict[str, Any]:
@@ -135,26 +155,30 @@ def _parse(text: str) -> Any:
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
+    return cls(**_build_fields(cls, values, path))
+
+
+def _build_fields(cls: type, values: Any, path: str) -> dict[str, Any]:
+    """Returns the values, checked and converted to the types of the fields of `cls`."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{path} is {values!r}; it is a section: set its fields, {path}.NAME")
     types = typing.get_type_hints(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     for key in values:
-        old = f"{path}.{key}".removeprefix("config.")
-        if old in RENAMED_KEYS:
-            raise ValueError(f"config.{old} is no setting any more: {RENAMED_KEYS[old]}")
         if key not in fields:
             raise ValueError(_unknown_key(cls, key, path, fields))
-    built = {
+    return {
         key: _build(types[key], value, f"{path}.{key}")
         if dataclasses.is_dataclass(types[key])
         else _typed(types[key], value, f"{path}.{key}")
         for key, value in values.items()
     }
-    return cls(**built)
 
 
 def _unknown_key(cls: type, key: str, path: str, fields: set[str]) -> str:
+    if renamed := RENAMED_KEYS.get(f"{path}.{key}"):
+        is_key = renamed.startswith("config.")
+        return f"{path}.{key} {'is now' if is_key else 'is no setting any more:'} {renamed}"
     near = difflib.get_close_matches(str(key), fields, n=1)
     if near:
         hint = f"did you mean {near[0]!r}?"
@@ -177,6 +201,8 @@ def _all_paths(cls: type, path: str) -> Iterator[str]:
 
 def _typed(kind: Any, value: Any, path: str) -> Any:
     """The value as the field's type; ints become floats, lists tuples. Raises ValueError."""
+    if kind is Any:
+        return value
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, path)

@@ -70,7 +70,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         for note in world.notes:
             progress.note(note)
         checkpoints = Checkpoints(
-            workdir / "checkpoints", config.checkpoint, by_hosts=everybody.by_hosts
+            workdir / "checkpoints", keep=config.checkpoint.keep, by_hosts=everybody.by_hosts
         )
         start = _start(world, checkpoints, progress, workdir)
         while (ended := _train(world, start, checkpoints, progress, workdir, stop)) is None:
@@ -183,7 +183,7 @@ def read_newest(config: Config, workdir: Path) -> tuple[World, Position, Placeme
     if not folder.is_dir():
         raise ValueError(f"{workdir} holds no checkpoint yet: there is no {folder}")
     world = World(config, workdir / "tokenizer")
-    checkpoints = Checkpoints(folder, config.checkpoint)
+    checkpoints = Checkpoints(folder, keep=config.checkpoint.keep)
     for step in checkpoints.steps():
         try:
             position, placement = _restore(world, checkpoints, step)

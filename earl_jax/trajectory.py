@@ -164,9 +164,10 @@ class TrajectoryBatch:
     where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
     of the policy that the update is measured against (config.train.ratio), `versions` i32[N,T] of
     the policy that sampled, `advantages` f32[N,T]. `proximal` f32[N,T] are log-probs of the policy
-    that learning from this batch begins with, as the trainer scores it; None where the loss needs
-    none (`train.step.make_scorer`). All but `tokens` and `segment_ids` mean something only where
-    `turn_ids` > 0.
+    that learning from this batch begins with, as the trainer scores it, and `reference` those of
+    the frozen reference policy; None where the loss needs none (`train.step.make_scorer`). All but
+    `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that does not
+    count (its environment failed, or the algorithm does not keep its group) is a row of padding.
 
     Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
     segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.
@@ -179,6 +180,7 @@ class TrajectoryBatch:
     versions: jax.Array
     advantages: jax.Array
     proximal: jax.Array | None = None
+    reference: jax.Array | None = None
 
     def validate(self) -> None:
         """Raises ValueError unless every field has the shape of `tokens`."""

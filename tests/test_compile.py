@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.kernels import choose_kernel
@@ -166,7 +167,7 @@ def assert_an_update_compiles(family: str, layout: Layout, kernel: str) -> None:
     """For these devices, on TPUs with this kernel; each holds its part of the state, once."""
     model, config = FAMILIES[family], TrainConfig(remat=True)
     step = make_train_step(
-        model, config, layout, vocab_size=VOCAB, temperature=1.0, objective="policy_gradient"
+        model, config, layout, vocab_size=VOCAB, temperature=1.0, algorithm=ALGORITHMS["reinforce"]
     )
     shapes = state_shapes(model, config, VOCAB)
     shardings = state_shardings(model, config, VOCAB, layout)

@@ -50,8 +50,8 @@ TINY = {
         # Rows of 96 tokens on data=8 need 0.9 MB a device, however they are trained on.
         "budget_bytes_per_device": 800_000,
     },
+    "algorithm_args": {"turn_discount": 1.0},
     "train": {
-        "turn_discount": 1.0,
         "learning_rate": 4e-3,
         "sft_steps": 9,
         "sft_updates": 6,

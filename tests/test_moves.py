@@ -74,7 +74,7 @@ class Step:
     @property
     def numbers(self):
         """Loss and norm of the gradients of each update."""
-        return np.array([(update.loss, update.grad_norm) for update in self.record.updates])
+        return np.array([(update["loss"], update["grad_norm"]) for update in self.record.updates])
 
 
 def learn(world, placement):

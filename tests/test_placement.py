@@ -21,12 +21,12 @@ from earl_jax.engine.sampling import sampling_rows
 from earl_jax.loop import expected_tokens, foresee
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.programs import compiled_bytes
+from earl_jax.placement.updates import sft
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
-from earl_jax.train.learner import sft
 from earl_jax.world import World
 from tests.support.caches import rows_of
 from tests.support.placements import (
@@ -421,5 +421,5 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before
     assert int(sft(world, placement, moved, 0, LONG).updates) == 2
-    program = world.train_step(placement.train, "supervised")
+    program = world.learner.program(placement.train, sft=True)
     assert program._cache_size() == 1

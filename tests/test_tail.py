@@ -136,4 +136,4 @@ def test_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
     assert moved.rollout_mesh == str(D8)
     for one, other in zip(moved.trajectories, stayed.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
-    assert moved.updates[0].loss == pytest.approx(stayed.updates[0].loss, abs=1e-4)
+    assert moved.updates[0]["loss"] == pytest.approx(stayed.updates[0]["loss"], abs=1e-4)

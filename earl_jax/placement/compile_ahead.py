@@ -45,7 +45,7 @@ def wanted_programs(world: World, placement: Placement, history: LoadHistory) ->
     plans = placement.foresee(bucket)
     if (train := plans.train) is not None:
         # Jitted here: two threads would make two of it.
-        world.train_step(train, "policy_gradient")
+        world.learner.program(train)
         yield Wanted(update_key(train, bucket), lambda: lower_update(world, train, bucket))
     if plans.rollout is not None:
         yield _round(world, plans.rollout, bucket)

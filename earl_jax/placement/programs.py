@@ -5,13 +5,9 @@
 from collections.abc import Hashable
 from typing import Any
 
-import jax
-import numpy as np
-
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.train.step import batch_shapes
 from earl_jax.world import World
 
 
@@ -23,15 +19,7 @@ def lower_round(world: World, plan: RolloutPlan, max_tokens: int) -> Any:
 
 def lower_update(world: World, plan: TrainPlan, length: int) -> Any:
     """Lowers an update on rows of `length` tokens."""
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        world.train_state_shapes(),
-        world.train_state_shardings(plan.mesh),
-    )
-    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
-    batch = batch_shapes(rows, length, layout, with_proximal=world.needs_proximal)
-    step = world.train_step(plan, "policy_gradient")
-    return step.lower(state, batch, np.zeros(2, np.float32))
+    return world.learner.lower(plan, world.config.rollout.episodes_per_step, length)
 
 
 def compiled_bytes(

@@ -166,7 +166,7 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
         ),
         curves("Entropy", "nats per token", ("entropy", "entropy")),
         curves("Loss", "loss", ("loss", "loss")),
-        curves("KL", "nats per token", ("kl", "KL to the reference")),
+        curves("KL to the sampler", "nats per token", ("kl", "k3 estimate")),
         curves(
             "Log-prob mismatch", "nats, rollout against training (log scale)",
             ("logprob_mismatch_mean", "mean"), ("logprob_mismatch_max", "max"), log=True,
