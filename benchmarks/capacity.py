@@ -98,7 +98,7 @@ def capacity_rows(budget: int) -> list[dict[str, Any]]:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """The whole command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

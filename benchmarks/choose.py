@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How long the choice of a step's plans takes: python -m benchmarks.choose [--json].
+"""Times the choice of a step's plans: python -m benchmarks.choose [--json].
 
 `Chooser.step` for a published model on v5e and H100 pods, as many slots and rows as devices, over
 all meshes and all ways to use them. Cold: the first question of a problem, when every footprint and

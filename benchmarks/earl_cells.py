@@ -38,7 +38,7 @@ TP4, TP8 = "data=32,tensor=4", "data=16,tensor=8"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What the paper does not say.
+    """Assumptions that the paper does not state.
 
     An engine takes `fraction` of each GPU's memory (vLLM's default). Between two answers of 128
     tokens each response has `burst` sampled ones: with many, all is decoding, which EARL measured.
@@ -59,7 +59,7 @@ class Cell(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The same, computed; and whether pages for all responses fit on four GPUs."""
+    """A computed gain, and whether pages for all responses fit on four GPUs."""
 
     gain: float
     fits: bool
@@ -122,7 +122,7 @@ def predicted(chooser: Chooser, cell: Cell) -> Found:
 
 
 def is_right(cell: Cell, found: Found) -> bool:
-    """Whether the sign of the gain is predicted, or that pages for all do not fit."""
+    """Returns True where the sign of the gain is right, or the lack of memory."""
     return not found.fits if cell.gain is None else (cell.gain > 0) == (found.gain > 0)
 
 
@@ -134,7 +134,7 @@ def wrong_cells(setup: Setup) -> list[tuple[Cell, Found]]:
 
 
 def lines() -> Iterator[str]:
-    """Both tables, in Markdown."""
+    """Yields both tables, in Markdown."""
     chooser = chooser_for(Setup())
     yield f"| context | {' | '.join(map(str, RESPONSES))} |"
     yield "|---" * (1 + len(RESPONSES)) + "|"

@@ -8,11 +8,9 @@ Runs of configs/trail_tiny_cpu.py, each a process of its own:
 
 - `ours` may choose from all meshes below, by the throughput table;
 - `static A + B` rolls out on A and trains on B from the first step to the last, under the same
-  budget. It may use them as ours may: fewer slots, more micro-batches, remat;
-- `limit N` and `no limit`: a hard limit of tokens an episode, for a task whose transcripts outgrow
-  it, and the same without; on one device.
+  budget. It may use them as ours may: fewer slots, more micro-batches, remat.
 
-Each of the first two runs twice: "cold" from an empty folder of compiled programs and observed
+Each runs twice: "cold" from an empty folder of compiled programs and observed
 speeds, then "warm" with what the cold run left there. Tokens/s are tokens of all steps over seconds
 of all steps, choosing, moving and compiling included. A run ends where no plan fits the budget.
 
@@ -44,6 +42,7 @@ CONFIG = HERE.parent / "configs" / "trail_tiny_cpu.py"
 ROLLOUT_MESHES = ("data=8", "data=4,tensor=2")
 TRAIN_MESHES = ("data=8", "data=1,fsdp=8", "data=1,fsdp=4,context=2", "data=1,fsdp=2,context=4")
 BUDGET = 2_200_000
+CACHES = ("cold", "warm")
 # More updates a step than a laptop would want, so that a step is work and not the start of
 # programs. A move takes a tenth of a second here: what is a twentieth faster is worth it.
 GROWING = (
@@ -55,30 +54,16 @@ GROWING = (
 )
 # Evaluations are no part of a step.
 ALWAYS = ("eval.every_steps=1000", "eval.games=2", "eval.final_games=2")
-# Trails of 4 steps, and one more every other RL step, to 24, whose walk has 151 tokens.
-LIMIT = 76
-LENGTHENING = (
-    "env.args.num_steps=24",
-    "env.args.first_steps=4",
-    "env.args.longer_every=128",
-    "train.sft_steps=6",
-    "devices.num_cpu_devices=1",
-    "selector.budget_bytes_per_device=0",
-    "selector.rollout_meshes=('data=1',)",
-    "selector.train_meshes=('data=1',)",
-)
 # Rewards of so many last steps are averaged.
 LAST = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A way to run the config: what it overrides, and how many steps it has."""
+    """A way to run the config: its name, and what it overrides."""
 
     name: str
     overrides: tuple[str, ...]
-    num_steps: int = 20
-    caches: tuple[str, ...] = ("cold", "warm")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +94,7 @@ class Run:
 
     @property
     def switches(self) -> int:
-        """How often a step was on other meshes than the one before."""
+        """The number of steps on other meshes than the step before."""
         return sum(a != b for a, b in itertools.pairwise(self.meshes))
 
     def breaks(self, budget: int) -> int | None:
@@ -128,13 +113,7 @@ def arms() -> list[Arm]:
         Arm(name=f"static {rollout} + {train}", overrides=(*GROWING, *pair((rollout,), (train,))))
         for rollout, train in itertools.product(ROLLOUT_MESHES, TRAIN_MESHES)
     ]
-    limited = (*LENGTHENING, f"rollout.max_episode_tokens={LIMIT}")
-    return [
-        Arm(name="ours", overrides=(*GROWING, *pair(ROLLOUT_MESHES, TRAIN_MESHES))),
-        *static,
-        Arm(name=f"limit {LIMIT}", overrides=limited, num_steps=42, caches=("warm",)),
-        Arm(name="no limit", overrides=LENGTHENING, num_steps=42, caches=("warm",)),
-    ]
+    return [Arm(name="ours", overrides=(*GROWING, *pair(ROLLOUT_MESHES, TRAIN_MESHES))), *static]
 
 
 def play(arm: Arm, seed: int, num_steps: int, folder: Path) -> Iterator[Run]:
@@ -146,7 +125,7 @@ def play(arm: Arm, seed: int, num_steps: int, folder: Path) -> Iterator[Run]:
     shutil.rmtree(own, ignore_errors=True)
     line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
     flags = (*arm.overrides, *ALWAYS, f"seed={seed}", f"num_steps={num_steps}")
-    for cache in arm.caches:
+    for cache in CACHES:
         workdir = own / cache
         start_s = time.perf_counter()
         done = subprocess.run(
@@ -187,11 +166,9 @@ def page_rows(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
     ours = {(run.seed, run.cache): run.tokens_per_s for run in runs if run.arm == "ours"}
     rows = []
     for run in runs:
-        is_limit = "limit" in run.arm
-        broken = None if is_limit else run.breaks(budget)
+        broken = run.breaks(budget)
         need = f", needs {run.needs / 2**20:.2f} MiB" if run.needs else ""
         beside = ours.get((run.seed, run.cache))
-        compared = beside and not is_limit and broken is None
         rows.append(
             {
                 "run": run.arm,
@@ -203,7 +180,7 @@ def page_rows(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
                 "switches": run.switches,
                 "process s": run.wall_s,
                 "tokens/s": run.tokens_per_s,
-                "ours = 1": run.tokens_per_s / beside if beside and compared else None,
+                "ours = 1": run.tokens_per_s / beside if beside and broken is None else None,
                 f"reward, last {LAST} steps": statistics.fmean(run.reward[-LAST:])
                 if run.reward
                 else None,
@@ -213,12 +190,12 @@ def page_rows(runs: Sequence[Run], budget: int) -> list[dict[str, Any]]:
 
 
 def command(arguments: Sequence[str]) -> None:
-    """The whole command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", default="0", help="numbers, by commas")
-    parser.add_argument("--steps", type=int, default=0, help="of every run; default the arm's")
+    parser.add_argument("--steps", type=int, default=20, help="of every run (20)")
     parser.add_argument("--only", default="", help="arms that begin with these words, by commas")
     parser.add_argument("--folder", type=Path, help="where runs and caches are kept")
     parser.add_argument("--write", action="store_true", help="the table into growing.md")
@@ -230,9 +207,9 @@ def command(arguments: Sequence[str]) -> None:
     only = tuple(flags.only.split(","))
     for seed, arm in itertools.product(map(int, flags.seeds.split(",")), arms()):
         made = {run.cache for run in runs if (run.arm, run.seed) == (arm.name, seed)}
-        if not arm.name.startswith(only) or made == set(arm.caches):
+        if not arm.name.startswith(only) or made == set(CACHES):
             continue
-        new = list(play(arm, seed, flags.steps or arm.num_steps, folder))
+        new = list(play(arm, seed, flags.steps, folder))
         runs += new
         with kept.open("a") as file:
             file.writelines(json.dumps(dataclasses.asdict(run)) + "\n" for run in new)

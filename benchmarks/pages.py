@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The Markdown pages of benchmarks: tables, and where they go."""
+"""Tables of the benchmark pages."""
 
 import importlib.metadata
 import os
@@ -30,8 +30,8 @@ def machine() -> str:
 
 def replace_table(page: Path, text: str) -> None:
     """Replaces what stands between BEGIN and END in a page. Raises ValueError without these."""
-    before, begin, rest = page.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, behind = page.read_text().partition(BEGIN)
+    _, end, after = behind.partition(END)
     if not (begin and end):
         raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r} to put a table between")
     page.write_text(f"{before}{BEGIN}\n{text.strip()}\n\n{machine()}\n{END}{after}")

@@ -1,13 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How good the planner's quick mode is: its bytes against XLA's, and EARL's table of 30 cells.
+"""The planner's bytes against XLA's, and its order of meshes against EARL's table of 30 cells.
 
     uv run python -m benchmarks.plan
 
-Bytes: every row of benchmarks/compile.md, context.md and ways.md (what the chips' own compilers say
-of real models) beside what earl_jax/selector/footprint.py computes, and those of other pages that
-were compiled after it was written. Speed: benchmarks/earl_cells.py. Prints Markdown. Takes a
-second, and no chip.
+Prints the tables of plan.md: for each program of its first table XLA's bytes, as the page has them
+(benchmarks/compile.py makes them), and what earl_jax/selector/footprint.py computes from shapes.
+Takes seconds, and no chip.
 """
 
 import dataclasses
@@ -15,10 +14,9 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from benchmarks import earl_cells
-from benchmarks.compile import BURST, CHUNK, PAGE, VOCAB_SIZES
 from earl_jax.models.presets import PRESETS
 from earl_jax.placement.problem import model_sizes
 from earl_jax.selector.footprint import (
@@ -31,19 +29,24 @@ from earl_jax.selector.hardware import parse_topology
 from earl_jax.sharding.layout import MeshShape
 
 GIB = 2**30
+# Entries of the published embeddings, by family.
+VOCAB_SIZES = {"qwen2.5": 152_064, "qwen3": 151_936, "llama3.1": 128_256, "mistral": 32_768}
+VOCAB_SIZES |= {"llama3.2": 128_256, "gemma3": 262_144}
+# Of every round of the engine, unless the program says otherwise.
+CHUNK, BURST, PAGE = 128, 16, 128
 # How far computed bytes may be off.
 CLOSE = 0.10
-# Of the rounds of decode.md so many are printed.
-FURTHEST = 4
 PAGES = Path(__file__).parent
-MEASURED = [PAGES / name for name in ("compile.md", "context.md", "ways.md")]
-# Of benchmarks/decode.py: the room behind a context, and the chips of its pages.
-DECODED = 64
-DECODING = {"H100": ("h100:1x1", "tensor=1"), "v5e, one of four": ("v5e:2x2", "tensor=4")}
+COLUMNS = ("model", "topology", "program", "mesh", "rows", "XLA, GiB", "planner, GiB", "off by")
 
 
 class Point(NamedTuple):
-    """A row of one of MEASURED: the case, and XLA's GiB per device."""
+    """A compiled program, and XLA's GiB per device.
+
+    `program` is "update" or "round" with what differs from the usual, such as "update, 2
+    micro-batches, no remat" or "round, int8 weights, chunks of 512". `rows` of `length` tokens are
+    those of a row shard.
+    """
 
     model: str
     topology: str
@@ -53,141 +56,106 @@ class Point(NamedTuple):
     length: int
     together: float
 
+    @property
+    def is_update(self) -> bool:
+        """Says whether it trains."""
+        return self.program.startswith("update")
 
-def measured_points() -> Iterator[Point]:
-    """All rows of the files in MEASURED."""
-    for line in "\n".join(path.read_text() for path in MEASURED).splitlines():
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update: one for each row, unless the program says otherwise."""
+        found = re.search(r"(\d+) micro-batch", self.program)
+        return int(found[1]) if found else self.rows
+
+    @property
+    def remat(self) -> bool:
+        """Says whether an update computes activations again."""
+        return "no remat" not in self.program
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that a round reads at a time."""
+        found = re.search(r"chunks of ([\d,]+)", self.program)
+        return int(found[1].replace(",", "")) if found else CHUNK
+
+    @property
+    def weight_dtype(self) -> Literal["compute", "int8"]:
+        """Type of the engine's weights."""
+        return "int8" if "int8" in self.program else "compute"
+
+    def __str__(self) -> str:
+        cells = (*self[:3], str(self.mesh), f"{self.rows} x {self.length:,}")
+        return " | ".join(cells)
+
+
+def compiled_points() -> Iterator[Point]:
+    """Yields the programs of the first table of plan.md."""
+    for line in (PAGES / "plan.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) < 12 or cells[0] not in PRESETS:
-            continue
-        rows, length = (int(number.replace(",", "")) for number in cells[4].split(" x "))
-        yield Point(
-            model=cells[0],
-            topology=cells[1],
-            program=cells[2],
-            mesh=MeshShape.parse(cells[3]),
-            rows=rows,
-            length=length,
-            together=float(cells[9]),
-        )
-
-
-def later_points() -> Iterator[Point]:
-    """Updates of the second table of plan.md."""
-    for cells in _rows("plan.md"):
-        if len(cells) != 8 or cells[0] not in PRESETS or not cells[2].startswith("update"):
-            continue
-        rows, length = (int(number.replace(",", "")) for number in cells[4].split(" x "))
-        mesh = MeshShape.parse(cells[3])
-        yield Point(cells[0], cells[1], cells[2], mesh, rows, length, float(cells[5]))
-
-
-def decode_points() -> Iterator[Point]:
-    """Rounds of decode.md that fit their chip."""
-    for cells in _rows("decode.md"):
-        if len(cells) < 12 or cells[0] not in DECODING or not cells[6]:
-            continue
-        topology, mesh = DECODING[cells[0]]
-        yield Point(
-            model=cells[1],
-            topology=topology,
-            program="round, chunks of 512",
-            mesh=MeshShape.parse(mesh),
-            rows=int(cells[2]),
-            length=int(cells[3].replace(",", "")) + DECODED,
-            together=float(cells[6]),
-        )
-
-
-def _rows(page: str) -> Iterator[list[str]]:
-    """The cells of all lines of a page's tables."""
-    for line in (PAGES / page).read_text().splitlines():
-        if line.startswith("|"):
-            yield [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == len(COLUMNS) and cells[0] in PRESETS:
+            rows, length = (int(number.replace(",", "")) for number in cells[4].split(" x "))
+            mesh = MeshShape.parse(cells[3])
+            yield Point(cells[0], cells[1], cells[2], mesh, rows, length, float(cells[5]))
 
 
 @functools.cache
 def sizes_of(model: str, weight_dtype: str = "compute") -> ModelSizes:
-    """A preset's sizes, with the published vocabulary, computing in bf16."""
+    """Returns a preset's sizes, with the published vocabulary, computing in bf16."""
     config = dataclasses.replace(PRESETS[model], compute_dtype="bfloat16")
     vocab_size = VOCAB_SIZES[model.split("-")[0]]
     return model_sizes(config, vocab_size, engine_dtype="bfloat16", weight_dtype=weight_dtype)
 
 
 def predicted_gib(point: Point) -> float:
-    """What the planner says that the point's program takes of a device."""
+    """Returns what the planner says that the point's program takes of a device."""
     platform = parse_topology(point.topology).platform
     shards = point.mesh.data * point.mesh.fsdp
-    is_update = point.program.startswith("update")
-    if is_update:
+    if point.is_update:
         shards *= point.mesh.expert
-    chunk = re.search(r"chunks of ([\d,]+)", point.program)
-    parts = re.search(r"(\d+) micro-batch", point.program)
     work = Workload(
         num_slots=point.rows * shards,
         num_rows=point.rows * shards,
-        micro_batches=int(parts[1]) if parts else point.rows,
-        remat="no remat" not in point.program,
+        micro_batches=point.micro_batches,
+        remat=point.remat,
         logprob_chunk=512,
-        chunk_size=int(chunk[1].replace(",", "")) if chunk else CHUNK,
+        chunk_size=point.chunk,
         append_rows=8,
         burst=BURST,
         page_size=PAGE,
         kv_itemsize=2,
     )
-    sizes = sizes_of(point.model, "int8" if "int8" in point.program else "compute")
-    if is_update:
-        found = train_footprint(sizes, work, point.mesh, point.length, platform)
+    sizes, mesh = sizes_of(point.model, point.weight_dtype), point.mesh
+    if point.is_update:
+        found = train_footprint(sizes, work, mesh, point.length, platform)
     else:
-        found = rollout_footprint(sizes, work, point.mesh, point.length, point.rows, 0, platform)
+        found = rollout_footprint(sizes, work, mesh, point.length, point.rows, 0, platform)
     return found.total / GIB
 
 
 def main() -> None:
     """Prints all tables."""
-    measured, later, rounds = (
-        [*points] for points in (measured_points(), later_points(), decode_points())
-    )
-    header = ["model", "topology", "program", "mesh", "XLA, GiB", "planner, GiB", "off by"]
-    print(f"| {' | '.join(header)} |")
-    print("|---" * len(header) + "|")
-    for point in measured:
-        cells = [point.model, point.topology, point.program, str(point.mesh), *_compared(point)]
-        print(f"| {' | '.join(cells)} |")
-    print(f"\n{agreement(measured)}.\n")
-    header.insert(4, "rows")
-    furthest = sorted(rounds, key=lambda point: -abs(error(point)))[:FURTHEST]
-    for points in (later, furthest):
-        print(f"| {' | '.join(header)} |")
-        print("|---" * len(header) + "|")
-        for point in points:
-            rows = f"{point.rows} x {point.length:,}"
-            cells = [point.model, point.topology, point.program, str(point.mesh), rows]
-            print(f"| {' | '.join(cells + _compared(point))} |")
-        print()
-    together = [*measured, *later, *rounds]
-    print(f"Compiled afterwards: {agreement(later)}.\n")
-    print(f"Rounds of decode.md: {agreement(rounds)}.\n")
-    print(f"All: {agreement(together)}; the largest lack is {min(map(error, together)):+.1%}.\n")
+    points = [*compiled_points()]
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|---" * len(COLUMNS) + "|")
+    for point in points:
+        figures = f"{point.together:.2f} | {predicted_gib(point):.2f} | {error(point):+.1%}"
+        print(f"| {point} | {figures} |")
+    print(f"\nAll: {agreement(points)}; the largest lack is {min(map(error, points)):+.1%}.\n")
     for line in earl_cells.lines():
         print(line)
 
 
 def error(point: Point) -> float:
-    """By what fraction more is computed than XLA says."""
+    """Returns by what fraction more is computed than XLA says."""
     return predicted_gib(point) / point.together - 1
 
 
 def agreement(points: Sequence[Point]) -> str:
-    """How many are close, and the worst."""
+    """Returns how many are close, and the worst, in words."""
     off = [error(point) for point in points]
     close = sum(abs(one) <= CLOSE for one in off)
     worst = max(off, key=abs)
     return f"{close} of {len(off)} within {100 * CLOSE:.0f} %; the worst is off by {worst:+.1%}"
-
-
-def _compared(point: Point) -> list[str]:
-    return [f"{point.together:.2f}", f"{predicted_gib(point):.2f}", f"{error(point):+.1%}"]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ FEW = {
 
 
 class Pair(NamedTuple):
-    """What both stages do, as (mesh, number of slots) and (mesh, micro-batches, remat)."""
+    """The plans of both stages, as (mesh, number of slots) and (mesh, micro-batches, remat)."""
 
     rollout: tuple[str, int]
     train: tuple[str, int, bool]
@@ -100,7 +100,7 @@ POINTS = (
 
 def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, Any]:
     """Returns a point's row."""
-    from benchmarks.stages import placement_on
+    from earl_jax.bench import placement_on
     from earl_jax.world import World
 
     world = World(point.config())
@@ -162,7 +162,7 @@ def summary(step_s: Mapping[Pair, float], own: Sequence[Pair]) -> dict[str, Any]
 
 
 def command(arguments: Sequence[str]) -> None:
-    """The whole command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -53,7 +53,7 @@ class Reply:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What a load came to; (median, 95th percentile) of milliseconds."""
+    """The figures of a load; (median, 95th percentile) of milliseconds."""
 
     requests_per_s: float
     tokens_per_s: float
@@ -62,19 +62,19 @@ class Summary:
 
 
 def summarize(replies: Sequence[Reply]) -> Summary:
-    """Of replies, some of which may have no token, and so no times."""
-    heard = [reply for reply in replies if reply.token_s]
+    """Returns the figures of replies, some of which may have no token, and so no times."""
+    answered = [reply for reply in replies if reply.token_s]
     began = min(reply.sent_s for reply in replies)
-    seconds = max(reply.token_s[-1] for reply in heard) - began
-    first = [reply.token_s[0] - reply.sent_s for reply in heard]
+    seconds = max(reply.token_s[-1] for reply in answered) - began
+    first = [reply.token_s[0] - reply.sent_s for reply in answered]
     between = [
         (reply.token_s[-1] - reply.token_s[0]) / (len(reply.token_s) - 1)
-        for reply in heard
+        for reply in answered
         if len(reply.token_s) > 1
     ]
     return Summary(
         requests_per_s=len(replies) / seconds,
-        tokens_per_s=sum(len(reply.token_s) for reply in heard) / seconds,
+        tokens_per_s=sum(len(reply.token_s) for reply in answered) / seconds,
         first_ms=_percentiles(first),
         token_ms=_percentiles(between),
     )
@@ -87,7 +87,7 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def serving(folder: Path, flags: argparse.Namespace) -> Iterator[str]:
-    """The address of a server for as long as it is wanted."""
+    """Yields the address of a server, and ends it afterwards."""
     line = [sys.executable, "-m", "earl_jax.serve", f"--model={folder}", "--port=0"]
     line += [f"--num_slots={flags.slots}", f"--max_waiting={flags.requests}", "--temperature=1"]
     line += ["--platform=cpu", "--max_prompt_tokens=64", "--max_choice_tokens=0"]
@@ -163,7 +163,7 @@ def _line(name: str, found: Summary, rollout: float) -> str:
 def roll_out(ours: Engine, output: Sequence[Sequence[Any]], flags: argparse.Namespace) -> float:
     """Tokens/s of rollouts with these prompts: the best run behind one that compiles."""
     messages = [[(message.text, message.ids) for message in messages] for messages in output]
-    job = {"what": "play", "messages": messages, "turn_tokens": [flags.tokens] * len(output)}
+    job = {"messages": messages, "turn_tokens": [flags.tokens] * len(output)}
     runs = [ours.ask(job | {"num_slots": flags.slots}) for _ in range(1 + flags.repeats)]
     return max(found["tokens"] / found["seconds"] for found in runs[1:])
 

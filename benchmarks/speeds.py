@@ -8,7 +8,7 @@ Nothing in earl_jax/selector/roofline.py or hardware.py was fitted to the figure
 
 import dataclasses
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.plan import sizes_of
@@ -18,7 +18,7 @@ from earl_jax.selector.footprint import Workload
 from earl_jax.selector.hardware import GPU_OP_S, IDEAL, Hardware, Kernels, parse_topology
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.roofline import decode_s, train_parts, train_s
+from earl_jax.selector.roofline import decode_s, train_parts
 from earl_jax.sharding.layout import MeshShape
 
 _WORK = Workload(
@@ -45,16 +45,13 @@ _MANY_HOSTS = dataclasses.replace(parse_topology("h100:16x8"), memory_bytes_per_
 FLOAT8 = 0.63
 # A Python engine: an operation's least time, and 1 ms on the host between steps. vLLM took 2.5
 # times as long as one kernel of 0.95 ms for a token of Llama 3.2 1B (the page that GPU_OP_S is
-# from): 0.93 ms of weights, 16 x 7 operations, and the rest.
+# from): 0.93 ms of weights, 16 x 7 operations, and the host.
 _VLLM = dataclasses.replace(IDEAL, op_s=GPU_OP_S, host_step_s=1e-3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainPoint:
-    """A published speed of training, in tokens per second and device.
-
-    `before` is what the model said until it knew that attention is slower than products (77c3ea3).
-    """
+    """A published speed of training, in tokens per second and device."""
 
     name: str
     hardware: Hardware
@@ -63,7 +60,6 @@ class TrainPoint:
     rows: int
     length: int
     published: float
-    before: float
     kernels: Kernels
     remat: bool = True
     recomputed: float | None = None
@@ -71,8 +67,8 @@ class TrainPoint:
     frozen: bool = False
 
     @property
-    def after(self) -> float:
-        """Tokens per second and device as computed now."""
+    def computed(self) -> float:
+        """Tokens per second and device as the model computes them."""
         hardware = dataclasses.replace(self.hardware, kernels=self.kernels)
         work = dataclasses.replace(_WORK, num_rows=self.rows, remat=self.remat)
         sizes = sizes_of(self.model)
@@ -80,7 +76,7 @@ class TrainPoint:
             sizes = dataclasses.replace(sizes, frozen=sizes.trained, trained=())
         parts = train_parts(hardware, sizes, work, self.mesh, self.length, self.recomputed)
         parts = dataclasses.replace(parts, products_s=self.products * parts.products_s)
-        return self.rows * self.length / parts.seconds.total / self.mesh.num_devices
+        return self.rows * self.length / parts.total / self.mesh.num_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,12 +90,11 @@ class DecodePoint:
     rows: int
     context: int
     published: float
-    before: float
     kernels: Kernels
 
     @property
-    def after(self) -> float:
-        """Tokens per second as computed now."""
+    def computed(self) -> float:
+        """Tokens per second as the model computes them."""
         hardware = dataclasses.replace(self.hardware, kernels=self.kernels)
         sizes = sizes_of(self.model)
         return (
@@ -107,7 +102,7 @@ class DecodePoint:
         )
 
 
-def _one_host(context: int, published: float, before: float) -> TrainPoint:
+def _one_host(context: int, published: float) -> TrainPoint:
     """A row of torchtitan's table 2: a row of 32K tokens a device, Float8, all recomputed."""
     return TrainPoint(
         name=f"torchtitan, FSDP {8 // context}, CP {context}, Float8",
@@ -117,13 +112,12 @@ def _one_host(context: int, published: float, before: float) -> TrainPoint:
         rows=8 // context,
         length=32768 * context,
         published=published,
-        before=before,
         kernels=FLASH_ATTENTION_2,
         products=FLOAT8,
     )
 
 
-def _fsdp(hardware: Hardware, published: float, before: float) -> TrainPoint:
+def _fsdp(hardware: Hardware, published: float) -> TrainPoint:
     """A row of torchtitan's tables 1 and 3: rows of 8K in pairs, every other product recomputed."""
     devices = hardware.num_devices
     return TrainPoint(
@@ -134,14 +128,13 @@ def _fsdp(hardware: Hardware, published: float, before: float) -> TrainPoint:
         rows=2 * devices,
         length=8192,
         published=published,
-        before=before,
         kernels=FLASH_ATTENTION_2,
         remat=False,
         recomputed=0.5,
     )
 
 
-def _one_h100(name: str, model: str, length: int, published: float, before: float) -> TrainPoint:
+def _one_h100(name: str, model: str, length: int, published: float) -> TrainPoint:
     """A speed of prime-rl on one H100: all recomputed, FlashAttention-3."""
     return TrainPoint(
         name=f"prime-rl, {name}",
@@ -151,19 +144,18 @@ def _one_h100(name: str, model: str, length: int, published: float, before: floa
         rows=1,
         length=length,
         published=published,
-        before=before,
         kernels=FLASH_ATTENTION_3,
         frozen="LoRA" in name,
     )
 
 
 TRAINING = (
-    _fsdp(_GRAND_TETON, 6667, 11298),
-    _fsdp(_MANY_HOSTS, 6514, 11298),
-    _one_host(1, 3890, 6286),
-    _one_host(2, 2540, 4609),
-    _one_host(4, 1071, 3005),
-    _one_host(8, 548, 1772),
+    _fsdp(_GRAND_TETON, 6667),
+    _fsdp(_MANY_HOSTS, 6514),
+    _one_host(1, 3890),
+    _one_host(2, 2540),
+    _one_host(4, 1071),
+    _one_host(8, 548),
     # 45 % of 918 TFLOP/s, where a token is six operations a parameter and attention without a mask.
     TrainPoint(
         name="MaxText, v6e-256",
@@ -173,19 +165,16 @@ TRAINING = (
         rows=3 * 256,
         length=8192,
         published=0.45 * 918e12 / (6 * 8.03e9 + 12 * 32 * 4096 * 8192),
-        before=8026,
         kernels=IDEAL,
     ),
-    _one_h100("supervised", "qwen3-0.6b", 16384, 25500, 48306),
-    _one_h100("RL", "qwen3-0.6b", 16384, 11900, 48306),
+    _one_h100("supervised", "qwen3-0.6b", 16384, 25500),
+    _one_h100("RL", "qwen3-0.6b", 16384, 11900),
     # 37 % of 989 TFLOP/s, where a token is six operations a parameter and causal attention.
-    _one_h100(
-        "LoRA", "qwen3-4b", 65536, 0.37 * 989e12 / (6 * 4.02e9 + 6 * 36 * 4096 * 65536), 5420
-    ),
+    _one_h100("LoRA", "qwen3-4b", 65536, 0.37 * 989e12 / (6 * 4.02e9 + 6 * 36 * 4096 * 65536)),
 )
 
 
-def _stream_rl(rows: int, published: float, before: float) -> DecodePoint:
+def _stream_rl(rows: int, published: float) -> DecodePoint:
     """StreamRL's figure 6: a 7B model on one H800; the contexts are not given, 2K is a guess."""
     return DecodePoint(
         name="StreamRL figure 6, H800",
@@ -195,17 +184,16 @@ def _stream_rl(rows: int, published: float, before: float) -> DecodePoint:
         rows=rows,
         context=2048,
         published=published,
-        before=before,
         kernels=_VLLM,
     )
 
 
 DECODING = (
-    _stream_rl(1, 119, 188),
-    _stream_rl(64, 5500, 7920),
-    _stream_rl(128, 8400, 11759),
-    _stream_rl(256, 11900, 15520),
-    _stream_rl(512, 13900, 18475),
+    _stream_rl(1, 119),
+    _stream_rl(64, 5500),
+    _stream_rl(128, 8400),
+    _stream_rl(256, 11900),
+    _stream_rl(512, 13900),
     DecodePoint(
         name="vLLM 0.19, H100, lightly loaded",
         hardware=parse_topology("h100:1x1"),
@@ -214,7 +202,6 @@ DECODING = (
         rows=1,
         context=576,
         published=1 / 2.4e-3,
-        before=2130,
         kernels=_VLLM,
     ),
     # 85 % of the memory's rate: weights in bf16 and a cache of 1K a row, a sixteenth on each chip.
@@ -226,13 +213,12 @@ DECODING = (
         rows=8,
         context=1024,
         published=8 / ((139.0e9 + 8 * 1024 * 327_680) / 16 / (0.85 * 819e9)),
-        before=425,
         kernels=IDEAL,
     ),
 )
 
 
-# Tokens per second of benchmarks/regret.md's steps and of devices.md, on 8 virtual devices.
+# Tokens per second of steps of the default config on 8 virtual devices, by mesh.
 TINY = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
 TINY_ROOM = 24
 TINY_VOCAB = 24
@@ -270,20 +256,12 @@ def _table(header: str, rows: Iterator[list[str]]) -> Iterator[str]:
     yield ""
 
 
-def _training_rows() -> Iterator[list[str]]:
-    for point in TRAINING:
-        numbers = (point.published, point.before, point.after)
-        predicted = [f"{number:,.0f}" for number in numbers]
-        ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
-        yield [point.name, point.model, f"{point.length:,}", *predicted, *ratios]
-
-
-def _decoding_rows() -> Iterator[list[str]]:
-    for point in DECODING:
-        numbers = (point.published, point.before, point.after)
-        predicted = [f"{number:,.0f}" for number in numbers]
-        ratios = [f"{number / point.published:.2f}" for number in numbers[1:]]
-        yield [point.name, point.model, f"{point.rows} x {point.context:,}", *predicted, *ratios]
+def _point_rows(points: Sequence[TrainPoint | DecodePoint]) -> Iterator[list[str]]:
+    for point in points:
+        is_decoding = isinstance(point, DecodePoint)
+        size = f"{point.rows} x {point.context:,}" if is_decoding else f"{point.length:,}"
+        figures = [f"{point.published:,.0f}", f"{point.computed:,.0f}"]
+        yield [point.name, point.model, size, *figures, f"{point.computed / point.published:.2f}"]
 
 
 def _engine_rows() -> Iterator[list[str]]:
@@ -299,7 +277,7 @@ def _engine_rows() -> Iterator[list[str]]:
     ideal = dataclasses.replace(hardware, kernels=IDEAL)
     for length, mesh in ((32768, MeshShape(context=8)), (131072, MeshShape(context=8))):
         work = dataclasses.replace(_WORK, remat=True)
-        times = [train_s(each, sizes, work, mesh, length).total for each in (ideal, hardware)]
+        times = [train_parts(each, sizes, work, mesh, length).total for each in (ideal, hardware)]
         yield [f"update, {mesh}", f"1 x {length:,}", *(f"{one:.2f} s" for one in times)]
 
 
@@ -316,10 +294,10 @@ def _cpu_rows() -> Iterator[list[str]]:
 
 def main() -> None:
     """Prints all tables."""
-    compared = "published | before | after | before / published | after / published"
+    compared = "published | computed | computed / published"
     for header, rows in (
-        (f"training | model | tokens a row | {compared}", _training_rows()),
-        (f"decoding | model | rows x context | {compared}", _decoding_rows()),
+        (f"training | model | tokens a row | {compared}", _point_rows(TRAINING)),
+        (f"decoding | model | rows x context | {compared}", _point_rows(DECODING)),
         ("stage | rows x tokens | ideal kernels | ours", _engine_rows()),
         ("stage | mesh | measured | predicted | ratio", _cpu_rows()),
     ):

@@ -42,7 +42,7 @@ def count_programs(log: str) -> dict[str, Any]:
 
 
 def has_stepped(path: Path) -> bool:
-    """Whether the first line of a step is in metrics.jsonl."""
+    """Returns True where metrics.jsonl has the line of a step."""
     return path.exists() and any("eval" not in row for row in read_metrics(path))
 
 
@@ -73,7 +73,7 @@ def start(config: Path, overrides: Sequence[str], workdir: Path, caches: Path) -
 
 
 def command(arguments: Sequence[str]) -> None:
-    """The whole command."""
+    """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG)
     parser.add_argument("--write", action="store_true", help="the table into start.md")

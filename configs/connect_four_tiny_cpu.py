@@ -30,8 +30,9 @@ def get_config() -> ConfigDict:
                 "rollout_meshes": ("data=8", "data=4,tensor=2"),
                 "train_meshes": ("data=8", "data=1,fsdp=8"),
             },
+            "algorithm": "reinforce",
+            "algorithm_args": {"turn_discount": 0.9},
             "train": {
-                "turn_discount": 0.9,
                 "adam_b2": 0.99,
                 "entropy_coefficient": 0.05,
                 "sft_steps": 80,

@@ -21,8 +21,7 @@ def get_config() -> ConfigDict:
     return ConfigDict(
         {
             "num_steps": 400,
-            # Eight virtual devices on 2 cores cost nothing against one (benchmarks/devices.md),
-            # and every sharding is real.
+            # Eight virtual devices on 2 cores cost nothing against one, and every sharding is real.
             "devices": {"platform": "cpu", "num_cpu_devices": 8},
             # Worse than a loss: a policy that is to lose must not prefer to break the rules.
             "env": {"name": "tic_tac_toe", "args": {"illegal_reward": -2.0}},
@@ -43,9 +42,9 @@ def get_config() -> ConfigDict:
                 # The same run on every machine.
                 "table": "model",
             },
+            "algorithm": "reinforce",
+            "algorithm_args": {"turn_discount": 0.7},
             "train": {
-                "advantage": "reinforce",
-                "turn_discount": 0.7,
                 "epochs": 2,
                 "learning_rate": 2e-3,
                 "final_learning_rate": 1e-4,

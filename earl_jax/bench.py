@@ -1,54 +1,250 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Times one stage: python -m earl_jax.bench {rollout,train,dispatch,switch} [--json]."""
+"""Times one stage of a config: python -m earl_jax.bench {dispatch,rollout,train,switch}."""
 
 import argparse
-import importlib.util
+import dataclasses
+import functools
 import json
+import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from earl_jax.config_file import load_config_file, make_config
+from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.plan import plan_dispatch
+from earl_jax.dispatch.weights import publish
+from earl_jax.engine.pages import Pool, dense_pool, pages_for
+from earl_jax.engine.session import Policy, Session, empty_session, relocate
+from earl_jax.loop import play_all
 from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
+from earl_jax.placement.placement import Placement
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.selector.table import ThroughputTable
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.step import batch_shapes
+from earl_jax.trajectory import Experience
+from earl_jax.world import World
 
 _HELP = """\
-Times a stage and prints Markdown tables, or with --json an object a line. Run it in the root of the
-repository, where benchmarks/ is.
+Times a stage of a run on this machine and prints a Markdown table, or with --json an object a line.
 
-  python -m earl_jax.bench rollout --config=configs/tictactoe_tiny_cpu.py
-      a rollout on each mesh that the config may use; --config.section.key=value too
-  python -m earl_jax.bench train --config=configs/tictactoe_tiny_cpu.py
-      an update on each mesh that the config may use
-  python -m earl_jax.bench dispatch --only=processes --workers=16
-      worker processes on hosts of their own (network namespaces, which need root) against rank 0
-      that gathers and scatters
-  python -m earl_jax.bench dispatch --only=links --workers=16
-      bare sockets on the same hosts: what their links carry
-  python -m earl_jax.bench dispatch --only=within --platform=cpu --devices=8
-      every rollout mesh to every training mesh, beside a plain copy
-  python -m earl_jax.bench dispatch --only=weights --platform=gpu --models=llama3.2-1b,qwen2.5-7b
-      publishing weights, beside a plain copy
-  python -m earl_jax.bench dispatch --only=compiled --topologies=v5p:2x2x4,h100:2x8
-      what publishing sends on chips that are not here, by their compilers (extras tpu-topology and
-      gpu-topology), beside the fewest bytes that do
-  python -m earl_jax.bench dispatch --only=paper
-      1,024 devices by the planner
-  python -m earl_jax.bench switch --config=configs/tictactoe_tiny_cpu.py
-      from the first mesh of each stage to the others that the config may choose from: new weights,
-      the trainer with its optimizer, weights with live KV caches
+  rollout   the first step's episodes with random weights, on each rollout mesh of the config
+  train     one update on full rows, on each training mesh of the config
+  dispatch  a step's experience from each rollout mesh to each training mesh, and the weights back
+  switch    the move of a trainer, or of a rollout with live KV caches, from the first mesh of the
+            stage to each of the others
+
+Episodes and rows have the length of the last of config.rollout.context_buckets. A time is the
+median of --repeats runs after one that compiles. "copy ms" is a plain copy, timed in turn with the
+stage, of as many bytes as change device.
+
+example:
+  python -m earl_jax.bench dispatch --config=configs/tictactoe_tiny_cpu.py --config.seed=1
 """
-PARTS = {
-    "rollout": ("rollout",),
-    "train": ("train",),
-    "dispatch": ("processes", "links", "within", "weights", "compiled", "paper"),
-    "switch": ("switch",),
+
+
+def rollout_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yields the time of a rollout on each mesh."""
+    tokens, tasks = world.config.rollout.context_buckets[-1], world.training_tasks(0)
+    for mesh in world.problem.rollout_meshes_for(tokens):
+        placement = placement_on(world, mesh, None)
+        placement.choose_step(tokens, None)
+        state = placement.move_state(world.init_train_state(placement.train.mesh), to_play=True)
+
+        found: list[Any] = []
+
+        def run(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
+            session, _ = placement.sessions.open(world.policy(state), version=0)
+            found.append(play_all(world, placement, session, tasks, None)[1].stats)
+
+        (seconds,) = median_seconds(run, repeats=repeats)
+        stats = found[-1]
+        yield {
+            "mesh": str(mesh),
+            "slots": placement.rollout.num_slots,
+            "s": seconds,
+            "tokens": stats.rollout_tokens,
+            "tokens/s": stats.rollout_tokens / seconds,
+        }
+
+
+def train_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yields the time of an update on each mesh."""
+    rollout = world.config.rollout
+    length, num_rows = rollout.context_buckets[-1], rollout.episodes_per_step
+    for mesh in world.problem.train_meshes_for(length):
+        placement = placement_on(world, None, mesh)
+        placement.choose_step(length, None)
+        placement.length = length
+        plan = placement.choose_training_again().train.plan  # pyright: ignore
+        (seconds,) = median_seconds(update_of(world, plan, length), repeats=repeats)
+        yield {
+            "mesh": str(mesh),
+            "micro-batches": plan.micro_batches,
+            "remat": plan.remat,
+            "s": seconds,
+            "tokens": num_rows * length,
+            "tokens/s": num_rows * length / seconds,
+        }
+
+
+def dispatch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yields the time of experience to, and of weights from, each training mesh."""
+    length, num = world.config.rollout.context_buckets[-1], world.config.rollout.episodes_per_step
+    numbers, logprobs = np.zeros((num, length), np.int32), np.zeros((num, length), np.float32)
+    fields = Experience(tokens=numbers, turn_ids=numbers, logprobs=logprobs, versions=numbers)  # pyright: ignore
+    for train_mesh in world.problem.train_meshes_for(length):
+        params = world.policy(world.init_train_state(train_mesh))
+        for rollout_mesh in world.problem.rollout_meshes_for(length):
+            engine = world.engine(rollout_mesh)
+            rows = world.rollout_layout(rollout_mesh).activations("NS")
+            send = functools.partial(
+                dispatch,
+                jax.device_put(fields, rows),
+                world.train_layout(train_mesh),
+                length=length,
+                lengths=np.full(num, length),
+                advantages=np.zeros((num, 1)),
+            )
+            goal = engine.parameter_shapes, engine.parameter_shardings
+            back = functools.partial(publish, params, *goal)
+            sides = str(rollout_mesh), str(train_mesh)
+            for what, source, target, moved, run in (
+                ("experience", *sides, send().plan.moved_bytes, lambda send=send: send().batch),
+                ("weights", *sides[::-1], back().moved_bytes, lambda back=back: back().params),
+            ):
+                yield _moving(what, source, target, moved, run, repeats)
+
+
+def switch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+    """Yields the time of each change of mesh, away from the first one of its stage."""
+    rollout, train = world.problem.rollout_meshes, world.problem.train_meshes
+    state = world.init_train_state(train[0])
+    for mesh in train[1:]:
+        goal = world.train_state_shardings(mesh)
+        moved, run = plan_dispatch(state, goal).moved_bytes, functools.partial(reshard, state, goal)
+        yield _moving("trainer", str(train[0]), str(mesh), moved, run, repeats)
+    session = _full_session(world, rollout[0], world.policy(state))
+    for mesh in rollout[1:]:
+        engine, pool = world.engine(mesh), _full_pool(world, mesh)
+        move = functools.partial(relocate, session, engine, session.max_tokens, pool)
+        live, goal = _live(session), (engine.parameter_shardings, engine.state_shardings)
+        # Where the number of row shards changes, pages are regrouped on the way.
+        same = pool == session.pool
+        moved = plan_dispatch(live, goal).moved_bytes if same else None
+
+        def arrays(move: Callable[[], Session] = move) -> Any:
+            return _live(move())
+
+        yield _moving("live rollout", str(rollout[0]), str(mesh), moved, arrays, repeats)
+
+
+STAGES = {
+    "dispatch": dispatch_rows,
+    "rollout": rollout_rows,
+    "train": train_rows,
+    "switch": switch_rows,
 }
-STAGES = tuple(PARTS)
 
 
-def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """Exits with status 2 for a flag that does not exist."""
+def placement_on(world: World, rollout: MeshShape | None, train: MeshShape | None) -> Placement:
+    """Returns a placement that may use these meshes only; None: all that the config may use."""
+    placement = Placement(world, ThroughputTable())
+    placement.problem = dataclasses.replace(
+        world.problem,
+        rollout_meshes_named=(str(rollout),) if rollout else world.problem.rollout_meshes_named,
+        train_meshes_named=(str(train),) if train else world.problem.train_meshes_named,
+    )
+    return placement
+
+
+def update_of(world: World, plan: TrainPlan, length: int) -> Callable[[], Any]:
+    """Returns a function that trains once on full rows of `length` tokens."""
+    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
+    shapes = batch_shapes(rows, length, layout, scored=world.learner.scored)
+    batch = jax.tree.map(
+        lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
+    )
+    program, state = world.learner.program(plan), world.init_train_state(plan.mesh)
+
+    def run() -> Any:
+        nonlocal state
+        state, metrics = program(state, batch, np.zeros(2, np.float32))
+        return metrics
+
+    return run
+
+
+def median_seconds(*runs: Callable[[], Any], repeats: int) -> list[float]:
+    """Returns the median time of each; they take turns, after one run of each that compiles."""
+    spans: list[list[float]] = [[] for _ in runs]
+    for _ in range(1 + repeats):
+        for run, own in zip(runs, spans, strict=True):
+            start_s = time.perf_counter()
+            jax.block_until_ready(run())
+            own.append(time.perf_counter() - start_s)
+    return [statistics.median(own[1:]) for own in spans]
+
+
+def _moving(
+    what: str, source: str, target: str, moved: int | None, run: Callable[[], Any], repeats: int
+) -> dict[str, Any]:
+    """Returns the row of a move, timed beside a plain copy of as many bytes."""
+    seconds, copy_s = median_seconds(run, _copy_of(moved or 0), repeats=repeats)
+    return {
+        "what": what,
+        "from": source,
+        "to": target,
+        "moved MiB": None if moved is None else moved / 2**20,
+        "ms": 1e3 * seconds,
+        "copy ms": 1e3 * copy_s if moved else None,
+    }
+
+
+def _copy_of(num_bytes: int) -> Callable[[], Any]:
+    """Returns a copy of so many bytes in equal shares, each from a device to the next one."""
+    devices = jax.devices()
+    share = max(1, num_bytes // len(devices))
+    parts = [jnp.ones(share, jnp.uint8, device=device) for device in devices]
+    if len(devices) == 1:
+        return lambda: jnp.copy(parts[0])
+    return lambda: jax.device_put(parts, [*devices[1:], devices[0]])
+
+
+def _live(session: Session) -> tuple[Any, Any]:
+    return session.policy.params, session.state
+
+
+def _full_pool(world: World, mesh: MeshShape) -> Pool:
+    rollout = world.config.rollout
+    return dense_pool(
+        mesh.data, rollout.num_slots, rollout.context_buckets[-1], rollout.tokens_a_page
+    )
+
+
+def _full_session(world: World, mesh: MeshShape, params: Any) -> Session:
+    """Returns a session whose slots have all their pages, at the last context bucket."""
+    engine, max_tokens = world.engine(mesh), world.config.rollout.context_buckets[-1]
+    weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
+    policy = Policy(params=weights, version=0)
+    session = empty_session(engine, policy, max_tokens, _full_pool(world, mesh))
+    for slot in range(engine.config.num_slots):
+        session.pages.hold(slot, max_tokens)
+    table = session.pages.as_array(pages_for(max_tokens, engine.config.page_size))
+    return dataclasses.replace(session, state=engine.give_pages(session.state, table))
+
+
+def bench_command(arguments: Sequence[str]) -> None:
+    """Runs the whole command."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.bench",
         description=_HELP,
@@ -56,97 +252,21 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--only", default="", help="parts, separated by commas (all)")
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a config file")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row (3)")
     parser.add_argument("--json", action="store_true", help="an object a line")
-    parser.add_argument("--repeats", type=int, default=3, help="the median of so many (3)")
-    parser.add_argument(
-        "--config", type=Path, default=DEFAULT_CONFIG, help="of rollout, train, switch: a file"
-    )
-    between = parser.add_argument_group("processes, links")
-    between.add_argument("--workers", default="4,8,16", help="numbers of processes")
-    between.add_argument(
-        "--scale", type=float, default=16, help="divides EARL's 46, 93 and 187 MiB a worker (16)"
-    )
-    between.add_argument("--tensor", type=int, default=4, help="members of a trainer's group (4)")
-    between.add_argument("--mbit", type=float, default=100, help="rate of a link, Mbit/s (100)")
-    between.add_argument(
-        "--window", type=int, default=64, help="KiB of a TCP connection under way; 0: the kernel's"
-    )
-    between.add_argument("--loopback", action="store_true", help="no namespaces")
-    inside = parser.add_argument_group("within, weights, compiled")
-    inside.add_argument("--platform", default="auto", help="auto, cpu, gpu or tpu")
-    inside.add_argument("--devices", type=int, default=8, help="virtual CPU devices (8)")
-    inside.add_argument("--mib", default="0.25,4,64", help="sizes of the array within a process")
-    inside.add_argument("--models", default="", help="presets whose weights go")
-    inside.add_argument("--cut", type=int, default=1, help="divides layers and vocabulary (1)")
-    inside.add_argument("--topologies", default="", help="of compiled: what to compile for")
+    parser.epilog = "--config.section.key=value changes one setting"
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
-    flags.overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
-    flags.only = flags.only or ",".join(PARTS[flags.stage])
-    return flags
-
-
-def rows_of(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What a part measures, a dict a row."""
-    if part in ("processes", "links"):
-        from benchmarks.dispatch import links, processes
-
-        settings = processes.Settings(
-            workers=tuple(map(int, flags.workers.split(","))),
-            scale=flags.scale,
-            tensor=flags.tensor,
-            mbit_per_s=flags.mbit,
-            window_kib=flags.window,
-            repeats=flags.repeats,
-            loopback=flags.loopback,
-        )
-        return (links if part == "links" else processes).measure(settings)
-    if part == "paper":
-        from benchmarks.dispatch.paper import tables
-
-        return tables()
-    if part in ("rollout", "train", "switch"):
-        return _config_rows(part, flags)
-    models = tuple(filter(None, flags.models.split(",")))
-    if part == "compiled":
-        # First of all: else the compilers of other platforms look for their chips.
-        start_jax("cpu", flags.devices)
-        from benchmarks.dispatch import compiled
-
-        topologies = tuple(filter(None, flags.topologies.split(","))) or compiled.TOPOLOGIES
-        return compiled.measure(models or compiled.MODELS, topologies, flags.cut)
-    start_jax(flags.platform, flags.devices)
-    if part == "within":
-        from benchmarks.dispatch.within import measure as measure_within
-
-        return measure_within(tuple(map(float, flags.mib.split(","))), flags.repeats)
-    import jax
-
-    from benchmarks.dispatch import publishing
-
-    num = len(jax.devices())
-    return publishing.measure(models or publishing.MODELS, num, flags.cut, flags.repeats)
-
-
-def _config_rows(part: str, flags: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from earl_jax.config_file import load_config_file, make_config
-
-    config = make_config(load_config_file(flags.config), flags.overrides)
+    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from benchmarks import stages, switch
-
-    rows = {"rollout": stages.rollout_rows, "train": stages.train_rows, "switch": switch.measure}
-    return rows[part](config, flags.repeats)
-
-
-def write_table(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Markdown, a line as soon as it is known."""
-    names: list[str] = []
-    for row in rows:
-        if not names:
-            names = [name for name in row if not name.endswith("spans_s")]
-            print(f"| {' | '.join(names)} |\n{'|---' * len(names)}|")
-        print(f"| {' | '.join(_cell(row[name]) for name in names)} |", flush=True)
+    for number, row in enumerate(STAGES[flags.stage](World(config), flags.repeats)):
+        if flags.json:
+            print(json.dumps(row), flush=True)
+            continue
+        if not number:
+            print(f"| {' | '.join(row)} |\n{'|---' * len(row)}|")
+        print(f"| {' | '.join(map(_cell, row.values()))} |", flush=True)
 
 
 def _cell(value: Any) -> str:
@@ -155,28 +275,8 @@ def _cell(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def bench_command(arguments: Sequence[str]) -> None:
-    """The whole command."""
-    flags = parse_flags(arguments)
-    parts = flags.only.split(",")
-    known = PARTS[flags.stage]
-    unknown = [part for part in parts if part not in known]
-    if unknown:
-        raise ValueError(f"--only={flags.only}: {unknown[0]!r} is no part of {', '.join(known)}")
-    if importlib.util.find_spec("benchmarks") is None:
-        raise ValueError("there is no folder benchmarks/ here; run this in the repository's root")
-    for part in parts:
-        rows = rows_of(part, flags)
-        if flags.json:
-            for row in rows:
-                print(json.dumps({"part": part, **row}), flush=True)
-        else:
-            print(f"\n## {part}\n")
-            write_table(rows)
-
-
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     sys.exit(exit_status(lambda: bench_command(sys.argv[1:])))
 
 

@@ -10,6 +10,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from earl_jax.algorithms.algorithm import Algorithm
+from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
 from earl_jax.engine.config import RolloutConfig, Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
@@ -153,10 +155,16 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. `num_steps` RL steps; `seed` decides everything that is random."""
+    """All settings of a run. `num_steps` RL steps; `seed` decides everything that is random.
+
+    `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
+    `algorithm_args` are its settings, a record of the type of `Algorithm.settings`.
+    """
 
     num_steps: int = 100
     seed: int = 0
+    algorithm: str = "reinforce"
+    algorithm_args: Any = ALGORITHMS["reinforce"].settings
     devices: DevicesConfig = DevicesConfig()
     distributed: DistributedConfig = DistributedConfig()
     env: EnvConfig = EnvConfig()
@@ -179,7 +187,7 @@ class Config:
             raise ValueError(f"config.seed is {self.seed}; it must lie in [0, 2**31)")
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
-            if dataclasses.is_dataclass(value):
+            if dataclasses.is_dataclass(value) and section.name != "algorithm_args":
                 typing.cast(Any, value).validate()
         per_update = self.rollout.episodes_per_step
         if per_update % self.train.micro_batches:
@@ -187,13 +195,8 @@ class Config:
                 f"config.train.micro_batches is {self.train.micro_batches}, which does not divide "
                 f"config.rollout.episodes_per_step ({per_update})"
             )
-        if self.train.advantage == "grpo" and self.rollout.group_size < 2:
-            raise ValueError(
-                "config.train.advantage is 'grpo' with config.rollout.group_size of "
-                f"{self.rollout.group_size}; a group of one has nothing to be compared with: set "
-                "config.rollout.group_size to 2 or more, or config.train.advantage to 'reinforce'"
-            )
         self._check_environment()
+        self._check_algorithm()
         self._check_ratio()
         if self.checkpoint.export is True and not self.model.path:
             try:
@@ -228,6 +231,28 @@ class Config:
                 "'model' and config.rollout.model_logprobs to True"
             )
 
+    def make_algorithm(self) -> Algorithm:
+        """Returns the algorithm with its settings. Raises ValueError where there is none."""
+        return dataclasses.replace(find_algorithm(self.algorithm), settings=self.algorithm_args)
+
+    def _check_algorithm(self) -> None:
+        """Raises ValueError unless there is such an algorithm, with such settings."""
+        algorithm = find_algorithm(self.algorithm)
+        kind = type(algorithm.settings)
+        if not isinstance(self.algorithm_args, kind):
+            raise ValueError(
+                f"config.algorithm_args is {self.algorithm_args!r}; for config.algorithm = "
+                f"{self.algorithm!r} it must be of type {kind.__name__}"
+            )
+        if hasattr(self.algorithm_args, "validate"):
+            self.algorithm_args.validate("config.algorithm_args")
+        if self.rollout.group_size < algorithm.min_group_size:
+            raise ValueError(
+                f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
+                f"{self.rollout.group_size}; it compares the episodes of a group: set "
+                f"config.rollout.group_size to {algorithm.min_group_size} or more"
+            )
+
     def _check_ratio(self) -> None:
         """Raises ValueError unless the trainer compares like with like."""
         rollout = self.rollout
@@ -255,6 +280,11 @@ class Config:
         off = self.train.correction == "none" or (self.train.correction == "auto" and same)
         return 0.0 if off else self.train.importance_cap
 
+    @property
+    def train_temperature(self) -> float:
+        """The temperature that the trainer scores tokens at."""
+        return self.rollout.temperature if self.train.ratio == "behaviour" else 1.0
+
     def as_dict(self) -> dict[str, Any]:
         """The complete configuration of the run, as written to config.json; not who runs it."""
         settings = dataclasses.asdict(self)
@@ -270,7 +300,8 @@ _Idle = tuple[bool, str, str]
 
 def _check_effects(config: Config) -> None:
     """A setting that differs from its default must do something in this run."""
-    defaults = Config(model=preset_named(config.model.preset))
+    settings = find_algorithm(config.algorithm).settings
+    defaults = Config(model=preset_named(config.model.preset), algorithm_args=settings)
     for is_idle, path, reason in (
         *_idle_model(config),
         *_idle_rollout(config),
@@ -317,14 +348,14 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # The model of a path is known later: world.py looks at it.
     without_experts = model.num_experts == 0 and not model.path
     yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
-    yield train.advantage == "grpo", "train.turn_discount", "config.train.advantage is 'grpo'"
     constant = "config.train.schedule is 'constant'"
     yield train.schedule == "constant", "train.final_learning_rate", constant
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
     same_precision = config.rollout.is_precise_as(model.compute_dtype)
     never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
-    for name in ("clip_low", "clip_high"):
-        yield never_clips, f"train.{name}", "config.train.epochs is 1"
+    clips = config.algorithm in ("reinforce", "grpo")
+    for name in ("clip_low", "clip_high") if clips else ():
+        yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"

@@ -21,20 +21,26 @@ from typing import Any
 from ml_collections import ConfigDict
 from ml_collections.config_dict import RequiredValueError
 
+from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 
-# Keys of earlier versions, and what to write instead.
+# Keys of earlier versions, and those that took their place.
 RENAMED_KEYS = {
-    "env.game": "config.env.name (or config.env.args.game with config.env.name='board_game')",
-    "env.trail": "config.env.args",
+    "config.env.game": "config.env.name (or env.args.game of env.name = 'board_game')",
+    "config.env.trail": "config.env.args",
     **{
-        f"env.{name}": f"config.env.args.{name}"
+        f"config.env.{name}": f"config.env.args.{name}"
         for name in (
             "opponent", "mcts_simulations", "illegal_reward", "show_board", "mask_illegal"
         )
     },
+    "config.train.advantage": "config.algorithm",
+    "config.train.turn_discount": "config.algorithm_args.turn_discount",
+    "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
+    "config.train.clip_low": "config.algorithm_args.clip_low",
+    "config.train.clip_high": "config.algorithm_args.clip_high",
 }  # fmt: skip
 
 
@@ -75,7 +81,8 @@ def read_workdir_config(workdir: Path) -> Config:
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
     """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
 
-    A file may leave a value to the command line: `config_dict.required_placeholder(str)`.
+    A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
+    override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -86,6 +93,8 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values = _plain(given, "", required)
     else:
         values = copy.deepcopy(dict(given))
+    if any(override.startswith("algorithm=") for override in overrides):
+        values.pop("algorithm_args", None)
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
@@ -96,12 +105,20 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
             raise ValueError(
                 f"config.{path} is left open by this config; give it: --config.{path}=VALUE"
             )
-    _check_renamed(values)
     if isinstance(values.get("model"), Mapping):
         values["model"] = fill_section(values["model"])
+    values["algorithm_args"] = _algorithm_settings(values)
     config = _build(Config, values, "config")
     config.validate()
     return config
+
+
+def _algorithm_settings(values: Mapping[str, Any]) -> Any:
+    """Returns the algorithm's settings with what `values` give. Raises ValueError."""
+    name = _typed(str, values.get("algorithm", Config.algorithm), "config.algorithm")
+    settings = find_algorithm(name).settings
+    given = _build_fields(type(settings), values.get("algorithm_args", {}), "config.algorithm_args")
+    return dataclasses.replace(settings, **given)
 
 
 def _plain(given: ConfigDict, prefix: str, required: list[str]) -> dict[str, Any]:
@@ -126,17 +143,6 @@ def _set(values: dict[str, Any], names: list[str], value: Any, path: str) -> Non
     values[names[-1]] = value
 
 
-def _check_renamed(values: Mapping[str, Any]) -> None:
-    """Raises ValueError for a key that has another name now."""
-    for old, new in RENAMED_KEYS.items():
-        section: Any = values
-        *names, key = old.split(".")
-        for name in names:
-            section = section.get(name) if isinstance(section, Mapping) else None
-        if isinstance(section, Mapping) and key in section:
-            raise ValueError(f"config.{old} is no longer a setting; use {new}")
-
-
 def _parse(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -147,6 +153,11 @@ def _parse(text: str) -> Any:
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
+    return cls(**_build_fields(cls, values, path))
+
+
+def _build_fields(cls: type, values: Any, path: str) -> dict[str, Any]:
+    """Returns the values, checked and converted to the types of the fields of `cls`."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{path} is {values!r}; it is a section: set its fields, {path}.NAME")
     types = typing.get_type_hints(cls)
@@ -154,16 +165,17 @@ def _build(cls: type, values: Any, path: str) -> Any:
     for key in values:
         if key not in fields:
             raise ValueError(_unknown_key(cls, key, path, fields))
-    built = {
+    return {
         key: _build(types[key], value, f"{path}.{key}")
         if dataclasses.is_dataclass(types[key])
         else _typed(types[key], value, f"{path}.{key}")
         for key, value in values.items()
     }
-    return cls(**built)
 
 
 def _unknown_key(cls: type, key: str, path: str, fields: set[str]) -> str:
+    if renamed := RENAMED_KEYS.get(f"{path}.{key}"):
+        return f"{path}.{key} is now {renamed}"
     near = difflib.get_close_matches(str(key), fields, n=1)
     if near:
         hint = f"did you mean {near[0]!r}?"
@@ -186,6 +198,8 @@ def _all_paths(cls: type, path: str) -> Iterator[str]:
 
 def _typed(kind: Any, value: Any, path: str) -> Any:
     """The value as the field's type; ints become floats, lists tuples. Raises ValueError."""
+    if kind is Any:
+        return value
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         check_choice(value, arguments, path)

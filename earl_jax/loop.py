@@ -15,27 +15,25 @@ from typing import Any
 import jax
 import numpy as np
 
+from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.engine.config import RolloutConfig, Sampling
 from earl_jax.engine.session import Session
 from earl_jax.launch.joint import Played, hear_all, join_rows
 from earl_jax.placement.placement import Placement
+from earl_jax.placement.updates import Metrics, learn, sft
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.sharding.host_channel import open_channel
-from earl_jax.sharding.layout import Layout
-from earl_jax.sharding.reshard import absent_array
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.timing import StageTimer
-from earl_jax.train.advantage_rows import advantages_of, place_rows, reward_rows
-from earl_jax.train.learner import learn, sft
-from earl_jax.train.step import TrainState, UpdateMetrics
+from earl_jax.train.step import TrainState
 from earl_jax.trajectory import Experience, Outcome, Trajectory
 from earl_jax.world import World
 
@@ -61,7 +59,7 @@ class StepRecord:
     load: Load
     rollout_mesh: str
     rollout_max_tokens: int
-    updates: list[UpdateMetrics]
+    updates: list[Metrics]
     dispatch_bytes: int
     dispatch_host_bytes: int | None
     publish_bytes: int
@@ -113,7 +111,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     with timer("dispatch"), only_on_devices(world.config.dispatch, by_hosts) as dispatch_reads:
         own = to_learn_from(world, rollout.experience) if rollout else None
         experience = join_rows(world, own, placement.rollout.mesh, length)
-        facts = row_facts(world, played.outcomes, length, layout)
+        facts = row_facts(world, played.outcomes, length)
         delivery = dispatch(experience, layout, **facts)
         world.processes.wait(delivery.batch, "dispatch")
     trajectories = rollout.trajectories if rollout else []
@@ -319,28 +317,18 @@ def to_learn_from(world: World, experience: Experience) -> Experience:
     return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
-def row_facts(
-    world: World, outcomes: Sequence[Outcome], length: int, layout: Layout
-) -> dict[str, Any]:
-    """The small facts that the host adds to the device rows: of this process's rows.
+def row_facts(world: World, outcomes: Sequence[Outcome], length: int) -> dict[str, Any]:
+    """The small facts that the host adds to this process's device rows.
 
-    But for the advantages, which are of all rows and made where they are wanted. They have room for
-    a power of two of turns, so that few programs are compiled for them.
+    A row whose episode does not count has no tokens for the trainer.
     """
-    config = world.config.train
-    num_turns = max(8, 1 << max(o.num_turns for o in outcomes).bit_length())
-    if world.processes.trains:
-        rewards = place_rows(reward_rows(config, outcomes, num_turns), layout)
-        advantages = advantages_of(config, rewards, layout)
-    else:
-        shape = (len(outcomes), num_turns)
-        advantages = absent_array(shape, np.float32, layout.activations("N."))
-    lengths = np.array([outcome.num_tokens for outcome in outcomes])
+    credit, own = assign_credit(world.learner.algorithm, outcomes), world.processes.own
+    lengths = np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0)
     return {
         "length": length,
-        "lengths": world.processes.own(lengths),
-        "advantages": advantages,
-        "sample_starts": world.processes.own(sample_starts(outcomes, length)),
+        "lengths": own(lengths),
+        "advantages": own(credit.advantages),
+        "sample_starts": own(sample_starts(outcomes, length)),
     }
 
 
@@ -359,7 +347,7 @@ def sample_starts(trajectories: Sequence[Trajectory | Outcome], length: int) -> 
 
 def hear_costs(
     world: World,
-    updates: list[UpdateMetrics],
+    updates: list[Metrics],
     speeds: tuple[float | None, float | None],
     *host_bytes: int | None,
 ) -> tuple[Any, ...]:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from earl_jax.config import Config
     from earl_jax.launch.distributed import DistributedConfig
 
-DEFAULT_CONFIG = Path(__file__).parent.parent / "configs" / "tictactoe_tiny_cpu.py"
+# A wheel has configs/ in the package, a checkout beside it.
+_HERE = Path(__file__).parent
+_CONFIGS = next(p / "configs" for p in (_HERE, _HERE.parent) if (p / "configs").is_dir())
+DEFAULT_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 THREADS_PER_CPU_DEVICE = 32
 
 _HELP = """\

@@ -73,13 +73,13 @@ def plan_command(arguments: Sequence[str]) -> None:
     from earl_jax.config_file import load_config_file, make_config
     from earl_jax.placement.facts import table_for_plan
     from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
-    from earl_jax.selector.enough import smallest_hardware, smallest_words
     from earl_jax.selector.hardware import parse_topology
     from earl_jax.selector.schedule import make_schedule, schedule_lines, schedule_values
+    from earl_jax.selector.smallest import smallest_hardware, smallest_words
     from earl_jax.selector.table import ThroughputTable
 
     hardware, given = parse_topology(flags.topology), load_config_file(flags.config)
-    config, notes, asked = make_config(given, overrides), [], _contexts(flags.contexts)
+    config, notes, wanted = make_config(given, overrides), [], _contexts(flags.contexts)
     if config.devices.platform == "cpu" != hardware.platform:
         changes = overrides_for_chips(overrides, flags.contexts or DEFAULT_CONTEXTS)
         config = make_config(given, [*changes, *overrides])
@@ -104,13 +104,13 @@ def plan_command(arguments: Sequence[str]) -> None:
         from earl_jax.placement.exact import compiler_for
 
         compiled = compiler_for(problem, config, model, vocab_size, flags.topology)
-    schedule = make_schedule(problem, table, asked or contexts, compiled)
+    schedule = make_schedule(problem, table, wanted or contexts, compiled)
     values = schedule_values(problem, schedule, exact=flags.exact) | {"notes": notes}
     lines = [*notes, *schedule_lines(values)]
     broken = next((stop.context for stop in schedule if stop.decision is None), None)
     if broken and not problem.num_rollout:
         found = smallest_hardware(problem, broken)
-        values["enough"] = {"context": broken, "devices": dict(found)}
+        values["smallest"] = {"context": broken, "devices": dict(found)}
         lines.append(f"  {smallest_words(found, broken)}")
     print(json.dumps(values) if flags.json else "\n".join(lines))
 

@@ -32,6 +32,7 @@ from earl_jax.trajectory import mean_metrics
 from earl_jax.world import World
 
 REPORT_EPISODES = 12
+_OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 
 @dataclasses.dataclass
@@ -226,7 +227,6 @@ class Recorder:
         outcomes, load, stage_s = record.outcomes, record.load, record.stage_s
         rewards = np.array([o.reward for o in outcomes])
         first, last = record.updates[0], record.updates[-1]
-        corrected = self.world.config.importance_cap > 0
         switches = [choice for choice in log.choices if choice.switched]
         train_tokens = sum(o.num_tokens for o in outcomes) * len(record.updates)
         lags = [
@@ -271,32 +271,23 @@ class Recorder:
             "rollout_max_tokens": record.rollout_max_tokens,
             "switched": [choice.stage for choice in switches],
             "switch_s": log.switch_s,
-            "decision": "; ".join(f"{stage} {c.reason}" for stage, c in newest.items()),
+            "decision": "; ".join(map(str, newest.values())),
             "expected_step_s": log.expected_s,
             "out_of_memory": log.failures or None,
             "plan": self.placement.words or None,
             "switch_notes": [
-                *(f"{choice.stage} {choice.reason}" for choice in switches),
+                *map(str, switches),
                 *self._new_way(),
             ],
             "dispatch_bytes": record.dispatch_bytes,
             "dispatch_host_bytes": record.dispatch_host_bytes,
             "publish_bytes": record.publish_bytes,
             "publish_host_bytes": record.publish_host_bytes,
-            "logprob_mismatch_max": first.mismatch_max,
-            "logprob_mismatch_mean": first.mismatch_mean,
             "sampling_kl": record.sampling_kl,
-            "importance_mean": first.importance_mean if corrected else None,
-            "truncated_fraction": first.truncated_fraction if corrected else None,
             "version_lag_max": max(lags, default=0),
-            "loss": last.loss,
-            "kl": last.kl,
-            "entropy": first.entropy,
-            "clip_fraction": last.clip_fraction,
-            "grad_norm": last.grad_norm,
-            "balance_loss": last.balance_loss,
-            "expert_load_max": last.expert_load_max,
-            "expert_load_entropy": last.expert_load_entropy,
+            **last,
+            # Measured before the step has changed the policy.
+            **{name: first[name] for name in _OF_FIRST_UPDATE},
             "peak_bytes_per_device": log.bytes_per_device,
             "budget_bytes_per_device": self.world.budget_bytes,
         }

@@ -30,8 +30,8 @@ from earl_jax.placement.placement import Placement
 from earl_jax.recorder import Recorder
 from earl_jax.rollout.evaluation import evaluate
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.enough import enough_words
-from earl_jax.selector.table import ThroughputTable, differences, stale_words
+from earl_jax.selector.smallest import smallest_hardware, smallest_words
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.episodes import truncate_trajectories_after
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
@@ -71,7 +71,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         for note in world.notes:
             progress.note(note)
         checkpoints = Checkpoints(
-            workdir / "checkpoints", config.checkpoint, by_hosts=everybody.by_hosts
+            workdir / "checkpoints", keep=config.checkpoint.keep, by_hosts=everybody.by_hosts
         )
         start = _start(world, checkpoints, progress, workdir)
         while (ended := _train(world, start, checkpoints, progress, workdir, stop)) is None:
@@ -141,8 +141,11 @@ def _train(
                 position = recorder.go_on(position)
             position = train(world, placement, position, recorder.after_step)
         except BudgetTooSmall as error:
-            words = filter(None, (str(error), enough_words(world.problem, placement.most_tokens)))
-            raise BudgetTooSmall(". ".join(words)) from error
+            if world.processes.disjoint:
+                raise
+            tokens = placement.needed_tokens
+            words = smallest_words(smallest_hardware(world.problem, tokens), tokens)
+            raise BudgetTooSmall(f"{error}. {words}" if words else str(error)) from error
         except StateLost as lost:
             progress.note(str(lost))
             # What it kept on the devices makes room for what comes from the checkpoint.
@@ -181,7 +184,7 @@ def read_newest(config: Config, workdir: Path) -> tuple[World, Position, Placeme
     if not folder.is_dir():
         raise ValueError(f"{workdir} holds no checkpoint yet: there is no {folder}")
     world = World(config, workdir / "tokenizer")
-    checkpoints = Checkpoints(folder, config.checkpoint)
+    checkpoints = Checkpoints(folder, keep=config.checkpoint.keep)
     for step in checkpoints.steps():
         try:
             position, placement = _restore(world, checkpoints, step)
@@ -274,9 +277,8 @@ def _observed_before(
     saved: ThroughputTable, kept: ThroughputTable, say: Callable[[str], None]
 ) -> ThroughputTable:
     """Returns what this run chose by before what others have seen since, unless it is stale."""
-    found = differences(saved.facts, kept.facts) if saved.facts else []
-    if found:
-        say(stale_words(found))
+    if saved.facts and saved.facts != kept.facts:
+        say("the checkpoint's speeds are of other devices, settings or versions: they are not used")
         return kept
     return saved.over(kept)
 

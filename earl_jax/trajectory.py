@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import jax
+from flax import struct
 
 Author = Literal["environment", "policy"]
 
@@ -74,7 +75,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        """How often the policy spoke."""
+        """The number of the policy's turns."""
         return sum(turn.author == "policy" for turn in self.turns)
 
     @property
@@ -84,7 +85,7 @@ class Trajectory:
 
     @property
     def sample_starts(self) -> tuple[int, ...]:
-        """Where each sample begins among the episode's tokens: 0, and at every fork."""
+        """The first token of each sample: 0, and the token at every fork."""
         starts, length = [0], 0
         for turn in self.turns:
             if turn.forks:
@@ -94,12 +95,12 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """How many tokens the policy sampled."""
+        """The number of tokens that the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.author == "policy")
 
     @property
     def outcome(self) -> "Outcome":
-        """What it came to, without its tokens."""
+        """The facts of the episode without its tokens."""
         versions = [version for turn in self.turns for version in turn.versions]
         return Outcome(
             episode=self.episode,
@@ -117,7 +118,7 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The small facts of a Trajectory, under the same names: what processes tell each other.
+    """The small facts of a Trajectory, under the same names, which processes exchange.
 
     `oldest_version` is that of the oldest policy that sampled a token; None where none was sampled.
     """
@@ -139,10 +140,9 @@ class Outcome:
         return float(sum(self.turn_rewards))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class Experience:
-    """What the engine wrote down on the device, one episode a row: N rows of S places.
+    """Tokens and log-probs as the engine recorded them on the device: N rows of S tokens.
 
     `tokens` i32[N,S]; `turn_ids` i32[N,S], 0 where the environment wrote (or nothing is), t where
     the policy wrote in its t-th turn; `logprobs` f32[N,S] under the distribution that a token was
@@ -158,8 +158,7 @@ class Experience:
     model_logprobs: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class TrajectoryBatch:
     """Episodes as the trainer reads them, one a row: N rows of T tokens, on the training layout.
 
@@ -168,9 +167,10 @@ class TrajectoryBatch:
     where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
     of the policy that the update is measured against (config.train.ratio), `versions` i32[N,T] of
     the policy that sampled, `advantages` f32[N,T]. `proximal` f32[N,T] are log-probs of the policy
-    that learning from this batch begins with, as the trainer scores it; None where the loss needs
-    none (`train.step.make_scorer`). All but `tokens` and `segment_ids` mean something only where
-    `turn_ids` > 0.
+    that learning from this batch begins with, as the trainer scores it, and `reference` those of
+    the frozen reference policy; None where the loss needs none (`train.step.make_scorer`). All but
+    `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that does not
+    count (its environment failed, or the algorithm does not keep its group) is a row of padding.
 
     Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
     segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.
@@ -183,6 +183,7 @@ class TrajectoryBatch:
     versions: jax.Array
     advantages: jax.Array
     proximal: jax.Array | None = None
+    reference: jax.Array | None = None
 
     def validate(self) -> None:
         """Raises ValueError unless every field has the shape of `tokens`."""

@@ -10,7 +10,6 @@ import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
@@ -35,14 +34,14 @@ from earl_jax.origin import max_context, open_origin
 from earl_jax.placement.problem import hardware_of_devices, make_problem
 from earl_jax.rollout.episode import Task
 from earl_jax.selector.memory import device_budget
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
-from earl_jax.train.config import TrainConfig
+from earl_jax.train.learner import Learner
 from earl_jax.train.offload import has_host_memory
 from earl_jax.train.sft import HostBatch
-from earl_jax.train.step import Objective, TrainState
+from earl_jax.train.step import TrainState
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
 FIRST_EVAL_EPISODE = 2**30
@@ -81,6 +80,15 @@ class World:
         self.max_context = max_context(config, self.checkpoint)
         # Now, because it raises for adapters that this model cannot have.
         train_step.trained_specs(self.model, config.train, self.vocab_size)
+        self.learner = Learner(
+            self.model,
+            config.train,
+            config.make_algorithm(),
+            vocab_size=self.vocab_size,
+            temperature=config.train_temperature,
+            importance_cap=config.importance_cap,
+            layout=self.train_layout,
+        )
         self.renderer = ChatRenderer(self.tokenizer, origin.end_ids, config.chat.template_arguments)
         self.choice_branches = _choice_branches(config, self.played, self.renderer)
         self.budget_bytes = self.processes.least(
@@ -178,55 +186,13 @@ class World:
         """Returns the pages of this process's part of a rollout."""
         return Pool(self.processes.own_mesh(plan.mesh).data, plan.pages)
 
-    @functools.cache  # noqa: B019
-    def train_step(self, plan: TrainPlan, objective: Objective) -> Any:
-        """Returns the jitted update of a plan."""
-        return train_step.make_train_step(
-            self.model,
-            self._train_config(plan),
-            self.train_layout(plan.mesh),
-            vocab_size=self.vocab_size,
-            temperature=self.train_temperature,
-            objective=objective,
-            importance_cap=self.config.importance_cap,
-        )
-
-    def _train_config(self, plan: TrainPlan) -> TrainConfig:
-        return dataclasses.replace(
-            self.config.train, micro_batches=plan.micro_batches, remat=plan.remat
-        )
-
-    @property
-    def needs_proximal(self) -> bool:
-        """Whether a batch is to be scored before it is learnt from."""
-        return self.config.importance_cap > 0 and self.config.train.epochs > 1
-
-    @functools.cache  # noqa: B019
-    def scorer(self, plan: TrainPlan) -> Any:
-        """Returns the jitted scoring of a batch."""
-        return train_step.make_scorer(
-            self.model,
-            self._train_config(plan),
-            self.train_layout(plan.mesh),
-            temperature=self.train_temperature,
-        )
-
-    @property
-    def train_temperature(self) -> float:
-        """The temperature that the trainer scores tokens at."""
-        config = self.config
-        return config.rollout.temperature if config.train.ratio == "behaviour" else 1.0
-
     def train_state_shapes(self) -> TrainState:
         """A TrainState as shapes."""
-        return train_step.state_shapes(self.model, self.config.train, self.vocab_size)
+        return self.learner.state_shapes()
 
-    @functools.cache  # noqa: B019
     def train_state_shardings(self, shape: MeshShape) -> TrainState:
         """Where a TrainState lives on this training mesh."""
-        return train_step.state_shardings(
-            self.model, self.config.train, self.vocab_size, self.train_layout(shape)
-        )
+        return self.learner.state_shardings(shape)
 
     def init_train_state(self, shape: MeshShape) -> TrainState:
         """Random weights on this training mesh; the same values on every mesh."""

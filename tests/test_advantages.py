@@ -10,16 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from earl_jax.train.advantages import (
-    advantage_table,
+from earl_jax.algorithms.advantages import (
+    assign_credit,
+    centred,
     discounted_returns,
-    grpo,
+    group_relative,
     reinforce,
-    turn_table,
 )
-from earl_jax.train.config import TrainConfig
+from earl_jax.algorithms.algorithms import ALGORITHMS, GrpoSettings, ReinforceSettings
 from earl_jax.trajectory import FAILURES
 from tests.support.trajectories import make_trajectory
+
+GRPO, REINFORCE = ALGORITHMS["grpo"], ALGORITHMS["reinforce"]
+PLAIN_GRPO = dataclasses.replace(GRPO, settings=GrpoSettings(normalize_advantages=False))
 
 
 def assert_rows(rows, expected) -> None:
@@ -47,12 +50,6 @@ def test_a_return_is_its_reward_and_the_discounted_rest(rewards, discount, retur
     assert_rows([discounted_returns(rewards, discount)], [returns])
 
 
-def test_a_turn_table_has_zeros_behind_each_rows_end():
-    table = turn_table([np.array([1.0, 2.0]), np.array([]), np.array([3.0, 4.0, 5.0])], 4)
-    assert table.dtype == np.float32
-    np.testing.assert_array_equal(table, [[1, 2, 0, 0], [0, 0, 0, 0], [3, 4, 5, 0]])
-
-
 # GRPO.
 
 
@@ -61,12 +58,16 @@ def test_grpo_of_rewards_1_to_6_in_groups_of_three():
     # 1.2247. The same around 5 for (4, 5, 6).
     edge = 1 / math.sqrt(2 / 3)
     assert edge == pytest.approx(1.2247, abs=1e-4)
-    advantages = grpo([(1,), (2,), (3,), (4,), (5,), (6,)], [0, 0, 0, 1, 1, 1], normalize=True)
+    advantages = group_relative(
+        [(1,), (2,), (3,), (4,), (5,), (6,)], [0, 0, 0, 1, 1, 1], normalize=True
+    )
     assert_rows(advantages, [[-edge], [0], [edge], [-edge], [0], [edge]])
 
 
 def test_groups_are_found_by_name_wherever_their_episodes_lie():
-    advantages = grpo([(6,), (1,), (4,), (3,), (5,), (2,)], list("baabba"), normalize=True)
+    advantages = group_relative(
+        [(6,), (1,), (4,), (3,), (5,), (2,)], list("baabba"), normalize=True
+    )
     # Group a: 1, 4, 2 has mean 7/3 and variance (16 + 25 + 1) / 9 / 3 = 14/9.
     # Group b: 6, 3, 5 has mean 14/3 and variance (16 + 25 + 1) / 9 / 3 = 14/9.
     unit = 1 / (3 * math.sqrt(14 / 9))
@@ -74,28 +75,52 @@ def test_groups_are_found_by_name_wherever_their_episodes_lie():
 
 
 def test_dr_grpo_leaves_the_deviation_out():
-    advantages = grpo([(1,), (2,), (6,), (0.5,), (0.5,)], [7, 7, 7, 3, 3], normalize=False)
+    advantages = group_relative(
+        [(1,), (2,), (6,), (0.5,), (0.5,)], [7, 7, 7, 3, 3], normalize=False
+    )
     assert_rows(advantages, [[-2], [-1], [3], [0], [0]])
 
 
+@pytest.mark.parametrize("algorithm", [GRPO, PLAIN_GRPO, REINFORCE])
+@pytest.mark.parametrize("reward", [100.1, 0.1, -1e-8, 1e12 / 3, 0.0])
+@pytest.mark.parametrize("size", [2, 3, 7, 64])
+def test_equal_outcomes_have_advantages_of_exactly_zero(algorithm, reward, size):
+    """The mean of 7 times 100.1 is rounded; what is left must not be scaled to a deviation of 1."""
+    group = [make_trajectory(i, (reward,)) for i in range(size)]
+    assert not assign_credit(algorithm, group).advantages.any()
+
+
 @pytest.mark.parametrize("normalize", [True, False])
-def test_a_group_of_equal_outcomes_teaches_nothing(normalize):
-    # 0.1 + 0.2 and 0.3 differ by 5.6e-17: equal, not a deviation to divide by.
+def test_outcomes_that_differ_by_rounding_are_equal(normalize):
+    # 0.1 + 0.2 and 0.3 differ by 5.6e-17.
     rewards = [(0.1, 0.2), (0.3,), (0.3,), (-1.0,)]
-    advantages = grpo(rewards, [0, 0, 0, 1], normalize=normalize)
-    assert_rows(advantages, [[0, 0], [0], [0], [0]])
+    advantages = group_relative(rewards, [0, 0, 0, 1], normalize=normalize)
+    assert all(not row.any() for row in advantages)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 1e9])
+def test_normalised_grpo_sees_differences_of_any_scale(scale):
+    # Mean 2, deviation 1 of (1, 3); the same in units of any size.
+    advantages = group_relative([(scale,), (3 * scale,)], [0, 0], normalize=True)
+    assert_rows(advantages, [[-1], [1]])
+
+
+def test_centred_values_are_exact_on_a_large_offset():
+    # 2^53 / 8 + (0, 1, 2): the mean of the values is exact only as an offset from the first.
+    assert centred([2.0**50, 2.0**50 + 2e6, 2.0**50 + 4e6]).tolist() == [-2e6, 0, 2e6]
+    assert centred([]).size == 0
 
 
 def test_grpo_gives_every_turn_the_outcome_of_its_episode():
     # Outcomes 1 and -1: mean 0, deviation 1.
-    advantages = grpo([(0.25, 0.0, 0.75), (-1.0,)], [0, 0], normalize=True)
+    advantages = group_relative([(0.25, 0.0, 0.75), (-1.0,)], [0, 0], normalize=True)
     assert_rows(advantages, [[1, 1, 1], [-1]])
 
 
 def test_dr_grpo_is_leave_one_out_but_for_a_factor():
     """RLOO (arXiv 2402.14740): outcome minus the mean of the others, n / (n - 1) times Dr. GRPO."""
     # Of 1, 2, 6: 1 - (2 + 6)/2 = -3, 2 - (1 + 6)/2 = -1.5, 6 - (1 + 2)/2 = 4.5.
-    advantages = grpo([(1,), (2,), (6,)], [0, 0, 0], normalize=False)
+    advantages = group_relative([(1,), (2,), (6,)], [0, 0, 0], normalize=False)
     assert_rows([row * 3 / 2 for row in advantages], [[-3], [-1.5], [4.5]])
 
 
@@ -106,8 +131,10 @@ def test_dr_grpo_is_leave_one_out_but_for_a_factor():
     st.floats(-5, 5),
 )
 def test_normalised_grpo_ignores_scale_and_offset_of_the_rewards(rewards, scale, offset):
-    advantages = grpo([(r,) for r in rewards], [0] * len(rewards), normalize=True)
-    moved = grpo([(scale * r + offset,) for r in rewards], [0] * len(rewards), normalize=True)
+    advantages = group_relative([(r,) for r in rewards], [0] * len(rewards), normalize=True)
+    moved = group_relative(
+        [(scale * r + offset,) for r in rewards], [0] * len(rewards), normalize=True
+    )
     np.testing.assert_allclose(moved, advantages, atol=1e-9)
     assert np.sum(advantages) == pytest.approx(0, abs=1e-9)
     if len(set(rewards)) > 1:
@@ -143,7 +170,7 @@ def test_reinforce_with_nothing_to_compare_is_zero_and_finite():
     assert_rows(reinforce([(1,), (1,)], ["x", "x"], discount=0.5, normalize=True), [[0], [0]])
 
 
-# The table of a batch.
+# The credit of a batch.
 
 
 def test_the_table_has_a_row_per_trajectory_in_their_order():
@@ -153,16 +180,16 @@ def test_the_table_has_a_row_per_trajectory_in_their_order():
         make_trajectory(7, (0, -1), role="x", stop_reason="illegal"),
         make_trajectory(2, (0, -1), role="o", stop_reason="loss"),
     ]
-    config = TrainConfig(advantage="reinforce", turn_discount=0.5, normalize_advantages=False)
-    table = advantage_table(config, trajectories)
+    plain = ReinforceSettings(turn_discount=0.5, normalize_advantages=False)
+    counts, table = assign_credit(dataclasses.replace(REINFORCE, settings=plain), trajectories)
+    assert counts.all()
     assert table.shape == (4, 8) and table.dtype == np.float32
     expected = [[0.375, 0.75, 0], [0.75, 0, 0], [-0.375, -0.75, 0], [-0.75, 0, 0]]
     np.testing.assert_array_equal(table[:, :3], expected)
     assert not table[:, 3:].any()
-    normalized = advantage_table(
-        dataclasses.replace(config, normalize_advantages=True), trajectories
-    )
-    np.testing.assert_allclose(normalized[:, :3], np.array(expected) / 0.5625, rtol=1e-6)
+    scaled = dataclasses.replace(plain, normalize_advantages=True)
+    _, table = assign_credit(dataclasses.replace(REINFORCE, settings=scaled), trajectories)
+    np.testing.assert_allclose(table[:, :3], np.array(expected) / 0.5625, rtol=1e-6)
 
 
 def test_the_table_of_groups():
@@ -174,37 +201,67 @@ def test_the_table_of_groups():
         make_trajectory(4, (0.0, 0.0, 1.0), group=9),
     ]
     # Group 4: 1, 2, 5 has mean 8/3; group 9: 3, 1 has mean 2.
-    table = advantage_table(TrainConfig(advantage="grpo", normalize_advantages=False), trajectories)
+    _, table = assign_credit(PLAIN_GRPO, trajectories)
     expected = [[-5 / 3, -5 / 3, 0], [1, 0, 0], [-2 / 3, 0, 0], [7 / 3, 0, 0], [-1, -1, -1]]
     np.testing.assert_allclose(table[:, :3], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "reinforce"])
+@pytest.mark.parametrize("algorithm", [GRPO, REINFORCE], ids=["grpo", "reinforce"])
 @pytest.mark.parametrize("failure", sorted(FAILURES))
-def test_what_the_environment_failed_counts_for_nobody(estimator, failure):
-    config = TrainConfig(advantage=estimator)
+def test_an_episode_that_its_environment_failed_counts_nowhere(algorithm, failure):
     played = [make_trajectory(0, (0.0, 1.0)), make_trajectory(1, (-1.0,))]
     failed = make_trajectory(2, (100.0, 100.0, 100.0), stop_reason=failure)
-    alone = advantage_table(config, played)
-    together = advantage_table(config, [played[0], failed, played[1]])
-    np.testing.assert_array_equal(together[[0, 2]], alone)
-    assert not together[1].any()
-    assert alone[0].any()
+    alone = assign_credit(algorithm, played)
+    together = assign_credit(algorithm, [played[0], failed, played[1]])
+    assert together.counts.tolist() == [True, False, True]
+    np.testing.assert_array_equal(together.advantages[[0, 2]], alone.advantages)
+    assert not together.advantages[1].any()
+    assert alone.advantages[0].any()
+
+
+def test_a_group_that_the_algorithm_does_not_keep_counts_nowhere():
+    """As in DAPO's dynamic sampling (arXiv 2503.14476, section 3.2): equal outcomes are left out.
+
+    The failed episode of group 1, whose reward differs, is not asked about.
+    """
+
+    def outcomes_differ(group, settings):
+        return len({episode.reward for episode in group}) > 1
+
+    trajectories = [
+        make_trajectory(0, (1.0,), group=0),
+        make_trajectory(1, (1.0,), group=1),
+        make_trajectory(2, (0.0,), group=0),
+        make_trajectory(3, (1.0,), group=1),
+        make_trajectory(4, (5.0,), group=1, stop_reason="environment_error"),
+    ]
+    counts, table = assign_credit(
+        dataclasses.replace(REINFORCE, keep_group=outcomes_differ), trajectories
+    )
+    assert counts.tolist() == [True, False, True, False, False]
+    # The baseline is that of the episodes that count: (1 + 0) / 2, and the deviation 1/2.
+    np.testing.assert_array_equal(table[:, 0], [1, 0, -1, 0, 0])
 
 
 def test_a_failure_before_the_first_turn_has_a_row_of_zeros():
-    config = TrainConfig(advantage="grpo", normalize_advantages=False)
     failed = make_trajectory(3, (), stop_reason="environment_error")
     silent = make_trajectory(4, (), stop_reason="token_limit")
-    table = advantage_table(config, [failed, make_trajectory(0, (1,)), silent])
+    counts, table = assign_credit(PLAIN_GRPO, [failed, make_trajectory(0, (1,)), silent])
     assert table.shape == (3, 8) and not table.any()
+    assert counts.tolist() == [False, True, False]
+
+
+def test_a_batch_of_failures_counts_nowhere():
+    failed = [make_trajectory(i, (), stop_reason="environment_error") for i in range(3)]
+    for algorithm in ALGORITHMS.values():
+        counts, table = assign_credit(algorithm, failed)
+        assert not counts.any() and not table.any()
 
 
 def test_the_table_is_wide_enough_for_every_turn():
     for turns, width in ((1, 8), (7, 8), (8, 16), (15, 16), (16, 32)):
-        table = advantage_table(
-            TrainConfig(advantage="grpo", normalize_advantages=False),
-            [make_trajectory(0, (1.0,) * turns), make_trajectory(1, (0.0,))],
+        _, table = assign_credit(
+            PLAIN_GRPO, [make_trajectory(0, (1.0,) * turns), make_trajectory(1, (0.0,))]
         )
         assert table.shape == (2, width)
         np.testing.assert_array_equal(table[0], [turns / 2] * turns + [0] * (width - turns))

@@ -113,7 +113,7 @@ def test_a_backup_takes_no_device_memory_and_a_restored_state_only_its_own():
     assert live_bytes() == held and bits(restored) == before
 
 
-def test_what_is_still_there_is_used_as_it_is():
+def test_arrays_that_are_not_deleted_are_used_as_they_are():
     state, backup = made(), StateBackup()
     before = bits(state)
     backup.save("step", state)

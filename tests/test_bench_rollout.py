@@ -103,7 +103,7 @@ def children(engine):
 
 def test_a_process_answers_its_jobs_whatever_it_prints(children):
     assert children[0].ask({"tokens": 3})["tokens"] == 3
-    assert children[0].ask({"tokens": 4}).keys() == {"tokens", "seconds", "cpu_s"}
+    assert children[0].ask({"tokens": 4}).keys() == {"tokens", "seconds"}
     assert children[1].versions().startswith(f"Python {sys.version.split()[0]}, jax ")
 
 
@@ -156,19 +156,17 @@ def test_the_best_other_is_the_best_of_all_threads_and_batches(engine, capsys):
 @pytest.mark.slow
 def test_replies_are_equally_long(play):
     table, (warm_up, found, *_) = play("equal")
-    assert [line[0] for line in table] == ["batch x new tokens", "---", "2 x 8"] * 2
+    assert [line[0] for line in table] == ["batch x new tokens", "---", "2 x 8"]
     assert [len(reply) for reply in found["replies"]] == [8, 8]
-    assert found["tokens"] == 16 and found["heard"] == found["prefilled"] == 16
+    assert found["tokens"] == 16 and found["observed"] == found["prefilled"] == 16
     assert 0 < found["busy_s"] < found["seconds"]
     assert warm_up["replies"] == found["replies"]
 
 
-def test_turns_that_are_read_again_are_the_same_turns(play):
+def test_no_turn_is_prefilled_twice(play):
     table, found = play("turns")
-    appended, again = found[-2:]
-    assert appended["replies"] == again["replies"]
-    assert [len(reply) for reply in appended["replies"]] == [16, 16]
-    assert [line[3:5] for line in table[2:]] == [["32", "0"], ["64", "32"]]
+    assert [len(reply) for reply in found[-1]["replies"]] == [16, 16]
+    assert [line[3:5] for line in table[2:]] == [["32", "0"]]
 
 
 def test_who_reads_again_is_given_all_that_was_said(engine):
@@ -195,11 +193,7 @@ def test_every_reply_of_the_tail_has_its_own_length(play):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "rows"), [("room", 1), ("waiting", 6), ("growth", 3), ("step", 1)]
-)
-def test_every_other_part_prints_its_table(play, part, rows):
-    table, _ = play(part)
-    width = len(table[0])
-    body = [line for line in table[2:] if len(line) == width]
-    assert len(body) == rows
+def test_environments_that_wait_have_a_row_for_each_size(play):
+    table, found = play("waiting")
+    assert len(table[2:]) == 6 and {len(line) for line in table} == {8}
+    assert all(one["busy_s"] < one["seconds"] for one in found)

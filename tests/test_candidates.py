@@ -14,8 +14,9 @@ from earl_jax.selector.candidates import (
     divisors,
     for_rows,
     rollout_candidates,
-    rollout_context_candidates,
+    rollout_shapes,
     train_candidates,
+    train_shapes,
 )
 from earl_jax.sharding.layout import MeshShape
 
@@ -65,16 +66,16 @@ def test_experts_are_cut_where_their_number_divides():
 
 def test_long_rows_may_be_cut_over_context_too():
     """8 = context x data x fsdp x tensor: the other 4, 2 or 1 devices in 6, 3 and 1 ways."""
-    shapes = context_candidates(8, possible)
+    shapes = context_candidates(train_shapes, 8, possible)
     assert [s.context for s in shapes] == 6 * [2] + 3 * [4] + [8]
     assert {s.num_devices for s in shapes} == {8}
     assert not set(shapes) & set(train_candidates(8, (), possible))
     assert for_rows(shapes, 8191) == []
     assert {s.context for s in for_rows(shapes, 16384)} == {2, 4}
     assert for_rows(shapes, 131072) == shapes
-    assert context_candidates(8, lambda shape: "never") == []
+    assert context_candidates(train_shapes, 8, lambda shape: "never") == []
     # A rollout cuts no layers: data x tensor of the other devices.
-    rollouts = rollout_context_candidates(8, possible)
+    rollouts = context_candidates(rollout_shapes, 8, possible)
     assert [s.context for s in rollouts] == 3 * [2] + 2 * [4] + [8]
     assert {s.fsdp for s in rollouts} == {1}
     # One that is named is taken for rows of any length.

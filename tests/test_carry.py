@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from earl_jax.selector.memory import unless_out_of_memory
 from earl_jax.sharding import carry as carry_module
 from earl_jax.sharding.carry import carry, free_sources, is_placed
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -60,7 +61,7 @@ def test_all_arrays_arrive_and_the_sources_are_freed(make, source, target, chunk
     gc.collect()
     held = live_bytes()
     own = sum(leaf.addressable_shards[0].data.nbytes for leaf in tree.values())
-    moved, whole = carry(tree, to(*target), chunk_bytes)
+    moved, whole = carry(tree, to(*target), chunk_bytes, unless_out_of_memory)
     assert whole and is_placed(moved, to(*target))
     assert_same(expected, moved)
     arrived = sum(leaf.addressable_shards[0].data.nbytes for leaf in moved.values())
@@ -68,12 +69,12 @@ def test_all_arrays_arrive_and_the_sources_are_freed(make, source, target, chunk
     assert live_bytes() == {device: held[device] - own + arrived for device in held}
 
 
-def test_what_is_only_relabelled_keeps_its_buffers():
+def test_relabelled_arrays_keep_their_buffers():
     tree = made(F8, "fsdp")
     expected = jax.tree.map(np.array, tree)
     where = to(D8, "data")
     assert not is_placed(tree, where)
-    moved, whole = carry(tree, where, None)
+    moved, whole = carry(tree, where, None, unless_out_of_memory)
     assert whole and is_placed(moved, where)
     assert_same(expected, moved)
 
@@ -97,7 +98,7 @@ def test_sources_that_share_a_buffer_are_kept():
 
 
 @pytest.mark.parametrize("fails_at", [1, 3, 5])
-def test_where_memory_ends_what_has_moved_stays_and_the_rest_can_go_elsewhere(
+def test_arrays_that_moved_before_memory_ran_out_stay_and_the_others_can_go_elsewhere(
     monkeypatch, fails_at
 ):
     """All at once never fits; the arrays of `fails_at` and later do not either."""
@@ -112,13 +113,13 @@ def test_where_memory_ends_what_has_moved_stays_and_the_rest_can_go_elsewhere(
         return reshard(part, shardings, **options)
 
     monkeypatch.setattr(carry_module, "reshard", narrow)
-    moved, whole = carry(tree, to(CUBE, "fsdp", "tensor"), None)
+    moved, whole = carry(tree, to(CUBE, "fsdp", "tensor"), None, unless_out_of_memory)
     monkeypatch.undo()
     arrived = [is_placed(moved[n], to(CUBE, "fsdp", "tensor")[n]) for n in NAMES]
     assert arrived == [k < fails_at - 1 for k in range(4)]
     assert whole == all(arrived)
     assert_same(expected, moved)
-    moved, whole = carry(moved, to(D4T2, "tensor"), None)
+    moved, whole = carry(moved, to(D4T2, "tensor"), None, unless_out_of_memory)
     assert whole and is_placed(moved, to(D4T2, "tensor"))
     assert_same(expected, moved)
 
@@ -129,7 +130,7 @@ def test_other_errors_are_raised(monkeypatch):
 
     monkeypatch.setattr(carry_module, "reshard", broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        carry(made(F8, "fsdp"), to(CUBE), None)
+        carry(made(F8, "fsdp"), to(CUBE), None, unless_out_of_memory)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_a_move_that_does_not_fit_at_once_fits_piece_by_piece(source, target):
     with memory_limit(held + 3 * 2**15) as allocator:
         with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             jax.block_until_ready(reshard(tree, where))
-        moved, whole = carry(tree, where, None)
+        moved, whole = carry(tree, where, None, unless_out_of_memory)
     assert whole and is_placed(moved, where)
     assert len(allocator.refused) == 2
     assert_same(expected, moved)
@@ -162,7 +163,7 @@ def test_a_move_that_fits_in_no_way_leaves_the_tree_where_it_was():
     expected = jax.tree.map(np.array, tree)
     gc.collect()
     with memory_limit(max(live_bytes().values()) + 2**10):
-        moved, whole = carry(tree, where, None)
+        moved, whole = carry(tree, where, None, unless_out_of_memory)
     assert not whole and is_placed(moved, to(F8, "fsdp"))
     assert_same(expected, moved)
     assert not any(jnp.isnan(leaf).any() for leaf in moved.values())

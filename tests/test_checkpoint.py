@@ -11,7 +11,6 @@ import shutil
 import jax
 import pytest
 
-from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.train.step import state_shapes, state_shardings
@@ -30,7 +29,7 @@ from tests.support.saved_states import (
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    opened = Checkpoints(tmp_path / "checkpoints", keep=2)
     yield opened
     opened.close()
 
@@ -62,7 +61,7 @@ def test_the_newest_are_kept_and_found_by_the_next_process(checkpoints, tmp_path
     for step in (10, 20, 30):
         checkpoints.save(step, made(step), POSITION | {"step": step})
     checkpoints.wait()
-    again = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    again = Checkpoints(tmp_path / "checkpoints", keep=2)
     assert checkpoints.steps() == again.steps() == [30, 20]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["20", "30"]
     assert again.position(20)["step"] == 20
@@ -139,7 +138,7 @@ def failure(read):
 
 def set_newest_aside(folder):
     """Resumes over a damaged step 20; returns what it raised."""
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
+    checkpoints = Checkpoints(folder, keep=2)
     assert checkpoints.steps() == [20, 10]
     words = failure(lambda: (checkpoints.position(20)["step"], restored(checkpoints, 20)))
     checkpoints.discard(20)
@@ -184,7 +183,7 @@ def test_a_damaged_newest_raises_is_set_aside_and_the_one_before_is_used(
 
 
 def read_as_a_wider_model(folder):
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
+    checkpoints = Checkpoints(folder, keep=2)
     wider = dataclasses.replace(MODEL, width=32)
     shapes, shardings = state_shapes(wider, TRAIN, VOCAB), state_shardings(wider, TRAIN, VOCAB, D8)
     return failure(lambda: checkpoints.state(1, shapes, shardings))

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config import CheckpointConfig
 from earl_jax.launch.joint import copy_to_save
 from earl_jax.loop import Position
 from earl_jax.recorder import Recorder
@@ -37,7 +36,7 @@ ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(all_train=True, tr
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    opened = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep=2))
+    opened = Checkpoints(tmp_path / "checkpoints", keep=2)
     yield opened
     opened.close()
 

@@ -384,7 +384,9 @@ def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
     given = {**RATIO_RUN, "env": {"args": {"mask_illegal": True}}}
     record = one_step(World(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
-    assert record.updates[0].mismatch_max < 1e-4 and record.updates[0].clip_fraction == 0
+    assert (
+        record.updates[0]["logprob_mismatch_max"] < 1e-4 and record.updates[0]["clip_fraction"] == 0
+    )
 
 
 def test_settings_that_cannot_be_are_refused():

@@ -5,14 +5,15 @@
 import dataclasses
 import math
 import random
+from collections import Counter
 
 import pytest
 
 from earl_jax.selector.choose import BudgetTooSmall, Chooser, Step
 from earl_jax.selector.plans import Failure, Plans
 from earl_jax.selector.roofline import MODEL_ERROR
-from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
-from earl_jax.telemetry.load import WINDOW, Load
+from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
+from earl_jax.telemetry.load import WINDOW
 from tests.support.problems import (
     D2T4,
     D4F2,
@@ -43,7 +44,7 @@ def test_fastest_pair_is_chosen_and_its_seconds_are_those_of_both_stages():
     assert meshes(decision) == (D8, F8)
     # 8 rows of 20 tokens at 200 tokens/s, and 800 tokens at 400.
     assert decision.seconds == pytest.approx(0.8 + 2.0)
-    assert "starts on data=8" in decision.rollout.reason
+    assert str(decision.rollout).startswith("rollout: starts on data=8 (context 20, ")
     assert "400 tokens/s computed" in decision.rollout.reason
 
 
@@ -153,9 +154,24 @@ def test_plans_that_do_not_fit_any_more_are_left_at_once_with_the_reason():
     current = Plans(rollout_on(D8), train_on(D8))
     decision = choose(problem, current=current, calm=0)
     assert decision.train.plan == train_on(F8) and decision.train.switched
-    assert decision.train.reason.startswith(
-        "data=8 -> data=1,fsdp=8 (context 20 needs 15.6 KiB/device on data=8; "
+    assert decision.train.reason == (
+        "data=8 -> data=1,fsdp=8 "
+        "(context 20 needs 15.6 KiB/device, budget 1.86 KiB; -50 % tokens/s)"
     )
+
+
+def test_step_without_sampled_tokens_has_plans():
+    """All episodes of a step may fail before their first token."""
+    problem = hand_problem({D8: 100.0, F8: 200.0}, {D8: 400.0, D4T2: 100.0})
+    step = dataclasses.replace(STEP, rollout_tokens=0, cache_tokens=0)
+    decision = choose(problem, step)
+    assert decision.train.plan.mesh == F8 and decision.rollout.seconds == 0.0
+    current = Plans(decision.rollout.plan, decision.train.plan)
+    assert meshes(choose(problem, step, current)) == meshes(decision)
+    chooser = Chooser(problem, ThroughputTable())
+    assert not chooser.rollout(step, current.rollout, F8).rollout.switched
+    tail = chooser.rollout(step, current.rollout, F8, live=0, move_s=lambda mesh: 0.0)
+    assert not tail.rollout.switched
 
 
 def test_more_micro_batches_are_taken_before_a_slower_mesh():
@@ -168,7 +184,7 @@ def test_more_micro_batches_are_taken_before_a_slower_mesh():
     assert decision.train.plan == train_on(D8, 2)
 
 
-def test_what_ran_out_of_memory_is_not_chosen_nor_anything_larger():
+def test_plans_no_smaller_than_one_that_ran_out_of_memory_are_not_chosen():
     failed = Failure(stage="rollout", mesh="data=8", size=(20, 20, 8, 1))
     table = ThroughputTable(failures=(failed,))
     problem = hand_problem({D8: 100.0}, {D8: 400.0, D4T2: 100.0})
@@ -275,17 +291,23 @@ def test_a_factor_of_a_mesh_carries_over_context_buckets():
     assert decision.rollout.seconds == pytest.approx(800 / 90)
 
 
-def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0):
-    """Chooses, runs and observes step by step; returns the rollout meshes."""
-    plans, calm, seen = Plans(), WINDOW, []
+def simulate(problem, table, true_speeds, steps, rng=None, noise=0.0, tries=False):
+    """Chooses, runs and observes step by step; returns the rollout meshes.
+
+    With `tries` meshes may be tried out, and the first step on each is not observed.
+    """
+    plans, calm, seen, done = Plans(), WINDOW, [], Counter()
     for _ in range(steps):
-        decision = Chooser(problem, table).step(STEP, plans, calm)
+        decision = Chooser(problem, table, steps=done if tries else None).step(STEP, plans, calm)
         switched = decision.rollout.switched or decision.train.switched
         plans = Plans(decision.rollout.plan, decision.train.plan)
         calm = 0 if switched else calm + 1
         mesh = plans.rollout.mesh
         speed = true_speeds[mesh] * (math.exp(rng.gauss(0.0, noise)) if rng else 1.0)
-        table = table.with_speed(rollout_key(mesh, 20, 8), speed)
+        if mesh in seen or not tries:
+            table = table.with_speed(rollout_key(mesh, 20, 8), speed)
+        done[rollout_key(mesh, 20, 8)] += 1
+        done[train_key(plans.train.mesh, 20, 1, True)] += 1
         seen.append(mesh)
     return seen, table
 
@@ -310,8 +332,39 @@ def test_run_whose_table_was_poisoned_for_a_slow_mesh_leaves_it_within_ten_steps
     assert seen[0] == D4T2 and seen[-1] == D8
 
 
+def test_mesh_that_the_model_holds_for_slower_is_tried_and_kept():
+    """As at "four long rows, context" of benchmarks/regret.md: 1.03 times slower, truly 1.6 faster.
+
+    The others are slower, and the one that the model's error cannot make the fastest is not tried.
+    """
+    true = {D8: 100.0, D4T2: 160.0, D2T4: 90.0, T8: 300.0}
+    problem = hand_problem({F8: 1e6}, {D8: 200.0, D4T2: 194.0, D2T4: 180.0, T8: 130.0})
+    seen, _ = simulate(problem, ThroughputTable(), true, 30, tries=True)
+    # Two steps on each: in the first its programs are compiled.
+    assert seen[:6] == [D8, D8, D4T2, D4T2, D2T4, D2T4] and set(seen[6:]) == {D4T2}
+    kept, _ = simulate(problem, ThroughputTable(), true, 30)
+    assert set(kept) == {D8}
+    # A mesh that turns out slower is left at once.
+    true[D4T2] = 60.0
+    seen, _ = simulate(problem, ThroughputTable(), true, 30, tries=True)
+    assert seen[:6] == [D8, D8, D4T2, D4T2, D2T4, D2T4] and set(seen[6:]) == {D8}
+
+
+def test_reason_of_a_trial_says_what_it_may_gain():
+    problem = hand_problem({F8: 1e9}, {D8: 100.0, D4T2: 90.0})
+    table, steps = observed(ThroughputTable(), D8, 50, 50, 50), {rollout_key(D8, 20, 8): 3}
+    steps[train_key(F8, 20, 1, True)] = 3
+    chooser = Chooser(problem, table, steps=steps)
+    decision = chooser.step(STEP, Plans(rollout_on(D8), train_on(F8)), 2)
+    assert decision.rollout.reason == (
+        "data=8 -> data=4,tensor=2 (context 20, about 1.13 KiB/device; never ran, tried: at best "
+        "+35 % tokens/s)"
+    )
+
+
+@pytest.mark.parametrize("tries", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.2, 0.5])
-def test_noise_causes_no_storm_of_switches(noise):
+def test_noise_causes_no_storm_of_switches(noise, tries):
     switches = []
     for seed in range(30):
         rng = random.Random(seed)
@@ -319,13 +372,15 @@ def test_noise_causes_no_storm_of_switches(noise):
         true = {mesh: rng.uniform(50, 200) for mesh in meshes}
         model = {mesh: speed * rng.uniform(0.6, 1.6) for mesh, speed in true.items()}
         problem = hand_problem({F8: 1e6}, model)
-        seen, _ = simulate(problem, ThroughputTable(), true, 60, rng, noise)
+        seen, _ = simulate(problem, ThroughputTable(), true, 60, rng, noise, tries)
         changes = sum(a != b for a, b in zip(seen, seen[1:], strict=False))
         switches.append(changes)
-    # A pair stays for a window of steps, so 60 steps have at most seven changes.
-    assert max(switches) <= 60 // WINDOW
+    # A pair stays for a window of steps, so 60 steps have at most seven changes. Of four meshes
+    # three may be used in the first steps, and each may be left in three of its own.
+    trials = 3 * TRUSTED if tries else 0
+    assert max(switches) <= trials + 60 // WINDOW
     if noise <= 0.2:
-        assert sum(switches) / len(switches) <= 3
+        assert sum(switches) / len(switches) <= 3 + tries
 
 
 def test_contexts_that_come_and_go_cause_no_storm_of_switches():
@@ -349,11 +404,4 @@ def test_the_same_question_has_the_same_answer():
     for _ in range(50):
         speeds = {mesh: rng.uniform(1, 100) for mesh in (D8, D4T2, D2T4, T8)}
         problem = hand_problem({D8: 3.0, F8: 4.0}, speeds, budget_bytes=rng.randint(1200, 3000))
-        load = Load(
-            context_tokens_max=15,
-            context_tokens_mean=10.0,
-            tokens_in_flight_max=80,
-            rollout_tokens=100,
-        )
-        step = dataclasses.replace(STEP, load=load)
-        assert choose(problem, step) == choose(problem, step)
+        assert choose(problem) == choose(problem)

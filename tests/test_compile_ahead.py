@@ -67,12 +67,8 @@ def test_programs_of_the_next_configured_context_are_always_wanted(world):
     assert keys(world, SHORT, LoadHistory()) == [update_key(plan, LONG), play_key(D8, 8, LONG)]
 
 
-def test_context_that_no_config_names_is_wanted_where_contexts_grow_towards_it(world):
-    # From step to step 3 tokens more, and 24 now: 33 in three steps do not fit 32.
-    assert keys(world, LONG, history_of(24, 24, 24, 24)) == []
-    assert keys(world, LONG, history_of(14, 17, 20, 23)) == []
-    found = keys(world, LONG, history_of(15, 18, 21, 24))
-    assert found == [update_key(TrainPlan(D8, 1, False), 2 * LONG), play_key(D8, 8, 2 * LONG)]
+def test_nothing_is_wanted_beyond_the_configured_contexts(world):
+    assert keys(world, LONG, history_of(15, 18, 21, 24)) == []
 
 
 def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(world):
@@ -89,7 +85,7 @@ def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(wo
     auto = World(make_config(given(ROLLOUT, (D8,), (D8,))))
     with CompileAhead(print) as ahead:
         ahead.look(auto, placed(auto, SHORT), LoadHistory())
-        assert not ahead._known
+        assert not ahead._futures
         assert ahead._works_for(world)
 
 
@@ -127,16 +123,16 @@ def test_run_finds_what_was_compiled_ahead(world, programs):
     assert programs() == compiled
 
 
-def test_what_cannot_be_compiled_is_said_and_the_run_goes_on():
+def test_failed_compilation_is_reported_and_the_run_goes_on():
     def fail():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too large")
 
     notes = []
     with CompileAhead(notes.append) as ahead:
-        ahead.ask([Wanted("large", fail)])
+        ahead.request([Wanted("large", fail)])
         ahead.settle()
         assert not ahead.is_compiled("large")
-        ahead.ask([])
+        ahead.request([])
     assert notes == ["could not compile ahead for large: RESOURCE_EXHAUSTED: too large"]
 
 
@@ -156,9 +152,9 @@ def small(name, scale, wait=None, begun=None):
     return Wanted(name, lower)
 
 
-def test_what_was_compiled_before_it_is_needed_is_hidden():
+def test_time_of_a_program_compiled_before_its_use_is_hidden():
     with CompileAhead(print) as ahead:
-        ahead.ask([small("a", 1.25), small("b", 1.375)])
+        ahead.request([small("a", 1.25), small("b", 1.375)])
         ahead.settle()
         jnp.ones(7).block_until_ready()
         ahead.take_times()
@@ -180,7 +176,7 @@ def test_what_was_compiled_before_it_is_needed_is_hidden():
 def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
     go, begun = threading.Event(), threading.Event()
     with CompileAhead(print) as ahead:
-        ahead.ask([small("first", 1.625, go, begun), small("second", 1.75, go)])
+        ahead.request([small("first", 1.625, go, begun), small("second", 1.75, go)])
         assert begun.wait(60)
         ahead.hand_over("second")
         ahead.take_times()
@@ -189,6 +185,6 @@ def test_run_waits_for_a_program_under_way_and_makes_what_was_not_begun():
         times = ahead.take_times()
         assert 0 < times.waited_s <= times.total_s
         # It was given to the run.
-        ahead.ask([small("second", 1.75)])
+        ahead.request([small("second", 1.75)])
         ahead.settle()
         assert not ahead.is_compiled("second")

@@ -167,16 +167,18 @@ def test_an_unknown_key_is_an_error_with_its_path_and_the_nearest_name(given, me
 
 @pytest.mark.parametrize("section", SECTIONS)
 def test_every_section_refuses_a_key_that_it_does_not_have(section):
-    with pytest.raises(ValueError, match=f"^config.{section}.qqq is not a field of \\w+Config; "):
+    with pytest.raises(
+        ValueError, match=f"^config.{section}.qqq is not a field of \\w+(Config|Settings); "
+    ):
         make_config({section: {"qqq": 1}})
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"env": {"game": "connect_four"}}, "config.env.game is no .*; use config.env.name (or"),
-        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is no .*; use config.env.args"),
-        ({"env": {"mask_illegal": True}}, "use config.env.args.mask_illegal"),
+        ({"env": {"game": "connect_four"}}, "config.env.game is now config.env.name (or"),
+        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is now config.env.args"),
+        ({"env": {"mask_illegal": True}}, "is now config.env.args.mask_illegal"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, message):
@@ -203,7 +205,16 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, m
             "config.selector.rollout_meshes is 'data=8'; give a list",
         ),
         ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
-        ("train.advantage=3", "config.train.advantage is 3; choose one of 'reinforce', 'grpo'"),
+        ("algorithm=3", "config.algorithm is 3, a int; it must be of type str"),
+        ("algorithm=gspo", "config.algorithm is 'gspo'; did you mean 'grpo'?"),
+        ("algorithm=x", "choose one of reinforce, grpo, sft, or give your own as 'module:name'"),
+        ("algorithm=no_module:x", "config.algorithm is 'no_module:x', which cannot be imported"),
+        ("algorithm=math:pi", "config.algorithm is 'math:pi', which is of type float"),
+        ("algorithm_args=3", "config.algorithm_args is 3; it is a section"),
+        ("algorithm_args.clip_lo=1", "config.algorithm_args.clip_lo is not a field of Reinf"),
+        ("algorithm_args.clip_low=x", "config.algorithm_args.clip_low is 'x', a str"),
+        ("train.advantage=grpo", "config.train.advantage is now config.algorithm"),
+        ("train.clip_low=.1", "config.train.clip_low is now config.algorithm_args.clip_low"),
         (
             "rollout.weight_dtype=int4",
             "config.rollout.weight_dtype is 'int4'; choose one of 'compute', 'int8'",
@@ -264,8 +275,8 @@ RULES = [
         "config.train.importance_cap is 0.5; it must be at least 1.0",
     ),
     ("train.micro_batches=3", "config.train.micro_batches is 3.*config.rollout.episodes_per_step"),
-    ("train.turn_discount=1.01", "config.train.turn_discount is 1.01"),
-    ("train.advantage=grpo", "config.train.advantage is 'grpo'.*config.rollout.group_size"),
+    ("algorithm_args.turn_discount=1.01", "config.algorithm_args.turn_discount is 1.01"),
+    ("algorithm=grpo", "config.algorithm is 'grpo'.*config.rollout.group_size to 2"),
     ("checkpoint.keep=1", "config.checkpoint.keep is 1"),
     ("eval.games=0", "config.eval.games is 0"),
     ("eval.temperature=0;eval.top_k=3", "config.eval.temperature is 0.*config.eval.top_k"),
@@ -286,11 +297,6 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
 @pytest.mark.parametrize(
     "idle, path, reason",
     [
-        (
-            ["train.turn_discount=0.5", "train.advantage=grpo", "rollout.group_size=2"],
-            "train.turn_discount",
-            "config.train.advantage is 'grpo'",
-        ),
         (
             ["train.final_learning_rate=0.5", "train.schedule=constant"],
             "train.final_learning_rate",
@@ -337,8 +343,8 @@ def test_a_broken_rule_is_an_error_that_names_the_field(override, words):
             "there is no correction here",
         ),
         (
-            ["train.clip_low=0.1", "rollout.weight_dtype=int8"],
-            "train.clip_low",
+            ["algorithm_args.clip_low=0.1", "rollout.weight_dtype=int8"],
+            "algorithm_args.clip_low",
             "config.train.epochs is 1",
         ),
         (["tasks.reward=a:b"], "tasks.reward", "a dataset needs config.tasks.path"),
@@ -355,7 +361,7 @@ def test_a_key_without_effect_is_an_error_that_says_why(idle, path, reason):
 
 def test_the_same_keys_are_fine_where_they_do_something():
     config = with_overrides(
-        "train.turn_discount=0.5",
+        "algorithm_args.turn_discount=0.5",
         "train.final_learning_rate=0.0",
         "train.sft_steps=2",
         "train.sft_updates=3",
@@ -383,7 +389,7 @@ def test_the_same_keys_are_fine_where_they_do_something():
         (["train.correction=truncated"], "float32", 2),
         # Without the correction there is a ratio to be clipped, in one epoch too.
         (
-            ["rollout.weight_dtype=int8", "train.correction=none", "train.clip_low=0.1"],
+            ["rollout.weight_dtype=int8", "train.correction=none", "algorithm_args.clip_low=0.1"],
             "float32",
             0,
         ),

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config_file import make_config
 from earl_jax.dispatch.weights import publish
+from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
-from earl_jax.models.checkpoints.folding import fold, part_length, unfold
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
@@ -253,12 +254,11 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
     """Gradients, read from Adam's first moment, and metrics of one update."""
     model, config, layout = MODELS[family], CONFIGS[family], layout_of(mesh)
     step = make_train_step(
-        model, config, layout, vocab_size=VOCAB, temperature=0.8, objective="policy_gradient"
+        model, config, layout, vocab_size=VOCAB, temperature=0.8, algorithm=ALGORITHMS["reinforce"]
     )
     state, metrics = step(*placed_on(family, layout), CONTROLS)
     grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), state.optimizer[1].mu)
-    numbers = read_metrics(metrics)._asdict()
-    return grads, {name: value for name, value in numbers.items() if value is not None}
+    return grads, read_metrics(metrics)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config_file import make_config
 from earl_jax.engine.engine import PolicyEngine
 from earl_jax.engine.engine_config import EngineConfig
@@ -320,11 +321,11 @@ def test_adapters_of_attention_are_trained_beside_frozen_experts():
         sizes = {"vocab_size": given.vocab_size, "layout": layout}
         state = state_of(base, given.model, config, seed=0, **sizes)
         step = make_train_step(
-            given.model, config, temperature=1.0, objective="policy_gradient", **sizes
+            given.model, config, temperature=1.0, algorithm=ALGORITHMS["reinforce"], **sizes
         )
         arguments = (state, batch, np.array([1e-3, 0.0], np.float32))
         state, metrics = step.lower(*arguments).compile()(*arguments)
-        assert read_metrics(metrics).grad_norm > 0
+        assert read_metrics(metrics)["grad_norm"] > 0
         updated.append(jax.tree.map(np.asarray, (state.params, state.base)))
     assert set(updated[0][0]["layers"]) == {"query", "out"}
     assert np.any(updated[0][0]["layers"]["out"]["b"])

@@ -208,7 +208,7 @@ def test_each_slot_has_a_row_for_guests_where_a_process_has_several_lanes(
     )
     parts = {"num_rows": num_rows, "num_slots": num_slots, "num_devices": 8}
     rows = make_rows(**{name: number // num_players for name, number in parts.items()})
-    assert work.guests(MeshShape(tensor=8)) == num_players * rows.total - num_rows
+    assert work.spare_rows(MeshShape(tensor=8)) == num_players * rows.total - num_rows
 
 
 def test_kinds_add_up_and_gradients_are_as_large_as_parameters():
@@ -247,7 +247,7 @@ def test_without_remat_a_layer_keeps_what_jax_saves(preset, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_of_rows_of_one_block_attentions_weights_are_kept(dtype):
+def test_attention_weights_of_rows_of_one_block_are_kept(dtype):
     assert BLOCK_TOKENS == BLOCK_SIZE
     assert_it_keeps_what_jax_saves("qwen2.5-7b", dtype, "blockwise", BLOCK_SIZE)
 

@@ -50,8 +50,8 @@ TINY = {
         # Rows of 96 tokens on data=8 need 0.9 MB a device, however they are trained on.
         "budget_bytes_per_device": 800_000,
     },
+    "algorithm_args": {"turn_discount": 1.0},
     "train": {
-        "turn_discount": 1.0,
         "learning_rate": 4e-3,
         "sft_steps": 9,
         "sft_updates": 6,
@@ -184,11 +184,10 @@ def test_page_compares_runs_of_one_seed_and_cache_that_kept_the_budget():
     static = dataclasses.replace(RUN, arm="static a + b", seconds=[5.0] * 7)
     cold = dataclasses.replace(static, cache="cold")
     broken = dataclasses.replace(static, refused="too small", needs=3 * 2**20)
-    limit = dataclasses.replace(static, arm="limit 76")
-    rows = page_rows([RUN, static, cold, broken, limit], 40)
+    rows = page_rows([RUN, static, cold, broken], 40)
     # 25 s against 35 s; of the cold cache there is no run of ours.
     speeds = [row["ours = 1"] for row in rows]
-    assert speeds == [1.0, pytest.approx(25 / 35), None, None, None]
+    assert speeds == [1.0, pytest.approx(25 / 35), None, None]
     assert rows[3]["breaks the budget"] == "step 8, needs 3.00 MiB"
     assert rows[0]["reward, last 5 steps"] == pytest.approx(0.6)
     assert rows[0]["contexts"] == "15 to 240"
@@ -224,7 +223,7 @@ def test_arms_differ_in_their_meshes_alone():
 
     configs = {arm.name: config(arm) for arm in growing.arms()}
     ours = configs["ours"]
-    assert ours.selector.table == "auto" and len(configs) == 1 + 2 * 4 + 2
+    assert ours.selector.table == "auto" and len(configs) == 1 + 2 * 4
     for name, found in configs.items():
         if name.startswith("static "):
             rollout, train = name.removeprefix("static ").split(" + ")
@@ -232,10 +231,6 @@ def test_arms_differ_in_their_meshes_alone():
                 ours.selector, rollout_meshes=(rollout,), train_meshes=(train,)
             )
             assert found == dataclasses.replace(ours, selector=selector)
-    rollout = dataclasses.replace(configs["no limit"].rollout, max_episode_tokens=growing.LIMIT)
-    assert configs[f"limit {growing.LIMIT}"] == dataclasses.replace(
-        configs["no limit"], rollout=rollout
-    )
 
 
 def test_command_keeps_its_runs_and_makes_none_twice(tmp_path, monkeypatch, capsys):
@@ -243,16 +238,17 @@ def test_command_keeps_its_runs_and_makes_none_twice(tmp_path, monkeypatch, caps
 
     def play(arm, seed, num_steps, folder):
         made.append((arm.name, seed, num_steps))
-        for cache in arm.caches:
+        for cache in growing.CACHES:
             yield dataclasses.replace(RUN, arm=arm.name, seed=seed, cache=cache)
 
     monkeypatch.setattr(growing, "play", play)
     line = [f"--folder={tmp_path}", "--seeds=0,1", "--steps=3"]
     growing.command([*line, "--only=ours"])
-    growing.command([*line, "--only=ours,limit"])
-    limit = f"limit {growing.LIMIT}"
-    assert made == [("ours", 0, 3), ("ours", 1, 3), (limit, 0, 3), (limit, 1, 3)]
-    assert len(read_metrics(tmp_path / "rows.jsonl")) == 6
+    other = growing.arms()[1].name
+    growing.command([*line, f"--only=ours,{other}"])
+    assert made[:2] == [("ours", 0, 3), ("ours", 1, 3)]
+    assert [name for name, _, _ in made].count("ours") == 2
+    assert len(read_metrics(tmp_path / "rows.jsonl")) == 2 * len(made)
     assert capsys.readouterr().out.count("| ours | 0 | warm |") == 3
 
 

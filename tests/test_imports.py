@@ -28,7 +28,17 @@ ARROWS = {
     "selector": {"settings", "sharding", "telemetry"},
     "dispatch": {"sharding", "trajectory"},
     "rollout": {"models", "envs", "settings", "sharding", "trajectory", "telemetry"},
-    "train": {"models", "settings", "sharding", "trajectory"},
+    "algorithms": {"settings", "sharding", "trajectory"},
+    "train": {
+        "algorithms",
+        "envs",
+        "models",
+        "selector",
+        "settings",
+        "sharding",
+        "telemetry",
+        "trajectory",
+    },
     "weights": {"models", "sharding"},
 }
 # `placement` acts on all stages, as loop.py does; nothing that a stage needs may import it.
@@ -144,7 +154,7 @@ def test_the_checker_catches(path, source, expected):
     [
         ("earl_jax/loop.py", "from earl_jax.train.step import TrainState\nimport jax"),
         ("earl_jax/train/step.py", "from earl_jax.train.config import TrainConfig"),
-        ("earl_jax/train/step.py", "from . import losses\nfrom ..models import decoder"),
+        ("earl_jax/train/step.py", "from . import optimizer\nfrom ..models import decoder"),
         ("earl_jax/engine/_jetstream.py", "from jetstream.core import orchestrator"),
         ("earl_jax/envs/games.py", "import pyspiel\nnote = 'import jax'"),
     ],

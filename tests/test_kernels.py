@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config_file import make_config
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel
 from earl_jax.models.config import ModelConfig
@@ -252,7 +253,12 @@ def test_a_training_step_compiles_with_the_kernel_of_the_platform(name, kernel, 
     def program_text(attention: str) -> str:
         config = TrainConfig(attention=attention, remat=True)  # pyright: ignore[reportArgumentType]
         step = make_train_step(
-            model, config, layout, vocab_size=256, temperature=1.0, objective="policy_gradient"
+            model,
+            config,
+            layout,
+            vocab_size=256,
+            temperature=1.0,
+            algorithm=ALGORITHMS["reinforce"],
         )
         state = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from earl_jax.models.attention.paged_attention import Tile, attend_pages, plan_reading
-from earl_jax.models.attention.rows import Places, attention
+from earl_jax.models.attention.rows import Positions, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import (
     LayerCache,
@@ -94,22 +94,22 @@ def test_cache_bytes_are_the_bytes_of_an_empty_cache(dtype):
     assert cache.table.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-ROWS, ROOM, SIZE = 11, 40, 8
+ROWS, MAX_TOKENS, SIZE = 11, 40, 8
 
 
 @pytest.fixture(scope="module")
 def filled():
     """Rows of other lengths in pages that are all over the pool; behind the rows is garbage."""
     rng = np.random.default_rng(0)
-    key, value = (rng.normal(size=(ROWS, 2, ROOM, 8)).astype(np.float32) for _ in range(2))
+    key, value = (rng.normal(size=(ROWS, 2, MAX_TOKENS, 8)).astype(np.float32) for _ in range(2))
     cached = np.array([0, 39, 7, 8, 9, 16, 3, 25, 1, 30, 12], np.int32)
     table = rng.permutation(ROWS * 5 + 3)[: ROWS * 5].reshape(ROWS, 5).astype(np.int32)
     pools = [np.full((ROWS * 5 + 3, 2, 8, SIZE), 1e4, np.float32) for _ in range(2)]
     for row in range(ROWS):
         for page in range(5):
-            max_tokens = slice(page * SIZE, (page + 1) * SIZE)
-            pools[0][table[row, page]] = key[row, :, max_tokens].swapaxes(-1, -2)
-            pools[1][table[row, page]] = value[row, :, max_tokens].swapaxes(-1, -2)
+            positions = slice(page * SIZE, (page + 1) * SIZE)
+            pools[0][table[row, page]] = key[row, :, positions].swapaxes(-1, -2)
+            pools[1][table[row, page]] = value[row, :, positions].swapaxes(-1, -2)
     layer = LayerCache(key=jnp.asarray(pools[0]), value=jnp.asarray(pools[1].swapaxes(-1, -2)))
     return PagedCache(layers=[layer], table=jnp.asarray(table)), key, value, cached
 
@@ -127,17 +127,17 @@ def test_attention_over_pages_is_attention_over_dense_keys(filled, length, setti
     cache, key, value, cached = filled
     rng = np.random.default_rng(1)
     query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
-    counts = np.minimum(rng.integers(0, length + 1, ROWS), ROOM - cached).astype(np.int32)
+    counts = np.minimum(rng.integers(0, length + 1, ROWS), MAX_TOKENS - cached).astype(np.int32)
     assert (counts == 0).any() and (counts == length).any()
     out = jax.jit(functools.partial(attend, tile=tile, **settings))(cache, query, cached, counts)
     order = cached[:, None] + np.arange(length)[None, :]
-    max_tokens = np.tile(np.arange(ROOM), (ROWS, 1))
+    positions = np.tile(np.arange(MAX_TOKENS), (ROWS, 1))
     expected = attention(
         query,
         jnp.asarray(key),
         jnp.asarray(value),
-        Places(jnp.asarray(order), jnp.ones_like(order)),
-        Places(jnp.asarray(max_tokens), jnp.ones_like(max_tokens)),
+        Positions(jnp.asarray(order), jnp.ones_like(order)),
+        Positions(jnp.asarray(positions), jnp.ones_like(positions)),
         scale=0.4,
         **settings,
     )
@@ -166,7 +166,7 @@ def test_a_query_gets_the_same_bits_wherever_its_chunk_begins(filled, window, ti
     cache, _, _, cached = filled
     run = jax.jit(functools.partial(attend, tile=tile, window=window))
     query = jnp.asarray(np.random.default_rng(1).normal(size=(ROWS, 5, 2, 3, 8)), jnp.float32)
-    counts = np.minimum(5, ROOM - cached).astype(np.int32)
+    counts = np.minimum(5, MAX_TOKENS - cached).astype(np.int32)
     whole = np.asarray(run(cache, query, cached, counts))
     for begin in range(1, 5):
         # Garbage behind what counts, as at the end of a prompt.
@@ -233,18 +233,18 @@ def test_attention_over_int8_pages_is_that_over_what_they_stand_for(filled, leng
     cache, key, value, cached = filled
     rng = np.random.default_rng(2)
     query = jnp.asarray(rng.normal(size=(ROWS, length, 2, 3, 8)), jnp.float32)
-    counts = np.minimum(length, ROOM - cached).astype(np.int32)
+    counts = np.minimum(length, MAX_TOKENS - cached).astype(np.int32)
     model = ModelConfig(
         num_layers=1, width=32, num_heads=6, num_kv_heads=2, head_size=8, ffn_size=64
     )
-    rounded = empty_cache(model, ROWS, ROOM, SIZE, "int8")
+    rounded = empty_cache(model, ROWS, MAX_TOKENS, SIZE, "int8")
     layer = write(
         rounded.layers[0],
         rounded.table,
         jnp.asarray(key.swapaxes(1, 2)),
         jnp.asarray(value.swapaxes(1, 2)),
         jnp.zeros(ROWS, jnp.int32),
-        jnp.full(ROWS, ROOM, jnp.int32),
+        jnp.full(ROWS, MAX_TOKENS, jnp.int32),
     )
     rounded = PagedCache(layers=[layer], table=rounded.table)
     out = np.asarray(jax.jit(attend)(rounded, query, cached, counts))

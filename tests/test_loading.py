@@ -1,9 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files to devices and back, block by block: the right values, and what the host holds meanwhile.
-
-benchmarks/loading.py shows the same for a checkpoint of 2.5 GB, XLA's memory included.
-"""
+"""Files to devices and back, block by block: the right values, and the memory of the host."""
 
 import contextlib
 import functools

@@ -136,7 +136,7 @@ def gradient_bytes(score, length: int) -> int:
 
 
 def test_memory_is_that_of_a_chunk_however_long_the_row():
-    """Nothing is run. benchmarks/logprobs.md has the same for chips, and a real vocabulary."""
+    """Nothing is run."""
 
     def chunks_of(size: int):
         def score(*inputs):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.models.attention.rows import BLOCK_SIZE, Places, _attend, attention
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, _attend, attention
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import (
     forward_chunk,
@@ -137,9 +137,9 @@ def attention_by_hand(query, key, value, may_look, *, scale, softcap=math.inf) -
     return out
 
 
-def row_places(segments: np.ndarray) -> Places:
+def row_positions(segments: np.ndarray) -> Positions:
     order = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
-    return Places(jnp.asarray(order), jnp.asarray(segments))
+    return Positions(jnp.asarray(order), jnp.asarray(segments))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_attention_in_blocks_equals_attention_at_once_in_both_directions(setting
     query = jnp.asarray(rng.normal(size=(2, 300, 2, 2, 8)), jnp.float32)
     key, value = jnp.asarray(rng.normal(size=(2, 2, 2, 300, 8)), jnp.float32)
     weight = jnp.asarray(rng.normal(size=query.shape), jnp.float32)
-    places = row_places(segments)
+    positions = row_positions(segments)
 
     def total(attend, query, key, value):
-        out = attend(query, key, value, places, places, scale=8**-0.5, **settings)
+        out = attend(query, key, value, positions, positions, scale=8**-0.5, **settings)
         return jnp.sum(jnp.where((segments > 0)[:, :, None, None, None], out * weight, 0.0))
 
     assert query.shape[1] > 2 * BLOCK_SIZE
@@ -175,19 +175,19 @@ def test_attention_in_blocks_equals_attention_at_once_in_both_directions(setting
 
 
 def test_a_chunk_of_queries_behind_what_was_read_is_the_end_of_the_whole():
-    """The last 200 of 300, over several blocks; and in any order, because places are told."""
+    """The last 200 of 300, over several blocks; and in any order, because positions are told."""
     rng = np.random.default_rng(6)
     segments = np.concatenate([np.full(170, 1), np.full(130, 2)])[None].astype(np.int32)
     query = jnp.asarray(rng.normal(size=(1, 300, 2, 2, 8)), jnp.float32)
     key, value = jnp.asarray(rng.normal(size=(2, 1, 2, 300, 8)), jnp.float32)
-    places = row_places(segments)
-    whole = _attend(query, key, value, places, places, scale=8**-0.5, window=90)
-    late = Places(places.order[:, 100:], places.segment[:, 100:])
+    positions = row_positions(segments)
+    whole = _attend(query, key, value, positions, positions, scale=8**-0.5, window=90)
+    late = Positions(positions.order[:, 100:], positions.segment[:, 100:])
     assert late.order.shape[1] > BLOCK_SIZE
-    chunk = attention(query[:, 100:], key, value, late, places, scale=8**-0.5, window=90)
+    chunk = attention(query[:, 100:], key, value, late, positions, scale=8**-0.5, window=90)
     np.testing.assert_allclose(chunk, whole[:, 100:], atol=2e-5)
     mixed = rng.permutation(300)
-    there = Places(places.order[:, mixed], places.segment[:, mixed])
+    there = Positions(positions.order[:, mixed], positions.segment[:, mixed])
     moved = attention(
         query[:, 100:], key[:, :, mixed], value[:, :, mixed], late, there, scale=8**-0.5, window=90
     )
@@ -200,13 +200,13 @@ def test_memory_of_attention_grows_with_the_length_not_its_square():
     def temporaries(attend, length: int) -> int:
         shape = jax.ShapeDtypeStruct((1, length, 2, 1, 16), jnp.float32)
         side = jax.ShapeDtypeStruct((1, 2, length, 16), jnp.float32)
-        places = Places(*[jax.ShapeDtypeStruct((1, length), jnp.int32)] * 2)
+        positions = Positions(*[jax.ShapeDtypeStruct((1, length), jnp.int32)] * 2)
 
-        def loss(query, key, value, places):
-            return jnp.sum(attend(query, key, value, places, places, scale=0.25) ** 2)
+        def loss(query, key, value, positions):
+            return jnp.sum(attend(query, key, value, positions, positions, scale=0.25) ** 2)
 
         grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        compiled = grad.lower(shape, side, side, places).compile()
+        compiled = grad.lower(shape, side, side, positions).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(attention, 8192) < 2.3 * temporaries(attention, 4096)
@@ -245,9 +245,9 @@ def test_attention_is_softmax_attention_with_groups_causality_segments_windows(w
         near = window is None or s > t - window
         return s <= t and near and segments[b, t] == segments[b, s] > 0
 
-    places = row_places(segments)
+    positions = row_positions(segments)
     arrays = map(jnp.asarray, (query, key, value))
-    attend = functools.partial(attention, *arrays, places, places, scale=0.4, softcap=softcap)
+    attend = functools.partial(attention, *arrays, positions, positions, scale=0.4, softcap=softcap)
     out = np.asarray(attend(window=window))
     by_hand = functools.partial(attention_by_hand, query, key, value, may_look, scale=0.4)
     expected = by_hand(softcap=softcap or math.inf)
@@ -310,7 +310,7 @@ def test_packed_rows_equal_the_episodes_alone(full_logits):
     alone = full_logits(make_params(), tokens, np.ones_like(tokens))
     packed = tokens.copy()
     segments = np.zeros_like(tokens)
-    # Row 0: 9 tokens of episode 0, then 11 of episode 1, then 4 places of padding.
+    # Row 0: 9 tokens of episode 0, then 11 of episode 1, then 4 positions of padding.
     packed[0, 9:20] = tokens[1, :11]
     segments[0, :9], segments[0, 9:20] = 1, 2
     # Row 1: three episodes without any padding.

@@ -21,12 +21,12 @@ from earl_jax.engine.sampling import sampling_rows
 from earl_jax.loop import expected_tokens, foresee
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.programs import compiled_bytes
+from earl_jax.placement.updates import sft
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
-from earl_jax.train.learner import sft
 from earl_jax.world import World
 from tests.support.caches import rows_of
 from tests.support.placements import (
@@ -132,7 +132,7 @@ def test_trainer_stays_where_the_longest_of_recent_rows_fits(world, table):
     assert meshes == [D8, CUBE, CUBE, CUBE, CUBE]
 
 
-def test_where_expected_growth_fits_nowhere_contexts_are_taken_as_they_are(world, table):
+def test_contexts_count_as_they_are_if_their_expected_growth_fits_nowhere(world, table):
     nowhere = {"train": ((D8, LONG), (CUBE, LONG)), "rollout": ((D8, LONG), (D4T2, LONG))}
     table = too_large_for(table, world.problem, **nowhere)
     placement = place(world, table, budget_bytes=10**9)
@@ -141,6 +141,20 @@ def test_where_expected_growth_fits_nowhere_contexts_are_taken_as_they_are(world
     assert (placement.max_tokens, placement.length) == (SHORT, SHORT)
     with pytest.raises(BudgetTooSmall):
         placement.choose_step(20, load_of(18))
+
+
+def test_step_after_one_whose_episodes_all_failed_is_chosen(world, table):
+    """A rollout without a token, and so a load of zeros."""
+    placement = place(world, table)
+    placement.choose_step(SHORT, None)
+    before, nothing = placement.plans, dataclasses.replace(load_of(0), tokens_in_flight_max=0)
+    assert nothing.rollout_tokens == 0 and nothing.context_tokens_mean == 0
+    history = LoadHistory().add(nothing)
+    placement.choose_training(history.recent())
+    foreseen = foresee(world.config.rollout, history)
+    placement.choose_step(expected_tokens(world, foreseen), foreseen)
+    assert placement.plans == before
+    assert placement.sessions.tail_plan(history.recent()) is None
 
 
 def test_budget_too_small_changes_nothing_and_the_one_it_names_is_enough(world, table):
@@ -329,7 +343,7 @@ def test_larger_context_bucket_on_the_same_mesh_keeps_live_episodes(world, table
     assert cached.all() and placement.take_log().switch_s == 0.0
 
 
-def test_where_the_budget_holds_no_more_pages_there_are_as_many_as_before(world, table):
+def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
     """Half as many again, or what is asked for, where it does; two hold one episode."""
     only = {"rollout_meshes_named": (str(D8),), "train_meshes_named": (str(D8),)}
     exact = too_large_for(table, world.problem)
@@ -407,5 +421,5 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before
     assert int(sft(world, placement, moved, 0, LONG).updates) == 2
-    program = world.train_step(placement.train, "supervised")
+    program = world.learner.program(placement.train, sft=True)
     assert program._cache_size() == 1

@@ -16,7 +16,7 @@ import pytest
 from earl_jax.config_file import make_config
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
-from earl_jax.placement.facts import _model_facts
+from earl_jax.placement.facts import model_facts
 from earl_jax.placement.problem import (
     find_model,
     hardware_of_devices,
@@ -25,11 +25,11 @@ from earl_jax.placement.problem import (
 )
 from earl_jax.plan import plan_command
 from earl_jax.selector.choose import TIE, Chooser
-from earl_jax.selector.enough import smallest_hardware
 from earl_jax.selector.footprint import trainer_bytes
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.schedule import full_step, make_schedule, plans_of
+from earl_jax.selector.smallest import smallest_hardware
 from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
@@ -112,7 +112,7 @@ def test_rows_too_long_for_a_device_are_cut_over_context():
     assert trains(make_schedule(named, EMPTY, [4096]))[0].mesh == MeshShape(context=8)
 
 
-def test_of_equal_steps_the_one_that_leaves_most_memory_is_chosen():
+def test_equal_steps_go_to_the_mesh_that_leaves_most_memory():
     """By a table in which both trainers are as fast as each other, or nearly."""
     meshes = "selector.train_meshes=('data=8','data=1,fsdp=8')"
     ample = problem_on("h100:1x8", meshes, "train.remat=True")
@@ -134,7 +134,7 @@ def test_of_equal_steps_the_one_that_leaves_most_memory_is_chosen():
     assert chosen(1.0, budget=100 * whole) == D8
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_would_do():
+def test_error_names_the_smallest_budget_and_hardware():
     problem = problem_on()
     chooser = Chooser(problem, EMPTY)
     least = min(candidate.num_bytes for candidate in chooser.candidates.train(4096))
@@ -187,7 +187,7 @@ def test_the_moments_leave_where_no_rollout_fits_beside_them():
         assert chosen(need - 1, hardware=hardware).offload == offload
 
 
-def test_what_is_chosen_is_compiled_until_the_bytes_of_both_stages_are_exact():
+def test_exact_mode_compiles_until_the_bytes_of_both_stages_are_exact():
     problem, asked = problem_on(budget=4 * 2**20), []
 
     def compiled(table, plan, tokens):
@@ -294,7 +294,7 @@ def test_the_default_config_is_planned_for_this_machine(capsys):
     assert all(words in out for words in ("optimizer", "trainer", "data=4,tensor=2", "schedule:"))
     # Its contexts are its context_buckets.
     assert re.search(r"  24: next best \S+, .* tokens/s, \d+% of budget", out)
-    assert "from the start: train data=" in out and "a step of 40 tokens takes" in out
+    assert re.search(r"  24 tokens: a step takes .* s; rollout: starts on data=.*; train: ", out)
 
 
 def test_a_preset_for_chips_needs_no_other_flag(capsys):
@@ -356,10 +356,11 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
             assert not over or f"; {over} do not fit, " in text
         if not stop["fits"]:
             assert f"{stop['context']:,} tokens do not fit: {stop['why']}" in text
-            assert values["enough"]["context"] <= stop["context"]
+            assert values["smallest"]["context"] <= stop["context"]
             assert "the smallest hardware that would do (powers of two): " in text
     start = values["schedule"][0]
-    assert f"from the start: train {start['train_mesh']} (" in text
+    assert f"train: starts on {start['train_mesh']} (" in text
+    assert all(stop.get("decision", "") in text for stop in values["schedule"])
 
 
 @pytest.mark.parametrize(
@@ -391,8 +392,7 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
 
     table = ThroughputTable(
         facts={
-            "model": _model_facts(config.model),
-            "vocab_size": 320,
+            **model_facts(config.model, 320),
             "devices": {s: {"platform": "cpu", "kind": "cpu"} for s in ("rollout", "train")},
         }
     )
@@ -409,4 +409,4 @@ def test_a_table_of_a_run_decides(capsys, tmp_path):
     assert chosen["mesh"] == fast != plain["contexts"][0]["train"]["mesh"]
     (found,) = (mesh for mesh in chosen["meshes"] if mesh["mesh"] == fast)
     assert found["observed"] and found["tokens_per_s"] == 9e4
-    assert any(f"--table={path}: its speeds are of other work" in n for n in values["notes"])
+    assert any(f"--table={path}: its speeds are of other settings" in n for n in values["notes"])

@@ -105,8 +105,8 @@ def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
     world = World(make_config(sections))
     assert family_of(world.model) is family_of(PRESETS[name])
     record = one_step(world)
-    assert all(np.isfinite(update.loss) and update.grad_norm > 0 for update in record.updates)
-    assert record.updates[0].mismatch_max <= 1e-4
+    assert all(np.isfinite(update["loss"]) and update["grad_norm"] > 0 for update in record.updates)
+    assert record.updates[0]["logprob_mismatch_max"] <= 1e-4
 
 
 def test_what_is_given_beside_a_preset_overrides_it():

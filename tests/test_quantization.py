@@ -358,13 +358,13 @@ def test_every_mesh_plays_the_dequantised_policy(shape):
     np.testing.assert_allclose(engines, ours, atol=1e-5)
 
 
-@pytest.mark.slow_except("bfloat16-compute*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compute", "weights", "mean", "largest"),
     [
         # Twice what was seen on this model, whose distributions have two bits: 6e-7 and 3e-6,
-        # 1.4e-2 and 7.9e-2, 2.5e-2 and 0.13, 2.5e-2 and 0.15. benchmarks/precision.md has a
-        # trained one. Not below a tenth of that either: else nothing was rounded.
+        # 1.4e-2 and 7.9e-2, 2.5e-2 and 0.13, 2.5e-2 and 0.15. Not below a tenth of
+        # that either: else nothing was rounded.
         ("float32", "compute", 1.2e-6, 7e-6),
         ("bfloat16", "compute", 3e-2, 0.16),
         ("float32", "int8", 5e-2, 0.26),
@@ -415,7 +415,7 @@ def test_the_bytes_of_a_device_by_hand():
 INT8_CACHE = dataclasses.replace(CONFIG, kv_dtype="int8")
 
 
-@pytest.mark.slow_except("data=2,tensor=4")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [MeshShape(data=8), MeshShape(data=2, tensor=4)], ids=str)
 def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
     engine = engine_on(shape, INT8_CACHE)

@@ -91,11 +91,11 @@ def lecture(task):
     return Lecture(task.args["seed"])
 
 
-@pytest.mark.slow_except("recompute-compute")
+@pytest.mark.slow
 @pytest.mark.parametrize(("preemption", "kv_dtype"), [("host", "int8"), ("recompute", "compute")])
 def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preemption, kv_dtype):
     """Over every pair of meshes; some are preempted, and prompts are taken over."""
-    given = {"sampling": Sampling(temperature=0.0), "places": 64, "share_prefixes": True}
+    given = {"sampling": Sampling(temperature=0.0), "max_tokens": 64, "share_prefixes": True}
     still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
     monkeypatch.setattr("tests.support.episodes.Collector", Moving)
     collectors = []

@@ -58,7 +58,7 @@ def resume(world, tmp_path, monkeypatch):
 
 
 def resumed(world, tmp_path, position):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", world.config.checkpoint)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (1, 2):
         checkpoints.save(step, world.init_train_state(D8), position)
     checkpoints.wait()

@@ -64,7 +64,7 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
             if trajectory.stop_reason == "turn_too_long":
                 assert len(trajectory.turns[-1].token_ids) == 28
         # The trainer scores each token as it was sampled: also those behind the configured room.
-        assert record.updates[0].mismatch_max < 1e-4
+        assert record.updates[0]["logprob_mismatch_max"] < 1e-4
 
 
 def open_session(placement: Placement, position: Position, version: int):
@@ -155,4 +155,4 @@ def test_a_step_with_one_slot_on_eight_devices():
     position = Position(step=0, state=state, history=LoadHistory())
     _, record = rl_step(few, placement, position)
     assert (placement.rollout.mesh.data, placement.rollout.mesh.tensor) == (1, 8)
-    assert len(record.trajectories) == 2 and record.updates[0].mismatch_max < 1e-4
+    assert len(record.trajectories) == 2 and record.updates[0]["logprob_mismatch_max"] < 1e-4

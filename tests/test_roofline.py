@@ -19,7 +19,6 @@ from earl_jax.selector.roofline import (
     loop_syncs,
     round_s,
     train_parts,
-    train_s,
     weights_read,
 )
 from earl_jax.sharding.layout import MeshShape
@@ -200,7 +199,7 @@ def test_more_work_takes_longer(topology, mesh):
 
     def update(length, **changes):
         work = dataclasses.replace(WORK, **changes)
-        return train_s(hardware, sizes, work, mesh, length).total
+        return train_parts(hardware, sizes, work, mesh, length).total
 
     assert update(512) < update(1024) / 1.5
     assert update(512) < update(512, remat=True)
@@ -225,7 +224,7 @@ def test_no_kernel_is_better_than_the_ideal(topology):
     ideal = dataclasses.replace(hardware, kernels=IDEAL)
     sizes, mesh = sizes_of("qwen3-0.6b"), MeshShape(context=2, tensor=4)
     if hardware.platform != "cpu":
-        times = [train_s(each, sizes, WORK, mesh, 4096).total for each in (ideal, hardware)]
+        times = [train_parts(each, sizes, WORK, mesh, 4096).total for each in (ideal, hardware)]
         assert times[0] < times[1]
     times = [round_s(each, sizes, WORK, mesh, 2, 4096) for each in (ideal, hardware)]
     assert times[0] < times[1]
@@ -241,7 +240,7 @@ BEYOND = {
 
 
 def off_by(point):
-    ratio = point.after / point.published
+    ratio = point.computed / point.published
     return max(ratio, 1 / ratio)
 
 
@@ -253,9 +252,6 @@ def test_published_speeds_are_within_the_stated_error(point):
         assert off_by(point) == pytest.approx(BEYOND[point.name], abs=0.01)
     else:
         assert off_by(point) <= MODEL_ERROR
-    # Nothing became worse by more than a twentieth.
-    before = point.before / point.published
-    assert off_by(point) <= 1.05 * max(before, 1 / before)
 
 
 def test_the_stated_error_is_no_wider_than_what_it_rests_on():
@@ -299,7 +295,7 @@ def test_on_cores_that_are_shared_a_cut_over_heads_gains_nothing():
 
 
 def test_meshes_of_the_default_run_have_the_order_that_was_measured():
-    """benchmarks/regret.md: data=8 against tensor=2 in rollouts, and against fsdp=8 in updates."""
+    """benchmarks/speeds.md: data=8 against tensor=2 in rollouts, and against fsdp=8 in updates."""
     problem = speeds.cpu_problem()
     for measured, speed in (
         (speeds.MEASURED_ROLLOUTS, speeds.rollout_speed),

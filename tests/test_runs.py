@@ -112,7 +112,7 @@ def test_the_mesh_changes_because_contexts_grow(uninterrupted):
     assert steps[0]["context_tokens_max"] < before["context_tokens_max"] <= 24
     assert before["train_mesh"] != switch["train_mesh"]
     assert re.search(
-        r"train data=8 -> .* \(context \d+ needs .*/device on data=8", switch["decision"]
+        r"train: data=8 -> .* \(context \d+ needs .*/device, budget .*/s\)", switch["decision"]
     )
 
 
@@ -285,7 +285,8 @@ BAD_INPUT = [
     (["--config.env.name=tic_tac_to"], "tic_tac_toe"),
     (["--config.rollout.num_slots=12"], "rollout.num_slots = 12 does not divide by data=8"),
     (["--workdir=/dev/null/below"], "--workdir=/dev/null/below cannot be used"),
-    (["--config.train.turn_discount=0.5", "--config.train.advantage=grpo"], "no effect"),
+    (["--config.train.final_learning_rate=0", "--config.train.schedule=constant"], "no effect"),
+    (["--config.train.advantage=grpo"], "config.train.advantage is now config.algorithm"),
     (["--config.model.num_heads=3"], "config.model.num_heads is 3"),
     (["--config.devices.platform=tpu"], "config.devices.platform is 'tpu'"),
     (["--confg=x"], "unrecognized arguments"),
@@ -388,7 +389,7 @@ def test_connect_four_runs_from_its_config(cache, tmp_path):
 def test_grpo_with_groups_and_micro_batches_runs(cache, tmp_path):
     flags = TINY | {
         "num_steps": 3,
-        "train.advantage": "grpo",
+        "algorithm": "grpo",
         "rollout.group_size": 4,
         "train.micro_batches": 2,
         "train.sft_steps": 2,

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from benchmarks.dispatch.traffic import collectives
 from earl_jax.sharding import reshard as reshard_module
 from earl_jax.sharding.moves import Move
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import choose_route, plan_transfer
 from tests.support.shardings import PAIRS, SHAPES, P, count_host_bytes, make_shardings, make_values
+from tests.support.traffic import collectives
 
 
 @contextlib.contextmanager

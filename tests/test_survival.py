@@ -15,6 +15,7 @@ from earl_jax.config_file import make_config
 from earl_jax.loop import Position, rl_step
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.placement import ShortAlone
+from earl_jax.placement.updates import update
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import TrainPlan
@@ -24,7 +25,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import place as place_array
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.backup import StateLost
-from earl_jax.train.learner import update
+from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import batch_shapes
 from earl_jax.world import World
@@ -88,7 +89,7 @@ def rows_on(world, mesh, seed=0):
 
 def assert_updated_as_without_a_failure(world, after, plan):
     """Bit for bit: by the same program from the same state."""
-    program = World.train_step(world, plan, "policy_gradient")
+    program = Learner.program(world.learner, plan)
     expected, _ = program(world.init_train_state(plan.mesh), rows_on(world, plan.mesh), CONTROLS)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.array(a), np.array(b)), after, expected
@@ -114,17 +115,17 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
     first = placement.train
     assert first == TrainPlan(D8, 1, False)
 
-    def train_step(plan, objective):
+    def program(plan, *, sft=False):
         if plan.mesh == D8:
             return hungry(donated=0)
-        return World.train_step(world, plan, objective)
+        return Learner.program(world.learner, plan, sft=sft)
 
-    monkeypatch.setattr(world, "train_step", train_step)
+    monkeypatch.setattr(world.learner, "program", program)
     state, batch = world.init_train_state(D8), rows_on(world, D8)
-    after, moved, metrics = update(world, placement, state, batch, CONTROLS, "policy_gradient")
+    after, moved, metrics = update(world, placement, state, batch, CONTROLS)
     monkeypatch.undo()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
-    assert placement.train.mesh == CUBE and np.isfinite(metrics.loss)
+    assert placement.train.mesh == CUBE and np.isfinite(metrics["loss"])
     where = world.train_layout(CUBE).activations("NS")
     assert moved.tokens.sharding.is_equivalent_to(where, 2)
     assert_updated_as_without_a_failure(world, after, placement.train)
@@ -146,19 +147,21 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
 
 
 @pytest.mark.slow
-def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(world, monkeypatch):
+def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stops(
+    world, monkeypatch
+):
     """One mesh, which has memory for 4 rows at a time: micro-batches of 4."""
     placement, tried = placed(world, train_meshes_named=(str(CUBE),)), []
 
-    def train_step(plan, objective):
+    def program(plan, *, sft=False):
         tried.append(plan)
         if plan.micro_batches < 4:
             return hungry(donated=0)
-        return World.train_step(world, plan, objective)
+        return Learner.program(world.learner, plan, sft=sft)
 
-    monkeypatch.setattr(world, "train_step", train_step)
+    monkeypatch.setattr(world.learner, "program", program)
     state, batch = world.init_train_state(CUBE), rows_on(world, CUBE)
-    after, _, _ = update(world, placement, state, batch, CONTROLS, "policy_gradient")
+    after, _, _ = update(world, placement, state, batch, CONTROLS)
     assert len(tried) == len(set(tried)) and {plan.mesh for plan in tried} == {CUBE}
     assert [plan.micro_batches for plan in tried[-1:]] == [4]
     assert placement.train == tried[-1]
@@ -166,9 +169,9 @@ def test_where_no_mesh_is_left_less_is_done_at_a_time_and_then_the_run_stops(wor
     assert_updated_as_without_a_failure(world, jax.tree.map(jnp.copy, after), tried[-1])
 
     # The program has run: next time there is no backup, and the state goes with it.
-    monkeypatch.setattr(world, "train_step", lambda *_: hungry(donated=0))
+    monkeypatch.setattr(world.learner, "program", lambda *_, sft: hungry(donated=0))
     with pytest.raises(StateLost, match="goes on from its newest checkpoint"):
-        update(world, placement, after, batch, CONTROLS, "policy_gradient")
+        update(world, placement, after, batch, CONTROLS)
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
     with pytest.raises(BudgetTooSmall, match=r"ran out of memory with rows of 32 tokens"):
         while placement.choose_training_again():
@@ -182,9 +185,9 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
     expected = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     first, asked = placement.train, []
 
-    def short(tree, shardings, chunk_bytes):
+    def short(tree, shardings, chunk_bytes, attempt):
         asked.append(jax.tree.leaves(shardings)[0].mesh)
-        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes)
+        return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes, attempt)
 
     monkeypatch.setattr(placement_module, "carry", short)
     moved = placement.move_state(state)
@@ -219,7 +222,7 @@ def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, mes
     for played, wanted in zip(record.trajectories, expected.trajectories, strict=True):
         assert [t.token_ids for t in played.turns] == [t.token_ids for t in wanted.turns]
         assert (played.reward, played.stop_reason) == (wanted.reward, wanted.stop_reason)
-    assert record.updates[0].loss == pytest.approx(expected.updates[0].loss, abs=1e-4)
+    assert record.updates[0]["loss"] == pytest.approx(expected.updates[0]["loss"], abs=1e-4)
 
 
 # Of several processes.
@@ -250,13 +253,13 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
     position = Position(step=0, state=state, history=LoadHistory())
     position, record = rl_step(world, placement, position)
     failures = placement.take_log().failures
-    world.train_step = lambda *_: hungry(donated=0)
+    world.learner.program = lambda *_, sft: hungry(donated=0)  # pyright: ignore
     batch = jax.tree.map(
         lambda shape: place_array(np.ones(shape.shape, shape.dtype), shape.sharding),
         batch_shapes(16, TOKENS, world.train_layout(four)),
     )
     with pytest.raises(ShortAlone) as alone:
-        update(world, placement, position.state, batch, CONTROLS, "policy_gradient")
+        update(world, placement, position.state, batch, CONTROLS)
     return {
         "kept": was_offloaded and not is_offloaded(state) and kept,
         "mesh": record.rollout_mesh,

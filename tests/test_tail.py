@@ -59,7 +59,7 @@ def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
         there = Pool(target.layout.num_row_shards, session.pool.total // 4)
         return relocate(session, target, session.max_tokens, there)
 
-    common = {"sampling": Sampling(temperature=temperature), "places": 64}
+    common = {"sampling": Sampling(temperature=temperature), "max_tokens": 64}
     stayed = collect(pool, tasks(24), Story, **common)
     moved = collect(pool, tasks(24), Story, **common, thin_out=move)
     assert len(asked) >= 2 and asked[0][0] <= CONFIG.num_slots // 4
@@ -70,7 +70,7 @@ def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
     assert moved.stats.prefill_tokens == stayed.stats.prefill_tokens
 
 
-def test_nobody_is_asked_while_episodes_wait_for_a_slot(pool):
+def test_tail_does_not_begin_while_episodes_wait_for_a_slot(pool):
     """The long ones come first, and leave slots to those that wait."""
 
     def refuse(session, live, longest):
@@ -135,4 +135,4 @@ def test_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
     assert moved.rollout_mesh == str(D8)
     for one, other in zip(moved.trajectories, stayed.trajectories, strict=True):
         assert [t.token_ids for t in one.turns] == [t.token_ids for t in other.turns]
-    assert moved.updates[0].loss == pytest.approx(stayed.updates[0].loss, abs=1e-4)
+    assert moved.updates[0]["loss"] == pytest.approx(stayed.updates[0]["loss"], abs=1e-4)

@@ -102,8 +102,8 @@ def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_c
     gap = sampling_kl(record.trajectories)
     assert gap is not None and gap > 0.5
     first, second = record.updates
-    assert first.mismatch_max < 1e-4 and first.clip_fraction == 0
-    assert abs(first.kl) < 1e-6 < second.kl
+    assert first["logprob_mismatch_max"] < 1e-4 and first["clip_fraction"] == 0
+    assert abs(first["kl"]) < 1e-6 < second["kl"]
 
 
 def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of a single controller: all rows to rank 0, cut by data rank, a copy to each member.
 
-As fast as it can be told with sockets: connections stand before the clock runs, nothing is pickled,
+As fast as sockets are: connections stand before the clock runs, nothing is pickled,
 rank 0 receives from all at once straight into the place of each part, and sends to all at once from
 there; a worker sends from the memory of its device's array and receives into one buffer.
 """

@@ -21,7 +21,7 @@ _BURST_BYTES = 64 * 2**10
 
 
 class Host:
-    """Where a worker runs: on this machine as it is, or in a namespace behind a limited link."""
+    """A place for a worker: this machine as it is, or a namespace behind a limited link."""
 
     def __init__(self, address: str, prefix: Sequence[str] = ()):
         self.address, self.prefix = address, tuple(prefix)
@@ -84,7 +84,7 @@ def namespaces(num: int, mbit_per_s: float, window_kib: int) -> Iterator[list[Ho
 
 
 def interface_bytes() -> tuple[int, ...]:
-    """What this host's link has received and sent so far, headers included."""
+    """Returns the bytes that this host's link has received and sent, headers included."""
     counters = Path("/sys/class/net/eth0/statistics")
     return tuple(int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes"))
 

@@ -2,17 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of the benchmark between processes: it holds a part of a batch, and wants another.
 
-Called by `processes.py` with its settings as JSON; prints its measurements as JSON.
+Called by `benchmarks.dispatch` with its settings as JSON; prints its measurements as JSON.
 """
 
-import ctypes
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,7 +47,7 @@ def main() -> None:
 
 
 def _measure(settings: dict[str, Any], controller: Controller, num_bytes: int) -> dict[str, Any]:
-    """Both ways of moving `num_bytes` a worker, and what they took here."""
+    """Runs both ways of moving `num_bytes` a worker, and what they took here."""
     num, context = settings["num"], settings["context"]
     before, after = layouts(num, settings["tensor"])
     rows = max(1, num_bytes // (4 * context))
@@ -83,19 +81,16 @@ def _measure(settings: dict[str, Any], controller: Controller, num_bytes: int) -
         runs[name] = [_timed(way, f"{name} {n}", settings) for n in range(settings["repeats"])]
     sent, received = plan.sent_bytes, plan.received_bytes
     return {
-        "rows": rows,
         "worker_bytes": 4 * rows * context,
         "busiest_bytes": max(*sent.values(), *received.values()),
-        "busiest_pair_bytes": max(plan.link_bytes.values()),
         "moved_bytes": plan.moved_bytes,
         "rank_0_bytes": sum(side.get(jax.devices()[0].id, 0) for side in (sent, received)),
-        "controller_bytes": controller.through_bytes,
         "runs": runs,
     }
 
 
 def layouts(num: int, tensor: int) -> tuple[NamedSharding, NamedSharding]:
-    """From a row of workers that each made their rows to groups of `tensor` that share theirs.
+    """Returns the layouts: workers that each made their rows, and groups of `tensor` that share.
 
     The members of a group are as far apart as they can be (0, num / tensor, ...), so that hardly a
     row is wanted where it was made.
@@ -119,31 +114,13 @@ def _values(shape: tuple[int, int]) -> np.ndarray:
 def _timed(way: Callable[[], Any], name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Starts when all are there. The clock is the machine's, so that times can be compared."""
     multihost_utils.sync_global_devices(name)
-    _forget_peak()
-    memory = _status_bytes("VmRSS")
     link = interface_bytes() if settings["limited"] else None
-    start_s, cpu_s = time.monotonic(), time.process_time()
+    start_s = time.monotonic()
     way()
-    end_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
+    end_s = time.monotonic()
     multihost_utils.sync_global_devices(name + " end")
-    return {
-        "start_s": start_s,
-        "end_s": end_s,
-        "cpu_s": cpu_s,
-        "peak_bytes": max(0, _status_bytes("VmHWM") - memory),
-        "link_bytes": None if link is None else sum(interface_bytes()) - sum(link),
-    }
-
-
-def _forget_peak() -> None:
-    """What earlier runs took and left to the allocator goes back to the system first."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field + ":"))
+    sent = None if link is None else sum(interface_bytes()) - sum(link)
+    return {"start_s": start_s, "end_s": end_s, "link_bytes": sent}
 
 
 if __name__ == "__main__":

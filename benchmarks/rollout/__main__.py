@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts side by side on this machine: ours, `transformers.generate`, Tunix's sampler.
 
-    uv run python -m benchmarks.rollout [--only=equal,tail] [--tiny] [--size=batches=16,64]
+    uv run python -m benchmarks.rollout [--only=equal,tail] [--tiny]
         [--torch_python=PATH] [--tunix_python=PATH]
 
 Every engine is a process of its own, in the environment whose Python is given; one that is not
@@ -11,14 +11,12 @@ timed. Prints Markdown tables. rollout.md says how the environments are made.
 """
 
 import argparse
-import dataclasses
 import os
-import platform
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pages import machine
 from benchmarks.rollout.engines import start_engines
 from benchmarks.rollout.parts import PARTS, TINY, Bench, Sizes
 
@@ -30,7 +28,7 @@ def main() -> None:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         sys.exit(f"--only={flags.only}: {unknown[0]!r} is no part; there are {', '.join(PARTS)}")
-    sizes = _resized(TINY if flags.tiny else Sizes(), flags.size)
+    sizes = TINY if flags.tiny else Sizes()
     if flags.cores:
         # Processes that are started have the same.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: flags.cores])
@@ -39,7 +37,7 @@ def main() -> None:
         ours, torch, tunix = start_engines(
             Path(folder) / "checkpoint", flags.torch_python, threads, flags.tunix_python
         )
-        print(f"{_processor()}, {len(os.sched_getaffinity(0))} cores of it.")
+        print(f"{machine()} Cores used: {len(os.sched_getaffinity(0))}.")
         for engine in (ours, *torch, *tunix):
             print(f"{engine.name}: {engine.versions()}.")
         bench = Bench(
@@ -64,9 +62,6 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--only", default="", help=f"parts of {', '.join(PARTS)}; default all")
     parser.add_argument("--tiny", action="store_true", help="sizes that show only that it runs")
-    parser.add_argument(
-        "--size", action="append", default=[], help="NAME=NUMBER[,NUMBER]: a field of parts.Sizes"
-    )
     parser.add_argument("--repeats", type=int, default=3, help="runs of which the fastest counts")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--cores", type=int, default=0, help="for every engine; default all")
@@ -74,25 +69,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--torch_threads", default="1,2", help="each takes part")
     parser.add_argument("--tunix_python", default="", help="Python with google-tunix")
     return parser.parse_args()
-
-
-def _resized(sizes: Sizes, changes: Sequence[str]) -> Sizes:
-    """The sizes with fields changed, "batches=16,64"."""
-    known = dataclasses.asdict(sizes)
-    for change in changes:
-        name, _, text = change.partition("=")
-        numbers = tuple(int(number) for number in text.split(",") if number.isdigit())
-        if name not in known or len(numbers) != len(text.split(",")):
-            sys.exit(f"--size={change}: give NAME=NUMBER[,NUMBER] of {', '.join(known)}")
-        known[name] = numbers if isinstance(known[name], tuple) else numbers[0]
-    return Sizes(**known)
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

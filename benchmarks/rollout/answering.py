@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -49,14 +48,9 @@ def read_again(
 
 
 def answer_line(answer: Answer, line: str) -> str:
-    """A job that is empty asks for versions.
-
-    To what came of another one `cpu_s` is added: the time that all threads of this process
-    computed, which neighbours on the machine change little.
-    """
-    job, start_s = json.loads(line), time.process_time()
-    found = {**answer(job), "cpu_s": time.process_time() - start_s} if job else _versions()
-    return json.dumps(found)
+    """Returns the answer as JSON; a job that is empty asks for versions."""
+    job = json.loads(line)
+    return json.dumps(answer(job) if job else _versions())
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The engines' processes, and how they take turns."""
+"""Processes of the engines, which take turns."""
 
 import contextlib
 import dataclasses
@@ -24,18 +24,18 @@ class Engine:
 
     def __init__(self, name: str, command: Sequence[str]):
         self.name = name
-        self._sampled = tempfile.TemporaryFile("w+")
+        self._stderr = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._sampled,
+            stderr=self._stderr,
             text=True,
         )
 
     def ask(self, job: Mapping[str, Any]) -> Found:
-        """What came of the job. Ends this process where the engine's own has ended."""
+        """Returns the answer to a job. Ends this process where the engine's own has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             print(json.dumps(job), file=self._process.stdin, flush=True)
@@ -44,12 +44,12 @@ class Engine:
             line = ""
         if not line:
             self._process.wait()
-            self._sampled.seek(0)
-            sys.exit(f"{self.name} ended:\n{self._sampled.read()[-3000:]}")
+            self._stderr.seek(0)
+            sys.exit(f"{self.name} ended:\n{self._stderr.read()[-3000:]}")
         return json.loads(line)
 
     def versions(self) -> str:
-        """Of what it runs on."""
+        """Returns the versions of its packages."""
         return ", ".join(" ".join(version) for version in self.ask({}).items())
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class Engine:
             self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
-        self._sampled.close()
+        self._stderr.close()
 
 
 def start_engines(
@@ -84,7 +84,7 @@ def start_engines(
 
 @dataclasses.dataclass(frozen=True)
 class Contestant:
-    """Who does what; `warm_up` is done once before, so that all is compiled."""
+    """An engine and its job; `warm_up` runs once before, so that all is compiled."""
 
     label: str
     engine: Engine
@@ -93,7 +93,7 @@ class Contestant:
 
 
 def take_turns(contestants: Sequence[Contestant], repeats: int) -> dict[str, Found]:
-    """The fastest of each one's runs, one run each in every round. All must do the same work."""
+    """Returns the fastest run of each, one run each in every round, all of the same work."""
     best: dict[str, Found] = {}
     for contestant in contestants:
         contestant.engine.ask(contestant.warm_up)
@@ -110,10 +110,10 @@ def take_turns(contestants: Sequence[Contestant], repeats: int) -> dict[str, Fou
 
 
 def row(*cells: object) -> str:
-    """Of a Markdown table."""
+    """Returns a line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def header(*cells: str) -> str:
-    """The first two lines of a Markdown table."""
+    """Returns the first two lines of a Markdown table."""
     return f"{row(*cells)}\n{'|---' * len(cells)}|"

@@ -7,20 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.rollout.engines import OURS, Contestant, Engine, Found, header, row, take_turns
-from benchmarks.rollout.work import MODEL, Message, make_messages, tail_lengths
-
-MIB = 2**20
+from benchmarks.rollout.work import Message, make_messages, tail_lengths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of the parts."""
 
     prompt: int = 64
     batches: tuple[int, ...] = (16, 64)
     lengths: tuple[int, ...] = (128, 512)
     greedy: tuple[int, int] = (16, 64)
-    allocated: tuple[int, ...] = (192, 2048)
     requests: int = 256
     median: int = 32
     tail_batches: tuple[int, ...] = (16, 64, 256)
@@ -34,9 +31,6 @@ class Sizes:
     waiting_episodes: int = 512
     waiting_turns: int = 4
     waiting_tokens: int = 32
-    episodes: tuple[int, ...] = (64, 256, 1024)
-    growing_slots: int = 64
-    contexts: tuple[int, ...] = (128, 512)
 
 
 TINY = Sizes(
@@ -44,7 +38,6 @@ TINY = Sizes(
     batches=(2,),
     lengths=(8,),
     greedy=(2, 8),
-    allocated=(32, 64),
     requests=16,
     median=2,
     tail_batches=(4,),
@@ -58,15 +51,12 @@ TINY = Sizes(
     waiting_episodes=4,
     waiting_turns=2,
     waiting_tokens=4,
-    episodes=(2, 4),
-    growing_slots=2,
-    contexts=(8,),
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Who takes part, in what, and how often; `torch` once for each number of threads."""
+    """The engines (`torch` once for each number of threads), sizes and repeats."""
 
     ours: Engine
     torch: Sequence[Engine]
@@ -77,7 +67,7 @@ class Bench:
 
     @property
     def others(self) -> list[Engine]:
-        """Those that play static batches."""
+        """The engines that play static batches."""
         return [*self.torch, *self.tunix]
 
 
@@ -86,25 +76,28 @@ def _conversations(number: int, messages: int, num_tokens: int) -> list[list[Mes
 
 
 def _script(
-    messages: Sequence[Sequence[Message]], turn_tokens: Sequence[int], num_slots: int, **rest: Any
+    messages: Sequence[Sequence[Message]],
+    turn_tokens: Sequence[int],
+    num_slots: int,
+    **options: Any,
 ) -> dict[str, Any]:
-    """A job for our engine."""
+    """Returns a job for our engine."""
     messages = [[(message.text, message.ids) for message in messages] for messages in messages]
-    words = {"what": "play", "messages": messages, "turn_tokens": list(turn_tokens)}
-    return words | {"num_slots": num_slots} | rest
+    words = {"messages": messages, "turn_tokens": list(turn_tokens)}
+    return words | {"num_slots": num_slots} | options
 
 
 def _batches(
-    messages: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **rest: Any
+    messages: Sequence[Sequence[Message]], lengths: Sequence[int], batch: int, **options: Any
 ) -> dict[str, Any]:
-    """A job for the others: the first messages as prompts."""
+    """Returns a job for the others: the first messages as prompts."""
     prompts = [messages[0].ids for messages in messages]
-    words = {"prompts": prompts, "lengths": list(lengths), "batch": batch, "places": 0}
-    return words | rest
+    words = {"prompts": prompts, "lengths": list(lengths), "batch": batch, "max_tokens": 0}
+    return words | options
 
 
 def _briefly(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The job with replies of two tokens, for what compiles nothing."""
+    """Returns the job with replies of two tokens, for engines that compile nothing."""
     if "messages" in job:
         return {**job, "turn_tokens": 2}
     return {**job, "lengths": [2] * len(job["lengths"])}
@@ -117,15 +110,11 @@ def _play(bench: Bench, job: Mapping[str, Any], label: str = OURS) -> Contestant
 def equal_lengths(bench: Bench) -> None:
     """Everybody's reply is equally long; nothing ends early."""
     sizes, names = bench.sizes, [engine.name for engine in bench.others]
-    computed = []
     print(header("batch x new tokens", OURS, *names, "ours / best other"))
     for batch in sizes.batches:
         for new in sizes.lengths:
             best = take_turns(_equal(bench, batch, new, bench.temperature), bench.repeats)
-            print(row(f"{batch} x {new}", *_against(best, names, "seconds")), flush=True)
-            computed.append(row(f"{batch} x {new}", *_against(best, names, "cpu_s")))
-    print("\nTokens by the second that a core computed:\n")
-    print(header("batch x new tokens", OURS, *names, "ours / best other"), *computed, sep="\n")
+            print(row(f"{batch} x {new}", *_against(best, names)), flush=True)
     batch, new = sizes.greedy
     found = take_turns(_equal(bench, batch, new, 0.0), 1)
     for name in names:
@@ -134,9 +123,9 @@ def equal_lengths(bench: Bench) -> None:
         print(f"\nGreedy: {same} of {batch} replies of {new} tokens are those of {name}.")
 
 
-def _against(best: Mapping[str, Found], names: Sequence[str], time: str) -> list[str]:
-    """Tokens per second of ours and of the others, by this time; ours over the best of them."""
-    speed = {label: found["tokens"] / found[time] for label, found in best.items()}
+def _against(best: Mapping[str, Found], names: Sequence[str]) -> list[str]:
+    """Returns tokens per second of ours and of the others, and ours over the best of them."""
+    speed = {label: found["tokens"] / found["seconds"] for label, found in best.items()}
     cells = [f"{speed[name]:,.0f}" for name in (OURS, *names)]
     fastest = max((speed[name] for name in names), default=None)
     return [*cells, f"{speed[OURS] / fastest:.2f}" if fastest else ""]
@@ -150,25 +139,6 @@ def _equal(bench: Bench, batch: int, new: int, temperature: float) -> list[Conte
         *(Contestant(engine.name, engine, job, _briefly(job)) for engine in bench.torch),
         *(Contestant(engine.name, engine, job, job) for engine in bench.tunix),
     ]
-
-
-def allocated_room(bench: Bench) -> None:
-    """The same episodes with more room than they need."""
-    sizes, batch, new = bench.sizes, bench.sizes.batches[-1], bench.sizes.lengths[0]
-    messages, lengths = _conversations(batch, 1, sizes.prompt), [new] * batch
-    print(header(f"tokens/s, {batch} x {new}, room for", *map(str, sizes.allocated), "ratio"))
-    makers = [(bench.ours, _script), *((engine, _batches) for engine in bench.tunix)]
-    for engine, make in makers:
-        entered = []
-        for max_tokens in sizes.allocated:
-            job = make(
-                messages, lengths, batch, max_tokens=max_tokens, temperature=bench.temperature
-            )
-            entered.append(Contestant(str(max_tokens), engine, job, job))
-        best = take_turns(entered, bench.repeats).values()
-        speed = [found["tokens"] / found["seconds"] for found in best]
-        cells = (*(f"{tokens:,.0f}" for tokens in speed), f"{speed[-1] / speed[0]:.2f}")
-        print(row(engine.name, *cells), flush=True)
 
 
 def long_tail(bench: Bench) -> None:
@@ -214,7 +184,6 @@ def many_turns(bench: Bench) -> None:
     job = {"messages": ids, "turn_tokens": sizes.turn_tokens, **drawn}
     entered = [
         _play(bench, script),
-        _play(bench, {**script, "reads_again": True}, f"{OURS}, reading again"),
         *(
             Contestant(f"{engine.name}, reading again", engine, job, _briefly(job))
             for engine in bench.torch
@@ -223,8 +192,8 @@ def many_turns(bench: Bench) -> None:
         *(Contestant(f"{engine.name}, reading again", engine, job, job) for engine in bench.tunix),
     ]
     best = take_turns(entered, bench.repeats)
-    heard = sizes.conversations * sizes.turns * sizes.turn_tokens
-    everything = heard * sizes.turns
+    observed = sizes.conversations * sizes.turns * sizes.turn_tokens
+    everything = observed * sizes.turns
     print(
         header(
             f"{sizes.conversations} x {sizes.turns} turns",
@@ -241,7 +210,7 @@ def many_turns(bench: Bench) -> None:
             f"{found['seconds']:.1f}",
             f"{found['tokens'] / found['seconds']:,.0f}",
             f"{prefilled:,}",
-            f"{prefilled - heard:,}",
+            f"{prefilled - observed:,}",
             f"{found['seconds'] / best[OURS]['seconds']:.2f}",
         )
         print(row(label, *cells), flush=True)
@@ -249,7 +218,7 @@ def many_turns(bench: Bench) -> None:
 
 
 def _print_best(best: Mapping[str, Found], ours_s: float) -> None:
-    """The fastest that is not ours, whatever its threads and batches, and how far behind it is."""
+    """Prints the fastest engine that is not ours, and how far behind it is."""
     others = {label: f["seconds"] for label, f in best.items() if not label.startswith(OURS)}
     if others:
         fastest = min(others, key=lambda label: others[label])
@@ -268,9 +237,9 @@ def waiting(bench: Bench) -> None:
     for slots, rows in shapes:
         for env_ms in sizes.env_ms if rows < slots else ():
             # A round that waits for the slowest would have nobody go on meanwhile.
-            rest = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
+            options = {"step_rows": rows, "env_ms": env_ms, "patience_ms": 1.0}
             found = take_turns(
-                [_play(bench, _script(messages, lengths, slots, **rest))], bench.repeats
+                [_play(bench, _script(messages, lengths, slots, **options))], bench.repeats
             )
             found = found[OURS]
             cells = (
@@ -284,76 +253,13 @@ def waiting(bench: Bench) -> None:
 
 
 def _idle(found: Mapping[str, float]) -> str:
-    """The share of the time in which no round ran."""
+    """Returns the share of the time in which no round ran."""
     return f"{1 - found['busy_s'] / found['seconds']:.1%}"
-
-
-def growth(bench: Bench) -> None:
-    """More episodes on as many slots, and on as many slots as episodes."""
-    sizes, new = bench.sizes, bench.sizes.prompt
-    token_bytes = 2 * 4 * MODEL.num_layers * MODEL.num_kv_heads * MODEL.head_size
-    print(
-        header(
-            "episodes",
-            "slots",
-            "tokens/s",
-            "device idle",
-            "MiB of slots and rows",
-            "tokens in flight",
-            "bytes a token in flight",
-            "of them keys and values",
-        )
-    )
-    cells = [(number, sizes.growing_slots) for number in sizes.episodes]
-    cells += [(number, number) for number in sizes.episodes if number > sizes.growing_slots]
-    for number, slots in cells:
-        messages = _conversations(number, 1, sizes.prompt)
-        script = _script(messages, [new] * number, slots, temperature=bench.temperature)
-        found = take_turns([_play(bench, script)], bench.repeats)[OURS]
-        state_bytes, in_flight = found["state_bytes"], found["in_flight"]
-        print(
-            row(
-                f"{number:,}",
-                f"{slots:,}",
-                f"{found['tokens'] / found['seconds']:,.0f}",
-                _idle(found),
-                f"{state_bytes / MIB:,.0f}",
-                f"{in_flight:,}",
-                f"{state_bytes / in_flight:,.0f}",
-                f"{token_bytes:,}",
-            ),
-            flush=True,
-        )
-
-
-def decode_steps(bench: Bench) -> None:
-    """Where a decode step's time goes."""
-    sizes, kinds = bench.sizes, {}
-    columns = ("matrices alone", "attention alone", "everything else", "of the step")
-    print(header("batch", "context", "ms a step", *columns))
-    for batch in sizes.batches:
-        for context in sizes.contexts:
-            messages = _conversations(batch, 1, context)
-            job = _script(messages, [64] * batch, batch) | {"what": "step"}
-            found = bench.ours.ask(job)
-            rest = found["step"] - found["matrices"] - found["cache"]
-            ms = (found["step"], found["matrices"], found["cache"], rest)
-            cells = (*(f"{1000 * seconds:.2f}" for seconds in ms), f"{rest / found['step']:.0%}")
-            print(row(batch, found["context"], *cells), flush=True)
-            kinds[f"{batch} x {found['context']}"] = found["kinds"]
-    print("\nXLA's operations in a burst, by the profiler:\n")
-    print(header("batch x context", "share of the operations' time"))
-    for label, shares in kinds.items():
-        words = [f"{kind} {share:.0%}" for kind, share in list(shares.items())[:8]]
-        print(row(label, ", ".join(words)))
 
 
 PARTS: Mapping[str, tuple[str, Callable[[Bench], None]]] = {
     "equal": ("Equal lengths, tokens/s", equal_lengths),
-    "room": ("Room that is not needed", allocated_room),
     "tail": ("Long-tailed lengths", long_tail),
     "turns": ("Many turns", many_turns),
     "waiting": ("Environments that take their time", waiting),
-    "growth": ("More episodes", growth),
-    "step": ("A decode step", decode_steps),
 }

@@ -31,11 +31,11 @@ class Ids:
         self._pad_id = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The numbers."""
+        """Returns the numbers."""
         return list(map(int, text.split()))
 
     def decode(self, ids: list[int]) -> str:
-        """Nothing."""
+        """Returns an empty text."""
         return ""
 
     def bos_id(self) -> int:
@@ -107,7 +107,11 @@ class Generator:
         for first in range(0, len(prompts), size):
             wanted = lengths[first : first + size]
             made = self.generate(
-                prompts[first : first + size], max(wanted), job["temperature"], job["places"], first
+                prompts[first : first + size],
+                max(wanted),
+                job["temperature"],
+                job["max_tokens"],
+                first,
             )
             replies += [ids[:length] for ids, length in zip(made, wanted, strict=True)]
         return replies

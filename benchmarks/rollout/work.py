@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What all engines are given: one tiny Qwen2, prompts of an exact length, lengths of replies."""
+"""The work of all engines: one tiny Qwen2, prompts of an exact length, lengths of replies."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ MODEL = ModelConfig(
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Knows all VOCAB_SIZE ids, and any number of two digits as one of them."""
+    """Returns a tokenizer of VOCAB_SIZE ids, and any number of two digits as one of them."""
     # Numbers of two digits most often, so that they are merged before those of four.
     two = [" ".join(f"{number:02}" for number in range(100))] * 100
     return build_tokenizer([*two, " ".join(map(str, range(1000, 10_000)))], VOCAB_SIZE)
@@ -35,13 +35,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def renderer() -> ChatRenderer:
-    """Of `tokenizer`."""
+    """Returns the renderer of `tokenizer`."""
     return ChatRenderer(tokenizer())
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What an environment says, and the ids that a chat makes of it."""
+    """A message of an environment, and the ids that a chat makes of it."""
 
     text: str
     ids: tuple[int, ...]
@@ -53,7 +53,7 @@ def make_messages(seed: str, number: int, num_tokens: int) -> list[Message]:
     made = []
     for index in range(number):
         render = renderer().answer if index else renderer().first
-        # A number and a space are an id each; the frame takes the rest.
+        # A number and a space are an id each; the frame takes the others.
         pieces = [" " if i % 2 else f"{rng.randrange(100):02}" for i in range(num_tokens)]
         text = "".join(pieces[: num_tokens - len(render(""))])
         ids = render(text)
@@ -62,7 +62,7 @@ def make_messages(seed: str, number: int, num_tokens: int) -> list[Message]:
     return made
 
 
-# Shares of the replies that are so many times the median; the rest is 16 times.
+# Shares of the replies that are so many times the median; all others are 16 times.
 TAIL = ((0.5, 0.375), (1, 0.375), (2, 0.125), (4, 0.09375), (8, 0.0234375))
 
 

@@ -35,7 +35,7 @@ def dispatch(
     *,
     length: int,
     lengths: np.ndarray,
-    advantages: np.ndarray | jax.Array,
+    advantages: np.ndarray,
     sample_starts: np.ndarray | None = None,
 ) -> Delivery:
     """Moves N rows to `layout` and makes a TrajectoryBatch of them.
@@ -50,7 +50,7 @@ def dispatch(
         layout: where the trainer wants them.
         length: tokens per row of the batch, T.
         lengths: i32[N], how many tokens of each row count.
-        advantages: f32[N,M], one per episode and turn; on the host, or on `layout` already.
+        advantages: f32[N,M], one per episode and turn.
         sample_starts: i32[N,M], places where samples begin in a row, rising, and behind the row's
             end where there are fewer; None where every row is one sample.
 
@@ -76,13 +76,8 @@ def dispatch(
     return Delivery(batch=_pack(layout)(rows, *facts), plan=plan)
 
 
-def _beside(fact: np.ndarray | jax.Array, tokens: jax.Array) -> jax.Array:
-    """Facts of this process's rows as an array of all rows', on the devices of the rows.
-
-    What is an array of devices already is moved from where it is.
-    """
-    if isinstance(fact, jax.Array):
-        return fact
+def _beside(fact: np.ndarray, tokens: jax.Array) -> jax.Array:
+    """Facts of this process's rows as an array of all rows', on the devices of the rows."""
     source = tokens.sharding
     assert isinstance(source, NamedSharding)
     axes = tuple(source.spec)[:1]

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What moving a batch (or any tree) from one layout to another costs, before it is moved.
+"""The cost of moving a batch (or any tree) from one layout to another, before the move.
 
 Pure: it reads shapes, dtypes and shardings only, so a switch on 256 chips is planned on a laptop
 with `jax.ShapeDtypeStruct`s on abstract meshes. `sharding.reshard` makes the same plans to carry

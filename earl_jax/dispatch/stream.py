@@ -76,7 +76,7 @@ class RowStream:
 
     @property
     def shards(self) -> dict[int, Experience]:
-        """What each device of this process has by now of its places; zeros where no row came."""
+        """Each device's part of the batch by now, in this process; zeros where no row came."""
         self._shards = self._shards or {
             device: jax.tree.map(
                 lambda dtype, device=device, ranges=ranges: zeros_on(
@@ -91,7 +91,7 @@ class RowStream:
 
     @property
     def num_missing(self) -> int:
-        """How many places have no row yet."""
+        """The number of batch rows still missing."""
         return self._shape[0] - len(self._filled)
 
     def send(self, experience: Experience, moves: Iterable[tuple[int, int]]) -> None:
@@ -108,11 +108,11 @@ class RowStream:
         processes = process_of(sharding, self._sharding)
         devices = {device.id: device for device in sharding.device_set | self._sharding.device_set}
         shards, target = _shards_by_device(experience), self.shards
-        rows, max_tokens = experience.tokens.shape[0], self._shape[0]
+        rows, size = experience.tokens.shape[0], self._shape[0]
         for row, place in moves:
-            if not 0 <= row < rows or not 0 <= place < max_tokens or place in self._filled:
+            if not 0 <= row < rows or not 0 <= place < size or place in self._filled:
                 raise ValueError(
-                    f"row {row} of {rows} is to go to place {place} of {max_tokens}"
+                    f"row {row} of {rows} is to go to place {place} of {size}"
                     + (", which has its row already" if place in self._filled else "")
                 )
             self._filled.add(place)
@@ -128,7 +128,7 @@ class RowStream:
     def _senders(
         self, place: int, holders: Sequence[int], processes: Mapping[int, int]
     ) -> dict[tuple[int, int], list[int]]:
-        """Who wants the row at this place, by who sends it and the process that it goes to."""
+        """Returns the devices that want this batch row, by its sender and their process."""
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for device, ranges in self._ranges.items():
             first, stop = ranges[0]

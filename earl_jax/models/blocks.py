@@ -85,16 +85,16 @@ def _parts(
 ) -> Iterator[Region]:
     """The blocks of a device's part, the last axis first; of the first axes those with `index`."""
     # Parts are of one size, so that whoever has this place has it there in its own.
-    max_tokens = [place % size for place, size in zip(index, local_shape, strict=False)]
+    inner = [place % size for place, size in zip(index, local_shape, strict=False)]
     cuts = [
         [(start, min(start + step, size)) for start in range(0, size, step)]
         for size, step in zip(local_shape[len(index) :], block[len(index) :], strict=True)
     ]
-    return itertools.product(*([(place, place + 1)] for place in max_tokens), *cuts)
+    return itertools.product(*([(place, place + 1)] for place in inner), *cuts)
 
 
 def _regions(shape: tuple[int, ...], sharding: NamedSharding, part: Region) -> Mapping[Any, Region]:
-    """Where `part` of each of this host's devices lies in the array."""
+    """Returns the region of `part` in the array, for each of this host's devices."""
     return {
         device: tuple(
             (cut.indices(size)[0] + start, cut.indices(size)[0] + stop)

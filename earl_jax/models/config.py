@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a decoder looks like: sizes and settings, with every rule they must keep."""
+"""The settings of a decoder and of adapters, with every rule that they must keep."""
 
 import dataclasses
 import math
@@ -58,6 +58,7 @@ MODEL_SETTINGS = (
     "head_size",
     "ffn_size",
     "rope_theta",
+    "windows",
     "num_experts",
     "experts_per_token",
     "expert_ffn_size",
@@ -139,7 +140,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """The factor of attention scores."""
         return (self.query_pre_attn_scalar or self.head_size) ** -0.5
 
     @property

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from earl_jax.models.activations import ACTIVATIONS
 from earl_jax.models.attention.attention_shards import on_own_heads
+from earl_jax.models.attention.folding import fold
 from earl_jax.models.attention.kernels import Kernel, attend_rows, attention_over_pages
 from earl_jax.models.attention.page_shares import TokenShare, own_share, share_tokens
 from earl_jax.models.attention.rows import Window, cap
-from earl_jax.models.checkpoints.folding import fold
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import PagedCache, write, writes_whole_pages
 from earl_jax.models.lora import project
@@ -55,7 +55,7 @@ def _norm(config: ModelConfig, x_BTD: jax.Array, weight_D: jax.Array) -> jax.Arr
 
 
 class LayerKind(NamedTuple):
-    """What the layers of one model may differ in beside their weights.
+    """The settings in which layers of one model may differ.
 
     `window` is that of `attention`, `frequencies` those of `rotate`.
     """
@@ -65,7 +65,7 @@ class LayerKind(NamedTuple):
 
 
 def layer_kind(config: ModelConfig, index: int) -> LayerKind:
-    """That of layer `index`."""
+    """Returns the kind of layer `index`."""
     window = config.layer_windows[index] or None
     if window and config.window_rope_theta:
         return LayerKind(window, rope_frequencies(config.head_size, config.window_rope_theta))
@@ -115,7 +115,7 @@ def _attention_half(
     positions_BT: jax.Array,
     attend: Attend,
 ) -> jax.Array:
-    """What attention adds to the residual stream."""
+    """Returns what attention adds to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["attention_norm"])
     query_BTKGH = project("BTD,DKGH->BTKGH", normed_BTD, layer["query"])
     key_BTKH = project("BTD,DKH->BTKH", normed_BTD, layer["key"])
@@ -139,7 +139,7 @@ def _attention_half(
 def _feed_forward_half(
     config: ModelConfig, layer: Any, x_BTD: jax.Array, mix_experts: MixExperts
 ) -> jax.Array:
-    """What the feed-forward network, or the mixture of experts, adds to the residual stream."""
+    """Returns what the feed-forward network or the experts add to the residual stream."""
     normed_BTD = _norm(config, x_BTD, layer["ffn_norm"])
     if config.num_experts:
         added_BTD = mix_experts(layer, normed_BTD)

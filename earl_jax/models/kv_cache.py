@@ -11,19 +11,18 @@ sums over the innermost axis, which XLA's CPU code does one number at a time (64
 places, fp32: 20.3 ms a layer against 1.1 ms for the keys, 2026-11).
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from earl_jax.models.attention.page_shares import WHOLE, PageShare
 from earl_jax.models.config import ModelConfig
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class LayerCache:
     """The pages of one layer, key_ZKHS and value_ZKSH, in the model's compute type or in int8.
 
@@ -37,8 +36,7 @@ class LayerCache:
     value_scale: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class PagedCache:
     """Pools of Z pages, one a layer, and `table` i32[B,Y]: the pages of each of B rows.
 
@@ -48,11 +46,11 @@ class PagedCache:
 
     layers: list[LayerCache]
     table: jax.Array
-    parts: int = dataclasses.field(default=1, metadata={"static": True})
+    parts: int = struct.field(default=1, pytree_node=False)
 
     @property
     def page_size(self) -> int:
-        """Places of a page, of all its parts."""
+        """Positions of a page, in all its parts."""
         return self.layers[0].value.shape[2] * self.parts
 
     @property
@@ -96,7 +94,7 @@ def empty_pages(
 
 
 def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
-    """What `place` says of each array that there is; places of a page are cut as tokens (T) are."""
+    """Returns `place` of each array by its letters; positions of a page are split as tokens (T)."""
     letters = {"key": "ZKHT", "value": "ZKTH", "key_scale": "ZKT", "value_scale": "ZKT"}
     return LayerCache(
         **{name: place(axes) for name, axes in letters.items() if getattr(layer, name) is not None}
@@ -149,7 +147,7 @@ def write(
 
 
 def writes_whole_pages(platform: str | None) -> bool:
-    """Whether `write` is told so on this platform; None is the CPU.
+    """Returns True if `write` writes whole pages on this platform; None is the CPU.
 
     XLA for TPUs writes single places in another order of axes than it reads pages in, and copies
     every pool to and fro in each decode step: with a cache of 1.00 GiB, 1.91 GiB of temporaries
@@ -160,7 +158,7 @@ def writes_whole_pages(platform: str | None) -> bool:
 
 
 class _NewTokens(NamedTuple):
-    """Where the first `counts` of `length` new tokens a row belong, from its places `starts` on."""
+    """The targets of the first `counts` of `length` new tokens a row, from `starts` on."""
 
     table_BY: jax.Array
     starts_B: jax.Array
@@ -172,7 +170,7 @@ class _NewTokens(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Places of a page, of all its parts."""
+        """Positions of a page, in all its parts."""
         return self.own_size * self.share.parts
 
     def put_places(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
@@ -196,7 +194,7 @@ class _NewTokens(NamedTuple):
         number = (self.length + self.page_size - 2) // self.page_size + 1
         index_BN = (self.starts_B // self.page_size)[:, None] + jnp.arange(number)[None, :]
         pages_BN = jnp.take_along_axis(self.table_BY, index_BN, axis=1, mode="clip")
-        positions_BNS = self.share.max_tokens(index_BN, self.own_size)
+        positions_BNS = self.share.positions(index_BN, self.own_size)
         token_BNS = positions_BNS - self.starts_B[:, None, None]
         is_new_BNS = (token_BNS >= 0) & (token_BNS < self.counts_B[:, None, None])
         is_new_BNS &= (index_BN < self.table_BY.shape[1])[:, :, None]

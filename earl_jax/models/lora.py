@@ -11,12 +11,12 @@ stacked; `adapt` puts them beside the frozen weights for the decoder. The engine
 them: it gets `merged` weights.
 """
 
-import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.parameters import ParameterSpec, Params
@@ -34,8 +34,7 @@ PROJECTIONS = {
 }
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class Adapted:
     """A projection in a tree of parameters: `weight` is frozen, `a` and `b` are trained.
 
@@ -46,9 +45,9 @@ class Adapted:
     weight: Any
     a: Any
     b: Any
-    inputs: str = dataclasses.field(metadata={"static": True})
-    outputs: str = dataclasses.field(metadata={"static": True})
-    scale: float = dataclasses.field(metadata={"static": True})
+    inputs: str = struct.field(pytree_node=False)
+    outputs: str = struct.field(pytree_node=False)
+    scale: float = struct.field(pytree_node=False)
 
 
 def is_adapted(node: Any) -> bool:

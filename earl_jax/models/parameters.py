@@ -115,7 +115,7 @@ def init_parameters(specs: Any, key: jax.Array) -> Params:
 
 
 def parameter_shardings(specs: Any, layout: Layout) -> Any:
-    """Where each parameter of the description lives."""
+    """Returns the sharding of each parameter of the description."""
     return jax.tree.map(lambda spec: layout.parameters(spec.axes), specs, is_leaf=is_spec)
 
 
@@ -151,7 +151,7 @@ def unstacked_specs(specs: Any, num_layers: int) -> Any:
 def check_tensor_axis(
     config: ModelConfig, vocab_size: int, tensor: int, fsdp: int, expert: int = 1, context: int = 1
 ) -> str | None:
-    """Why this model cannot be cut so, in words; None where it can.
+    """Returns why this model cannot be split so, in words; None where it can.
 
     Its width is cut over `fsdp` and `context` together.
     """
@@ -174,5 +174,5 @@ def check_tensor_axis(
 
 
 def num_parameters(specs: Any) -> int:
-    """How many numbers the model has."""
+    """Returns the number of parameters."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(specs, is_leaf=is_spec))

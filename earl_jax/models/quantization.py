@@ -8,7 +8,7 @@ behind the contraction: activations are not rounded, and no matrix is kept in an
 error of a weight is at most half a step of its channel, which is 1/254 of the largest there.
 
 Made by `weights.publish` from what the trainer has, at every step anew. Norms, biases, routers and
-embeddings, the head among them, stay in the compute type: see benchmarks/precision.md.
+embeddings, the head among them, stay in the compute type.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import ParameterSpec, parameter_specs, unstacked_specs
@@ -37,8 +38,7 @@ INPUTS = {
 _LARGEST = 127
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@struct.dataclass(frozen=True, kw_only=True)
 class Quantized:
     """A matrix in the engine's tree of parameters; also of its descriptions and shardings.
 
@@ -47,8 +47,8 @@ class Quantized:
 
     values: Any
     scale: Any
-    axes: str = dataclasses.field(metadata={"static": True})
-    inputs: str = dataclasses.field(metadata={"static": True})
+    axes: str = struct.field(pytree_node=False)
+    inputs: str = struct.field(pytree_node=False)
 
 
 def is_quantized(node: Any) -> bool:

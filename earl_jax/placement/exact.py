@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """XLA's bytes of a plan's programs, from the compiler of chips that need not be here.
 
-The programs are those that a run compiles (`make_train_step`, `PolicyEngine.lower_play`), lowered
+The programs are those that a run compiles (`Learner.lower`, `PolicyEngine.lower_play`), lowered
 from shapes alone.
 """
 
@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from earl_jax.config import Config
 from earl_jax.engine.engine import PolicyEngine
@@ -29,7 +28,7 @@ from earl_jax.selector.schedule import Compile
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import TRAINING_ROWS, make_layout
 from earl_jax.sharding.topology import make_topology, missing_compiler
-from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
+from earl_jax.train.learner import Learner
 
 
 def compiler_for(
@@ -73,7 +72,7 @@ class _Compiler:
     trainers: list[Any]
 
     def __call__(self, table: ThroughputTable, plan: Plan, tokens: int) -> ThroughputTable:
-        """Returns the table with the bytes of a plan's program, or as one that has no room."""
+        """Returns the table with the bytes of a plan's program, or with its failure."""
         start_s, is_rollout = time.perf_counter(), isinstance(plan, RolloutPlan)
         if isinstance(plan, RolloutPlan):
             lowered = self._round(plan, tokens)
@@ -93,31 +92,20 @@ class _Compiler:
         return with_program_bytes(self.problem, table, plan, tokens, num_bytes)
 
     def _update(self, plan: TrainPlan, length: int) -> Any:
-        config, model, vocab_size = self.config, self.model, self.vocab_size
-        train = dataclasses.replace(
-            config.train, micro_batches=plan.micro_batches, remat=plan.remat
-        )
-        layout = make_layout(plan.mesh, self.trainers, row_axes=TRAINING_ROWS)
-        step = make_train_step(
-            model,
-            train,
-            layout,
-            vocab_size=vocab_size,
-            temperature=config.rollout.temperature if train.ratio == "behaviour" else 1.0,
-            objective="policy_gradient",
+        config = self.config
+        learner = Learner(
+            self.model,
+            config.train,
+            config.make_algorithm(),
+            vocab_size=self.vocab_size,
+            temperature=config.train_temperature,
             importance_cap=config.importance_cap,
+            layout=lambda mesh: make_layout(mesh, self.trainers, row_axes=TRAINING_ROWS),
         )
-        state = jax.tree.map(
-            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-            state_shapes(model, train, vocab_size),
-            state_shardings(model, train, vocab_size, layout),
-        )
-        proximal = config.importance_cap > 0 and train.epochs > 1
-        rows = config.rollout.episodes_per_step
-        batch = batch_shapes(rows, length, layout, with_proximal=proximal)
+        chip = learner.layout(plan.mesh).mesh.devices.flat[0]  # pyright: ignore
         # Kernels ask JAX's default device which chip they are for.
-        with jax.default_device(layout.mesh.devices.flat[0]):  # pyright: ignore
-            return step.lower(state, batch, jax.ShapeDtypeStruct((2,), jnp.float32))
+        with jax.default_device(chip):
+            return learner.lower(plan, config.rollout.episodes_per_step, length)
 
     def _round(self, plan: RolloutPlan, max_tokens: int) -> Any:
         """A round of one process, which plays its part of the episodes on its own devices."""
@@ -125,7 +113,7 @@ class _Compiler:
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
         rollout = self.config.rollout.part(number)
         rollout = dataclasses.replace(rollout, num_slots=plan.num_slots // number)
-        # Which ids end a turn, and which replies are allowed, take no memory to speak of.
+        # End-of-turn ids and allowed replies take next to no memory.
         config = make_engine_config(
             rollout,
             self.model,

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Placement: the plans in use, and everything that happens because of them.
+"""Placement: the plans in use, the moves of the trainer's state, recovery from a lack of memory.
 
-The selector decides (selector/choose.py); here its decisions become arrays on other devices, what
-ran out of memory is remembered and tried with less, and what steps took goes into the table.
+The selector decides (selector/choose.py). Sessions of a rollout are in sessions.py.
 """
 
 import dataclasses
@@ -12,7 +11,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
@@ -22,45 +21,43 @@ from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import is_out_of_memory
-from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
+from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.carry import carry, is_placed
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.sharding.reshard import reshard
-from earl_jax.telemetry.load import Load
+from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
 Result = TypeVar("Result")
-# Computed bytes have been up to a fifth above XLA's and up to a twelfth below (benchmarks/plan.md);
-# on CPUs, whose small programs have other temporaries, up to a half off. A plan that is nearer to
-# the budget is compiled before it is relied on.
+# A plan whose computed bytes are nearer to the budget is compiled before it is used: they have been
+# up to a twelfth below XLA's (benchmarks/plan.md); on CPUs, whose programs are small, a half.
 SURE, SURE_ON_CPU = 1.2, 1.5
-# Of a stage's programs no more are compiled for their bytes, where another plan surely fits.
+# Programs of a stage that are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
 
 
 class ShortAlone(RuntimeError):
-    """One of several processes ran out of memory where the others cannot hear of it.
+    """One of several processes ran out of memory in a program that they run together.
 
-    It is remembered. Whoever catches it should end the process by `ending.end`, which tells them.
+    The failure is remembered. `ending.end` tells the others and ends the process.
     """
 
     def __init__(self, who: str, failure: str) -> None:
-        """`who` is the process, `failure` what ran out of memory there, in words."""
+        """`who` names the process, `failure` says which plan ran out of memory there."""
         super().__init__(
-            f"{who}: {failure}. The others may not have, and none goes another way without them: "
-            "the run ends. This is remembered: start it again, and it goes on from its newest "
-            "checkpoint with less"
+            f"{who}: {failure}. The others may not have: the run ends. This is remembered: "
+            "start it again, and it goes on from its newest checkpoint with less"
         )
 
 
 @dataclasses.dataclass(kw_only=True)
 class SwitchLog:
-    """What changed since the last step was logged; `failures` say what ran out of memory."""
+    """Changes since the last step was logged; `failures` say which plans ran out of memory."""
 
     choices: list[Choice] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
@@ -81,27 +78,32 @@ class SwitchLog:
         }
 
 
+# Fields of a Placement in its `as_dict`.
+_NUMBERS = ("max_tokens", "calm_steps", "cache_tokens", "most_tokens", "most_length")
+
+
 class Placement:
-    """The plans in use. Host-side state only; what a resumed run needs of it is in `as_dict`."""
+    """The plans in use. Host-side state only; `as_dict` has the part that a resumed run needs."""
 
     def __init__(
         self, world: World, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
     ) -> None:
         """`say` tells the user what ran out of memory, or could not be kept."""
         self.world, self.problem = world, world.problem
-        self.observations = Observations(world, table, say)
+        is_fed = world.config.selector.table == "auto"
+        self.observations = Observations(world.problem, table, say, is_fed=is_fed)
         self.plans = Plans()
         # Context buckets that the plans in use are for, and the largest that ever were.
         self.max_tokens = self.length = 0
-        self._most_tokens = self._most_length = 0
+        self.most_tokens = self.most_length = 0
         self.calm_steps = 0
         # Tokens that the KV cache of the last rollout held in the end, over all row shards.
         self.cache_tokens = 0
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
         self.backup = StateBackup(world.processes.count == 1)
-        self.sessions = Sessions(self)
-        # Hears which program is used next (CompileAhead.hand_over); says which are compiled.
+        self.sessions = Sessions(world, self)
+        # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
         self.log = SwitchLog()
@@ -112,35 +114,22 @@ class Placement:
         return {
             "rollout": rollout and [str(rollout.mesh), *rollout[1:]],
             "train": train and [str(train.mesh), *train[1:]],
-            "max_tokens": self.max_tokens,
-            "calm_steps": self.calm_steps,
-            "cache_tokens": self.cache_tokens,
-            "most_tokens": self._most_tokens,
-            "most_length": self._most_length,
+            **{name: getattr(self, name) for name in _NUMBERS},
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """The inverse of `as_dict`. Raises ValueError where something is missing or no plan."""
+        """Undoes `as_dict`. Raises ValueError where something is missing or no plan."""
         try:
             mesh, num_slots, pages, offload = saved["rollout"]
             rollout = RolloutPlan(MeshShape.parse(mesh), int(num_slots), int(pages), bool(offload))
             mesh, micro_batches, remat = saved["train"]
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
-            numbers = [
-                int(saved[name])
-                for name in (
-                    "max_tokens",
-                    "calm_steps",
-                    "cache_tokens",
-                    "most_tokens",
-                    "most_length",
-                )
-            ]
+            numbers = {name: int(saved[name]) for name in _NUMBERS}
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"its placement is not one: {error}") from error
         self.plans = Plans(rollout, train)
-        self.max_tokens, self.calm_steps, self.cache_tokens = numbers[:3]
-        self._most_tokens, self._most_length = numbers[3:]
+        for name, number in numbers.items():
+            setattr(self, name, number)
 
     @property
     def rollout(self) -> RolloutPlan:
@@ -156,7 +145,7 @@ class Placement:
 
     @property
     def words(self) -> str:
-        """What the run does otherwise than its config says, because memory is short; "" for no."""
+        """How the run differs from its config, because memory is short; "" for not at all."""
         work, parts = self.problem.work, []
         if self.rollout.offload:
             parts.append("the optimizer's moments wait in host memory during rollouts")
@@ -168,7 +157,7 @@ class Placement:
         return "; ".join(parts)
 
     @property
-    def most_tokens(self) -> int:
+    def needed_tokens(self) -> int:
         """The longest context that the run came to, or must hold from the start."""
         configured = self.world.config.rollout.context_buckets[-1]
         return max(configured, self.max_tokens, self.outgrown)
@@ -183,7 +172,7 @@ class Placement:
     def choose_step(self, tokens: int, load: Load | None) -> Decision:
         """Chooses the plans of the next step, whose episodes may have `tokens` tokens.
 
-        Where nothing fits what contexts are expected to grow to, for contexts as they are.
+        Where nothing fits the growth that is expected, contexts count as they are.
 
         Raises:
             BudgetTooSmall: no plans are left.
@@ -193,22 +182,26 @@ class Placement:
         except BudgetTooSmall:
             if load is None or not load.growth_tokens:
                 raise
-        ahead = math.ceil(load.growth_tokens)
+        growth = math.ceil(load.growth_tokens)
         shorter = dataclasses.replace(
-            load, context_tokens_max=load.context_tokens_max - ahead, growth_tokens=0.0
+            load, context_tokens_max=load.context_tokens_max - growth, growth_tokens=0.0
         )
-        return self._choose_step(tokens - ahead, shorter)
+        return self._choose_step(tokens - growth, shorter)
 
     def _choose_step(self, tokens: int, load: Load | None) -> Decision:
         step = self.step_of(tokens, load)
-        decision = self._settled(lambda chooser: chooser.step(step, self.plans, self.calm_steps))
+        decision = self._settled(
+            lambda chooser: chooser.step(step, self.plans, self.calm_steps),
+            # Trying a mesh takes a few steps and a compilation.
+            tries=step.lasts >= WINDOW,
+        )
         assert decision.rollout is not None and decision.train is not None
         stays = not decision.rollout.switched and decision.train.plan == self.plans.train
         self.calm_steps = self.calm_steps + 1 if stays else 0
         self.plans = Plans(decision.rollout.plan, decision.train.plan)
         self.max_tokens, self.length = step.max_tokens, step.length
-        self._most_tokens = max(self._most_tokens, step.max_tokens)
-        self._most_length = max(self._most_length, step.length)
+        self.most_tokens = max(self.most_tokens, step.max_tokens)
+        self.most_length = max(self.most_length, step.length)
         self.log.expected_s = decision.seconds
         self._note(decision)
         return decision
@@ -218,7 +211,7 @@ class Placement:
         rollout = self.world.config.rollout
         max_tokens = max(rollout.max_tokens_for(tokens), self.outgrown)
         length = rollout.max_tokens_for(load.context_tokens_max if load else 1)
-        is_new = max_tokens > self._most_tokens or length > self._most_length
+        is_new = max_tokens > self.most_tokens or length > self.most_length
         return Step(
             max_tokens=max_tokens,
             length=length,
@@ -228,7 +221,6 @@ class Placement:
             ),
             lasts=self._lasts(max_tokens, length, load),
             is_new=is_new,
-            load=load,
         )
 
     def _wanted_tokens(self, load: Load | None) -> int:
@@ -250,7 +242,7 @@ class Placement:
         return max(0, num_pages * page_size - self.rollout.num_slots * page_size // 2)
 
     def _lasts(self, max_tokens: int, length: int, load: Load | None) -> int:
-        """For how many steps a choice will last: until contexts outgrow its buckets."""
+        """Returns how many steps a choice will last: until contexts outgrow its buckets."""
         horizon = self.problem.horizon_steps
         if load is None or load.growth_tokens <= 0:
             return horizon
@@ -274,7 +266,7 @@ class Placement:
 
     def _choose_training(self, length: int, load: Load | None) -> Decision:
         step = dataclasses.replace(
-            self.step_of(self.max_tokens, load), length=length, is_new=length > self._most_length
+            self.step_of(self.max_tokens, load), length=length, is_new=length > self.most_length
         )
         decision = self._settled(lambda chooser: chooser.training(step, self.plans.train))
         assert decision.train is not None
@@ -305,30 +297,33 @@ class Placement:
         self._note(decision)
         return decision
 
-    def _settled(self, ask: Callable[[Chooser], Decision], *, together: bool = True) -> Decision:
-        """Asks until the programs of what is chosen are known to fit: those in doubt are compiled.
+    def _settled(
+        self, choose: Callable[[Chooser], Decision], *, together: bool = True, tries: bool = False
+    ) -> Decision:
+        """Chooses until the chosen programs are known to fit; those in doubt are compiled.
 
-        A stage needs one compilation, or two where the first turns out too large. Then what is
-        left is chosen by what surely fits, and is compiled only where nothing does. `together`: all
-        processes ask.
+        A stage needs one compilation, or two where the first turns out too large. Then plans are
+        chosen that surely fit, and others are compiled only where none does. `together`: all
+        processes choose. `tries`: a mesh may be tried out.
 
         Raises BudgetTooSmall where nothing fits.
         """
         for _ in range(COMPILED_AT_MOST):
-            decision = ask(self.chooser())
+            decision = choose(self.chooser(tries=tries))
             if not self._compiled(decision, together):
                 return decision
         try:
-            return ask(self.chooser(self._sure))
+            return choose(self.chooser(self._sure))
         except BudgetTooSmall:
             pass
-        while self._compiled(decision := ask(self.chooser()), together):
+        while self._compiled(decision := choose(self.chooser()), together):
             pass
         return decision
 
-    def chooser(self, caution: float = 1.0) -> Chooser:
-        """Returns the selector on what is known now; computed bytes are taken `caution` times."""
-        return Chooser(self.problem, self.observations.table, caution)
+    def chooser(self, caution: float = 1.0, *, tries: bool = False) -> Chooser:
+        """Returns the selector on what is known now; computed bytes count `caution` times."""
+        steps = self.observations.steps if tries else None
+        return Chooser(self.problem, self.observations.table, caution, steps)
 
     @property
     def _sure(self) -> float:
@@ -357,44 +352,51 @@ class Placement:
     # Recovery from a lack of memory.
 
     def attempt(
-        self, stage: str, work: Callable[[], Result], length: int | None = None
+        self,
+        stage: Literal["rollout", "train"] | None,
+        work: Callable[[], Result],
+        length: int | None = None,
+        *,
+        live: bool = False,
     ) -> Result | None:
-        """Returns what `work` returns; None where the devices had too little memory for it.
+        """Returns the result of `work`; None where the devices had too little memory for it.
 
-        The failure is remembered: choose again then, and do the work again from its inputs, which
-        it must not have given up. So it is where a rollout outgrew its plan and none is left for
-        its live episodes: from the start there may be one, with fewer slots. `length`: tokens a row
-        of what is trained on.
+        No other place catches a lack of memory while plans are in use. The size of the stage's plan
+        is remembered (`stage` None: nothing is): choose again, and repeat the work from its inputs,
+        which it must not have given up. A rollout that outgrew its plan, where none is left for its
+        live episodes, is repeated too: from the start there may be one, with fewer slots.
 
-        Of several processes one that is short in a rollout tells the others at its end, and all
-        play again alike.
+        Args:
+            stage: the stage whose plan is in use.
+            work: a function that waits for its arrays.
+            length: tokens a row that is trained on, if not the chosen bucket.
+            live: the work is that of one process within a rollout. Of several processes it raises
+                the error, tells the others at the rollout's end, and all play again alike.
 
         Raises:
             BudgetTooSmall: no plan is left.
             ShortAlone: of several processes this one failed in a program that they run together.
         """
+        processes, result = self.world.processes, None
         try:
             result = work()
         except BudgetTooSmall:
-            if stage != "rollout" or not self.outgrown:
+            if live or stage != "rollout" or not self.outgrown:
                 raise
-            result = None
         except RolloutShort as error:
             self._agree(error.shortage)
-            result = None
         except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or (live and processes.count > 1):
                 raise
-            self.fail(stage, length)
-            processes = self.world.processes
+            if stage is not None:
+                self.fail(stage, length)
             if processes.count > 1:
                 who = f"process {processes.index} of {processes.count}"
                 raise ShortAlone(who, self.log.failures[-1]) from error
-            result = None
         if result is None:
-            # What the failed attempt had on the devices is gone with its frames.
+            # The arrays of the failed attempt are freed with its frames.
             gc.collect()
-        elif stage == "rollout":
+        elif stage == "rollout" and not live:
             self.outgrown = 0
         return result
 
@@ -406,15 +408,15 @@ class Placement:
         else:
             self._remember(self.train, length or self.length)
 
-    def _remember(self, plan: RolloutPlan | TrainPlan, tokens: int) -> None:
+    def _remember(self, plan: Plan, tokens: int) -> None:
         self.log.failures.append(self.observations.add_failure(plan, tokens))
 
     def shortage(self, error: Exception) -> Shortage | None:
-        """What this process tells the others of a rollout that ended so (`joint.shortage_of`)."""
+        """Returns the message to the other processes about a rollout that ended with this error."""
         return shortage_of(self.world, error, self.as_dict(), self.outgrown)
 
     def _agree(self, shortage: Shortage) -> None:
-        """All go on from where the rollout ended that was short, and remember the same."""
+        """Takes over the placement of the process that was short, and remembers the same."""
         self.restore(shortage.placement)
         self.outgrown = shortage.outgrown
         if shortage.failed:
@@ -424,14 +426,14 @@ class Placement:
 
     @property
     def chunk_bytes(self) -> int | None:
-        """The most that a device holds of a move under way; None: all of it at once."""
+        """Bytes that a device holds of a move under way; None: all of it at once."""
         return self.world.config.dispatch.chunk_bytes or None
 
     def move_state(self, state: TrainState, *, to_play: bool = False) -> TrainState:
         """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
 
-        Where memory is too short to go there, even piece by piece, to another mesh. With `to_play`
-        the moments then go to the host's memory, if the rollout needs the room.
+        Where memory is too short for that, even piece by piece, the state goes to another mesh.
+        With `to_play` the moments then go to host memory, if the rollout's plan says so.
 
         Raises:
             BudgetTooSmall: no mesh is left.
@@ -458,7 +460,8 @@ class Placement:
                 assert moved is not None, "of several processes one that is short ends"
                 state = moved
             else:
-                state, whole = carry(state, shardings, self.chunk_bytes)
+                attempt = functools.partial(self.attempt, None)
+                state, whole = carry(state, shardings, self.chunk_bytes, attempt)
             self.log.switch_s += time.perf_counter() - start
             if whole:
                 return state
@@ -470,10 +473,8 @@ class Placement:
         self.world.processes.wait(state, "the switch of the trainer")
         return state
 
-    # For compiling ahead: what would be chosen by what is known now.
-
     def foresee(self, max_tokens: int) -> Plans:
-        """Returns the plans for contexts of so many tokens; those in use where nothing fits."""
+        """Returns the plans that longer contexts would have; those in use where nothing fits."""
         step = dataclasses.replace(
             self.step_of(max_tokens, None), max_tokens=max_tokens, length=max_tokens, is_new=True
         )

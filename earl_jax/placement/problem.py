@@ -120,7 +120,7 @@ def _alike(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
 
 
 def workload(config: Config) -> Workload:
-    """What the stages of a run of this config do in a step."""
+    """Returns the work of a step of this config."""
     rollout, train = config.rollout, config.train
     dtype = rollout.computes_as(config.model.compute_dtype)
     return Workload(
@@ -151,7 +151,7 @@ def make_problem(
 ) -> Problem:
     """Returns the selector's problem for a run of this config on such devices.
 
-    A run asks with its own devices and processes, the planner with those planned for.
+    A run passes its own devices and processes, the planner those planned for.
 
     Raises ValueError for adapters that this model cannot have.
     """
@@ -252,8 +252,7 @@ def planned_problem(
 def hardware_of_devices(devices: Sequence[Any], num_processes: int) -> Hardware:
     """Returns the data sheet of a run's devices; of unknown chips an H100's.
 
-    Where a data sheet is not theirs only the ratios of its speeds count, and what plans do in a run
-    corrects them.
+    With another chip's data sheet only the ratios of its speeds count; observed speeds correct it.
     """
     first, number = devices[0], len(devices)
     a_host = -(-number // num_processes)

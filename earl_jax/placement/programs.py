@@ -5,13 +5,9 @@
 from collections.abc import Hashable
 from typing import Any
 
-import jax
-import numpy as np
-
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.train.step import batch_shapes
 from earl_jax.world import World
 
 
@@ -23,15 +19,7 @@ def lower_round(world: World, plan: RolloutPlan, max_tokens: int) -> Any:
 
 def lower_update(world: World, plan: TrainPlan, length: int) -> Any:
     """Lowers an update on rows of `length` tokens."""
-    state = jax.tree.map(
-        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        world.train_state_shapes(),
-        world.train_state_shardings(plan.mesh),
-    )
-    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
-    batch = batch_shapes(rows, length, layout, with_proximal=world.needs_proximal)
-    step = world.train_step(plan, "policy_gradient")
-    return step.lower(state, batch, np.zeros(2, np.float32))
+    return world.learner.lower(plan, world.config.rollout.episodes_per_step, length)
 
 
 def compiled_bytes(
@@ -39,7 +27,7 @@ def compiled_bytes(
 ) -> int | None:
     """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
 
-    Of several processes those compile that run it, and `together` all hear the most of them.
+    Of several processes those compile that run it; with `together` all get the largest number.
     """
     processes, is_rollout = world.processes, isinstance(plan, RolloutPlan)
     own: int | None = 0
@@ -52,15 +40,15 @@ def compiled_bytes(
         own = unless_out_of_memory(compiled)
     if not together:
         return own
-    told = processes.gather(own, f"the bytes of {plan.words()}")
-    return None if None in told else max(told)
+    each = processes.gather(own, f"the bytes of {plan.words()}")
+    return None if None in each else max(each)
 
 
 def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
-    """Names the program of a round: who compiles it ahead and who uses it call it the same."""
+    """Returns the name of a round's program, for the run and the thread that compiles ahead."""
     return "play", mesh, num_slots, max_tokens
 
 
 def update_key(plan: TrainPlan, length: int) -> Hashable:
-    """Names the program of an update."""
+    """Returns the name of an update's program."""
     return "train", plan, length

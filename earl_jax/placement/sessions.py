@@ -3,11 +3,11 @@
 """Sessions of a rollout: opened by the plan in use, and moved with their live episodes."""
 
 import dataclasses
-import gc
+import functools
 import math
 import time
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -16,24 +16,24 @@ from earl_jax.engine.session import Policy, Session, open_session, relocate, vac
 from earl_jax.launch.joint import send_weights
 from earl_jax.placement.programs import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Decision
-from earl_jax.selector.memory import is_out_of_memory, resident_bytes
+from earl_jax.selector.memory import resident_bytes
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load
 
 if TYPE_CHECKING:
     from earl_jax.placement.placement import Placement
+    from earl_jax.world import World
 
-Result = TypeVar("Result")
-# What it takes to load a program that was compiled ahead.
+# Seconds of loading a program that was compiled ahead.
 LOADING_S = 1.0
 
 
 class Sessions:
     """Opens, keeps and moves sessions for one placement. Host-side state only."""
 
-    def __init__(self, placement: "Placement") -> None:
-        self._placement = placement
+    def __init__(self, world: "World", placement: "Placement") -> None:
+        self._world, self._placement = world, placement
         # Caches of the rollout before, for another under the same weights.
         self._kept: Session | None = None
         # Rounds that this process has played: elsewhere programs are compiled or loaded first.
@@ -48,7 +48,7 @@ class Sessions:
             The session, None in a process that does not play, and the bytes of weights that changed
             device, of all processes.
         """
-        world, plan = self._placement.world, self._placement.rollout
+        world, plan = self._world, self._placement.rollout
         engine = world.engine(plan.mesh, plan.num_slots)
         published = send_weights(
             world, params, plan.mesh, plan.num_slots, chunk_bytes=self._placement.chunk_bytes
@@ -69,9 +69,9 @@ class Sessions:
         self._placement.about_to_use(key)
 
     def keep(self, session: Session) -> None:
-        """Keeps what this session's caches hold for the next session with the same weights.
+        """Keeps this session's caches for the next session with the same weights.
 
-        Unless there is too little memory for another session beside them.
+        They are dropped if there is too little memory for another session beside them.
         """
         engine = session.engine
         taken = resident_bytes(session.state, engine.state_shardings)
@@ -102,7 +102,9 @@ class Sessions:
         while grown is None:
             self._placement.choose_rollout_of(step, live=True)
             # Nothing is donated: where memory is short the live episodes are still there.
-            grown = self._unless_short(lambda: self._relocate(session, self._placement.rollout))
+            plan = self._placement.rollout
+            move = functools.partial(self._relocate, session, plan)
+            grown = self._placement.attempt("rollout", move, live=True)
         return grown
 
     def thin_out(self, session: Session, live: int, longest: int, load: Load | None) -> Session:
@@ -112,7 +114,7 @@ class Sessions:
         faster there that the move is earned back until the longest is as long as episodes are
         expected to become. The next rollout begins where this one began.
         """
-        world, plan = self._placement.world, self._placement.rollout
+        world, plan = self._world, self._placement.rollout
         left = load.context_tokens_max - longest if load else 0
         if load is None or left <= 0 or world.processes.count > 1:
             return session
@@ -132,13 +134,14 @@ class Sessions:
         if choice is None or not choice.switched:
             return session
         self._placement.log.choices.append(dataclasses.replace(choice, stage="tail"))
+        move = functools.partial(self._relocate, session, choice.plan)
         try:
-            return self._relocate(session, choice.plan)
-        except (BudgetTooSmall, jax.errors.JaxRuntimeError) as error:
-            if not (isinstance(error, BudgetTooSmall) or is_out_of_memory(error)):
-                raise
+            moved = self._placement.attempt(None, move, live=True)
+        except BudgetTooSmall:
+            moved = None
+        if moved is None:
             self._placement.log.failures.append(f"{choice.reason}: there was too little memory")
-            return session
+        return moved or session
 
     def _tail(
         self,
@@ -164,7 +167,7 @@ class Sessions:
         """Returns the plan for the last episodes of a rollout, if it is another than for all."""
         live = max(1, self._placement.rollout.num_slots // 8)
         left = load.context_tokens_max - int(load.context_tokens_mean) if load else 0
-        if load is None or left <= 0 or self._placement.world.processes.count > 1:
+        if load is None or left <= 0 or self._world.processes.count > 1:
             return None
         decision = self._tail(
             self._placement.rollout, self._placement.max_tokens, live, left, load, lambda mesh: 0.0
@@ -177,7 +180,7 @@ class Sessions:
 
         Raises BudgetTooSmall where the plan has too few pages for them.
         """
-        world, pool = self._placement.world, self._placement.world.cache_pool(plan)
+        world, pool = self._world, self._world.cache_pool(plan)
         need = session.pages.least_pages(pool.shards)
         if need > pool.pages:
             raise BudgetTooSmall(
@@ -201,17 +204,3 @@ class Sessions:
             self._placement.cache_tokens, self._placement.tokens_of(pool.total)
         )
         return moved
-
-    def _unless_short(self, work: Callable[[], Result]) -> Result | None:
-        """Returns what the work returns; None where memory was short, which is remembered.
-
-        Of several processes the others may not have failed: this one raises, to tell them.
-        """
-        try:
-            return work()
-        except jax.errors.JaxRuntimeError as error:
-            if not is_out_of_memory(error) or self._placement.world.processes.count > 1:
-                raise
-        self._placement.fail("rollout")
-        gc.collect()
-        return None

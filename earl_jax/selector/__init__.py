@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh, for which load."""
+"""Chooses a plan for each stage from a problem, a load and a throughput table. Pure."""

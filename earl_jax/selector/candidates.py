@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh shapes a stage can use at all: arithmetic over divisors."""
+"""The mesh shapes that a stage can use: arithmetic over divisors."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from earl_jax.sharding.layout import MeshShape
 
-# Why a shape cannot be used, in words; None where it can.
+# Says in words why a shape cannot be used; None where it can.
 Check = Callable[[MeshShape], str | None]
-# With fewer tokens a shard, rows are not cut over `context` unless the user says so: other axes do
-# as well there, and a short room has no more meshes to measure than without that axis.
+# Rows are not cut over `context` into fewer tokens a shard, unless the user names such a mesh.
 LEAST_SHARD_TOKENS = 4096
 
 
@@ -22,60 +21,46 @@ def divisors(number: int) -> list[int]:
 def rollout_candidates(
     num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
 ) -> list[MeshShape]:
-    """All data x expert x tensor shapes over all devices, widest data axis first.
+    """Returns the data x expert x tensor shapes over all devices, widest data axis first.
 
     A row shard of 4 devices may be tensor=4, expert=2 x tensor=2, or expert=4. A user may name
     shapes that cut contexts over `context` as well.
 
     Raises as `_checked`.
     """
-    shapes = _rollout_shapes(num_devices, num_experts)
+    shapes = rollout_shapes(num_devices, num_experts)
     return _checked("rollout_meshes", shapes, named, num_devices, check)
 
 
 def train_candidates(
     num_devices: int, named: Sequence[str], check: Check, num_experts: int = 0
 ) -> list[MeshShape]:
-    """All data x fsdp x expert x tensor shapes over all devices, least cut first.
+    """Returns the data x fsdp x expert x tensor shapes over all devices, least cut first.
 
     A user may name shapes that cut rows over `context` as well.
 
     Raises as `_checked`.
     """
-    shapes = _train_shapes(num_devices, num_experts)
+    shapes = train_shapes(num_devices, num_experts)
     return _checked("train_meshes", shapes, named, num_devices, check)
 
 
-def context_candidates(num_devices: int, check: Check, num_experts: int = 0) -> list[MeshShape]:
-    """All shapes over all devices that cut rows over `context` too, least cut first.
-
-    For long rows beside `train_candidates`; see `for_rows`. There may be none.
-    """
-    return _with_context(_train_shapes, num_devices, check, num_experts)
-
-
-def rollout_context_candidates(
-    num_devices: int, check: Check, num_experts: int = 0
-) -> list[MeshShape]:
-    """All shapes over all devices that cut contexts over `context` too, least cut first.
-
-    For long contexts beside `rollout_candidates`; see `for_rows`. There may be none.
-    """
-    return _with_context(_rollout_shapes, num_devices, check, num_experts)
-
-
-def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
-    """Of `context_candidates` those with LEAST_SHARD_TOKENS or more of a row of so many tokens."""
-    return [shape for shape in shapes if shape.context * LEAST_SHARD_TOKENS <= length]
-
-
-def _with_context(
+def context_candidates(
     shapes_of: Callable[[int, int], list[MeshShape]],
     num_devices: int,
     check: Check,
-    num_experts: int,
+    num_experts: int = 0,
 ) -> list[MeshShape]:
-    """Those of each part of the devices, `context` parts of which are all."""
+    """Returns the shapes over all devices that cut rows over `context` too, least cut first.
+
+    They are for long rows (`for_rows`); there may be none.
+
+    Args:
+        shapes_of: `rollout_shapes` or `train_shapes`, of the devices of one part of a row.
+        num_devices: all devices.
+        check: says why a shape cannot be used.
+        num_experts: experts of a layer, 0 for a model without.
+    """
     shapes = [
         dataclasses.replace(shape, context=context)
         for context in divisors(num_devices)[1:]
@@ -84,7 +69,13 @@ def _with_context(
     return [shape for shape in shapes if check(shape) is None]
 
 
-def _rollout_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
+def for_rows(shapes: Iterable[MeshShape], length: int) -> list[MeshShape]:
+    """Returns the shapes that leave each shard LEAST_SHARD_TOKENS of a row of so many tokens."""
+    return [shape for shape in shapes if shape.context * LEAST_SHARD_TOKENS <= length]
+
+
+def rollout_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
+    """Returns all data x expert x tensor shapes."""
     return [
         MeshShape(data=num_devices // cut, expert=expert, tensor=cut // expert)
         for cut in divisors(num_devices)
@@ -92,7 +83,8 @@ def _rollout_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
     ]
 
 
-def _train_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
+def train_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
+    """Returns all data x fsdp x expert x tensor shapes."""
     return [
         MeshShape(data=rows // fsdp // expert, fsdp=fsdp, expert=expert, tensor=num_devices // rows)
         for rows in reversed(divisors(num_devices))
@@ -102,14 +94,14 @@ def _train_shapes(num_devices: int, num_experts: int) -> list[MeshShape]:
 
 
 def _expert_sizes(num_devices: int, num_experts: int) -> list[int]:
-    """In how many parts experts may be cut over these devices: 1 for a model that has none."""
+    """Returns the numbers of parts into which experts may be cut; [1] for a model without."""
     return [size for size in divisors(num_devices) if max(num_experts, 1) % size == 0]
 
 
 def _checked(
     field: str, shapes: list[MeshShape], named: Sequence[str], num_devices: int, check: Check
 ) -> list[MeshShape]:
-    """The shapes that can be used.
+    """Returns the shapes that can be used.
 
     Raises:
         ValueError: a shape that the user named cannot, or none can.

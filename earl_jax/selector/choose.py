@@ -2,11 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of plans, one for a rollout and one for training. Pure.
 
-Candidates are all meshes in all ways. Those count whose bytes fit the budget (XLA's where a program
-was compiled, else computed) and that have not run out of memory before. Of these the fastest step
-is taken, by speeds that were observed where there are any, else by the speed model, corrected by
-what was observed of the same mesh or stage. Both stages are one choice, because a device holds
-both: what the trainer keeps there during a rollout leaves less room for the KV cache.
+Of the candidates whose bytes fit the budget and that have not run out of memory before, the pair
+with the fastest step is taken. Both stages are one choice, because a device holds both: what the
+trainer keeps there during a rollout is missing for the KV cache.
 
 The plans in use stay while they fit, unless another pair's step is shorter by more than the
 hysteresis with its switch paid for.
@@ -15,25 +13,27 @@ hysteresis with its switch paid for.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Generic, NamedTuple
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates, P
 from earl_jax.selector.plans import Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.reasons import BudgetTooSmall, reason_of, step_too_small, too_small
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.table import TRUSTED, ThroughputTable
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.telemetry.load import WINDOW, Load
+from earl_jax.telemetry.load import WINDOW
 
-# Steps so near to each other are equally fast. Of such pairs the one that leaves most memory wins,
-# but all that leave so large a share of the budget leave enough: of these the least cut.
+# Steps within the fraction TIE are equally fast. The pair that leaves most memory wins then; all
+# that leave the share AMPLE of the budget are equal in this, and the least cut wins.
 TIE, AMPLE = 0.02, 0.5
+# A plan that is tried out stays for so many steps: in the first one its programs are compiled.
+TRIAL_STEPS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """The work of a step to come.
+    """The work of the next step.
 
     Attributes:
         max_tokens: tokens that the rollout's episodes may come to (a context bucket).
@@ -43,7 +43,6 @@ class Step:
         rollout_tokens: tokens to be sampled.
         lasts: steps that a choice lasts, over which a switch is spread.
         is_new: contexts were never so long, so that other programs are needed anyway.
-        load: recent steps, for the words; None at the start.
     """
 
     max_tokens: int
@@ -52,7 +51,6 @@ class Step:
     rollout_tokens: int
     lasts: int
     is_new: bool = False
-    load: Load | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,10 +69,14 @@ class Choice(Generic[P]):
     switched: bool
     reason: str
 
+    def __str__(self) -> str:
+        """Returns "train: data=8 -> data=4,context=2 (...)"."""
+        return f"{self.stage}: {self.reason}"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was chosen for a step; a stage that was not asked for is None."""
+    """The plans chosen for a step; None for a stage that was not asked for."""
 
     rollout: Choice[RolloutPlan] | None
     train: Choice[TrainPlan] | None
@@ -87,7 +89,7 @@ class Decision:
 
 
 class _Pair(NamedTuple):
-    """A trainer, beside it a rollout, and what the step costs; the switch is spread in `cost_s`."""
+    """A trainer, a rollout beside it, and the step's seconds; `cost_s` counts the switch too."""
 
     rollout: Candidate[RolloutPlan] | None
     train: Candidate[TrainPlan] | None
@@ -97,7 +99,7 @@ class _Pair(NamedTuple):
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer's moments are in host memory during the rollout."""
+        """True if the optimizer's moments are in host memory during the rollout."""
         return self.rollout is not None and self.rollout.plan.offload
 
     @property
@@ -106,25 +108,31 @@ class _Pair(NamedTuple):
         rollout = self.resident + (self.rollout.num_bytes if self.rollout else 0)
         return max(rollout, self.train.num_bytes if self.train else 0)
 
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The candidates of the stages that were asked for."""
+        return [candidate for candidate in (self.rollout, self.train) if candidate is not None]
+
 
 @dataclasses.dataclass(frozen=True)
 class Chooser:
-    """The candidates of one problem by one table; computed bytes are taken `caution` times."""
+    """The choice among the candidates of one problem by one table; fields as in `Candidates`."""
 
     problem: Problem
     table: ThroughputTable
     caution: float = 1.0
+    steps: Mapping[str, int] | None = None
 
     @functools.cached_property
     def candidates(self) -> Candidates:
         """The plans to choose from."""
-        return Candidates(self.problem, self.table, self.caution)
+        return Candidates(self.problem, self.table, self.caution, self.steps)
 
     def step(self, step: Step, current: Plans, calm_steps: int = WINDOW) -> Decision:
         """Chooses both stages' plans for a step.
 
         Plans that fit are left only when they have been in use for a window of steps (until then
-        the load is in part other plans'), unless contexts are new.
+        the load is in part other plans'), unless contexts are new, or a mesh is tried out.
 
         Raises:
             BudgetTooSmall: no pair fits.
@@ -132,20 +140,14 @@ class Chooser:
         pairs = self._pairs(step, current)
         if not pairs:
             raise self._too_small(step)
-        best = _best(pairs, self.problem.budget)
         here = [pair for pair in pairs if _is_here(pair, current)]
-        stays = _best(here, self.problem.budget) if here else None
-        if stays is not None:
-            gain = stays.cost_s / best.cost_s - 1.0
-            calm = step.is_new or calm_steps >= WINDOW
-            if gain <= self.problem.hysteresis or not calm:
-                best = stays
-        return self._decide(step, best, stays, current)
+        is_calm = step.is_new or calm_steps >= WINDOW
+        return self._decide(step, pairs, here, current, is_calm)
 
     def _pairs(self, step: Step, current: Plans) -> list[_Pair]:
         """Returns each training mesh that fits with the best rollouts beside it."""
         problem, pairs = self.problem, []
-        # By what a trainer leaves on a device: the best rollout, and that on the mesh in use.
+        # The best rollout and that on the mesh in use, by the bytes that a trainer leaves there.
         beside: dict[tuple[int, bool], list[Candidate[RolloutPlan]]] = {}
         train_tokens = self._train_tokens(step)
         fitting = self._that_fit(self.candidates.train(step.length))
@@ -170,21 +172,22 @@ class Chooser:
         self, step: Step, resident: int, offload: bool, current: RolloutPlan | None
     ) -> list[Candidate[RolloutPlan]]:
         """Returns the best rollout beside `resident` bytes, and that on the mesh in use."""
-        room = self.problem.budget - resident
-        found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, room, offload=offload)
-        fitting = [c for c in found if not c.failed and c.num_bytes <= room]
+        free = self.problem.budget - resident
+        found = self.candidates.rollouts(step.max_tokens, step.cache_tokens, free, offload=offload)
+        fitting = [c for c in found if not c.failed and c.num_bytes <= free]
         if not fitting:
             return []
         top = max(candidate.tokens_per_s for candidate in fitting)
         ties = [c for c in fitting if (1.0 + TIE) * c.tokens_per_s >= top]
-        best = min(ties, key=lambda candidate: max(candidate.num_bytes, AMPLE * room))
+        best = min(ties, key=lambda candidate: max(candidate.num_bytes, AMPLE * free))
         here = [c for c in fitting if current and c.plan.mesh == current.mesh and c is not best]
         return [best, *here]
 
     def training(self, step: Step, current: TrainPlan | None) -> Decision:
-        """Chooses a plan for training alone; the plan in use stays unless it must be left.
+        """Chooses a plan for training alone.
 
-        Or unless rows are longer than ever: then other programs are needed anyway.
+        The plan in use stays while it fits, unless rows are longer than ever, so that other
+        programs are needed anyway, and another plan is faster.
 
         Raises:
             BudgetTooSmall: no plan fits.
@@ -200,14 +203,8 @@ class Chooser:
             moves = current is not None and candidate.plan.mesh != current.mesh
             switch_s = self.problem.move_s(candidate.plan.mesh) / step.lasts if moves else 0.0
             pairs.append(_Pair(None, candidate, 0, seconds + switch_s, seconds))
-        best, stays = _best(pairs, self.problem.budget), None
-        if current is not None:
-            here = [p for p in pairs if p.train and p.train.plan == current]
-            stays = here[0] if here else None
-        if stays is not None:
-            gain = stays.cost_s / best.cost_s - 1.0
-            best = best if step.is_new and gain > self.problem.hysteresis else stays
-        return self._decide(step, best, stays, Plans(train=current))
+        here = [pair for pair in pairs if pair.train and pair.train.plan == current]
+        return self._decide(step, pairs, here, Plans(train=current), step.is_new)
 
     def rollout(
         self,
@@ -230,22 +227,20 @@ class Chooser:
         """
         problem, offload = self.problem, current is not None and current.offload
         resident = problem.trainer_bytes(trainer, offload)
-        room = problem.budget - resident
+        free = problem.budget - resident
         slots = current.num_slots if current and keeps_slots else None
         candidates = self.candidates.rollouts(
-            step.max_tokens, step.cache_tokens, room, offload=offload, num_slots=slots
+            step.max_tokens, step.cache_tokens, free, offload=offload, num_slots=slots
         )
-        fitting = [c for c in candidates if not c.failed and c.num_bytes <= room]
+        fitting = [c for c in candidates if not c.failed and c.num_bytes <= free]
         if not fitting:
             raise too_small(self.candidates, "a rollout", candidates, step.max_tokens, resident)
 
         def seconds(candidate: Candidate[RolloutPlan]) -> float:
             if live is None:
                 return step.rollout_tokens / candidate.tokens_per_s
-            rounds = step.rollout_tokens / problem.work.burst / live
-            return rounds * self.candidates.estimate.live_round_s(
-                candidate.plan, live, step.max_tokens
-            )
+            rounds = step.rollout_tokens / problem.work.burst / max(1, live)
+            return rounds * self.candidates.live_round_s(candidate.plan, live, step.max_tokens)
 
         pairs = []
         for candidate in fitting:
@@ -256,14 +251,10 @@ class Chooser:
                 cost_s += math.inf if move_s is None else move_s(candidate.plan.mesh)
             pairs.append(_Pair(candidate, None, resident, cost_s, own_s))
         here = [p for p in pairs if current and p.rollout and p.rollout.plan.mesh == current.mesh]
-        stays = here[0] if here else None
-        if stays is None:
-            # It must move: which way takes least does not depend on what every move costs.
+        if not here:
+            # It must move, so that the cost of a move does not count.
             pairs = [pair._replace(cost_s=pair.step_s) for pair in pairs]
-        best = _best(pairs, self.problem.budget)
-        if stays is not None and stays.cost_s <= (1.0 + problem.hysteresis) * best.cost_s:
-            best = stays
-        return self._decide(step, best, stays, Plans(rollout=current))
+        return self._decide(step, pairs, here, Plans(rollout=current), is_calm=True)
 
     def _may_offload(self, mesh: MeshShape) -> bool:
         problem = self.problem
@@ -287,8 +278,25 @@ class Chooser:
         }
         return step_too_small(self.candidates, step.max_tokens, step.length, sorted(residents))
 
-    def _decide(self, step: Step, pair: _Pair, stays: _Pair | None, current: Plans) -> Decision:
-        """The decision for a pair, where `stays` is the pair of the plans in use if that fits."""
+    def _decide(
+        self,
+        step: Step,
+        pairs: Sequence[_Pair],
+        here: Sequence[_Pair],
+        current: Plans,
+        is_calm: bool,
+    ) -> Decision:
+        """Returns the decision among pairs, where `here` are those of the plans in use, if any fit.
+
+        Plans in use are left for a step shorter by more than the hysteresis, when `is_calm` or for
+        a mesh that is tried out.
+        """
+        pair, budget = _best(pairs, self.problem.budget), self.problem.budget
+        stays = _best(here, budget) if here else None
+        if stays is not None:
+            gains = stays.cost_s > (1.0 + self.problem.hysteresis) * pair.cost_s
+            if not gains or not (is_calm or _is_trying(pair, stays)):
+                pair = stays
         gain = stays.cost_s / pair.cost_s - 1.0 if stays and pair.cost_s else None
 
         def choice(
@@ -306,7 +314,6 @@ class Chooser:
                 tokens=tokens,
                 num_bytes=num_bytes,
                 gain=gain,
-                load=step.load,
             )
             return Choice(
                 stage=stage,
@@ -337,10 +344,7 @@ class Chooser:
 def _fastest_by_mesh(
     candidates: Iterable[Candidate[TrainPlan]], current: TrainPlan | None
 ) -> list[Candidate[TrainPlan]]:
-    """Returns the fastest of each mesh, and the plan in use.
-
-    Of a mesh's ways the first of those that are faster by no more than a tie.
-    """
+    """Returns the fastest of each mesh, the first of ties, and the plan in use."""
     best: dict[MeshShape, Candidate[TrainPlan]] = {}
     here = []
     for candidate in candidates:
@@ -353,17 +357,26 @@ def _fastest_by_mesh(
 
 
 def _best(pairs: Sequence[_Pair], budget: float) -> _Pair:
-    """Returns the pair of least cost; of ties the one that leaves most memory, then the first.
-
-    Of ties no moments are offloaded where there is room for them.
-    """
+    """Returns the pair of least cost; among ties without offload, then with most memory left."""
     least = min(pair.cost_s for pair in pairs)
     ties = [pair for pair in pairs if pair.cost_s <= (1.0 + TIE) * least]
     return min(ties, key=lambda pair: (pair.offloads, max(pair.fullest, AMPLE * budget)))
 
 
+def _is_trying(best: _Pair, stays: _Pair) -> bool:
+    """Returns True if plans may be left before a window of steps, because a mesh is tried out.
+
+    A trial may begin or end when the plans in use did TRIAL_STEPS steps. One ends while its plan
+    has done so few steps that it came into use as a trial, or as the first plan of the run.
+    """
+    steps = [candidate.steps for candidate in stays.candidates]
+    is_young = min(steps) < TRIAL_STEPS + TRUSTED
+    is_trial = any(candidate.is_trial for candidate in best.candidates)
+    return min(steps) >= TRIAL_STEPS and (is_young or is_trial)
+
+
 def _is_here(pair: _Pair, current: Plans) -> bool:
-    """Whether a pair trains by the plan in use and plays on the mesh in use, in no fewer slots."""
+    """Returns True if a pair trains by the plan in use and plays on its mesh in no fewer slots."""
     rollout, train = current
     if rollout is None or train is None or pair.rollout is None or pair.train is None:
         return False

@@ -8,22 +8,22 @@ from earl_jax.selector.footprint import ModelSizes, Workload
 from earl_jax.selector.hardware import Hardware
 from earl_jax.sharding.layout import MeshShape
 
-# What streaming reaches of the memory's and the links' rates: the rule of thumb of "How to Scale
-# Your Model", and NCCL's published bus rates (370 of 450 GB/s).
+# Shares of the memory's and the links' rates: the rule of thumb of "How to Scale Your Model", and
+# NCCL's published bus rates (370 of 450 GB/s).
 MEMORY_REACHED = 0.8
 LINKS_REACHED = 0.8
 
 
 def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 1) -> float:
-    """Seconds of adding up `num_bytes` that each device of a group of `size` has, in a ring.
+    """Returns the seconds of a ring's all-reduce of `num_bytes` on each of `size` devices.
 
-    `stride` is how far apart its members are in the order of devices: that of the mesh axes that
-    are further in. An all-gather or a reduce-scatter is half of it.
+    `stride` is the distance of its members in the order of devices: the product of the mesh axes
+    that are further in. An all-gather or a reduce-scatter takes half of the time.
     """
     if size == 1:
         return 0.0
     if hardware.shared_cores:
-        # Every group does so in the same memory: each device writes its part, and reads the sum.
+        # All groups use the same memory: each device writes its part and reads the sum.
         rate = hardware.shared_cores * hardware.memory_bytes_per_s * MEMORY_REACHED
         return size * hardware.hop_s + 2 * num_bytes * hardware.num_devices / rate
     here = max(1, min(size, hardware.devices_a_host // stride))
@@ -43,7 +43,7 @@ def all_reduce_s(hardware: Hardware, num_bytes: float, size: int, stride: int = 
 def forward_collectives_s(
     hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, rows: int
 ) -> float:
-    """Seconds of a forward pass of the engine: its layers, the embedding, and the logits."""
+    """Returns the seconds of an engine's forward pass: its layers, embedding and logits."""
     seconds = layers_collectives_s(hardware, sizes, mesh, tokens, sizes.engine_bytes)
     embedded = tokens * sizes.width * sizes.engine_bytes
     seconds += all_reduce_s(hardware, embedded, mesh.tensor)
@@ -57,7 +57,7 @@ def layers_collectives_s(
     tokens: int,
     itemsize: int | None = None,
 ) -> float:
-    """Seconds of one forward pass: over `tensor` behind attention, and over a network's parts."""
+    """Returns the seconds of a forward pass: all-reduces behind attention and each network."""
     num_bytes = tokens * sizes.width * (itemsize or sizes.compute_bytes)
     network = mesh.tensor * mesh.expert
     return sizes.num_layers * (
@@ -68,10 +68,10 @@ def layers_collectives_s(
 def keys_s(
     hardware: Hardware, sizes: ModelSizes, mesh: MeshShape, tokens: int, is_cut: bool
 ) -> float:
-    """Seconds of a forward pass of the engine over `context`, where all parts of pages are read.
+    """Returns the seconds of an engine's forward pass over `context`, whose devices share pages.
 
-    In each layer their largest scores, and then sums in fp32, are added up; where a chunk is cut,
-    queries, keys and values are gathered before, and the sums scattered.
+    Each layer reduces the largest scores, then sums in fp32. Where a chunk is cut, queries, keys
+    and values are gathered before, and the sums scattered.
     """
     size, apart = mesh.context, stride(mesh, "context")
     heads, kv_heads = sizes.num_heads // mesh.tensor, sizes.num_kv_heads // mesh.tensor
@@ -90,9 +90,9 @@ def keys_s(
 def ring_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, tokens: int
 ) -> float:
-    """Seconds of keys and values that go round the `context` axis, `tokens` of each device.
+    """Returns the seconds of ring attention: keys and values of `tokens` tokens of each device.
 
-    Once in a forward pass, and in the backward pass again, with gradients in fp32.
+    They go round the `context` axis in a forward pass, and again backward with gradients in fp32.
     """
     numbers = 2 * tokens * mesh.context * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     rounds = ((2 + work.remat), sizes.compute_bytes), (1, 4)
@@ -105,6 +105,6 @@ def ring_s(
 
 
 def stride(mesh: MeshShape, axis: str) -> int:
-    """Returns how far apart the members of a group along this axis, or along all inside it, are."""
+    """Returns the distance of the members of a group along this axis, in the order of devices."""
     inner = mesh.expert * mesh.tensor
     return inner * mesh.fsdp * mesh.context if axis == "data" else inner

@@ -11,7 +11,7 @@ from earl_jax.sharding.layout import MeshShape
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
-    """What the selector may choose from, and when a change is worth it.
+    """Settings of the choice of meshes.
 
     `budget_bytes_per_device` is what a stage may take of each device; 0 takes the device's own
     limit where it reports one, and no limit where it does not (CPU). `rollout_meshes` and
@@ -28,12 +28,11 @@ class SelectorConfig:
     every machine and whenever it is repeated. A path: by the throughput table in this file, which
     is not changed.
 
-    `offload` "on" lets the optimizer's moments wait in the host's memory while episodes are played,
-    where these need the room; "auto" does so on devices with a memory of their own. Of several
-    hosts each keeps those of its own devices.
+    `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
+    bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.
 
-    With `compile_ahead` "on" a thread compiles what longer contexts will need next while steps run;
-    "auto" does so where the devices are not the processor that compiles.
+    With `compile_ahead` "on" a thread compiles the programs of longer contexts while steps run;
+    "auto" does so where the devices are not CPUs.
     """
 
     budget_bytes_per_device: int = 0

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per device of a stage on a mesh that is not here, by what they are for. Pure arithmetic.
+"""Bytes per device of a stage, by kind, from shapes alone. Pure.
 
-What lies there from round to round (weights, moments, pages) follows from shapes and placement, and
-is exact. What a program needs beside it is a model of what XLA makes of `train/step.py` and
-`engine/slots.py`: the arrays that are there at once in the fullest moment.
+Resident bytes (weights, moments, pages) follow from shapes and placement, and are exact. Those of a
+program are a model of XLA's memory for `train/step.py` and `engine/slots.py`: the arrays that exist
+at once when most do.
 """
 
 import dataclasses
@@ -16,15 +16,15 @@ from earl_jax.sharding.layout import PARAMETER_RULES, ROLLOUT_PARAMETER_RULES, M
 
 Rules = Mapping[str, tuple[str, ...]]
 
-# Tokens, turns, log-probs and versions: an i32 or f32 for each place of a row.
+# Tokens, turns, log-probs and versions: an i32 or f32 for each token of a row.
 EXPERIENCE_BYTES = 16
-# What is read of the cache at a time on a chip (models/attention/paged_attention.py).
+# Tokens of the cache that a chip reads at a time (models/attention/paged_attention.py).
 PLACES_AT_A_TIME = 1024
-# Of the logits of all slots while tokens are drawn: as they are, tempered, added up.
+# Logits of all slots during sampling: as computed, tempered, and their cumulative sums.
 LOGIT_COPIES = 3
 # Rows of so many tokens are attended to in one piece (models/attention/rows.py).
 BLOCK_TOKENS = 128
-# What is kept of a gated network for its gradient: arrays of its width, by activation.
+# Arrays of its width that a gated network keeps for its gradient, by activation.
 GATE_ARRAYS = {"silu": 6, "gelu_tanh": 8}
 
 
@@ -40,12 +40,12 @@ class Parameter(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """A decoder, as far as bytes and operations go.
+    """The sizes of a decoder.
 
-    `engine` is what the rollout holds, `trained` what is updated (fp32), `frozen` the base that
-    adapters are beside. `ffn_size` is that of one expert of a mixture, where `num_experts` is not
-    0. `windows` has a number for each layer, 0 where it looks back over all. `compute_bytes` are
-    those of a number in the trainer's matrix work, `engine_bytes` in the engine's and its cache.
+    `engine` are the rollout's parameters, `trained` those that are updated (fp32), `frozen` the
+    base of adapters. `ffn_size` is that of one expert where `num_experts` is not 0. `windows` has a
+    number for each layer, 0 for full attention. `compute_bytes` are those of a number in the
+    trainer's products, `engine_bytes` in the engine's and its cache.
     """
 
     num_layers: int
@@ -67,17 +67,16 @@ class ModelSizes:
 
     @property
     def is_tied(self) -> bool:
-        """Whether the embedding is the head too."""
+        """True if the embedding is the head too."""
         return not any(parameter.name == "head" for parameter in self.engine)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the stages do in a step; the fields of the same names in the config say what they are.
+    """The work of a step; fields are those of the same names in the config.
 
     `num_rows` are the episodes of a step, of which each of `num_players` processes plays a part.
-    `kv_itemsize` 1 is a cache of int8, which has a scale of 4 bytes for each token and head beside
-    it.
+    `kv_itemsize` 1 is a cache of int8, with a scale of 4 bytes for each token and head.
     """
 
     num_slots: int
@@ -94,26 +93,22 @@ class Workload:
     epochs: int = 1
     num_players: int = 1
 
-    def guests(self, mesh: MeshShape) -> int:
-        """Rows for guests over all devices: one a slot where a process has several data shards.
+    def spare_rows(self, mesh: MeshShape) -> int:
+        """Returns the rows for episodes of other data shards: one a slot in processes of several.
 
-        As engine/scheduler.py cuts them: so many data shards as divide its devices, slots and
-        episodes.
+        There are as many data shards as divide devices, slots and episodes.
         """
         data_shards = math.gcd(self.num_rows, self.num_slots, mesh.num_devices)
         return self.num_slots if data_shards > self.num_players else 0
 
     def rows_a_step(self, mesh: MeshShape, rows: int) -> int:
-        """Rows of a decode step where so many of a row shard's are busy."""
+        """Returns the rows of a decode step with so many live rows of a row shard."""
         return min(rows, -(-self.step_rows // mesh.data) or rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Bytes of one device while a stage runs.
-
-    `trainer` is what training leaves there during a rollout: parameters and moments.
-    """
+    """Bytes of one device during a stage; `trainer` are parameters and moments during a rollout."""
 
     weights: int
     optimizer: int = 0
@@ -124,15 +119,14 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Their sum."""
         resident = self.weights + self.optimizer + self.gradients + self.cache + self.trainer
         return resident + self.activations
 
     def with_total(self, num_bytes: int) -> "Footprint":
-        """With so many bytes of the stage's own program.
+        """Returns the footprint of a program of so many bytes in all, without the trainer's.
 
-        What is resident stays, the trainer beside it too; the rest are activations, gradients among
-        them: they are temporaries of the program.
+        Resident bytes stay; the others are activations, with gradients: temporaries of the program.
         """
         own = self.total - self.trainer
         if num_bytes == own:
@@ -141,12 +135,12 @@ class Footprint:
         return dataclasses.replace(self, gradients=0, activations=max(0, num_bytes - resident))
 
     def as_dict(self) -> dict[str, int]:
-        """By kind, those that there are."""
+        """Returns the bytes by kind, without zeros."""
         return {kind: size for kind, size in dataclasses.asdict(self).items() if size}
 
 
 def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
-    """Into how many parts a parameter with these axes is cut."""
+    """Returns the number of parts of a parameter with these axes."""
     parts = 1
     for letter in axes:
         for axis in rules.get(letter, ()):
@@ -157,7 +151,7 @@ def parts_of(axes: str, mesh: MeshShape, rules: Rules = PARAMETER_RULES) -> int:
 def device_bytes(
     parameters: Iterable[Parameter], mesh: MeshShape, rules: Rules = PARAMETER_RULES
 ) -> int:
-    """Bytes per device of parameters placed on this mesh, by a trainer's rules or others."""
+    """Returns the bytes per device of parameters on this mesh."""
     return sum(
         parameter.count
         * parameter.itemsize
@@ -168,25 +162,25 @@ def device_bytes(
 
 
 def engine_bytes(parameters: Iterable[Parameter], mesh: MeshShape) -> int:
-    """`device_bytes` in a rollout."""
+    """Returns `device_bytes` in a rollout."""
     return device_bytes(parameters, mesh, ROLLOUT_PARAMETER_RULES)
 
 
 def cache_token_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape) -> int:
-    """Bytes that a token of context takes on a device that has its place, over all layers."""
+    """Returns the bytes of a token's keys and values on a device that has them, in all layers."""
     of_a_head = sizes.head_size * work.kv_itemsize + (4 if work.kv_itemsize == 1 else 0)
     heads = sizes.num_kv_heads // mesh.tensor
     return 2 * sizes.num_layers * heads * of_a_head
 
 
 def trainer_bytes(sizes: ModelSizes, mesh: MeshShape) -> tuple[int, int]:
-    """Bytes per device of a trainer at rest: its parameters with a frozen base, and its moments."""
+    """Returns the bytes per device of a trainer's parameters, with the base, and of its moments."""
     trained = device_bytes(sizes.trained, mesh)
     return trained + device_bytes(sizes.frozen, mesh), 2 * trained
 
 
 def row_bytes(sizes: ModelSizes, work: Workload, mesh: MeshShape, max_tokens: int) -> int:
-    """Bytes per device of the pages of a full row."""
+    """Returns the bytes per device of the pages of a full row."""
     pages = -(-max_tokens // work.page_size)
     return pages * work.page_size // mesh.context * cache_token_bytes(sizes, work, mesh)
 
@@ -200,28 +194,27 @@ def rollout_footprint(
     trainer: int,
     platform: str,
 ) -> Footprint:
-    """Of a rollout beside `trainer` bytes, with pages for so many full rows of a row shard."""
+    """Returns the bytes of a rollout with pages for `rows_at_once` full rows of a row shard."""
     rows = work.num_slots // mesh.data
-    buffers = (work.num_rows + work.guests(mesh)) // mesh.data * max_tokens * EXPERIENCE_BYTES
+    buffers = (work.num_rows + work.spare_rows(mesh)) // mesh.data * max_tokens * EXPERIENCE_BYTES
     at_a_time = min(PLACES_AT_A_TIME, max_tokens // mesh.context)
     blocks = 4 * at_a_time * sizes.num_kv_heads // mesh.tensor * sizes.head_size
     logits = LOGIT_COPIES * rows * sizes.vocab_size * 4
     decoding = work.rows_a_step(mesh, rows) * blocks * sizes.engine_bytes + logits
     together = min(rows, work.append_rows)
     tokens = together * work.chunk_size
-    # Scores in fp32, and what they are once they weigh values; they are gone before the layer's
-    # second half.
+    # Scores in fp32 and in the engine's type; they are freed before the layer's second half.
     scores = tokens * sizes.num_heads // mesh.tensor * at_a_time * (4 + sizes.engine_bytes)
     own = tokens // mesh.context * sizes.engine_bytes
     inside = own * _inside_width(sizes, mesh, mesh.expert)
     appending = own * _stream_width(sizes, mesh) + max(scores, inside)
     if mesh.context > 1:
-        # Queries of all tokens, and twice what they saw, in fp32.
+        # Queries of all tokens, and attention's result twice in fp32.
         width = sizes.num_heads * sizes.head_size // mesh.tensor
         appending += tokens * width * (sizes.engine_bytes + 2 * 4)
     beside = 0
     if platform == "tpu":
-        # Attention's matrices, in the order of axes that the decode loop wants.
+        # Attention's matrices once more, in the decode loop's order of axes.
         names = ("query", "key", "value", "out")
         beside = engine_bytes([p for p in sizes.engine if p.name in names], mesh)
     return Footprint(
@@ -235,12 +228,12 @@ def rollout_footprint(
 def train_footprint(
     sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int, platform: str
 ) -> Footprint:
-    """Of an update on rows of `length` tokens, in the fullest of its phases.
+    """Returns the bytes of an update on rows of `length` tokens, in the fullest of its phases.
 
-    All the time there are the parameters in the compute type, what each layer keeps of the rows,
-    and with several micro-batches the sum of gradients in fp32. Beside these, first the head's
-    logits and gradient; then a layer's gathered weights, what is between them, and the layers'
-    gradients in the compute type; in the end all gradients in fp32.
+    Always present are the parameters in the compute type, each layer's kept activations, and with
+    several micro-batches the sum of gradients in fp32. The phases add: the head's logits and
+    gradient; a layer's gathered weights and activations with gradients in the compute type; all
+    gradients in fp32.
     """
     weights, moments = trainer_bytes(sizes, mesh)
     numbers = device_bytes(sizes.trained, mesh) // 4
@@ -253,8 +246,7 @@ def train_footprint(
     kept *= sizes.width if work.remat else kept_width(sizes, mesh, length)
     summed = numbers * 4 if work.micro_batches > 1 else 0
     apart = numbers * sizes.compute_bytes
-    # On TPUs the embedding gathered, and for a loop over micro-batches once more, before it, in the
-    # other order of axes.
+    # TPUs gather the embedding, for a loop over micro-batches also in the other order of axes.
     embeddings = (2 if summed else 1) if platform == "tpu" else 0
     head = _head_bytes(sizes, work, mesh, rows, length // mesh.context, embeddings)
     layer = 2 * _layer_bytes(sizes, mesh) + block
@@ -262,10 +254,10 @@ def train_footprint(
     zeros = 2 * _largest_bytes(sizes, mesh) if summed else 0
     phases = [(summed, kept + head + zeros), (summed + apart, kept + layer), (numbers * 4, 0)]
     if platform == "gpu" and summed:
-        # What all micro-batches use is made before them.
+        # Made once, before the loop over micro-batches.
         copies += _transposed_bytes(sizes, mesh)
     if platform == "tpu":
-        # By what compilers say, which do not say why: benchmarks/plan.md.
+        # Found by comparison with compiled programs: benchmarks/plan.md.
         together = kept * (2 if work.remat and summed else 1) + head + block
         phases = [(summed + apart, together), (numbers * 4, 0)]
     gradients, working = max(phases, key=sum)
@@ -278,21 +270,21 @@ def train_footprint(
 
 
 def _block_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
-    """Numbers that a layer has for a token at once: of the stream, and between its matrices.
+    """Returns the numbers that a layer has of a token at once: its stream and its networks'.
 
-    In a mixture a token is there once for each of its experts, and in training on each device of
-    the `expert` axis; `experts_cut` is that axis where it is not.
+    A mixture has a token once for each of its experts, in training on each device of the `expert`
+    axis; `experts_cut` is that axis where it has not.
     """
     return _stream_width(sizes, mesh) + _inside_width(sizes, mesh, experts_cut)
 
 
 def _stream_width(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Numbers of a token's stream: as it is and normalised, queries, and what attention gives."""
+    """Returns the numbers of a token's stream: plain, normalised, queries, attention's result."""
     return 6 * sizes.width + 2 * sizes.num_heads * sizes.head_size // mesh.tensor
 
 
 def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
-    """Numbers of a token between the matrices of the gated network, or of a mixture's experts."""
+    """Returns the numbers of a token inside the gated network, or a mixture's experts."""
     inside = 4 * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
         return inside
@@ -301,18 +293,18 @@ def _inside_width(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> int:
 
 
 def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
-    """Numbers that a layer keeps of a token of a row for the backward pass, without remat.
+    """Returns the numbers that a layer keeps of a token for the backward pass, without remat.
 
-    What JAX saves, in numbers of the compute type: of a norm its input and what is normalised, both
-    in fp32, and what it gives where that goes into a matrix.
+    They are JAX's residuals, in units of the compute type: of a norm its input and the normalised
+    input in fp32, and its result where a matrix reads it.
     """
     fp32 = 4 // sizes.compute_bytes
     names = {parameter.name for parameter in sizes.engine}
     heads = sizes.num_heads * sizes.head_size // mesh.tensor
     kv_heads = sizes.num_kv_heads * sizes.head_size // mesh.tensor
-    # Queries, keys and values, and what attention gives.
+    # Queries, keys, values, and attention's result.
     width = 2 * (2 * fp32 + 1) * sizes.width + 2 * heads + 2 * kv_heads
-    # Attention's weights, in fp32 and as they weigh values; or what a kernel gives, as it does.
+    # Attention's weights in fp32 and in the compute type; or a kernel's result.
     weights = (fp32 + 1) * sizes.num_heads // mesh.tensor * length
     width += weights if length <= BLOCK_TOKENS else heads
     if "post_ffn_norm" in names:
@@ -320,12 +312,12 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
     if "query_norm" in names:
         width += 2 * fp32 * (heads + kv_heads)
     if len(set(sizes.windows)) > 1:
-        # Sines and cosines, which are of a layer then: for queries, and for keys.
+        # Sines and cosines of each layer, for queries and for keys.
         width += 2 * fp32 * sizes.head_size
     inside = GATE_ARRAYS[sizes.activation] * sizes.ffn_size // mesh.tensor
     if not sizes.num_experts:
         return width + inside
-    # Before and behind the experts, there in fp32 too, and which of them are here.
+    # The experts' inputs and results, these in fp32 too, and the routing.
     stream = (2 + fp32) * sizes.width + sizes.width // sizes.compute_bytes
     return width + sizes.experts_per_token * mesh.expert * (stream + inside)
 
@@ -333,11 +325,11 @@ def kept_width(sizes: ModelSizes, mesh: MeshShape, length: int) -> int:
 def _head_bytes(
     sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, length: int, embeddings: int
 ) -> int:
-    """Of what is fuller: a chunk's logits and gradients of these, or gradients of the head.
+    """Returns the larger of two phases: a chunk's logits, or the gradient of the head.
 
-    For logits there is room three times, beside the head and its gradient in the compute type. For
-    the other the head is gathered, its gradient in fp32, both are there as they are cut too, with
-    so many `embeddings` in the compute type.
+    The first has logits three times, the head and its gradient in the compute type. The second has
+    the head gathered and its gradient in fp32, both also as they are cut, and `embeddings` in the
+    compute type.
     """
     numbers = sizes.width * sizes.vocab_size // mesh.tensor
     matrices, parts = 4 * numbers, parts_of("D", mesh)
@@ -349,19 +341,19 @@ def _head_bytes(
 
 
 def _layer_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """A layer's matrices, gathered, in the compute type."""
+    """Returns the bytes of a layer's matrices, gathered, in the compute type."""
     layers = [p for p in (*sizes.trained, *sizes.frozen) if p.axes[0] == "L"]
     numbers = device_bytes([p._replace(itemsize=1) for p in layers], mesh)
     return numbers * parts_of("D", mesh) * sizes.compute_bytes // sizes.num_layers
 
 
 def _largest_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """The largest matrix of all layers, in the compute type."""
+    """Returns the bytes of the largest matrix of all layers, in the compute type."""
     layers = [p for p in sizes.trained if p.axes[0] == "L"]
     return max(device_bytes([p], mesh) for p in layers) * sizes.compute_bytes // 4
 
 
 def _transposed_bytes(sizes: ModelSizes, mesh: MeshShape) -> int:
-    """Parameters that XLA for GPUs keeps a second time, in the order of axes of their product."""
+    """Returns the bytes of parameters that XLA for GPUs keeps in a second order of axes."""
     names = ("down", "out", "embed", "expert_gate", "expert_up", "expert_down")
     return device_bytes([p for p in sizes.trained if p.name in names], mesh)

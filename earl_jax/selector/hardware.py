@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan needs to know of devices that are not here: how many, how much memory, how fast.
+"""Hardware for the byte and speed models: numbers of devices, memory, rates.
 
-Data sheets are those of `sharding.topology.CHIPS`. What is added here, and from where:
+Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers:
 
 - `usable_fraction`: on GPUs JAX takes three quarters of the memory unless XLA_CLIENT_MEM_FRACTION
   says otherwise (docs.jax.dev, "GPU memory allocation"). On TPUs the runtime keeps some hundred MiB
@@ -27,10 +27,10 @@ _GB = 10**9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """How far programs stay behind the data sheet: this engine's, or a published one's.
+    """The efficiency of programs: this engine's, or a published one's.
 
     `attention_forward` and `attention_backward` are the fractions of the peak that fused attention
-    over whole rows reaches. The other fields say what a program does beyond the ideal:
+    over whole rows reaches. The other fields are departures from the ideal:
 
     - `fused_ring`: attention over `context` is a fused kernel too. Without it scores go through
       memory, twelve bytes each in a forward pass.
@@ -39,7 +39,7 @@ class Kernels:
     - `fused_pages`: decode and prefill read the cache in place. Without it pages are gathered,
       which reads them, writes them, and reads them again, and scores go through memory.
     - `fixed_rows`: a decode step computes a row for each slot, and an append as many rows as it can
-      take, whoever speaks.
+      take, however few are live.
     - `full_tiles`: attention reads as many tokens for each row as for the longest.
     - `loop_sync_s`: time in which the host reads the condition of a loop.
     - `op_s`: the least time of an operation on the device.
@@ -63,22 +63,17 @@ class Kernels:
 # Backward, published without a mask: 516; a mask costs what it does forward (539 of 595).
 IDEAL = Kernels(attention_forward=0.54, attention_backward=0.47)
 
-# This project's programs on chips. Whole rows have fused kernels (splash; tokamax where it is
-# installed), taken to be as good as cuDNN's: not measured. The ring is folded (ring.py) and
-# blockwise (benchmarks/context.md). Attention over pages gathers a block of 1,024 places of all
-# rows at a time (paged_attention.py): for Qwen2.5 7B on an H100, 128 rows of 4K, the
-# compiled program moves 3.25 bytes for each byte of the cache, the model here 3.2. Of TPUs no
-# program was counted; they are taken to do the same. Change this line, and no other, where a fused
-# kernel reads the pages.
+# This project's programs on chips. Fused kernels of whole rows are taken to be as good as cuDNN's:
+# not measured. Attention over pages gathers a block of 1,024 tokens of all rows at a time: for
+# Qwen2.5 7B on an H100, 128 rows of 4K, the compiled program moves 3.25 bytes for each byte of the
+# cache, the model here 3.2. No program for TPUs was counted.
 _ON_CHIPS = dataclasses.replace(
     IDEAL, fused_ring=False, fused_pages=False, fixed_rows=True, full_tiles=True
 )
 # XLA's while thunk on GPUs copies a condition to the host and waits: 10 us by order of magnitude.
 _LOOP_SYNC_S = 1e-5
-# A kernel on a GPU takes so long at least. "Look Ma, No Bubbles!" (Hazy Research, 2025-05) counts
-# about 100 kernels for a token of Llama 3.2 1B on an H100, 1.3 us to start one from a CUDA graph,
-# and 1.5 times the time of one kernel for all (0.95 ms, 78 % of the memory's rate) in SGLang. A
-# program for a TPU is a single kernel.
+# The least time of a kernel on a GPU: about 100 kernels for a token of Llama 3.2 1B take 1.5 times
+# as long as a single one, 0.95 ms ("Look Ma, No Bubbles!", Hazy Research, 2025-05).
 GPU_OP_S = 5e-6
 _ON_GPUS = dataclasses.replace(_ON_CHIPS, loop_sync_s=_LOOP_SYNC_S, op_s=GPU_OP_S)
 # Blocks stay in a core's cache, so that attention costs its operations, at the rate of products.
@@ -121,30 +116,28 @@ class Hardware:
     shared_cores: int = 0
 
     def share(self, busy: int) -> float:
-        """The part of its rates that a device has while `busy` devices work."""
+        """Returns the share of its rates that a device has while `busy` devices work."""
         return min(1.0, self.shared_cores / busy) if self.shared_cores else 1.0
 
     @property
     def usable_bytes(self) -> int:
-        """What programs get of a device's memory."""
+        """The part of a device's memory that programs get."""
         return int(self.memory_bytes * self.usable_fraction)
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
+        """The number of hosts."""
         return -(-self.num_devices // self.devices_a_host)
 
     def with_devices(self, num_devices: int) -> "Hardware":
-        """So many of the same devices."""
+        """Returns the hardware with so many of the same devices."""
         name = f"{num_devices} x {self.chip}"
         return dataclasses.replace(self, name=name, num_devices=num_devices)
 
 
-# Virtual devices on two cores, by the order of magnitude. Measured on two cores of an x86-64 server
-# (2026-11, jax 0.10.2): products 53 to 150 GFLOP/s on both, a psum of 4 KB over 2, 4 and 8 devices
-# 40, 62 and 172 us, and one of 4 MB on each of 8 devices 3.8 ms, 18 GB/s. Small operations: a step
-# of two layers on 16 rows takes 0.4 ms on one device, some 20 us an operation; eight devices on two
-# cores take four times `op_s`. Each device has as much memory as the budget gives it.
+# Virtual devices on two cores, by the order of magnitude. Two cores of an x86-64 server (2026-11,
+# jax 0.10.2): products 53 to 150 GFLOP/s on both, a psum of 4 KB over 2, 4 and 8 devices 40, 62 and
+# 172 us, and one of 4 MB on each of 8 devices 18 GB/s.
 _CPU = Hardware(
     name="cpu:8",
     chip="cpu",
@@ -179,7 +172,7 @@ _TPU_CHIPS_A_HOST = 4
 
 
 def parse_topology(name: str) -> Hardware:
-    """The hardware of this name: "v5e:16x16", "h100:16x8" (hosts x GPUs of a host), "cpu:8".
+    """Returns the hardware of a name: "v5e:16x16", "h100:16x8" (hosts x GPUs), "cpu:8".
 
     "cpu:2x4" are two hosts of four virtual devices.
 
@@ -206,7 +199,7 @@ def parse_topology(name: str) -> Hardware:
 
 
 def hardware_of(topology: Topology) -> Hardware:
-    """What a plan needs to know of this topology."""
+    """Returns the hardware of this topology."""
     chip = topology.chip
     gpu = chip.platform == "gpu"
     devices_a_host = topology.grid[-1] if gpu else min(_TPU_CHIPS_A_HOST, topology.num_devices)

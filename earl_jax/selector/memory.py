@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes per device: what XLA says a program takes, what arrays hold, and when it was too much."""
+"""Bytes per device of programs and arrays, the budget, and errors of a lack of memory."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def program_bytes(compiled: Any) -> int:
-    """Bytes per device of a compiled program while it runs: arguments, results and temporaries.
+    """Returns bytes per device of a compiled program: arguments, results and temporaries.
 
     Results that reuse a donated argument count once. From XLA's own memory analysis.
     """
@@ -26,7 +26,7 @@ def program_bytes(compiled: Any) -> int:
 
 
 def resident_bytes(shapes: Any, shardings: Any) -> int:
-    """Bytes per device that a tree of arrays holds when it is placed so."""
+    """Returns bytes per device of a tree of arrays in these shardings."""
     return sum(
         math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, where in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
@@ -34,9 +34,9 @@ def resident_bytes(shapes: Any, shardings: Any) -> int:
 
 
 def device_budget(setting: int) -> int | None:
-    """The bytes that a stage may take of a device: the setting, else the least that one has.
+    """Returns the bytes of a device that a stage may use: the setting, else the smallest limit.
 
-    None means that nobody set a limit: the CPU reports none.
+    None means no limit: the CPU reports none.
     """
     if setting:
         return setting
@@ -45,15 +45,12 @@ def device_budget(setting: int) -> int | None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or the compiler for it, had too little memory; by XLA's status code."""
+    """Returns True if a device, or its compiler, had too little memory, by XLA's status code."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:
-    """What the attempt returns, when it is there; None where memory was too short for it.
-
-    An error may come only when the arrays are waited for.
-    """
+    """Returns the arrays of an attempt when they are there; None where memory was too short."""
     try:
         return jax.block_until_ready(attempt())
     except jax.errors.JaxRuntimeError as error:

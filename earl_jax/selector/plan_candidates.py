@@ -1,29 +1,41 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Candidates: every plan of a stage with its bytes and its speed. Pure."""
+"""Candidates: every plan of a stage with its bytes and its speed. Pure.
+
+Bytes are XLA's where a plan's program was compiled, else computed. Speeds are observed where the
+plan ran; else those of the speed model, corrected by the factor by which the same mesh, or else the
+median mesh of the stage, was observed to differ from it.
+"""
 
 import dataclasses
 import functools
 import math
-from typing import Generic, TypeVar
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from earl_jax.selector.estimate import Estimator
-from earl_jax.selector.plans import RolloutPlan, TrainPlan, rollout_size, train_size
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
-from earl_jax.selector.table import ThroughputTable
+from earl_jax.selector.roofline import MODEL_ERROR
+from earl_jax.selector.table import Entry, ThroughputTable, key_of, parse_key
+from earl_jax.sharding.layout import MeshShape
 
 P = TypeVar("P", RolloutPlan, TrainPlan)
 # Without a known budget a pool has so many times the pages that are wanted.
 MOST_SPARE = 4
-# So much of the memory that is left over goes to pages.
+# Share of the remaining memory that goes to pages.
 FILLED = 0.9
+# Meshes that never ran and may be tried, of each stage at each context bucket.
+TRIALS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate(Generic[P]):
-    """A plan with its bytes per device, its own program's alone, and its speed.
+    """A plan with the bytes per device of its own program and its speed.
 
-    `is_exact` bytes are XLA's; a speed `is_observed`, or the speed model's. `failed` says why it
+    `is_exact` bytes are XLA's. A speed `is_observed`, or computed; with `is_trial` it is the most
+    that the model's error allows. `steps` of this run were done with the plan. `failed` says how it
     ran out of memory before, "" where it did not.
     """
 
@@ -32,54 +44,41 @@ class Candidate(Generic[P]):
     is_exact: bool
     tokens_per_s: float
     is_observed: bool
+    is_trial: bool = False
+    steps: int = 0
     failed: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """The candidates of one problem by one table."""
+    """The candidates of one problem by one table.
+
+    Computed bytes count `caution` times, but for those of pages, which are exact. `steps` counts
+    the steps of this run with each plan, by key; None where no mesh is tried out.
+    """
 
     problem: Problem
     table: ThroughputTable
     caution: float = 1.0
-
-    @functools.cached_property
-    def estimate(self) -> Estimator:
-        """Bytes and speeds."""
-        return Estimator(self.problem, self.table, self.caution)
+    steps: Mapping[str, int] | None = None
 
     def train(self, length: int) -> list[Candidate[TrainPlan]]:
-        """Returns every way to train on rows of so many tokens."""
-        estimate, rows = self.estimate, self.problem.work.num_rows
-        found = []
-        for plan in self.problem.train_plans(length):
-            num_bytes, is_exact = estimate.update_bytes(plan, length)
-            size = train_size(plan, length, rows)
-            found.append(
-                Candidate(
-                    plan=plan,
-                    num_bytes=num_bytes,
-                    is_exact=is_exact,
-                    tokens_per_s=estimate.update_speed(plan, length),
-                    is_observed=estimate.is_update_observed(plan, length),
-                    failed=self.table.failure_of("train", plan.mesh, size),
-                )
-            )
-        return found
+        """Returns every plan for rows of so many tokens."""
+        return [self._train(plan, length) for plan in self.problem.train_plans(length)]
 
     def rollouts(
         self,
         max_tokens: int,
         cache_tokens: int | None,
-        room: float,
+        free: float,
         *,
         offload: bool = False,
         num_slots: int | None = None,
     ) -> list[Candidate[RolloutPlan]]:
-        """Returns each mesh as a rollout would use it in `room` bytes of a device.
+        """Returns one plan of each mesh for a rollout in `free` bytes of a device.
 
-        With the most slots, and then the most pages up to those that are wanted, that fit; with
-        the fewest of both where nothing does. With `num_slots` as many slots as given.
+        It has the most slots, and then the most pages up to those that are wanted, that fit; the
+        fewest of both where nothing does. With `num_slots` it has as many slots as given.
         """
         found = []
         for mesh in self.problem.rollout_meshes_for(max_tokens):
@@ -88,39 +87,74 @@ class Candidates:
             numbers = self.problem.slot_numbers(mesh) if num_slots is None else [num_slots]
             for slots in numbers:
                 plan = RolloutPlan(mesh, slots, 0, offload)
-                candidate = self._rollout(plan, max_tokens, cache_tokens, room)
-                if not candidate.failed and candidate.num_bytes <= room:
+                candidate = self._rollout(plan, max_tokens, cache_tokens, free)
+                if not candidate.failed and candidate.num_bytes <= free:
                     break
             found.append(candidate)
         return found
 
     def filled(
-        self, rollout: Candidate[RolloutPlan], max_tokens: int, room: float
+        self, rollout: Candidate[RolloutPlan], max_tokens: int, free: float
     ) -> Candidate[RolloutPlan]:
-        """Returns a chosen rollout with as many pages as could ever be of use, if they fit.
+        """Returns a chosen rollout with as many pages as could be of use, if they fit.
 
-        Memory that nothing else takes during the rollout: then its pool need not grow, for which
-        programs would be compiled. Where no budget is known, with a few times what is wanted.
+        They take memory that nothing else needs during the rollout, so that the pool need not grow,
+        for which programs would be compiled. Without a budget there are MOST_SPARE times as many.
         """
         problem, plan = self.problem, rollout.plan
         dense = problem.dense_pages(plan.mesh, plan.num_slots, max_tokens)
         page_bytes = problem.page_bytes(plan.mesh)
         most = MOST_SPARE * plan.pages
-        if not math.isinf(room):
-            most = plan.pages + int(FILLED * (room - rollout.num_bytes) // page_bytes)
-        pages = max(plan.pages, min(dense, most))
-        num_bytes = rollout.num_bytes + (pages - plan.pages) * page_bytes
-        plan = plan._replace(pages=pages)
-        size = rollout_size(plan, max_tokens, problem.work.page_size)
-        if self.table.failure_of("rollout", plan.mesh, size):
+        if not math.isinf(free):
+            most = plan.pages + int(FILLED * (free - rollout.num_bytes) // page_bytes)
+        plan = plan._replace(pages=max(plan.pages, min(dense, most)))
+        if self.table.failure_of(plan, problem.size_of(plan, max_tokens)):
             return rollout
+        num_bytes = rollout.num_bytes + (plan.pages - rollout.plan.pages) * page_bytes
         return dataclasses.replace(rollout, plan=plan, num_bytes=num_bytes)
 
+    def live_round_s(self, plan: RolloutPlan, live: int, max_tokens: int) -> float:
+        """Returns the seconds of a round with `live` episodes left."""
+        full = self._full_speed(plan, max_tokens)
+        speed, _ = self._speed(plan, max_tokens, full)
+        return self.problem.live_round_s(plan.mesh, live, max_tokens) * full / speed
+
+    def update_bytes(self, plan: TrainPlan, length: int) -> tuple[int, bool]:
+        """Returns bytes per device of an update, and True if they are XLA's."""
+        if known := self._entry(plan, length).program_bytes:
+            return known, True
+        return int(self.caution * self.problem.update_footprint(plan, length).total), False
+
+    def round_bytes(self, plan: RolloutPlan, max_tokens: int) -> tuple[int, bool]:
+        """Returns bytes per device of a rollout by itself, and True if they are XLA's.
+
+        A program's bytes but for its pages are the same with any number of pages.
+        """
+        pages = plan.pages * self.problem.page_bytes(plan.mesh)
+        if known := self._entry(plan, max_tokens).program_bytes:
+            return known + pages, True
+        bare = self.problem.bare_footprint(plan.mesh, plan.num_slots, max_tokens).total
+        return int(self.caution * bare) + pages, False
+
+    def _train(self, plan: TrainPlan, length: int) -> Candidate[TrainPlan]:
+        num_bytes, is_exact = self.update_bytes(plan, length)
+        speed, is_trial = self._speed(plan, length, self.problem.update_speed(plan, length))
+        return Candidate(
+            plan=plan,
+            num_bytes=num_bytes,
+            is_exact=is_exact,
+            tokens_per_s=speed,
+            is_observed=bool(self._entry(plan, length).speeds),
+            is_trial=is_trial,
+            steps=(self.steps or {}).get(key_of(plan, length), 0),
+            failed=self.table.failure_of(plan, self.problem.size_of(plan, length)),
+        )
+
     def _rollout(
-        self, bare: RolloutPlan, max_tokens: int, cache_tokens: int | None, room: float
+        self, bare: RolloutPlan, max_tokens: int, cache_tokens: int | None, free: float
     ) -> Candidate[RolloutPlan]:
-        """A plan's slots with as many pages as are wanted and fit, at least one episode's."""
-        problem, estimate, mesh = self.problem, self.estimate, bare.mesh
+        """Returns a plan with as many pages as are wanted and fit, at least one episode's."""
+        problem, mesh = self.problem, bare.mesh
         least = problem.least_pages(max_tokens)
         dense = problem.dense_pages(mesh, bare.num_slots, max_tokens)
         wanted = dense
@@ -129,18 +163,110 @@ class Candidates:
             # Half of each episode's last page is empty.
             wanted = math.ceil(tokens / mesh.data + bare.num_slots / mesh.data / 2)
         wanted = max(least, min(wanted, dense))
-        empty, _ = estimate.round_bytes(bare, max_tokens)
-        page_bytes = problem.page_bytes(mesh)
-        most = wanted if math.isinf(room) else int((room - empty) // page_bytes)
+        empty, _ = self.round_bytes(bare, max_tokens)
+        most = wanted if math.isinf(free) else int((free - empty) // problem.page_bytes(mesh))
         plan = bare._replace(pages=max(least, min(wanted, most)))
-        num_bytes, is_exact = estimate.round_bytes(plan, max_tokens)
-        size = rollout_size(plan, max_tokens, problem.work.page_size)
-        failed = self.table.failure_of("rollout", mesh, size)
+        num_bytes, is_exact = self.round_bytes(plan, max_tokens)
+        full = self._full_speed(plan, max_tokens)
+        speed, is_trial = self._speed(plan, max_tokens, full)
+        rows = plan.num_slots // mesh.data
+        at_once = max(1, min(rows, rows * plan.pages // max(1, wanted)))
+        if at_once < rows:
+            speed *= problem.round_speed(mesh, plan.num_slots, max_tokens, at_once) / full
         return Candidate(
             plan=plan,
             num_bytes=num_bytes,
             is_exact=is_exact,
-            tokens_per_s=estimate.round_speed(plan, max_tokens, wanted),
-            is_observed=estimate.is_round_observed(plan, max_tokens),
-            failed=failed,
+            tokens_per_s=speed,
+            is_observed=bool(self._entry(plan, max_tokens).speeds),
+            is_trial=is_trial,
+            steps=(self.steps or {}).get(key_of(plan, max_tokens), 0),
+            failed=self.table.failure_of(plan, problem.size_of(plan, max_tokens)),
         )
+
+    def _full_speed(self, plan: RolloutPlan, max_tokens: int) -> float:
+        """Returns the computed tokens/s with all slots at work."""
+        rows = plan.num_slots // plan.mesh.data
+        return self.problem.round_speed(plan.mesh, plan.num_slots, max_tokens, rows)
+
+    def _entry(self, plan: Plan, tokens: int) -> Entry:
+        return self.table.entries.get(key_of(plan, tokens), Entry())
+
+    def _speed(self, plan: Plan, tokens: int, computed: float) -> tuple[float, bool]:
+        """Returns a plan's tokens/s, and True for those of a trial.
+
+        With fewer than TRUSTED observations a plan counts as no slower than one that never ran, so
+        that one noisy step decides nothing. A mesh that never ran counts as slower than computed by
+        the model's error, and as faster by it while it may be tried.
+        """
+        factors, entry = self._factors[plan.stage], self._entry(plan, tokens)
+        if not factors.usual:
+            return computed, False
+        if entry.is_trusted:
+            return entry.tokens_per_s or computed, False
+        usual = computed * factors.usual
+        if entry.speeds:
+            return max(entry.tokens_per_s or 0.0, usual / MODEL_ERROR), False
+        own = factors.by_bucket.get((plan.mesh, tokens)) or factors.by_mesh.get(plan.mesh)
+        if own:
+            return computed * own, False
+        used = self._used[plan.stage, tokens]
+        if self.steps is not None and plan.mesh not in used and len(used) <= TRIALS:
+            return usual * MODEL_ERROR, True
+        return usual / MODEL_ERROR, False
+
+    @functools.cached_property
+    def _used(self) -> defaultdict[tuple[str, int], set[MeshShape]]:
+        """The meshes that ran, by stage and context bucket."""
+        used = defaultdict[tuple[str, int], set[MeshShape]](set)
+        ran = [text for text, entry in self.table.entries.items() if entry.speeds]
+        for plan, tokens in map(parse_key, [*ran, *(self.steps or {})]):
+            used[plan.stage, tokens].add(plan.mesh)
+        return used
+
+    @functools.cached_property
+    def _factors(self) -> "dict[str, _Factors]":
+        """Medians of observed by computed speeds, by stage; trusted ones count before others."""
+        found: list[tuple[Plan, int, float, bool]] = []
+        for text, entry in self.table.entries.items():
+            (plan, tokens), observed = parse_key(text), entry.tokens_per_s
+            if observed and (computed := self._computed(plan, tokens)):
+                found.append((plan, tokens, observed / computed, entry.is_trusted))
+
+        def medians(stage: str, of: Callable[[Plan, int], Hashable], trusted: bool) -> Any:
+            groups = defaultdict[Hashable, list[float]](list)
+            for plan, tokens, factor, is_trusted in found:
+                if plan.stage == stage and (is_trusted or not trusted):
+                    groups[of(plan, tokens)].append(factor)
+            return {group: statistics.median(factors) for group, factors in groups.items()}
+
+        def factors(stage: str) -> _Factors:
+            mesh_of, bucket_of = lambda plan, _: plan.mesh, lambda plan, tokens: (plan.mesh, tokens)
+            sure = medians(stage, mesh_of, True)
+            by_mesh = medians(stage, mesh_of, False) | sure
+            by_bucket = medians(stage, bucket_of, False) | medians(stage, bucket_of, True)
+            usual = statistics.median((sure or by_mesh).values()) if by_mesh else None
+            return _Factors(by_bucket, by_mesh, usual)
+
+        return {stage: factors(stage) for stage in ("rollout", "train")}
+
+    def _computed(self, plan: Plan, tokens: int) -> float | None:
+        """Returns the computed speed of a plan; None for one that this problem cannot have."""
+        problem = self.problem
+        if isinstance(plan, RolloutPlan):
+            meshes, whole = problem.rollout_meshes_for(tokens), plan.num_slots % plan.mesh.data
+            return None if plan.mesh not in meshes or whole else self._full_speed(plan, tokens)
+        if plan.mesh not in problem.train_meshes_for(tokens):
+            return None
+        if problem.work.num_rows % plan.micro_batches:
+            return None
+        obstacle = problem.train_obstacle(plan.mesh, plan.micro_batches)
+        return None if obstacle else problem.update_speed(plan, tokens)
+
+
+class _Factors(NamedTuple):
+    """Medians of observed by computed speeds; `usual` is that over meshes, None where none ran."""
+
+    by_bucket: Mapping[tuple[MeshShape, int], float]
+    by_mesh: Mapping[MeshShape, float]
+    usual: float | None

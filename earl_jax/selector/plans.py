@@ -12,16 +12,17 @@ from earl_jax.sharding.layout import MeshShape
 class RolloutPlan(NamedTuple):
     """A rollout on `mesh`: `num_slots` episodes at once share `pages` pages of each row shard.
 
-    With `offload` the optimizer's moments wait in the host's memory meanwhile.
+    With `offload` the optimizer's moments are in host memory meanwhile.
     """
 
     mesh: MeshShape
     num_slots: int
     pages: int
     offload: bool = False
+    stage = "rollout"
 
     def words(self, first: "RolloutPlan | None" = None) -> str:
-        """The mesh, and what is otherwise than in `first`."""
+        """Returns the mesh, and how the plan differs from `first`."""
         slots = first is not None and self.num_slots != first.num_slots
         parts = [str(self.mesh)]
         parts += [f"{self.num_slots} slots"] if slots else []
@@ -30,14 +31,15 @@ class RolloutPlan(NamedTuple):
 
 
 class TrainPlan(NamedTuple):
-    """An update on `mesh`, in so many micro-batches; with `remat` activations are recomputed."""
+    """An update on `mesh` in so many micro-batches; with `remat` activations are recomputed."""
 
     mesh: MeshShape
     micro_batches: int
     remat: bool
+    stage = "train"
 
     def words(self, first: "TrainPlan | None" = None) -> str:
-        """The mesh, and what is otherwise than in `first`."""
+        """Returns the mesh, and how the plan differs from `first`."""
         if first is None or self[1:] == first[1:]:
             return str(self.mesh)
         parts = "micro-batch" if self.micro_batches == 1 else "micro-batches"
@@ -57,7 +59,7 @@ class Plans(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A plan that ran out of memory on the devices, and at which size.
+    """A plan that ran out of memory on the devices, and its size.
 
     `size` of a rollout is (tokens an episode, tokens that a row shard's pages hold, slots, 1 with
     the optimizer's moments on the devices); of training (tokens a row, rows at a time, 1 without
@@ -68,13 +70,13 @@ class Failure:
     mesh: str
     size: tuple[int, ...]
 
-    def covers(self, stage: str, mesh: MeshShape, size: Sequence[int]) -> bool:
-        """Whether a plan of this size is no smaller in any respect, and so fails too."""
-        same = (self.stage, self.mesh) == (stage, str(mesh))
+    def covers(self, plan: Plan, size: Sequence[int]) -> bool:
+        """Returns True for a plan that is no smaller in any respect, and so fails too."""
+        same = (self.stage, self.mesh) == (plan.stage, str(plan.mesh))
         return same and all(is_ >= was for is_, was in zip(size, self.size, strict=True))
 
     def __str__(self) -> str:
-        """As the end of a sentence."""
+        """Returns the end of a sentence."""
         if self.stage == "rollout":
             tokens, cached, slots, whole = self.size
             return (
@@ -95,13 +97,3 @@ class Failure:
         if len(failure.size) != {"rollout": 4, "train": 3}.get(failure.stage):
             raise TypeError(f"not a failure: {values}")
         return failure
-
-
-def rollout_size(plan: RolloutPlan, max_tokens: int, page_size: int) -> tuple[int, ...]:
-    """The size of a rollout whose episodes have up to `max_tokens` tokens, as in `Failure`."""
-    return (max_tokens, plan.pages * page_size, plan.num_slots, int(not plan.offload))
-
-
-def train_size(plan: TrainPlan, length: int, rows: int) -> tuple[int, ...]:
-    """The size of an update on `rows` rows of `length` tokens, as in `Failure`."""
-    return (length, rows // plan.micro_batches, int(not plan.remat))

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The selector's problem: a model, its work in a step, and the devices to put it on.
+"""The selector's problem: a model, its work in a step, and the devices. Pure.
 
-A run and the planner make the same record (placement/problem.py) and ask `choose` the same question
-about it. Everything here is arithmetic on the record: which meshes are possible at all, what a plan
-takes of a device, and how fast the speed model says it is. Nothing is started or placed.
+A run and the planner make the same record (placement/problem.py) and choose by the same functions.
+Its methods are arithmetic: the meshes that are possible, a plan's bytes per device, and its speed
+by the speed model.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ from earl_jax.selector.candidates import (
     context_candidates,
     for_rows,
     rollout_candidates,
-    rollout_context_candidates,
+    rollout_shapes,
     train_candidates,
+    train_shapes,
 )
 from earl_jax.selector.footprint import (
     Footprint,
@@ -30,8 +31,8 @@ from earl_jax.selector.footprint import (
     trainer_bytes,
 )
 from earl_jax.selector.hardware import Hardware
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
-from earl_jax.selector.roofline import round_s, train_s, waves
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.selector.roofline import round_s, train_parts, waves
 from earl_jax.sharding.layout import MeshShape
 
 # Says in words why a mesh cannot be used; None where it can.
@@ -40,23 +41,23 @@ Check = Callable[[MeshShape], str | None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
-    """What plans are chosen for.
+    """A model, its work in a step, and the devices.
 
     Attributes:
         hardware: all devices, of both stages.
         sizes: the model's parameters by shape and placement.
         work: the slots, rows, chunks and pages of a step, as the config says.
-        budget_bytes: what a stage may take of a device; None: no limit is known.
+        budget_bytes: bytes of a device that a stage may use; None: no limit is known.
         hysteresis: a plan that fits is left only for a step shorter by more than this fraction.
         horizon_steps: over at most so many steps a switch has to pay for itself.
         weights_obstacle: says why parameters cannot be cut over a mesh.
         attention_obstacle: says why the trainer's attention cannot.
         rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
         train_meshes_named: likewise.
-        num_rollout: devices that only play, the others only train; 0: all do both.
+        num_rollout: devices for rollouts only, the others are for training only; 0: all do both.
         num_processes: rollout meshes do not span processes, each of which plays its part.
-        can_offload: whether the optimizer's moments may wait in host memory during a rollout.
-        preempted_bytes: what preempted episodes may take of a host's memory beside them.
+        can_offload: the optimizer's moments may be in host memory during a rollout.
+        preempted_bytes: host memory that preempted episodes may take beside the moments.
     """
 
     hardware: Hardware
@@ -78,15 +79,15 @@ class Problem:
 
     @property
     def num_players(self) -> int:
-        """How many processes play."""
+        """The number of processes that play."""
         per_process = self.hardware.num_devices // self.num_processes
         return max(1, self.num_rollout // per_process) if self.num_rollout else self.num_processes
 
     @functools.cached_property
     def rollout_meshes(self) -> list[MeshShape]:
-        """The rollout's meshes for contexts of any length. Raises ValueError if none is possible.
+        """The rollout's meshes for contexts of any length.
 
-        And for one that the config names and that is impossible.
+        Raises ValueError if none is possible, or one that the config names is not.
         """
         number, named = self.num_rollout or self.hardware.num_devices, self.rollout_meshes_named
         experts = self.sizes.num_experts
@@ -107,14 +108,16 @@ class Problem:
         if self.rollout_meshes_named:
             return []
         number = self.num_rollout or self.hardware.num_devices
-        return rollout_context_candidates(number, self.rollout_obstacle, self.sizes.num_experts)
+        experts = self.sizes.num_experts
+        return context_candidates(rollout_shapes, number, self.rollout_obstacle, experts)
 
     @functools.cached_property
     def _long_train_meshes(self) -> list[MeshShape]:
         if self.train_meshes_named:
             return []
         number = self.hardware.num_devices - self.num_rollout
-        return context_candidates(number, self.weights_obstacle, self.sizes.num_experts)
+        experts = self.sizes.num_experts
+        return context_candidates(train_shapes, number, self.weights_obstacle, experts)
 
     def rollout_meshes_for(self, max_tokens: int) -> list[MeshShape]:
         """Returns the meshes for episodes of so many tokens; long ones may be cut over context."""
@@ -146,9 +149,9 @@ class Problem:
         return self.attention_obstacle(mesh) or self.weights_obstacle(mesh)
 
     def train_plans(self, length: int) -> list[TrainPlan]:
-        """Returns every way to train on rows of so many tokens, the config's first on each mesh.
+        """Returns the plans for rows of so many tokens, on each mesh the config's first.
 
-        More micro-batches, twice as many each time, and remat, where the config has none.
+        The others have more micro-batches, twice as many each time, and remat.
         """
         work, plans = self.work, []
         for mesh in self.train_meshes_for(length):
@@ -160,11 +163,18 @@ class Problem:
         return plans
 
     def slot_numbers(self, mesh: MeshShape) -> list[int]:
-        """Returns how many slots a rollout may have on this mesh, falling: the config's, halves."""
+        """Returns the numbers of slots for a rollout on this mesh: the config's, then halves."""
         numbers = [self.work.num_slots]
         while numbers[-1] % (2 * mesh.data) == 0:
             numbers.append(numbers[-1] // 2)
         return numbers
+
+    def size_of(self, plan: Plan, tokens: int) -> tuple[int, ...]:
+        """Returns a plan's size at a context bucket, as in `Failure`."""
+        if isinstance(plan, RolloutPlan):
+            cached = plan.pages * self.work.page_size
+            return (tokens, cached, plan.num_slots, int(not plan.offload))
+        return (tokens, self.work.num_rows // plan.micro_batches, int(not plan.remat))
 
     # Bytes per device.
 
@@ -188,7 +198,7 @@ class Problem:
 
     @functools.cache  # noqa: B019
     def page_bytes(self, mesh: MeshShape) -> int:
-        """Returns the bytes of a page: of a row shard's, which are cut over tensor and context."""
+        """Returns the bytes of a device's part of a page, which is cut over tensor and context."""
         tokens = self.work.page_size // mesh.context
         return tokens * cache_token_bytes(self.sizes, self.work, mesh)
 
@@ -199,7 +209,7 @@ class Problem:
 
     @functools.cache  # noqa: B019
     def trainer_bytes(self, mesh: MeshShape, offload: bool = False) -> int:
-        """Returns what a trainer on this mesh leaves on each device while episodes are played."""
+        """Returns the bytes of a trainer on each device during a rollout."""
         if self.num_rollout:
             return 0
         parameters, moments = trainer_bytes(self.sizes, mesh)
@@ -227,14 +237,14 @@ class Problem:
         """Returns the tokens/s of updates on rows of so many tokens."""
         work = dataclasses.replace(self.work, micro_batches=plan.micro_batches, remat=plan.remat)
         hardware = self.hardware.with_devices(plan.mesh.num_devices)
-        seconds = train_s(hardware, self.sizes, work, plan.mesh, length).total
+        seconds = train_parts(hardware, self.sizes, work, plan.mesh, length).total
         return work.num_rows * length / seconds
 
     @functools.cache  # noqa: B019
     def round_speed(self, mesh: MeshShape, num_slots: int, max_tokens: int, rows: int) -> float:
         """Returns the tokens/s of all slots, at the end of their context bucket.
 
-        A row shard's KV cache holds `rows` of its slots at once; the others wait for their turn.
+        A row shard's KV cache has pages for `rows` of its slots at once.
         """
         work = dataclasses.replace(self.work, num_slots=num_slots)
         hardware = self.hardware.with_devices(mesh.num_devices)
@@ -253,20 +263,20 @@ class Problem:
 
     @functools.cache  # noqa: B019
     def publish_s(self, mesh: MeshShape) -> float:
-        """Returns the seconds in which new weights come to a rollout on this mesh."""
+        """Returns the seconds of publishing new weights to a rollout on this mesh."""
         return self._arrival_s(engine_bytes(self.sizes.engine, mesh))
 
     @functools.cache  # noqa: B019
     def move_s(self, mesh: MeshShape) -> float:
-        """Returns the seconds in which the trainer's state comes to this mesh."""
+        """Returns the seconds of moving the trainer's state to this mesh."""
         return self._arrival_s(sum(trainer_bytes(self.sizes, mesh)))
 
     def relocate_s(self, mesh: MeshShape, cache_bytes: int) -> float:
-        """Returns the seconds in which weights and a KV cache of so many bytes come to a mesh."""
+        """Returns the seconds of moving weights and a KV cache of so many bytes to a mesh."""
         return self._arrival_s(engine_bytes(self.sizes.engine, mesh) + cache_bytes)
 
     def offload_s(self, mesh: MeshShape) -> float:
-        """Returns the seconds a step in which the moments go to host memory and come back."""
+        """Returns the seconds a step of moving the moments to host memory and back."""
         return 2 * self.moments_bytes(mesh) / self.hardware.host_bytes_per_s
 
     def _arrival_s(self, num_bytes: int) -> float:

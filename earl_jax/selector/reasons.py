@@ -1,28 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reasons of a choice, and what would do where nothing fits, in words."""
+"""The reasons of a choice in words, and the error where nothing fits."""
 
+import math
 from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
-from earl_jax.selector.plans import RolloutPlan, TrainPlan, rollout_size, train_size
-from earl_jax.sharding.layout import MeshShape
-from earl_jax.telemetry.load import Load
+from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 
 
 class BudgetTooSmall(ValueError):
-    """No plan fits the budget; the message says the smallest budget that would do."""
+    """No plan fits the budget; the message names the smallest budget that would do."""
 
 
 def reason_of(
     candidates: Candidates,
     chosen: Candidate,
-    current: RolloutPlan | TrainPlan | None,
+    current: Plan | None,
     *,
     tokens: int,
     num_bytes: int,
     gain: float | None,
-    load: Load | None,
 ) -> str:
     """Returns why a plan was chosen at a context bucket of `tokens`.
 
@@ -30,42 +28,48 @@ def reason_of(
     plan in use; None where that one cannot stay.
     """
     plan, budget = chosen.plan, candidates.problem.budget_bytes
-    about, of = "" if chosen.is_exact else "about ", "" if budget is None else " of "
-    facts = (
-        f"context {tokens}, {about}{size_words(num_bytes)}{of}{size_words(budget)}/device, "
-        f"{chosen.tokens_per_s:,.0f} tokens/s {'observed' if chosen.is_observed else 'computed'}"
-    )
-    if load is not None:
-        facts += f"; longest episode {load.context_tokens_max} tokens"
-    if current is None:
-        return f"starts on {plan.words()} ({facts})"
-    if plan.mesh == current.mesh:
-        return f"stays on {plan.words(current)} ({facts})"  # pyright: ignore[reportArgumentType]
-    why = _why_left(candidates, current, tokens)
-    if gain is not None:
-        why = f"step {gain:.0%} shorter"
-    return f"{current.mesh} -> {plan.words()} ({why}; {facts})"
+    about = "" if chosen.is_exact else "about "
+    size = f"{about}{size_words(num_bytes)}/device"
+    size += "" if budget is None else f", budget {size_words(budget)}"
+    if current is None or plan.mesh == current.mesh:
+        verb = "starts" if current is None else "stays"
+        speed = f"{chosen.tokens_per_s:,.0f} tokens/s"
+        speed += " observed" if chosen.is_observed else " computed"
+        return f"{verb} on {plan.words(current)} (context {tokens}, {size}; {speed})"
+    why, before = f"context {tokens}, {size}", _in_use(candidates, current, tokens, math.inf)
+    if gain is None:
+        why = _why_left(candidates, current, tokens)
+    faster = "" if before is None else percent(chosen.tokens_per_s / before.tokens_per_s - 1)
+    if chosen.is_trial:
+        faster = f"never ran, tried: at best {faster}"
+    return f"{current.mesh} -> {plan.words()} ({why}{faster and f'; {faster} tokens/s'})"
 
 
-def _why_left(candidates: Candidates, plan: RolloutPlan | TrainPlan, tokens: int) -> str:
-    """Returns why a plan in use cannot stay."""
-    work = candidates.problem.work
+def _in_use(candidates: Candidates, plan: Plan, tokens: int, free: float) -> Candidate | None:
+    """Returns the candidate of a plan in use, or the smallest on its mesh; None for no candidate.
+
+    A rollout's has the slots and pages that fit into `free` bytes, or the fewest.
+    """
+    found: Sequence[Candidate]
     if isinstance(plan, TrainPlan):
-        stage, size = "train", train_size(plan, tokens, work.num_rows)
-        found: Sequence[Candidate] = candidates.train(tokens)
+        found = candidates.train(tokens)
     else:
-        stage, size = "rollout", rollout_size(plan, tokens, work.page_size)
-        found = candidates.rollouts(tokens, None, 0.0, offload=plan.offload)
-    if failed := candidates.table.failure_of(stage, plan.mesh, size):
-        return f"{plan.mesh} {failed}"
+        found = candidates.rollouts(tokens, None, free, offload=plan.offload)
     there = [candidate for candidate in found if candidate.plan.mesh == plan.mesh]
-    if not there:
-        return f"{plan.mesh} is no candidate for context {tokens}"
-    # The plan in use, or the least that its mesh could do with.
     same = [candidate for candidate in there if candidate.plan == plan]
-    least = min(same or there, key=lambda candidate: candidate.num_bytes)
-    if least.num_bytes > candidates.problem.budget:
-        return f"context {tokens} needs {size_words(least.num_bytes)}/device on {plan.mesh}"
+    return min(same or there, key=lambda candidate: candidate.num_bytes, default=None)
+
+
+def _why_left(candidates: Candidates, plan: Plan, tokens: int) -> str:
+    """Returns why a plan in use cannot stay."""
+    problem, least = candidates.problem, _in_use(candidates, plan, tokens, 0.0)
+    if failed := candidates.table.failure_of(plan, problem.size_of(plan, tokens)):
+        return f"{plan.mesh} {failed}"
+    if least is None:
+        return f"{plan.mesh} is no candidate for context {tokens}"
+    if least.num_bytes > problem.budget:
+        need, budget = size_words(least.num_bytes), size_words(problem.budget)
+        return f"context {tokens} needs {need}/device, budget {budget}"
     return f"{plan.mesh} leaves the other stage too little memory"
 
 
@@ -74,12 +78,12 @@ def step_too_small(
 ) -> BudgetTooSmall:
     """Returns the error where no pair fits.
 
-    `residents` are the bytes that the trainers which fit leave during a rollout, with whether their
-    moments wait in host memory; () where no trainer fits.
+    `residents` are the bytes that the trainers which fit leave during a rollout, and True for those
+    with their moments in host memory; () where no trainer fits.
     """
     if not residents:
         return too_small(candidates, "training", candidates.train(length), length)
-    found = [
+    found: list[tuple[int, Candidate[RolloutPlan]]] = [
         (resident, candidate)
         for resident, offload in residents
         for candidate in candidates.rollouts(max_tokens, 0, 0.0, offload=offload)
@@ -107,7 +111,7 @@ def too_small(
         )
     least = min(possible, key=lambda candidate: candidate.num_bytes)
     budget = candidates.problem.budget_bytes or 0
-    need, mesh = least.num_bytes + resident, _mesh(least)
+    need, mesh = least.num_bytes + resident, least.plan.mesh
     return BudgetTooSmall(
         f"config.selector.budget_bytes_per_device is {budget}, and no mesh for {what} fits it at a "
         f"context of {tokens} tokens; the smallest budget that would do is "
@@ -116,14 +120,13 @@ def too_small(
     )
 
 
-def _mesh(candidate: Candidate) -> MeshShape:
-    return candidate.plan.mesh
+def percent(fraction: float) -> str:
+    """Returns a change for people, "+12 %"."""
+    return f"{100 * fraction:+.0f} %"
 
 
-def size_words(num_bytes: float | None) -> str:
-    """Returns bytes for people, "1.5 GiB" or "20.1 MiB"; "" for None."""
-    if num_bytes is None:
-        return ""
+def size_words(num_bytes: float) -> str:
+    """Returns bytes for people, "1.5 GiB" or "20.1 MiB"."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             number = num_bytes / size

@@ -44,7 +44,7 @@ to be expected. No program of this project was timed on a chip. Virtual CPU devi
 there the order of meshes is right, and speeds are up to three times too high.
 """
 
-# What large products reach of the peak: the rule of thumb of "How to Scale Your Model".
+# The share of the peak that large products reach: "How to Scale Your Model".
 MATMUL_REACHED = 0.6
 # A backward pass is two products for each of the forward pass; remat computes that once more.
 BACKWARD_PASSES = 2
@@ -87,7 +87,7 @@ def decode_s(
     tokens: int = 1,
     attended: int | None = None,
 ) -> Seconds:
-    """One forward pass of the engine over `tokens` tokens of each of `rows` rows of a row shard.
+    """Returns the seconds of an engine's forward pass over `tokens` tokens of each of `rows` rows.
 
     `attended` of the rows (by default all) have `context` tokens behind them, which are all read;
     so are all weights, of a mixture's experts those that some token goes to. Two all-reduces a
@@ -131,10 +131,10 @@ def loop_syncs(sizes: ModelSizes, blocks: int) -> int:
 def round_s(
     hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, rows: int, context: int
 ) -> float:
-    """A round of the engine, `rows` busy slots a row shard: a chunk appended, a burst sampled.
+    """Returns the seconds of a round with `rows` live slots a row shard: a chunk and a burst.
 
-    Where there are more of these than rows of a decode step, they take turns. With
-    `Kernels.fixed_rows` programs have rows for all slots, with `full_tiles` they read for these.
+    More slots than rows of a decode step take turns. With `Kernels.fixed_rows` programs have rows
+    for all slots, with `full_tiles` they read for all of them.
     """
     kernels = hardware.kernels
     slots = max(rows, work.num_slots // mesh.data) if kernels.fixed_rows else rows
@@ -149,13 +149,13 @@ def round_s(
 
 def waves(rows: int, rows_that_fit: int) -> list[int]:
     """Returns how many rows run at a time: 16 rows of which 7 fit run as 7, 7 and 2."""
-    full, rest = divmod(rows, rows_that_fit)
-    return [rows_that_fit] * full + [rest] * (rest > 0)
+    full, last = divmod(rows, rows_that_fit)
+    return [rows_that_fit] * full + [last] * (last > 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainParts:
-    """Seconds of one update on one device, by what they are for.
+    """Seconds of one update on one device, by kind.
 
     `products_s` are projections, networks and the head; `attention_s` scores and what they weigh;
     `elementwise_s` norms, gates, rotary embeddings and logits; `weights_s` reads of the weights,
@@ -173,22 +173,18 @@ class TrainParts:
     latency_s: float
 
     @property
-    def seconds(self) -> Seconds:
-        """The parts as `Seconds`."""
-        loops_s = self.elementwise_s + self.optimizer_s
-        return Seconds(
-            compute_s=self.products_s + self.attention_s + loops_s,
-            memory_s=self.weights_s + loops_s,
-            collectives_s=self.beside_s + self.crossing_s,
-            latency_s=self.latency_s,
+    def total(self) -> float:
+        """The seconds of all parts; reads of weights run beside products and attention."""
+        beside_s = max(self.products_s + self.attention_s, self.weights_s)
+        return beside_s + sum(
+            (
+                self.elementwise_s,
+                self.optimizer_s,
+                self.beside_s,
+                self.crossing_s,
+                self.latency_s,
+            )
         )
-
-
-def train_s(
-    hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape, length: int
-) -> Seconds:
-    """One update on rows of `length` tokens."""
-    return train_parts(hardware, sizes, work, mesh, length).seconds
 
 
 def train_parts(
@@ -199,7 +195,7 @@ def train_parts(
     length: int,
     recomputed: float | None = None,
 ) -> TrainParts:
-    """One update on rows of `length` tokens, by parts.
+    """Returns the seconds of one update on rows of `length` tokens, by parts.
 
     `recomputed` is the share of a layer's products and element-wise loops that is computed again
     backward, by default all of it with remat and nothing without. What is gathered and scattered
@@ -256,7 +252,7 @@ def _train_attention_s(
     tokens: int,
     length: int,
 ) -> float:
-    """Attention of an update over so many tokens of a device, each behind half of a row."""
+    """Returns the seconds of attention of an update over `tokens` tokens of a device."""
     kernels, share = hardware.kernels, hardware.share(mesh.num_devices)
     peak = hardware.flops_per_s * share
     flops = tokens * _attention_flops(sizes, length / 2) / mesh.tensor
@@ -274,7 +270,7 @@ def _train_attention_s(
 
 
 def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
-    """Bytes of a token that element-wise loops move in one pass over all layers, as compilers fuse.
+    """Returns the bytes of a token that fused element-wise loops move in a pass over all layers.
 
     Two norms with the residual sums before them (each reads two streams and writes two), rotary
     embeddings (queries and keys, there and back), and the gate (reads two arrays, writes one).
@@ -286,14 +282,14 @@ def _elementwise_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
 
 
 def _gathered_bytes(sizes: ModelSizes, mesh: MeshShape) -> float:
-    """Bytes of the layers in the compute type, as they are once gathered."""
+    """Returns the bytes of the gathered layers in the compute type."""
     parts = mesh.fsdp * mesh.context
     whole = device_bytes(sizes.trained + sizes.frozen, mesh) * parts
     return whole * sizes.compute_bytes / 4
 
 
 def _gathers_s(hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: MeshShape) -> float:
-    """Gathers of weights and sums of gradients of one micro-batch."""
+    """Returns the seconds of a micro-batch's gathers of weights and sums of gradients."""
     state, parts = device_bytes(sizes.trained, mesh), mesh.fsdp * mesh.context
     copies, apart = _gathered_bytes(sizes, mesh), stride(mesh, "context")
     return (
@@ -304,7 +300,7 @@ def _gathers_s(hardware: Hardware, sizes: ModelSizes, work: Workload, mesh: Mesh
 
 
 def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int) -> float:
-    """Bytes of weights that a device reads for so many tokens of a row shard."""
+    """Returns the bytes of weights that a device reads for so many tokens of a row shard."""
     share = sizes.experts_per_token / sizes.num_experts if sizes.num_experts else 1.0
     touched = 1.0 - (1.0 - share) ** tokens if sizes.num_experts else 1.0
     read = 0.0
@@ -316,13 +312,13 @@ def weights_read(sizes: ModelSizes, mesh: MeshShape, tokens: int) -> float:
 
 
 def cache_read(sizes: ModelSizes, work: Workload, mesh: MeshShape, context: int) -> float:
-    """Bytes of the cache that a device reads for a token behind so many."""
+    """Returns the bytes of the cache that a device reads for a token behind so many."""
     seen = sum(min(context, window or context) for window in sizes.windows) / sizes.num_layers
     return cache_token_bytes(sizes, work, mesh) * seen / mesh.context
 
 
 def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[float, float]:
-    """Operations of one token in all layers' projections and networks, on one device."""
+    """Returns the operations of a token in all layers' projections and networks, on a device."""
     heads = (2 * sizes.num_heads + 2 * sizes.num_kv_heads) * sizes.head_size
     networks = 3 * sizes.width * sizes.ffn_size * (sizes.experts_per_token or 1)
     per_layer = 2.0 * sizes.num_layers / mesh.tensor
@@ -330,6 +326,6 @@ def _layer_flops(sizes: ModelSizes, mesh: MeshShape, experts_cut: int) -> tuple[
 
 
 def _attention_flops(sizes: ModelSizes, context: float) -> float:
-    """Operations of one token that looks at so many, over all layers."""
+    """Returns the operations of a token that attends to so many, over all layers."""
     seen = sum(min(context, window or context) for window in sizes.windows)
     return 4.0 * sizes.num_heads * sizes.head_size * seen

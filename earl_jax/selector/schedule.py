@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The plans of both stages at rising contexts, as values and in words. Pure.
+"""The plans of both stages at rising contexts, as values and as text. Pure.
 
-At each context `Chooser.step` is asked, as in a run that is there for longer than a window of
+At each context `Chooser.step` chooses, as in a run that stays there for longer than a window of
 steps; the plans in use carry over to the next. Devices need not be here.
 """
 
@@ -14,6 +14,7 @@ from earl_jax.selector.choose import BudgetTooSmall, Candidate, Choice, Chooser,
 from earl_jax.selector.footprint import device_bytes
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
+from earl_jax.selector.reasons import percent
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text, table_lines
@@ -40,23 +41,22 @@ _KINDS = {
 class Stop:
     """One context of a schedule.
 
-    `decision` is None where nothing fits, which `why` says. `trains` and `rollouts` have each mesh
-    once, in its best way: what is chosen, then what fits by speed, then the others by bytes.
-    Rollouts are beside `resident` bytes of the trainer that is chosen, or of the one that leaves
-    most memory; the smallest by itself takes `least_rollout` bytes.
+    `decision` is None where nothing fits; `why` is the error then. `trains` and `rollouts` have the
+    best plan of each mesh: the chosen one, then those that fit by speed, then the others by bytes.
+    Rollouts are beside `resident` bytes of the trainer that is chosen, or of the smallest.
     """
 
     context: int
     decision: Decision | None
     why: str
+    reasons: Sequence[str]
     trains: tuple[Candidate[TrainPlan], ...]
     rollouts: tuple[Candidate[RolloutPlan], ...]
     resident: int
-    least_rollout: int
 
     @property
     def choices(self) -> list[Choice]:
-        """What is chosen for both stages; [] where nothing fits."""
+        """The choices for both stages; [] where nothing fits."""
         return self.decision.choices if self.decision else []
 
 
@@ -66,10 +66,10 @@ def make_schedule(
     contexts: Iterable[int],
     compiled: Compile | None = None,
 ) -> list[Stop]:
-    """Returns what is chosen at each of rising contexts.
+    """Returns the decision at each of rising contexts.
 
-    With `compiled`, what is chosen is compiled, and chosen again by the table that comes back,
-    until the bytes of both stages' plans are XLA's.
+    With `compiled` the chosen plans are compiled, and chosen again by the table that comes back,
+    until the bytes of both are XLA's.
     """
     plans, stops = Plans(), []
     for context in contexts:
@@ -98,12 +98,16 @@ def plans_of(decision: Decision | None) -> Plans:
 
 
 def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
-    problem, decision, why, seen = chooser.problem, None, "", set()
+    problem, decision, why, reasons, seen = chooser.problem, None, "", dict[str, str](), set()
     try:
         # Until a run would stay there: one switch may change what others cost.
         while plans not in seen:
             seen.add(plans)
             decision = chooser.step(full_step(problem, context), plans)
+            # The last reason would be that a plan stays.
+            for choice in decision.choices:
+                if choice.switched or choice.stage not in reasons:
+                    reasons[choice.stage] = str(choice)
             plans = plans_of(decision)
     except BudgetTooSmall as error:
         decision, why, plans = None, str(error), Plans()
@@ -112,27 +116,26 @@ def _stop(chooser: Chooser, context: int, plans: Plans) -> Stop:
     meshes = [c.plan.mesh for c in trains if not c.failed and c.num_bytes <= problem.budget]
     meshes = [plans.train.mesh] if plans.train else meshes
     resident = min((problem.trainer_bytes(mesh, offload) for mesh in meshes), default=0)
-    room = problem.budget - resident if meshes else 0.0
-    rollouts = chooser.candidates.rollouts(context, None, room, offload=offload)
-    smallest = chooser.candidates.rollouts(context, None, 0.0, offload=offload)
+    free = problem.budget - resident
+    rollouts = chooser.candidates.rollouts(context, None, free, offload=offload) if meshes else []
     return Stop(
         context=context,
         decision=decision,
         why=why,
+        reasons=tuple(reasons.values()),
         trains=_by_mesh(trains, plans.train, problem.budget),
-        rollouts=_by_mesh(rollouts if meshes else [], plans.rollout, room),
+        rollouts=_by_mesh(rollouts, plans.rollout, free),
         resident=resident,
-        least_rollout=min(candidate.num_bytes for candidate in smallest),
     )
 
 
 def _by_mesh(
-    candidates: Sequence[Candidate[P]], chosen: P | None, room: float
+    candidates: Sequence[Candidate[P]], chosen: P | None, free: float
 ) -> tuple[Candidate[P], ...]:
     """Returns the best candidate of each mesh: the chosen one, then the fastest, the smallest."""
 
     def rank(candidate: Candidate[P]) -> tuple[bool, bool, float]:
-        can = not candidate.failed and candidate.num_bytes <= room
+        can = not candidate.failed and candidate.num_bytes <= free
         size = candidate.tokens_per_s if can else -candidate.num_bytes
         return candidate.plan == chosen, can, size
 
@@ -143,7 +146,7 @@ def _by_mesh(
 
 
 def schedule_values(problem: Problem, schedule: Sequence[Stop], *, exact: bool) -> Values:
-    """Returns what is planned for, each stage at each context with all meshes, and the schedule."""
+    """Returns the problem's numbers, all meshes of each stage at each context, and the schedule."""
     hardware, sizes, work = problem.hardware, problem.sizes, problem.work
     parameters = sizes.frozen or sizes.trained
     return {
@@ -169,14 +172,18 @@ def schedule_values(problem: Problem, schedule: Sequence[Stop], *, exact: bool) 
         "schedule": [
             {"context": stop.context, "fits": stop.decision is not None}
             | {f"{choice.stage}_mesh": str(choice.plan.mesh) for choice in stop.choices}
-            | ({"step_s": stop.decision.seconds} if stop.decision else {"why": stop.why})
+            | (
+                {"step_s": stop.decision.seconds, "decision": "; ".join(stop.reasons)}
+                if stop.decision
+                else {"why": stop.why}
+            )
             for stop in schedule
         ],
     }
 
 
 def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Values:
-    """Returns the mesh that is chosen, and all in their order; or by how much none fits."""
+    """Returns the chosen mesh, and all in their order; or the bytes that are missing."""
     meshes = [_candidate(problem, stop, candidate) for candidate in candidates]
     if stop.decision is not None:
         return {"mesh": meshes[0]["mesh"], "meshes": meshes}
@@ -185,8 +192,8 @@ def _stage(problem: Problem, stop: Stop, candidates: Sequence[Candidate]) -> Val
 
 
 def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
-    """Returns a mesh as it would be used; `plan` says how in words."""
-    plan, left, beside = candidate.plan, 0, 0
+    """Returns a candidate as values; `plan` is its use of the mesh in words."""
+    plan, beside = candidate.plan, 0
     values: Values = {**plan._asdict(), "mesh": str(plan.mesh)}
     if isinstance(plan, RolloutPlan):
         kinds = problem.round_footprint(plan, stop.context)
@@ -201,13 +208,10 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
         words = f"{plan.micro_batches} micro-batch{'es' * (plan.micro_batches > 1)}"
         words += ", remat" * plan.remat
         values["update_s"] = problem.work.num_rows * stop.context / candidate.tokens_per_s
-        left = problem.trainer_bytes(plan.mesh, problem.can_offload) + stop.least_rollout
     kinds = dataclasses.replace(kinds.with_total(candidate.num_bytes), trainer=beside)
-    fits = not candidate.failed and kinds.total <= problem.budget
     return values | {
         "plan": words,
-        "fits": fits,
-        "leaves_room": fits and left <= problem.budget,
+        "fits": not candidate.failed and kinds.total <= problem.budget,
         "safe": is_safe(kinds.total, problem.budget, is_exact=candidate.is_exact),
         "exact": candidate.is_exact,
         "observed": candidate.is_observed,
@@ -219,12 +223,12 @@ def _candidate(problem: Problem, stop: Stop, candidate: Candidate) -> Values:
 
 
 def is_safe(num_bytes: float, budget: float, *, is_exact: bool) -> bool:
-    """Whether a program fits even if it takes more than was computed by what was ever seen."""
+    """Returns True if a program fits with MARGIN above its computed bytes, more than ever seen."""
     return num_bytes * (1.0 if is_exact else 1.0 + MARGIN) <= budget
 
 
 def schedule_lines(values: Values) -> Iterator[str]:
-    """Returns `schedule_values` for people: what is planned for, both stages, and the schedule."""
+    """Yields `schedule_values` for people: the problem, both stages, and the schedule."""
     budget, memory = (values[f"{kind}_bytes_per_device"] for kind in ("budget", "memory"))
     yield (
         f"{values['topology']}: {values['devices']:,} devices, {values['processes']:,} "
@@ -248,7 +252,12 @@ def schedule_lines(values: Values) -> Iterator[str]:
         for context in found:
             yield f"  {context['context']:,}: {_others_words(budget, context[stage]['meshes'])}"
     yield "\nschedule:"
-    yield from _changes(values)
+    for stop in values["schedule"]:
+        words = f"  {stop['context']:,} tokens"
+        if stop["fits"]:
+            yield f"{words}: a step takes {stop['step_s']:,.2f} s; {stop['decision']}"
+        else:
+            yield f"{words} do not fit: {stop['why']}"
 
 
 def _row(budget: int, context: Values, stage: str) -> list[str]:
@@ -268,33 +277,13 @@ def _row(budget: int, context: Values, stage: str) -> list[str]:
 
 
 def _others_words(budget: int, meshes: Sequence[Values]) -> str:
-    """The next best mesh, and what does not fit."""
-    words, second = "no other mesh fits", next((m for m in meshes[1:] if m["leaves_room"]), None)
+    """Returns the next best mesh, and those that do not fit."""
+    words, second = "no other mesh fits", next((m for m in meshes[1:] if m["fits"]), None)
     if second:
         gain = second["tokens_per_s"] / meshes[0]["tokens_per_s"] - 1
-        words = f"next best {second['mesh']}, {second['plan']} ({gain:+.0%} tokens/s, "
+        words = f"next best {second['mesh']}, {second['plan']} ({percent(gain)} tokens/s, "
         words += f"{second['bytes_per_device'] / budget:.0%} of budget)"
     if lost := [mesh for mesh in meshes if not mesh["fits"]]:
         over = bytes_text(max(0, lost[0]["bytes_per_device"] - budget))
         words += f"; {len(lost)} do not fit, {lost[0]['mesh']} {lost[0]['failed'] or f'by {over}'}"
     return words
-
-
-def _changes(values: Values) -> Iterator[str]:
-    """A line for each context: the plans that are other than before, and what a step takes."""
-    before, where = dict[str, Values](), "from the start"
-    for stop, context in zip(values["schedule"], values["contexts"], strict=True):
-        if not stop["fits"]:
-            yield f"  {stop['context']:,} tokens do not fit: {stop['why']}"
-            continue
-        changes = []
-        for stage in _KINDS:
-            mesh, was = context[stage]["meshes"][0], before.get(stage, {})
-            if (mesh["mesh"], mesh["plan"]) != (was.get("mesh"), was.get("plan")):
-                arrow = f"{was['mesh']} -> " if was and was["mesh"] != mesh["mesh"] else ""
-                changes.append(f"{stage} {arrow}{mesh['mesh']} ({mesh['plan']})")
-            before[stage] = mesh
-        tokens = f"{stop['context']:,} tokens"
-        changes.append(f"a step of {tokens} takes {stop['step_s']:,.2f} s")
-        yield f"  {where}: {'; '.join(changes)}"
-        where = f"beyond {tokens}"

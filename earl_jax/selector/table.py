@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The throughput table: speeds and bytes of plans that ran, by stage, mesh and context bucket.
+"""The throughput table: speeds and bytes of plans that ran, by plan and context bucket.
 
 Every real step adds a speed. A plan's speed is the median of its last speeds, so that one noisy
-step decides nothing. A plan that ran out of memory is in the table too, and is not tried again.
+step decides nothing. Plans that ran out of memory are in the table too.
 
-The table is kept in the user's cache folder, one JSON file per (model, programs, devices,
-versions), so that the next run begins with what this one has seen. Of such a kept entry only the
-median counts, as one speed: the next run's own steps soon outweigh it.
+The table is kept in the user's cache folder, one JSON file for each set of facts (model, settings,
+devices, versions). The next run begins with each entry's median as one speed, which its own steps
+soon outweigh.
 """
 
 import dataclasses
@@ -18,22 +18,17 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from earl_jax.selector.plans import Failure
+from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
 
-# Facts that make two tables ones of the same model on the same devices. `table` is "model" where no
-# speeds are taken.
-SUBJECT = ("model", "vocab_size", "devices", "table")
-# Raised whenever speeds mean something else: older tables are not taken then.
+# Raised whenever speeds mean something else: older tables are not read then.
 METHOD = 3
-# An entry keeps so many speeds, and with fewer than TRUSTED it may still be noise.
+# An entry keeps KEPT speeds; with fewer than TRUSTED they may be noise.
 KEPT, TRUSTED = 5, 3
-# So many facts that differ are named in a message.
-NAMED = 4
 
 
 class Entry(NamedTuple):
@@ -52,7 +47,7 @@ class Entry(NamedTuple):
 
     @property
     def is_trusted(self) -> bool:
-        """Whether there are enough speeds that the median is no noise."""
+        """True if there are enough speeds for a median."""
         return len(self.speeds) >= TRUSTED
 
 
@@ -60,8 +55,8 @@ class Entry(NamedTuple):
 class ThroughputTable:
     """Entries by key (`key_of`), and failures.
 
-    `path` is its file, None for a table that is not kept. `facts` say what it is of, as plain JSON
-    values.
+    `path` is its file, None for a table that is not kept. `facts` say which model, devices and
+    versions were observed, as plain JSON values.
     """
 
     path: Path | None = None
@@ -72,8 +67,7 @@ class ThroughputTable:
     def with_speed(self, key: str, tokens_per_s: float) -> "ThroughputTable":
         """Returns the table with one more speed of an entry."""
         entry = self.entries.get(key, Entry())
-        speeds = (*entry.speeds, tokens_per_s)[-KEPT:]
-        return self._with(key, entry._replace(speeds=speeds))
+        return self._with(key, entry._replace(speeds=(*entry.speeds, tokens_per_s)[-KEPT:]))
 
     def with_bytes(self, key: str, program_bytes: int) -> "ThroughputTable":
         """Returns the table with the bytes of an entry's program."""
@@ -86,9 +80,9 @@ class ThroughputTable:
         """Returns the table with one more failure."""
         return dataclasses.replace(self, failures=(*self.failures, failure))
 
-    def failure_of(self, stage: str, mesh: MeshShape, size: Sequence[int]) -> str:
-        """Returns why a plan of this size fails, by what failed before; "" where it may run."""
-        return next((str(f) for f in self.failures if f.covers(stage, mesh, size)), "")
+    def failure_of(self, plan: Plan, size: Sequence[int]) -> str:
+        """Returns how a plan of this size fails, by what failed before; "" where it may run."""
+        return next((str(f) for f in self.failures if f.covers(plan, size)), "")
 
     def as_prior(self) -> "ThroughputTable":
         """Returns the table as another run begins with it: one speed an entry, its median."""
@@ -97,6 +91,14 @@ class ThroughputTable:
             for key, entry in self.entries.items()
         }
         return dataclasses.replace(self, entries=entries)
+
+    def over(self, kept: "ThroughputTable") -> "ThroughputTable":
+        """Returns these entries before those of `kept`, and the failures of both."""
+        return dataclasses.replace(
+            kept,
+            entries={**kept.entries, **self.entries},
+            failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
+        )
 
     def write(self) -> None:
         """Writes the file, as a whole or not at all. Raises OSError where it cannot."""
@@ -116,7 +118,7 @@ class ThroughputTable:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any], path: Path | None = None) -> "ThroughputTable":
-        """The inverse of `as_dict`. Raises ValueError for anything else."""
+        """Returns the inverse of `as_dict`. Raises ValueError for anything else."""
         try:
             entries = {}
             for key, entry in values["entries"].items():
@@ -131,100 +133,47 @@ class ThroughputTable:
             raise ValueError(f"not a throughput table: {error}") from None
         return ThroughputTable(path=path, entries=entries, failures=failures, facts=facts)
 
-    def over(self, kept: "ThroughputTable") -> "ThroughputTable":
-        """Returns these entries before those of `kept`, and the failures of both."""
-        return dataclasses.replace(
-            kept,
-            entries={**kept.entries, **self.entries},
-            failures=tuple(dict.fromkeys((*kept.failures, *self.failures))),
-        )
-
-
-_WAYS = {
-    "rollout": re.compile(r"slots=[1-9][0-9]*"),
-    "train": re.compile(r"micro_batches=[1-9][0-9]*,remat=(True|False)"),
-}
-
-
-class Key(NamedTuple):
-    """What an entry is of; `way` is "slots=32" or "micro_batches=2,remat=True"."""
-
-    stage: str
-    mesh: MeshShape
-    tokens: int
-    way: str
-
-    def __str__(self) -> str:
-        return f"{self.stage} {self.mesh} {self.tokens} {self.way}"
-
 
 @functools.cache
 def rollout_key(mesh: MeshShape, max_tokens: int, num_slots: int) -> str:
     """Returns the key of a rollout, "rollout data=4,tensor=2 48 slots=32"."""
-    return str(Key("rollout", mesh, max_tokens, f"slots={num_slots}"))
+    return f"rollout {mesh} {max_tokens} slots={num_slots}"
 
 
 @functools.cache
 def train_key(mesh: MeshShape, length: int, micro_batches: int, remat: bool) -> str:
     """Returns the key of an update, "train data=8 48 micro_batches=2,remat=True"."""
-    return str(Key("train", mesh, length, f"micro_batches={micro_batches},remat={remat}"))
+    return f"train {mesh} {length} micro_batches={micro_batches},remat={remat}"
 
 
-def parse_key(text: str) -> Key:
-    """The inverse of str(). Raises ValueError for anything else."""
-    parts = text.split(" ")
-    known = len(parts) == 4 and parts[0] in _WAYS and _WAYS[parts[0]].fullmatch(parts[3])
-    if not (known and parts[2].isascii() and parts[2].isdigit()):
+def key_of(plan: Plan, tokens: int) -> str:
+    """Returns the key of a plan at a context bucket; pages and offload are no part of it."""
+    if isinstance(plan, RolloutPlan):
+        return rollout_key(plan.mesh, tokens, plan.num_slots)
+    return train_key(plan.mesh, tokens, plan.micro_batches, plan.remat)
+
+
+_KEY = re.compile(
+    r"(?:rollout (?P<played>\S+) (?P<most>[0-9]+) slots=(?P<slots>[1-9][0-9]*)"
+    r"|train (?P<trained>\S+) (?P<length>[0-9]+) "
+    r"micro_batches=(?P<number>[1-9][0-9]*),remat=(?P<remat>True|False))"
+)
+
+
+@functools.cache
+def parse_key(text: str) -> tuple[Plan, int]:
+    """Returns the plan, without pages, and the context bucket. Raises ValueError for no key."""
+    if (found := _KEY.fullmatch(text)) is None:
         raise ValueError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
-    return Key(parts[0], MeshShape.parse(parts[1]), int(parts[2]), parts[3])
-
-
-# Files.
-
-
-class Difference(NamedTuple):
-    """A fact with another value there than here, by its dotted name; None: not known there."""
-
-    name: str
-    there: Any
-    here: Any
-
-    def __str__(self) -> str:
-        return f"{self.name} {_value_words(self.there)} (here {_value_words(self.here)})"
-
-
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
-    """Returns what differs: {"versions": {"jax": "1"}} has the fact versions.jax."""
-    theirs, ours = _leaves(there), _leaves(here)
-    return [
-        Difference(name, theirs.get(name), ours.get(name))
-        for name in sorted({*theirs, *ours})
-        if theirs.get(name) != ours.get(name)
-    ]
-
-
-def difference_words(found: Sequence[Difference]) -> str:
-    """Returns the first differences in words: "versions.jax 0.10.1 (here 0.10.2) and 3 more"."""
-    more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
-    return ", ".join(map(str, found[:NAMED])) + more
-
-
-def _value_words(value: Any) -> str:
-    if isinstance(value, list):
-        value = " ".join(map(str, value))
-    return "none" if value in (None, "") else str(value)
-
-
-def _leaves(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in facts.items():
-        inside = isinstance(value, Mapping)
-        found |= _leaves(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
-    return found
+    if found["played"]:
+        plan = RolloutPlan(MeshShape.parse(found["played"]), int(found["slots"]), 0)
+        return plan, int(found["most"])
+    mesh, remat = MeshShape.parse(found["trained"]), found["remat"] == "True"
+    return TrainPlan(mesh, int(found["number"]), remat), int(found["length"])
 
 
 def cache_folder() -> Path:
-    """Returns where to keep what may be lost: $XDG_CACHE_HOME/earl_jax, or ~/.cache/earl_jax."""
+    """Returns the folder of what may be lost: $XDG_CACHE_HOME/earl_jax, or ~/.cache/earl_jax."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "earl_jax"
 
@@ -232,43 +181,16 @@ def cache_folder() -> Path:
 def load_table(facts: Mapping[str, Any]) -> tuple[ThroughputTable, str | None]:
     """Returns the table kept for these facts, as a prior; an empty one if there is none.
 
-    With a sentence for the user if its file was damaged, or if the same model was timed on the same
-    devices under other circumstances.
+    Also returns a sentence for the user if its file was damaged.
     """
-    facts = json.loads(json.dumps(facts, sort_keys=True, default=str))
-    subject = _digest({name: facts.get(name) for name in SUBJECT})
-    path = cache_folder() / "throughput" / f"{subject}-{_digest(facts)}.json"
-    empty = ThroughputTable(path=path, facts=facts)
+    text = json.dumps(facts, sort_keys=True, default=str)
+    name = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = cache_folder() / "throughput" / f"{name}.json"
+    empty = ThroughputTable(path=path, facts=json.loads(text))
     try:
         found = ThroughputTable.from_dict(json.loads(path.read_text()), path)
-        return dataclasses.replace(found, facts=facts).as_prior(), None
+        return dataclasses.replace(found, facts=empty.facts).as_prior(), None
     except FileNotFoundError:
-        return empty, _stale_words(path.parent.glob(f"{subject}-*.json"), facts)
+        return empty, None
     except (ValueError, OSError) as error:
         return empty, f"the throughput table {path} cannot be read ({error}); it begins anew"
-
-
-def _digest(facts: Mapping[str, Any]) -> str:
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _stale_words(paths: Iterable[Path], facts: Mapping[str, Any]) -> str | None:
-    """Returns what differs from the nearest table of the same subject; None without one."""
-    found = []
-    for path in sorted(paths):
-        try:
-            table = ThroughputTable.from_dict(json.loads(path.read_text()))
-        except (ValueError, OSError):
-            continue
-        if table.facts and any(entry.speeds for entry in table.entries.values()):
-            found.append(differences(table.facts, facts))
-    return stale_words(min(found, key=len)) if found else None
-
-
-def stale_words(found: Sequence[Difference]) -> str:
-    """Returns why known speeds are not taken."""
-    return (
-        f"this model was timed on such devices before, with {difference_words(found)}; its speeds "
-        "are not taken"
-    )

@@ -3,6 +3,7 @@
 """Checks that records of settings have in common."""
 
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -20,3 +21,15 @@ def check_choice(value: Any, choices: tuple[Any, ...], path: str) -> None:
     """Raises ValueError, with the choices, for a value that is none of them."""
     if value not in choices:
         raise ValueError(f"{path} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_bounds(section: Any, path: str, bounds: Mapping[str, tuple[float, float | None]]) -> None:
+    """Raises ValueError for a field outside its bounds; None is no upper bound.
+
+    An infinite number is a mistake too.
+    """
+    for field, (least, most) in bounds.items():
+        value = getattr(section, field)
+        if not least <= value <= (1e30 if most is None else most):
+            upper = "" if most is None else f" and at most {most}"
+            raise ValueError(f"{path}.{field} is {value}; it must be at least {least}{upper}")

@@ -3,24 +3,28 @@
 """Moves of a tree between placements that give up the source, also where memory is short."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
 from earl_jax.sharding.reshard import reshard
 
-Result = TypeVar("Result")
-
 # An array that moves alone, because memory is short, moves in so many pieces.
 PIECES = 8
 
 
-def carry(tree: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, bool]:
+def carry(
+    tree: Any,
+    shardings: Any,
+    chunk_bytes: int | None,
+    attempt: Callable[[Callable[[], Any]], Any | None],
+) -> tuple[Any, bool]:
     """Moves arrays to `shardings` and frees their source buffers.
 
     With `chunk_bytes` None all arrays move at once. Where memory is too short for that, or with a
     number, they move one after the other in pieces of at most `chunk_bytes` (None: an eighth of the
-    array), and each frees its source before the next moves.
+    array), and each frees its source before the next moves. `attempt(work)` returns the result of
+    `work`, or None where a device ran out of memory.
 
     Returns:
         The tree, and True if all arrays have moved. Where memory is too short even for one array in
@@ -28,7 +32,7 @@ def carry(tree: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, bool
         be carried on to any shardings.
     """
     if chunk_bytes is None:
-        moved = _unless_out_of_memory(lambda: reshard(tree, shardings))
+        moved = attempt(lambda: jax.block_until_ready(reshard(tree, shardings)))
         if moved is not None:
             free_sources(tree, moved)
             return moved, True
@@ -36,9 +40,11 @@ def carry(tree: Any, shardings: Any, chunk_bytes: int | None) -> tuple[Any, bool
     targets = jax.tree.leaves(shardings)
     for k, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
         chunk = chunk_bytes or max(1, leaf.nbytes // PIECES)
-        moved = _unless_out_of_memory(
-            lambda leaf=leaf, target=target, chunk=chunk: reshard(leaf, target, chunk_bytes=chunk)
-        )
+
+        def move(leaf: Any = leaf, target: Any = target, chunk: int = chunk) -> Any:
+            return jax.block_until_ready(reshard(leaf, target, chunk_bytes=chunk))
+
+        moved = attempt(move)
         if moved is None:
             return jax.tree.unflatten(structure, leaves), False
         free_sources(leaf, moved)
@@ -70,16 +76,3 @@ def free_sources(tree: Any, moved: Any) -> None:
         buffers = {(s.device, s.data.unsafe_buffer_pointer()) for s in leaf.addressable_shards}
         if not buffers & kept:
             leaf.delete()
-
-
-def _unless_out_of_memory(attempt: Callable[[], Result]) -> Result | None:
-    """Returns the attempt's arrays when they are there; None where a device ran out of memory.
-
-    As in selector/memory.py, which this package may not import.
-    """
-    try:
-        return jax.block_until_ready(attempt())
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-    return None

@@ -64,7 +64,7 @@ def _zeros(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> 
 
 
 def offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
-    """Where a box of the array begins in a shard that holds it."""
+    """Returns the start of a box of the array in a shard that holds it."""
     return tuple(start - first for (start, _), (first, _) in zip(index, shard, strict=True))
 
 

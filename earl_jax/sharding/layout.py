@@ -59,7 +59,7 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the mesh covers."""
+        """The number of devices of the mesh."""
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
@@ -105,12 +105,12 @@ class Layout:
 
     @property
     def num_row_shards(self) -> int:
-        """Into how many pieces rows are cut."""
+        """The number of pieces that rows are split into."""
         return math.prod(self.mesh.shape[axis] for axis in self.row_axes)
 
     @property
     def platform(self) -> str | None:
-        """Of which platform the devices are: "cpu", "gpu" or "tpu"; None for an abstract mesh."""
+        """The devices' platform: "cpu", "gpu" or "tpu"; None for an abstract mesh."""
         if isinstance(self.mesh, AbstractMesh):
             return None
         return self.mesh.devices.flat[0].platform
@@ -171,6 +171,6 @@ def make_abstract_layout(shape: MeshShape, *, row_axes: tuple[str, ...] = ROLLOU
 
 
 def _parameter_rules(row_axes: tuple[str, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Those of the stage that cuts rows so."""
+    """Returns the rules of the stage that splits rows over these axes."""
     rules = PARAMETER_RULES if row_axes == TRAINING_ROWS else ROLLOUT_PARAMETER_RULES
     return tuple(rules.items())

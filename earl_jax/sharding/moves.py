@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a move, whichever way it goes."""
+"""The description of a move, whichever route it takes."""
 
 import math
 from typing import Any, NamedTuple
@@ -32,18 +32,18 @@ class Move(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether it arrives in another type."""
+        """True if the array arrives in another type."""
         return self.dtype != self.arrives_as
 
     @property
     def goes_as_bits(self) -> bool:
-        """Whether a compiled move must not see what type it is (see `carrier`)."""
+        """True if a compiled move must not see the type (see `carrier`)."""
         on_cpu = all(device.platform == "cpu" for device in self.target.device_set)
         return on_cpu and not self.is_cast and carrier(self.dtype) != self.dtype
 
     @property
     def bytes_per_device(self) -> int:
-        """Of the larger of the two shards, as it travels."""
+        """The bytes of the larger of the two shards, as it travels."""
         sides = (side.shard_shape(self.shape) for side in (self.source, self.target))
         return max(map(math.prod, sides)) * self.carried_as.itemsize
 
@@ -60,7 +60,7 @@ def carrier(dtype: Any) -> Any:
 
 
 def viewed(array: jax.Array, dtype: Any) -> jax.Array:
-    """The same bits under another type of the same width, inside a program."""
+    """Returns the same bits as another type of the same width, inside a program."""
     if array.dtype == dtype:
         return array
     if jnp.bool_ in (array.dtype, dtype):

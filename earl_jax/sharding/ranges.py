@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of an array each device holds, as index ranges, and which process drives it."""
+"""The part of an array that each device holds, as index ranges, and its process."""
 
 import itertools
 import math

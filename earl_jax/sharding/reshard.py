@@ -195,7 +195,7 @@ def absent_array(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> j
 
 
 def _as_data(leaf: jax.Array) -> jax.Array:
-    """Of random keys what they are made of, the same buffers: it can be cut and viewed as bits."""
+    """Returns the data of random keys, the same buffers, which can be split and viewed as bits."""
     return jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf
 
 
@@ -253,7 +253,7 @@ def _lower(moves: tuple[Move, ...]) -> Any:
 
 
 def _carry_compiled(leaves: Sequence[jax.Array], moves: tuple[Move, ...]) -> Sequence[jax.Array]:
-    """In one program; narrow floats on CPUs between two others, which see them as integers."""
+    """Moves in one program; narrow floats on CPUs between two others, as integers."""
     targets = tuple(move.target for move in moves)
     dtypes = tuple(move.arrives_as for move in moves)
     if not moves[0].goes_as_bits:

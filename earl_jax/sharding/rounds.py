@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""In which order the pieces of a plan go, where all devices must run one program to send any.
+"""The order of a plan's pieces, where all devices must run one program to send any.
 
 In a round each device sends at most one piece and receives at most one, and all pieces of a round
 have the same shape: what one `ppermute` carries without a byte of padding. For each shape of piece

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a tree of arrays gets to other placements: which leaf goes which way, as plain facts.
+"""The schedule of a tree's move to other placements: the route of each leaf, as plain facts.
 
 Made once for a pair of layouts and kept; `reshard` carries it out.
 """
@@ -40,7 +40,7 @@ class Join(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parcels:
-    """What goes as pieces: cut on its source devices, sent, joined on its target devices.
+    """Arrays that travel as pieces: cut on source devices, sent, joined on target devices.
 
     Leaves are numbered, devices go by their ids. `sent` names the pieces by source device and
     number of the cut there, in the order in which `joins` (one entry per target device) uses them;
@@ -56,7 +56,7 @@ class Parcels:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """What to do for a tuple of moves, by the numbers of their leaves.
+    """The routes of a tuple of moves, by the numbers of their leaves.
 
     `compiled` groups the leaves that share their devices, those apart that go as bits; what is
     `exchanged`, by `shipments`, are those between processes.
@@ -73,7 +73,7 @@ class Schedule:
 # 256 plans and as many identities: layouts come from a selector's short list of candidates.
 @functools.lru_cache(maxsize=256)
 def make_schedule(moves: tuple[Move, ...], chunk_bytes: int | None) -> Schedule:
-    """Which leaf goes which way. One with shards above half of `chunk_bytes` goes in chunks."""
+    """Returns each leaf's route; shards above half of `chunk_bytes` go in chunks."""
     sources = [shard_ranges(move.source, move.shape) for move in moves]
     targets = [shard_ranges(move.target, move.shape) for move in moves]
     plans = plan_transfers(
@@ -115,7 +115,7 @@ def _parcels(
     sources: Sequence[dict[int, Ranges]],
     scattered: Sequence[tuple[int, TransferPlan]],
 ) -> Parcels:
-    """What the pieces of these leaves come to, by target device and then by leaf."""
+    """Returns the pieces of these leaves by target device, then by leaf."""
     pieces: dict[int, dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for k, plan in scattered:
         for piece in plan.pieces:

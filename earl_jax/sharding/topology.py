@@ -160,7 +160,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """How many chips there are."""
+        """The number of chips."""
         return math.prod(self.grid)
 
     def devices(self) -> list[Any]:
@@ -204,7 +204,7 @@ def make_topology(name: str) -> Topology:
 
 
 def missing_compiler(topology: Topology) -> str | None:
-    """Which extra must be installed before `devices()`, in words; None where it is there."""
+    """Returns which extra `devices()` needs, in words; None where it is installed."""
     module, extra = {
         "tpu": ("libtpu", "tpu-topology"),
         "gpu": ("jax_cuda13_plugin", "gpu-topology"),
@@ -240,7 +240,7 @@ def _gpu_devices(topology: Topology) -> Any:
 
 
 class _Silicon(NamedTuple):
-    """What XLA asks of a GPU beside its memory."""
+    """The properties of a GPU that XLA asks for beside its memory."""
 
     capability: int
     cores: int

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Who must send which part of an array to whom, as arithmetic on index ranges.
+"""The transfers that move an array to another placement, by arithmetic on index ranges.
 
 No device is touched here: a plan for 1,024 chips is made on a laptop. `reshard` carries plans out,
 `dispatch.plan` adds them up over a batch and prints them.
@@ -78,7 +78,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TransferPlan(Traffic):
-    """How one array gets from one placement to another.
+    """The plan of one array's move from one placement to another.
 
     `pieces` cover every target device's ranges exactly once; a piece from a device to itself stays
     where it is. `route` says what carries the plan out: "in place" (all devices hold what they
@@ -147,7 +147,7 @@ class TransferPlan(Traffic):
         return (self.senders != self.receivers) & (self.piece_bytes > 0)
 
     def path(self, source: int, target: int) -> str:
-        """What lies between two devices: nothing, links inside a process, or the network."""
+        """Returns the link between two devices: none, inside a process, or the network."""
         if source == target:
             return "in place"
         same = self.process_of[source] == self.process_of[target]
@@ -254,7 +254,7 @@ def choose_route(
     target: Mapping[int, Ranges],
     process_of: Mapping[int, int] | None = None,
 ) -> Route:
-    """What can carry an array from `source` to `target` (ranges per device id in mesh order)."""
+    """Returns an array's route from `source` to `target` (ranges per device id, mesh order)."""
     if dict(source) == dict(target):
         return "in place"
     # Between processes nothing can be sent but by a program that all of them run.
@@ -331,7 +331,7 @@ class _Grid:
         process_of: Mapping[int, int],
         sent_bytes: Mapping[int, int],
     ) -> np.ndarray:
-        """Who sends each part: the only holder, the receiver itself, or the best of several."""
+        """Returns each part's sender: the only holder, the receiver, or the best of several."""
         senders = np.array([holders[0] for holders in self._holders], np.int64)[cells]
         several = np.array([len(holders) > 1 for holders in self._holders])[cells]
         load = Counter(sent_bytes)

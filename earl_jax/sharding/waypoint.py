@@ -121,12 +121,12 @@ def _cuts(sharding: NamedSharding, num_axes: int, named: Mapping[str, int]) -> C
 
 
 def _parts(cuts: Cuts, named: Mapping[str, int]) -> list[int]:
-    """Into how many parts each axis of the array is cut."""
+    """Returns the number of parts of each axis of the array."""
     return [math.prod(named[name] for name in names) for names in cuts]
 
 
 def _steps(came: Cuts, goal: Cuts, named: Mapping[str, int]) -> list[Cuts]:
-    """From the one to the other, in each step a run of mesh axes from one axis to another.
+    """Returns the steps from one to the other; each moves a run of mesh axes to another axis.
 
     The innermost first, because they go in one all-to-all; and of these what lies in its place
     then. As soon as there are the right parts, only on other devices, they go there: a permute. So
@@ -151,7 +151,7 @@ def _steps(came: Cuts, goal: Cuts, named: Mapping[str, int]) -> list[Cuts]:
 
 
 def _runs(now: Cuts, place: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """What can go: (axis, first, stop), the cuts of `axis` from `first` on that go to one other.
+    """Returns the runs that can move: (axis, first, stop), cuts of `axis` that go to one other.
 
     Innermost ones, where there are such; else any one cut that goes.
     """

@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What happened: metrics, episodes, progress and the report of a run; the load it put on memory."""
+"""Metrics, episodes, progress and report of a run, and the load that it put on memory."""

@@ -38,16 +38,16 @@ class CompileClock:
         self._runs = False
 
     def seconds(self, thread: threading.Thread) -> float:
-        """Of this thread, since the start."""
+        """Seconds of this thread since the start."""
         with self._lock:
             return self._seconds[thread.ident or 0]
 
     def own_seconds(self) -> float:
-        """Of the calling thread, since the start."""
+        """Returns the seconds of the calling thread since the start."""
         return self.seconds(threading.current_thread())
 
     def take(self, but: threading.Thread | None) -> float:
-        """Of all threads but this one, since the last call."""
+        """Returns the seconds of all other threads since the last call."""
         with self._lock:
             before, self._taken = self._taken, dict(self._seconds)
             new = {ident: s - before.get(ident, 0.0) for ident, s in self._taken.items()}

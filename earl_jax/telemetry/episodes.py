@@ -109,8 +109,8 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def _messages(turn: Turn) -> list[dict[str, str]]:
-    sampled = turn.messages or ((_ROLES[turn.author], turn.text),)
-    return [{"role": role, "content": text} for role, text in sampled]
+    messages = turn.messages or ((_ROLES[turn.author], turn.text),)
+    return [{"role": role, "content": text} for role, text in messages]
 
 
 def _join(turns: Sequence[Turn], entries) -> list:

@@ -104,7 +104,7 @@ class HostByteCounter:
 
 
 def available() -> bool:
-    """Whether reads can be counted on this version of JAX; tried with known arrays on first use.
+    """Returns True if this JAX lets reads be counted; tried with known arrays on first use.
 
     Where it is False a warning is logged once and the metric must be left out.
     """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a step's work was like, and what the next one's will be: the selector's input."""
+"""The load of a step and of the next one: the selector's input."""
 
 import dataclasses
 import itertools
@@ -27,7 +27,7 @@ class Load:
     growth_tokens: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns plain values for the checkpoint."""
         return dataclasses.asdict(self)
 
 
@@ -78,7 +78,7 @@ class LoadHistory:
         )
 
     def as_list(self) -> list[dict[str, Any]]:
-        """For the checkpoint."""
+        """Returns plain values for the checkpoint."""
         return [load.as_dict() for load in self.steps]
 
     @staticmethod
@@ -88,7 +88,7 @@ class LoadHistory:
 
 
 def growth_of(counts: Sequence[int]) -> float:
-    """By how much a count grows per step, 0 where it does not, or where that may be noise.
+    """Returns the growth of a count per step; 0 where there is none, or only noise.
 
     The median slope of all pairs of steps (Theil and Sen), which an odd step among them does not
     move; told from noise by how many pairs rise (Kendall's tau).

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees of a run: one live display on a terminal, a few plain lines elsewhere."""
+"""The display of a run: live on a terminal, a few plain lines elsewhere."""
 
 import collections
 import math
@@ -113,7 +113,7 @@ class Progress:
         self._console.file.flush()
 
     def _facts(self) -> dict[str, str]:
-        """What one line says; an empty string where the run has no value."""
+        """Returns the fields of one line; an empty string where the run has no value."""
         newest, evaluation = self._newest, self._evaluation
         meshes = [
             f"{stage} {newest[key]}"

@@ -166,7 +166,7 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
         ),
         curves("Entropy", "nats per token", ("entropy", "entropy")),
         curves("Loss", "loss", ("loss", "loss")),
-        curves("KL", "nats per token", ("kl", "KL to the reference")),
+        curves("KL to the sampler", "nats per token", ("kl", "k3 estimate")),
         curves(
             "Log-prob mismatch", "nats, rollout against training (log scale)",
             ("logprob_mismatch_mean", "mean"), ("logprob_mismatch_max", "max"), log=True,
@@ -230,7 +230,7 @@ def _stage_chart(steps: Sequence[Row]) -> dict[str, Any]:
 
 
 def _episode(episode: Row) -> dict[str, Any]:
-    """What the page shows of one episode; ids of one author in a row share one span."""
+    """Returns one episode for the page; consecutive ids of one author share one span."""
     authors = zip(episode.get("wrote") or (), episode.get("token_ids") or (), strict=False)
     shown = itertools.islice(authors, _MAX_TOKENS)
     runs = [

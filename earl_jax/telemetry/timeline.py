@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh each stage ran on, step by step, and why it changed."""
+"""The mesh of each stage step by step, and the reasons of its changes."""
 
 import dataclasses
 import itertools

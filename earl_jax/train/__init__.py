@@ -1,3 +1,3 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages, losses, optimiser, the training step."""
+"""The learner: state, one jitted update, optimiser, checkpoints."""

@@ -7,13 +7,12 @@ and the trainer's state is donated. A program that ran once needs no more memory
 that each is backed up against only once.
 """
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from earl_jax.train.offload import HOST_MEMORY, has_host_memory
 from earl_jax.train.step import TrainState
@@ -50,7 +49,7 @@ class StateBackup:
         """
         self._program, self._copy = program, None
         if self._enabled and program not in self._proven:
-            self._copy = [_HostArray.of(leaf) for leaf in jax.tree.leaves(state)]
+            self._copy = [_HostArray(leaf) for leaf in jax.tree.leaves(state)]
             jax.block_until_ready([list(copy.shards.values()) for copy in self._copy])
 
     def discard(self) -> None:
@@ -84,56 +83,34 @@ class StateBackup:
         return jax.tree.unflatten(structure, jax.block_until_ready(restored))
 
 
-# The first and last place of a shard along each axis.
-_Region = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _HostArray:
-    """What this process's devices hold of an array, in host memory: each region once.
+    """This process's shards of an array in host memory; those that several devices hold once.
 
-    `regions` has the region of each device. Shards are pinned host arrays where the device has
-    such memory, which its copy engine reads directly; on CPUs numpy arrays, because device memory
-    is host memory there.
+    Shards are pinned host arrays where the device has such memory, which its copy engine reads
+    directly; on CPUs numpy arrays, because device memory is host memory there.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding
-    regions: dict[Any, _Region]
-    shards: dict[_Region, Any]
-
-    @classmethod
-    def of(cls, array: jax.Array) -> "_HostArray":
-        regions: dict[Any, _Region] = {}
-        shards: dict[_Region, Any] = {}
+    def __init__(self, array: jax.Array) -> None:
+        self._shape, self._dtype, self._sharding = array.shape, array.dtype, array.sharding
+        # By the shard's index in the array, as text.
+        self._regions = {shard.device: str(shard.index) for shard in array.addressable_shards}
+        self.shards: dict[str, Any] = {}
         for shard in array.addressable_shards:
-            region = tuple(
-                cut.indices(size)[:2] for cut, size in zip(shard.index, array.shape, strict=True)
-            )
-            regions[shard.device] = region
-            if region not in shards:
-                shards[region] = _to_host(shard.data, shard.device)
-        return cls(
-            shape=array.shape,
-            dtype=array.dtype,
-            sharding=array.sharding,
-            regions=regions,
-            shards=shards,
-        )
+            if str(shard.index) not in self.shards:
+                self.shards[str(shard.index)] = _to_host(shard.data, shard.device)
 
     def to_devices(self) -> jax.Array:
-        """The array; the first device of a region gets it from the host, the others from it."""
+        """Returns the array; one device of a region gets it from the host, the others from it."""
         placed: list[jax.Array] = []
-        first: dict[_Region, jax.Array] = {}
-        for device, region in self.regions.items():
-            target = SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind)
+        first: dict[str, jax.Array] = {}
+        for device, region in self._regions.items():
+            target = SingleDeviceSharding(device, memory_kind=self._sharding.memory_kind)
             source = first.get(region, self.shards[region])
             # A CPU device would otherwise use the memory of a numpy array as its own.
             placed.append(jax.device_put(source, target, may_alias=False))
             first.setdefault(region, placed[-1])
         return jax.make_array_from_single_device_arrays(
-            self.shape, self.sharding, placed, dtype=self.dtype
+            self._shape, self._sharding, placed, dtype=self._dtype
         )
 
 

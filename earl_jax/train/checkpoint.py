@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from earl_jax.config import CheckpointConfig
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.train.step import TrainState
 
@@ -28,8 +27,8 @@ class DamagedCheckpoint(ValueError):
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, *, by_hosts: bool = False) -> None:
-        """`by_hosts`: processes wait for each other without a program over their devices."""
+    def __init__(self, folder: Path, *, keep: int, by_hosts: bool = False) -> None:
+        """Keeps the newest `keep`. `by_hosts`: processes wait for each other without a program."""
         self._folder = folder.absolute()
         everybody = None
         if by_hosts:
@@ -37,7 +36,7 @@ class Checkpoints:
             everybody = set(range(jax.process_count()))
             self._folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.keep,
+            max_to_keep=keep,
             create=not by_hosts,
             enable_async_checkpointing=True,
             multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everybody),
@@ -105,8 +104,9 @@ class Checkpoints:
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
-    fields = dataclasses.fields(state)
-    return {field.name: getattr(state, field.name) for field in fields if field.name != "base"}
+    """The fields that a checkpoint holds: all that there are but the base."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: value for name, value in fields.items() if name != "base" and value is not None}
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> None:

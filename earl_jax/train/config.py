@@ -6,44 +6,38 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.models.config import LoraConfig
-from earl_jax.settings.choices import check_choices
+from earl_jax.settings.choices import check_bounds, check_choices
 
-# Not infinity: a number that is infinite is a mistake too.
-_LARGEST = 1e30
-_BOUNDS: dict[str, tuple[float, float]] = {
-    "epochs": (1, _LARGEST),
-    "micro_batches": (1, _LARGEST),
-    "logprob_chunk": (1, _LARGEST),
-    "warmup_steps": (0, _LARGEST),
-    "sft_steps": (0, _LARGEST),
-    "sft_updates": (1, _LARGEST),
-    "sft_learning_rate": (0.0, _LARGEST),
-    "learning_rate": (0.0, _LARGEST),
-    "final_learning_rate": (0.0, _LARGEST),
-    "weight_decay": (0.0, _LARGEST),
-    "max_grad_norm": (1e-30, _LARGEST),
+_BOUNDS: dict[str, tuple[float, float | None]] = {
+    "epochs": (1, None),
+    "micro_batches": (1, None),
+    "logprob_chunk": (1, None),
+    "warmup_steps": (0, None),
+    "sft_steps": (0, None),
+    "sft_updates": (1, None),
+    "sft_learning_rate": (0.0, None),
+    "learning_rate": (0.0, None),
+    "final_learning_rate": (0.0, None),
+    "weight_decay": (0.0, None),
+    "max_grad_norm": (1e-30, None),
     "adam_b1": (0.0, 0.999999),
     "adam_b2": (0.0, 0.999999),
-    "clip_low": (0.0, 1.0),
-    "clip_high": (0.0, _LARGEST),
-    "importance_cap": (1.0, _LARGEST),
-    "entropy_coefficient": (0.0, _LARGEST),
-    "final_entropy_coefficient": (0.0, _LARGEST),
-    "turn_discount": (0.0, 1.0),
-    "balance_coefficient": (0.0, _LARGEST),
+    "importance_cap": (1.0, None),
+    "entropy_coefficient": (0.0, None),
+    "final_entropy_coefficient": (0.0, None),
+    "balance_coefficient": (0.0, None),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Settings of the trainer.
+    """Settings of the trainer, whatever the algorithm (config.algorithm).
 
-    `advantage` is "reinforce" (per-turn credit, discounted by `turn_discount` for each later turn)
-    or "grpo" (relative to the group that shares a task). Each batch is learnt from `epochs` times;
-    `micro_batches` accumulate gradients within one update. The learning rate rises over
-    `warmup_steps` RL steps and then follows `schedule` down to `final_learning_rate`; the entropy
-    bonus goes linearly from `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk`
-    tokens of every row are scored at a time. `remat` recomputes activations in the backward pass.
+    Each batch is learnt from `epochs` times; `micro_batches` accumulate gradients within one
+    update. The learning rate rises over `warmup_steps` RL steps and then follows `schedule` down to
+    `final_learning_rate`; an entropy bonus, added to the algorithm's loss, goes linearly from
+    `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk` tokens of every row are
+    scored at a time. `remat` recomputes activations in the backward pass.
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the best that there is for the devices and the rows' length.
 
@@ -56,12 +50,13 @@ class TrainConfig:
     is the untempered policy.
 
     `correction` says what is done where the policy that sampled is not the one that an update
-    begins with. "none": the clipped ratio is relative to the policy that sampled. "truncated": it
-    is relative to the policy that the step begins with, as this trainer scores it, and each token
-    is weighted by how much likelier that one finds it than the one that sampled, at most
-    `importance_cap` (see `losses.policy_gradient`). With `epochs` above 1 that costs one more
-    forward pass a step. "auto" is "truncated" where the rollout has another precision than the
-    trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else "none".
+    begins with. "none": the ratio is relative to the policy that sampled. "truncated": it is
+    relative to the policy that the step begins with, as this trainer scores it, and the loss of
+    each token is weighted by how much likelier that one finds it than the one that sampled, at most
+    `importance_cap` (see `algorithms.losses.truncated_importance`). With `epochs` above 1 that
+    costs one more forward pass a step. "auto" is "truncated" where the rollout has another
+    precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else
+    "none".
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
@@ -74,9 +69,6 @@ class TrainConfig:
     `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
     """
 
-    advantage: Literal["reinforce", "grpo"] = "reinforce"
-    turn_discount: float = 0.7
-    normalize_advantages: bool = True
     learning_rate: float = 2e-3
     final_learning_rate: float = 1e-4
     warmup_steps: int = 10
@@ -85,8 +77,6 @@ class TrainConfig:
     adam_b2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     correction: Literal["auto", "none", "truncated"] = "auto"
     importance_cap: float = 2.0
     entropy_coefficient: float = 0.03
@@ -107,10 +97,4 @@ class TrainConfig:
         """Raises ValueError naming the field that breaks a rule."""
         self.lora.validate()
         check_choices(self, "config.train")
-        for field, (least, most) in _BOUNDS.items():
-            if not least <= getattr(self, field) <= most:
-                upper = "" if most == _LARGEST else f" and at most {most}"
-                raise ValueError(
-                    f"config.train.{field} is {getattr(self, field)}; it must be at least "
-                    f"{least}{upper}"
-                )
+        check_bounds(self, "config.train", _BOUNDS)

@@ -1,102 +1,134 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The training of a step: its updates, each done again with less where memory is short."""
+"""The learner: the programs of one policy's training, made for a plan when it is first used."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from earl_jax.placement.placement import Placement
-from earl_jax.placement.programs import update_key
-from earl_jax.sharding.reshard import reshard
+from earl_jax.algorithms.algorithm import Algorithm
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.models.config import ModelConfig
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.sharding.layout import Layout, MeshShape
+from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
-from earl_jax.train.step import Objective, TrainState, UpdateMetrics, read_metrics
+from earl_jax.train.step import (
+    TrainState,
+    batch_shapes,
+    make_scorer,
+    make_train_step,
+    state_shapes,
+    state_shardings,
+)
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.world import World
 
 
-def learn(
-    world: World, placement: Placement, state: TrainState, batch: TrajectoryBatch, step: int
-) -> tuple[TrainState, list[UpdateMetrics]]:
-    """The updates of one step; the first one's mismatch is taken before anything has changed.
+class Learner:
+    """Updates a TrainState by an algorithm. Holds programs, no state."""
 
-    There are none in a process that does not train.
-    """
-    config = world.config
-    if not world.processes.trains:
-        return state, []
-    if world.needs_proximal:
-        batch = world.scorer(placement.train)(state, batch)
-    controls = np.array(
-        [
-            learning_rate(config.train, step, config.num_steps),
-            entropy_coefficient(config.train, step, config.num_steps),
-        ],
-        np.float32,
-    )
-    updates = []
-    for _ in range(config.train.epochs):
-        state, batch, metrics = update(world, placement, state, batch, controls, "policy_gradient")
-        updates.append(metrics)
-    return state, updates
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: TrainConfig,
+        algorithm: Algorithm,
+        *,
+        vocab_size: int,
+        temperature: float,
+        importance_cap: float,
+        layout: Callable[[MeshShape], Layout],
+    ) -> None:
+        """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
 
+        Raises:
+            ValueError: the algorithm needs what this training does not have.
+        """
+        if "critic" in algorithm.needs:
+            raise ValueError("config.algorithm needs a critic, and no config describes one yet")
+        if "reference" in algorithm.needs and not config.lora.rank:
+            raise ValueError(
+                "config.algorithm needs the log-probs of a reference policy, which is the base of "
+                "the adapters, and config.train.lora.rank is 0; set it above 0"
+            )
+        self.model, self.config, self.algorithm = model, config, algorithm
+        self.vocab_size, self.temperature = vocab_size, temperature
+        self.importance_cap, self.layout = importance_cap, layout
+        proximal = importance_cap > 0 or "proximal" in algorithm.needs
+        # The first update of a batch finds the proximal log-probs itself.
+        self.scored = ("proximal",) * (proximal and config.epochs > 1)
+        self.scored += ("reference",) * ("reference" in algorithm.needs)
 
-def sft(
-    world: World, placement: Placement, state: TrainState, step: int, length: int
-) -> TrainState:
-    """The supervised updates of the first steps, on example episodes."""
-    if not world.processes.trains:
-        return state
-    controls = np.array([world.config.train.sft_learning_rate, 0.0], np.float32)
-    for games in world.demonstrations(step):
-        batch = games.on(world.train_layout(placement.train.mesh), length)
-        state, _, _ = update(world, placement, state, batch, controls, "supervised")
-    return state
+    def state_shapes(self) -> TrainState:
+        """Returns a TrainState as shapes."""
+        return state_shapes(self.model, self.config, self.vocab_size)
 
+    @functools.cache  # noqa: B019 - a Learner lives as long as the run
+    def state_shardings(self, mesh: MeshShape) -> TrainState:
+        """Returns where a TrainState lives on this mesh."""
+        return state_shardings(self.model, self.config, self.vocab_size, self.layout(mesh))
 
-def update(
-    world: World,
-    placement: Placement,
-    state: TrainState,
-    batch: TrajectoryBatch,
-    controls: np.ndarray,
-    objective: Objective,
-) -> tuple[TrainState, TrajectoryBatch, UpdateMetrics]:
-    """One update, and the batch where the trainer is then. `state` is given up.
+    def _config_of(self, plan: TrainPlan) -> TrainConfig:
+        return dataclasses.replace(self.config, micro_batches=plan.micro_batches, remat=plan.remat)
 
-    Where memory is too short, on another mesh, with more remat, or in smaller parts. A program that
-    fails has its donated arguments with it: until it has run once there is a backup of the state in
-    host memory. A program that ran once takes no more the next time.
+    @functools.cache  # noqa: B019
+    def program(self, plan: TrainPlan, *, sft: bool = False) -> Any:
+        """Returns the jitted update of a plan: by the algorithm, or on supervised batches."""
+        return make_train_step(
+            self.model,
+            self._config_of(plan),
+            self.layout(plan.mesh),
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            algorithm=ALGORITHMS["sft"] if sft else self.algorithm,
+            importance_cap=0.0 if sft else self.importance_cap,
+        )
 
-    Raises:
-        BudgetTooSmall: no plan is left.
-        StateLost: a program failed that had run before.
-    """
-    while True:
-        plan, length = placement.train, batch.tokens.shape[1]
-        program = world.train_step(plan, objective)
-        if objective == "policy_gradient":
-            placement.about_to_use(update_key(plan, length))
-        placement.backup.save((plan, objective, batch.tokens.shape), state)
-        again = functools.partial(_run_update, world, program, state, batch, controls)
-        done = placement.attempt("train", again, length)
-        if done is not None:
-            placement.backup.discard()
-            return done[0], batch, done[1]
-        state = placement.backup.restore(state)
-        placement.choose_training_again()
-        state = placement.move_state(state)
-        layout = world.train_layout(placement.train.mesh)
-        rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
-        batch = reshard(batch, rows)
+    @functools.cache  # noqa: B019
+    def scorer(self, plan: TrainPlan, scored: tuple[str, ...]) -> Any:
+        """Returns the jitted scoring of a batch for the log-probs that `scored` names."""
+        return make_scorer(
+            self.model,
+            self._config_of(plan),
+            self.layout(plan.mesh),
+            temperature=self.temperature,
+            scored=scored,
+        )
 
+    def lower(self, plan: TrainPlan, rows: int, length: int) -> Any:
+        """Lowers the update of `rows` rows of `length` tokens, from shapes alone."""
+        state = jax.tree.map(
+            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+            self.state_shapes(),
+            self.state_shardings(plan.mesh),
+        )
+        batch = batch_shapes(rows, length, self.layout(plan.mesh), scored=self.scored)
+        return self.program(plan).lower(state, batch, jax.ShapeDtypeStruct((2,), np.float32))
 
-def _run_update(
-    world: World, program: Any, state: TrainState, batch: TrajectoryBatch, controls: np.ndarray
-) -> tuple[TrainState, UpdateMetrics]:
-    after, metrics = program(state, batch, controls)
-    # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
-    world.processes.wait(metrics, "training")
-    return after, read_metrics(metrics)
+    def controls(self, step: int, num_steps: int) -> np.ndarray:
+        """Returns f32[2] for RL step `step` of `num_steps`: learning rate, entropy coefficient."""
+        schedules = (learning_rate, entropy_coefficient)
+        return np.array([value(self.config, step, num_steps) for value in schedules], np.float32)
+
+    def sft_controls(self) -> np.ndarray:
+        """Returns f32[2] for supervised updates."""
+        return np.array([self.config.sft_learning_rate, 0.0], np.float32)
+
+    def score(self, plan: TrainPlan, state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
+        """Returns the batch with the log-probs that its updates need and only this state gives."""
+        return self.scorer(plan, self.scored)(state, batch) if self.scored else batch
+
+    def update(
+        self,
+        plan: TrainPlan,
+        state: TrainState,
+        batch: TrajectoryBatch,
+        controls: np.ndarray,
+        *,
+        sft: bool = False,
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One update; donates `state`. The metrics are on the devices (see `read_metrics`)."""
+        return self.program(plan, sft=sft)(state, batch, controls)

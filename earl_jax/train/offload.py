@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer offload: Adam's moments in pinned host memory while a rollout needs their room.
+"""Optimizer offload: Adam's moments in pinned host memory while a rollout needs their bytes.
 
 The moments are two thirds of a trainer's state, and no rollout reads them. Every array keeps its
 sharding: each device's shard goes to the memory of its own host. Offloading is no path between
@@ -50,7 +50,7 @@ def has_host_memory(device: Any) -> bool:
 def to_memory(tree: Any, kind: str) -> Any:
     """Copies arrays to memory of another kind, with the same shardings otherwise.
 
-    Of several processes each copies the shards of its own devices.
+    Each process copies the shards of its own devices.
     """
     leaves, structure = jax.tree.flatten(tree)
     shards = [[shard.data for shard in leaf.addressable_shards] for leaf in leaves]

@@ -4,16 +4,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from earl_jax.algorithms.algorithm import Algorithm, TokenFacts
+from earl_jax.algorithms.losses import kl_estimate, truncated_importance
+from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
-from earl_jax.models.checkpoints.folding import fold, unfold
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows_routed, head_weights
 from earl_jax.models.logprobs import TokenScores, score_tokens
@@ -28,20 +30,21 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.sharding.layout import Layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.losses import LossSums, policy_gradient, supervised
 from earl_jax.train.optimizer import make_optimizer
 from earl_jax.trajectory import TrajectoryBatch
 
-Objective = Literal["policy_gradient", "supervised"]
+# What a state is scored for before it is updated: fields of a TrajectoryBatch.
+Scored = Collection[str]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@flax.struct.dataclass(frozen=True, kw_only=True)
 class TrainState:
     """All that training changes: fp32 parameters, optimiser state, and the number of updates.
 
     With `config.lora.rank`, `params` are the adapters alone, and `base` is what they adapt: it lies
-    on the same mesh and is never changed. Without adapters `base` is None.
+    on the same mesh and is never changed. Without adapters `base` is None. `critic` are the
+    parameters of a second network that is trained beside the policy, None without one; `optimizer`
+    is of `(params, critic)` then.
 
     The same record holds shapes or shardings where a function says so.
     """
@@ -50,30 +53,20 @@ class TrainState:
     params: Params
     optimizer: Any
     base: Params = None
+    critic: Any = None
+
+    @property
+    def trained(self) -> Any:
+        """The tree that the optimizer updates."""
+        return self.params if self.critic is None else (self.params, self.critic)
 
 
-class UpdateMetrics(NamedTuple):
-    """Means over the policy's tokens of one update, read in one transfer; see `LossSums`.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Critic:
+    """A second network: `specs` of its parameters, and `values(params, batch) -> f32[B,T]`."""
 
-    `balance_loss`, `expert_load_max` and `expert_load_entropy` are those of a mixture's routers
-    over all tokens (routing.py), and None for a dense model.
-
-    Scalars on the device inside the step, floats behind `read_metrics`.
-    """
-
-    loss: Any
-    entropy: Any
-    clip_fraction: Any
-    kl: Any
-    mismatch_mean: Any
-    mismatch_max: Any
-    importance_mean: Any
-    truncated_fraction: Any
-    grad_norm: Any
-    tokens: Any
-    balance_loss: Any = None
-    expert_load_max: Any = None
-    expert_load_entropy: Any = None
+    specs: Any
+    values: Callable[[Any, TrajectoryBatch], jax.Array]
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
@@ -87,42 +80,59 @@ def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Para
     return params if base is None else adapt(base, params, config.lora)
 
 
-def state_shapes(model: ModelConfig, config: TrainConfig, vocab_size: int) -> TrainState:
+def state_shapes(
+    model: ModelConfig, config: TrainConfig, vocab_size: int, critic: Critic | None = None
+) -> TrainState:
     """A TrainState as shapes, for tracing and restoring."""
     trained, frozen = trained_specs(model, config, vocab_size)
-    params = parameter_shapes(trained)
-    return TrainState(
+    state = TrainState(
         updates=jax.ShapeDtypeStruct((), jnp.int32),
-        params=params,
-        optimizer=jax.eval_shape(make_optimizer(config).init, params),
+        params=parameter_shapes(trained),
+        optimizer=None,
         base=parameter_shapes(frozen, jnp.dtype(config.lora.base_dtype)),
+        critic=critic and parameter_shapes(critic.specs),
     )
+    moments = jax.eval_shape(make_optimizer(config).init, state.trained)
+    return dataclasses.replace(state, optimizer=moments)
 
 
 def state_shardings(
-    model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout
+    model: ModelConfig,
+    config: TrainConfig,
+    vocab_size: int,
+    layout: Layout,
+    critic: Critic | None = None,
 ) -> TrainState:
     """Where a TrainState lives: moments beside their parameter, counters everywhere."""
-    shapes = state_shapes(model, config, vocab_size)
     trained, frozen = trained_specs(model, config, vocab_size)
-    params = parameter_shardings(trained, layout)
     everywhere = layout.parameters("")
-    optimizer = optax.tree_utils.tree_map_params(
+    state = TrainState(
+        updates=everywhere,
+        params=parameter_shardings(trained, layout),
+        optimizer=None,
+        base=parameter_shardings(frozen, layout),
+        critic=critic and parameter_shardings(critic.specs, layout),
+    )
+    moments = optax.tree_utils.tree_map_params(
         make_optimizer(config),
         lambda _, sharding: sharding,
-        shapes.optimizer,
-        params,
+        state_shapes(model, config, vocab_size, critic).optimizer,
+        state.trained,
         transform_non_params=lambda _: everywhere,
     )
-    base = parameter_shardings(frozen, layout)
-    return TrainState(updates=everywhere, params=params, optimizer=optimizer, base=base)
+    return dataclasses.replace(state, optimizer=moments)
 
 
 def init_state(
-    model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout, seed: int
+    model: ModelConfig,
+    config: TrainConfig,
+    vocab_size: int,
+    layout: Layout,
+    seed: int,
+    critic: Critic | None = None,
 ) -> TrainState:
     """Random parameters, made where they live. The same values on every layout."""
-    return _init_program(model, config, vocab_size, layout, seed)()
+    return _init_program(model, config, vocab_size, layout, seed, critic)()
 
 
 def state_of(
@@ -152,21 +162,27 @@ def state_of(
 
 @functools.lru_cache(maxsize=64)
 def _init_program(
-    model: ModelConfig, config: TrainConfig, vocab_size: int, layout: Layout, seed: int
+    model: ModelConfig,
+    config: TrainConfig,
+    vocab_size: int,
+    layout: Layout,
+    seed: int,
+    critic: Critic | None,
 ) -> Any:
     # Kept: it takes seconds to compile, and every measurement of the selector begins with it.
     def init() -> TrainState:
         trained, frozen = trained_specs(model, config, vocab_size)
-        params = init_parameters(trained, jax.random.key(seed))
         base = init_parameters(frozen, jax.random.key(seed))
-        return TrainState(
+        state = TrainState(
             updates=jnp.zeros((), jnp.int32),
-            params=params,
-            optimizer=make_optimizer(config).init(params),
+            params=init_parameters(trained, jax.random.key(seed)),
+            optimizer=None,
             base=jax.tree.map(lambda leaf: leaf.astype(config.lora.base_dtype), base),
+            critic=critic and init_parameters(critic.specs, jax.random.key(seed)),
         )
+        return dataclasses.replace(state, optimizer=make_optimizer(config).init(state.trained))
 
-    return jax.jit(init, out_shardings=state_shardings(model, config, vocab_size, layout))
+    return jax.jit(init, out_shardings=state_shardings(model, config, vocab_size, layout, critic))
 
 
 def score_batch(
@@ -223,80 +239,141 @@ def make_train_step(
     *,
     vocab_size: int,
     temperature: float,
-    objective: Objective,
+    algorithm: Algorithm,
     importance_cap: float = 0.0,
+    critic: Critic | None = None,
 ) -> Any:
-    """The jitted `step(state, batch, controls) -> (state, metrics f32[M])`.
+    """The jitted `step(state, batch, controls) -> (state, metrics)`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
     micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
     balanced within each micro-batch, which counts by the policy's tokens in it. A frozen base goes
-    through in the buffers that it came in. Read the metrics with `read_metrics`. `importance_cap`
-    above 0 corrects for who sampled (`losses.policy_gradient`); with more than one update a batch,
-    give `batch.proximal` then, by `make_scorer`.
+    through in the buffers that it came in. `metrics` are f32 scalars by name, of the policy's
+    tokens; read them with `read_metrics`. `importance_cap` above 0 corrects for who sampled: the
+    ratio is relative to the proximal policy, and the loss of each token is weighted with
+    `truncated_importance`. With more than one update a batch, give the batch what `make_scorer`
+    computes.
     """
     optimizer = make_optimizer(config)
-    shardings = state_shardings(model, config, vocab_size, layout)
+    shardings = state_shardings(model, config, vocab_size, layout, critic)
 
-    def loss_sums(
-        params: Params, base: Params, batch: TrajectoryBatch, entropy_coefficient: jax.Array
-    ):
+    def loss_sums(trained: Any, base: Params, batch: TrajectoryBatch, bonus: jax.Array):
+        params, critic_params = trained if critic else (trained, None)
         params = policy_parameters(config, params, base)
         scores, routing = _score_batch(model, config, layout, temperature, params, batch)
-        if objective == "supervised":
-            sums = supervised(scores, batch)
-        else:
-            sums = policy_gradient(
-                scores,
-                batch,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                entropy_coefficient=entropy_coefficient,
-                importance_cap=importance_cap,
-            )
+        facts = token_facts(
+            scores,
+            batch,
+            with_proximal=importance_cap > 0 or "proximal" in algorithm.needs,
+            values=critic.values(critic_params, batch) if critic else None,
+        )
+        losses, metrics = algorithm.loss(facts, algorithm.settings)
+        if importance_cap:
+            assert facts.proximal is not None
+            weight, cut = truncated_importance(facts.proximal, facts.behaviour, importance_cap)
+            losses = losses * weight
+            metrics = metrics | {"importance_mean": weight, "truncated_fraction": cut}
+        mismatch = jnp.abs(facts.logprobs - facts.behaviour)
+        metrics = metrics | {
+            "loss": losses - bonus * facts.entropy,
+            "entropy": facts.entropy,
+            "kl": kl_estimate(facts.logprobs, facts.behaviour),
+            "logprob_mismatch_mean": mismatch,
+            "logprob_mismatch_max": mismatch,
+        }
+        sums = {name: _total(name, values, facts.mask) for name, values in metrics.items()}
         if routing is not None and config.balance_coefficient:
-            weight = config.balance_coefficient * jnp.sum(batch.turn_ids > 0)
-            sums = sums._replace(loss=sums.loss + weight * balance_loss(model, routing))
-        return sums.loss, (sums, routing)
+            weight = config.balance_coefficient * jnp.sum(facts.mask)
+            sums["loss"] += weight * balance_loss(model, routing)
+        return sums["loss"], (sums, routing)
 
     # Jitted so that it is traced once, for its shapes and for its use; in its place all the same.
     gradients = jax.jit(jax.grad(loss_sums, has_aux=True), inline=True)
 
     def step(state: TrainState, batch: TrajectoryBatch, controls: jax.Array):
-        rate, entropy_coefficient = controls[0], controls[1]
+        rate, bonus = controls[0], controls[1]
         grads, (sums, routing) = _accumulate(
-            lambda part: gradients(state.params, state.base, part, entropy_coefficient),
+            lambda part: gradients(state.trained, state.base, part, bonus),
             batch,
             config.micro_batches,
             layout,
         )
-        tokens = jnp.maximum(jnp.sum(batch.turn_ids > 0), 1).astype(jnp.float32)
+        count = jnp.sum(batch.turn_ids > 0)
+        tokens = jnp.maximum(count, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda grad: grad / tokens, grads)
-        direction, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
-        params = jax.tree.map(lambda p, d: p - rate * d, state.params, direction)
-        metrics = UpdateMetrics(
-            loss=sums.loss / tokens,
-            entropy=sums.entropy / tokens,
-            clip_fraction=sums.clipped / tokens,
-            kl=sums.kl / tokens,
-            mismatch_mean=sums.mismatch / tokens,
-            mismatch_max=sums.mismatch_max,
-            importance_mean=sums.importance / tokens,
-            truncated_fraction=sums.truncated / tokens,
-            grad_norm=optax.tree.norm(grads),
-            tokens=tokens,
-            **_routing_metrics(model, routing),
-        )
+        direction, moments = optimizer.update(grads, state.optimizer, state.trained)
+        trained = jax.tree.map(lambda p, d: p - rate * d, state.trained, direction)
+        params, critic_params = trained if critic else (trained, None)
+        metrics = {
+            name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
+            for name, value in sums.items()
+        }
+        metrics |= {"grad_norm": optax.tree.norm(grads), "policy_tokens": tokens}
         state = dataclasses.replace(
-            state, updates=state.updates + 1, params=params, optimizer=optimizer_state
+            state,
+            updates=state.updates + 1,
+            params=params,
+            critic=critic_params,
+            optimizer=moments,
         )
-        return state, jnp.stack([metric for metric in metrics if metric is not None])
+        return state, metrics | _routing_metrics(model, routing)
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, layout.parameters("")))
 
 
+def token_facts(
+    scores: TokenScores,
+    batch: TrajectoryBatch,
+    *,
+    with_proximal: bool = False,
+    values: jax.Array | None = None,
+) -> TokenFacts:
+    """Returns the facts of a batch, zeros wherever the policy did not sample a token that counts.
+
+    Without `batch.proximal` the update is the batch's first, and the proximal policy this one.
+    """
+    mask = batch.turn_ids > 0
+
+    def masked(field: jax.Array) -> jax.Array:
+        return jnp.where(mask, field, 0.0)
+
+    proximal = None
+    if with_proximal:
+        current = jax.lax.stop_gradient(scores.logprobs)
+        proximal = masked(current if batch.proximal is None else batch.proximal)
+    return TokenFacts(
+        mask=mask,
+        logprobs=masked(scores.logprobs),
+        entropy=masked(scores.entropy),
+        behaviour=masked(batch.logprobs),
+        advantages=masked(batch.advantages),
+        proximal=proximal,
+        reference=jax.tree.map(masked, batch.reference),
+        values=jax.tree.map(masked, values),
+    )
+
+
+def _is_maximum(name: str) -> bool:
+    return name.endswith("_max")
+
+
+def _total(name: str, values: jax.Array, mask: jax.Array) -> jax.Array:
+    """The sum of a metric over the tokens of the mask, or their maximum; -inf of no tokens."""
+    values = values.astype(jnp.float32)
+    if _is_maximum(name):
+        return jnp.max(jnp.where(mask, values, -jnp.inf))
+    return jnp.sum(jnp.where(mask, values, 0.0))
+
+
+def _combined(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return {
+        name: (jnp.maximum if _is_maximum(name) else jnp.add)(total[name], part[name])
+        for name in total
+    }
+
+
 def _routing_metrics(model: ModelConfig, routing: Routing | None) -> dict[str, jax.Array]:
-    """The fields of UpdateMetrics that a mixture has and a dense model has not."""
+    """The metrics that a mixture of experts has and a dense model has not."""
     if routing is None:
         return {}
     load = load_of_experts(routing)
@@ -308,27 +385,26 @@ def _routing_metrics(model: ModelConfig, routing: Routing | None) -> dict[str, j
 
 
 def _accumulate(
-    gradients: Callable[[TrajectoryBatch], tuple[Params, tuple[LossSums, Routing | None]]],
+    gradients: Callable[[TrajectoryBatch], tuple[Any, tuple[dict[str, Any], Routing | None]]],
     batch: TrajectoryBatch,
     micro_batches: int,
     layout: Layout,
-) -> tuple[Params, tuple[LossSums, Routing | None]]:
-    """Sums of all that `gradients` gives over micro-batches, each with rows of every shard."""
+) -> tuple[Any, tuple[dict[str, Any], Routing | None]]:
+    """Totals of all that `gradients` gives over micro-batches, each with rows of every shard."""
     if micro_batches == 1:
         return gradients(batch)
 
     def add(total: Any, part: TrajectoryBatch) -> tuple[Any, None]:
-        found = gradients(part)
-        grads, (sums, routing) = jax.tree.map(jnp.add, total, found)
-        worst = jnp.maximum(total[1][0].mismatch_max, found[1][0].mismatch_max)
-        return (grads, (sums._replace(mismatch_max=worst), routing)), None
+        grads, (sums, routing) = total
+        more_grads, (more_sums, more_routing) = gradients(part)
+        grads, routing = jax.tree.map(jnp.add, (grads, routing), (more_grads, more_routing))
+        return (grads, (_combined(sums, more_sums), routing)), None
 
     parts = _split(batch, micro_batches, layout)
-    zeros = jax.tree.map(
-        lambda shape: jnp.zeros(shape.shape, shape.dtype),
-        jax.eval_shape(gradients, jax.tree.map(lambda field: field[0], parts)),
-    )
-    total, _ = jax.lax.scan(add, zeros, parts)
+    shapes = jax.eval_shape(gradients, jax.tree.map(lambda field: field[0], parts))
+    zeros, (sums, routing) = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    sums = {name: zero - jnp.inf if _is_maximum(name) else zero for name, zero in sums.items()}
+    total, _ = jax.lax.scan(add, (zeros, (sums, routing)), parts)
     return total
 
 
@@ -344,35 +420,47 @@ def _split(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> Trajec
 
 
 def make_scorer(
-    model: ModelConfig, config: TrainConfig, layout: Layout, *, temperature: float
+    model: ModelConfig,
+    config: TrainConfig,
+    layout: Layout,
+    *,
+    temperature: float,
+    scored: Scored = ("proximal",),
 ) -> Any:
-    """The jitted `score(state, batch) -> batch` with `proximal`: what this state makes of it.
+    """The jitted `score(state, batch) -> batch` with the log-probs that `scored` names.
 
-    In as many parts as an update has micro-batches. Donates nothing.
+    "proximal": under the state's policy; "reference": under the frozen base of its adapters. In as
+    many parts as an update has micro-batches. Donates nothing.
     """
 
     def score(state: TrainState, batch: TrajectoryBatch) -> TrajectoryBatch:
-        params = policy_parameters(config, state.params, state.base)
         parts = _split(batch, config.micro_batches, layout)
-        logprobs = jax.lax.map(
-            lambda part: score_batch(model, config, layout, temperature, params, part).logprobs,
-            parts,
-        )
-        proximal_BT = logprobs.swapaxes(0, 1).reshape(batch.tokens.shape)
-        return dataclasses.replace(batch, proximal=layout.constrain(proximal_BT, "NS"))
+
+        def logprobs(trained: Params) -> jax.Array:
+            params = policy_parameters(config, trained, state.base)
+            of_parts = jax.lax.map(
+                lambda part: score_batch(model, config, layout, temperature, params, part).logprobs,
+                parts,
+            )
+            return layout.constrain(of_parts.swapaxes(0, 1).reshape(batch.tokens.shape), "NS")
+
+        found = {}
+        if "proximal" in scored:
+            found["proximal"] = logprobs(state.params)
+        if "reference" in scored:
+            found["reference"] = logprobs(jax.tree.map(jnp.zeros_like, state.params))
+        return dataclasses.replace(batch, **found)
 
     return jax.jit(score)
 
 
-def read_metrics(metrics: jax.Array) -> UpdateMetrics:
-    """The one read of an update: ten numbers to the host, thirteen of a mixture."""
-    return UpdateMetrics(*(float(number) for number in np.asarray(metrics)))
+def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:
+    """The one read of an update: its metrics on the host."""
+    return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
-def batch_shapes(
-    rows: int, length: int, layout: Layout, *, with_proximal: bool = False
-) -> TrajectoryBatch:
-    """A TrajectoryBatch as placed shapes, for tracing."""
+def batch_shapes(rows: int, length: int, layout: Layout, *, scored: Scored = ()) -> TrajectoryBatch:
+    """A TrajectoryBatch as placed shapes, for tracing, with the fields that `scored` names."""
 
     def shape(dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=layout.activations("NS"))
@@ -384,5 +472,5 @@ def batch_shapes(
         logprobs=shape(jnp.float32),
         versions=shape(jnp.int32),
         advantages=shape(jnp.float32),
-        proximal=shape(jnp.float32) if with_proximal else None,
+        **{name: shape(jnp.float32) for name in scored},
     )

@@ -16,7 +16,7 @@ VOCAB = 64
 D8 = make_layout(MeshShape(data=8))
 CUBE = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
 POSITION = {
-    "placement": {"rollout_mesh": "data=8", "places": 16, "pages": 4},
+    "placement": {"rollout_mesh": "data=8", "max_tokens": 16, "pages": 4},
     "history": [{"context_tokens_mean": 12.345678901234567}],
     "throughput": {},
 }

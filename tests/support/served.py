@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from earl_jax.config import CheckpointConfig
 from earl_jax.config_file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
@@ -252,7 +251,7 @@ def save_run(folder: Path, rank: int):
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
     state = dataclasses.replace(state, params=noisy)
-    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    checkpoints = Checkpoints(folder / "checkpoints", keep=2)
     placement = {
         "rollout": ["data=4", 16, 8, False],
         "train": ["data=4", 1, False],

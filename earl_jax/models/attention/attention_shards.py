@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How attention is cut over devices where XLA cannot do it, or does it badly."""
+"""Attention split over devices by hand, where XLA cannot split it or does so badly."""
 
 from collections.abc import Callable
 from typing import Any

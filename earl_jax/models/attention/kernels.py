@@ -23,7 +23,7 @@ from earl_jax.models.attention.paged_attention import (
     tile_for,
 )
 from earl_jax.models.attention.ring import ring_attention
-from earl_jax.models.attention.rows import BLOCK_SIZE, Places, Window, attention
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attention
 from earl_jax.models.attention.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
@@ -81,7 +81,7 @@ def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int)
 
 
 def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
-    """Why it does not run there, in words; None where it does."""
+    """Returns why the kernel does not run there, in words; None where it does."""
     if obstacle := context_obstacle(kernel, layout.shape):
         return obstacle
     if kernel == "splash" and layout.platform not in ("tpu", None):
@@ -90,7 +90,7 @@ def _obstacle(kernel: Kernel, layout: Layout, model: ModelConfig) -> str | None:
 
 
 def context_obstacle(setting: str, shape: MeshShape) -> str | None:
-    """Why config.train.attention forbids rows that are cut over `context`; None where it does not.
+    """Returns why config.train.attention forbids a `context` axis; None where it does not.
 
     What goes round in the ring is looked at by our own arithmetic.
     """
@@ -154,8 +154,8 @@ def _blockwise(
     **settings: Any,
 ) -> jax.Array:
     order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
-    max_tokens = Places(order_BT, segment_ids_BT)
-    return attention(query_BTKGH, key_BKSH, value_BKSH, max_tokens, max_tokens, **settings)
+    positions = Positions(order_BT, segment_ids_BT)
+    return attention(query_BTKGH, key_BKSH, value_BKSH, positions, positions, **settings)
 
 
 def _splash(*inputs: Any, **settings: Any) -> jax.Array:
@@ -215,7 +215,7 @@ def attention_over_pages(
 
 
 def pages_in_words(platform: str, page_size: int) -> str:
-    """What `attention_over_pages` does on this platform, and why it is that."""
+    """Returns which attention over pages runs on this platform and why, in words."""
     tile = tile_for(platform, ON_CPU.rows, page_size)
     pages = "a page" if tile.pages == 1 else f"{tile.pages} pages"
     rows = f"up to {tile.rows} rows" if platform == "cpu" else "all rows"

@@ -10,7 +10,7 @@ of a page of 8 places on two devices the first has 0 to 3 and the second 4 to 7.
   gathered in each layer; every device writes those keys that belong in its places, and looks with
   all queries at the keys that it has (an online softmax, paged_attention.py); then the sums
   are added up and scattered, so that each device has what its own tokens attended to;
-- where there are no tokens to cut, because each row says its next one, all devices compute alike,
+- where there are no tokens to cut, because each row decodes its next one, all compute alike,
   but each looks at, and reads, 1/C of the cache only (flash-decoding's split, over devices);
 - all devices have as much to do, whatever the lengths of rows: to a page each has the same number
   of keys of every query's past. Nothing needs to be folded as training rows are (folding.py).
@@ -26,8 +26,8 @@ each. And unlike a ring there is no permute: these wait for every device of the 
 decode unequally long. All-gathers, all-reduces and reduce-scatters here are of the devices of one
 row shard, which run the same loops.
 
-What is not cut: weights (`tensor` and `expert` cut them; gathering them for each token said would
-cost more than it saves), and the projections and networks of tokens that are said one by one.
+What is not cut: weights (`tensor` and `expert` cut them; gathering them for each decoded
+token would cost more than it saves), and the projections and networks of tokens decoded singly.
 """
 
 from typing import NamedTuple
@@ -39,18 +39,18 @@ _AXIS = "context"
 
 
 class PageShare(NamedTuple):
-    """Which of the `parts` of every page a device has: the `index`-th."""
+    """The share of a device in every page: the `index`-th of `parts`."""
 
     index: jax.Array | int = 0
     parts: int = 1
 
-    def max_tokens(self, number: jax.Array, own_size: int) -> jax.Array:
-        """The places that this device has of pages [...] of a row, in their order: [...,S]."""
+    def positions(self, number: jax.Array, own_size: int) -> jax.Array:
+        """Returns the positions that this device has of pages [...] of a row: [...,S]."""
         first = number * (self.parts * own_size) + self.index * own_size
         return first[..., None] + jnp.arange(own_size).reshape(*(1,) * first.ndim, -1)
 
     def divides(self, length: int) -> bool:
-        """Whether a chunk of so many tokens a row is cut: a single token is not."""
+        """Returns True if a chunk of so many tokens a row is split: a single token is not."""
         return self.parts > 1 and length % self.parts == 0
 
 
@@ -58,12 +58,12 @@ WHOLE = PageShare()
 
 
 def own_share(parts: int) -> PageShare:
-    """This device's, where pages are cut in so many parts; inside a `shard_map` over `context`."""
+    """Returns this device's share of pages split in so many parts; inside a `shard_map`."""
     return PageShare(jax.lax.axis_index(_AXIS), parts) if parts > 1 else WHOLE
 
 
 class TokenShare(NamedTuple):
-    """Which `length` tokens of each row of a chunk a device computes: those from `first` on.
+    """The share of a device in each row of a chunk: `length` tokens from `first` on.
 
     Where `is_cut` is False they are all of them, and nothing below does anything.
     """
@@ -83,7 +83,7 @@ class TokenShare(NamedTuple):
         return jax.lax.all_gather(x_BT, _AXIS, axis=1, tiled=True) if self.is_cut else x_BT
 
     def pick(self, x_BTD: jax.Array, position_B: jax.Array) -> jax.Array:
-        """Of each row the token at this place of the whole chunk, on every device."""
+        """Returns each row's token at this position of the whole chunk, on every device."""
         own_B = position_B - self.first
         is_here_B = (own_B >= 0) & (own_B < self.length)
         inside_B = jnp.clip(own_B, 0, self.length - 1)
@@ -96,7 +96,7 @@ class TokenShare(NamedTuple):
 
 
 def share_tokens(share: PageShare, length: int) -> TokenShare:
-    """How the tokens of a chunk of so many a row are cut."""
+    """Returns this device's share of a chunk of so many tokens a row."""
     if not share.divides(length):
         return TokenShare(0, length, False)
     own = length // share.parts

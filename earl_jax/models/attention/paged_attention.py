@@ -23,7 +23,7 @@ from earl_jax.models.kv_cache import LayerCache, PagedCache
 
 @jax.tree_util.register_static
 class Tile(NamedTuple):
-    """How much is read at a time: a block of `pages` pages for each of `rows` rows."""
+    """The amount read at a time: a block of `pages` pages for each of `rows` rows."""
 
     rows: int
     pages: int
@@ -43,7 +43,7 @@ FLOOR = -1e30
 
 
 def tile_for(platform: str | None, rows: int, own_size: int) -> Tile:
-    """What this platform reads at a time, where a device has `own_size` places of a page.
+    """Returns the tile of this platform, where a device has `own_size` positions of a page.
 
     `platform` None is the CPU.
     """
@@ -53,7 +53,7 @@ def tile_for(platform: str | None, rows: int, own_size: int) -> Tile:
 
 
 class Reading(NamedTuple):
-    """Who reads what, rows sorted by the number of blocks to read, the most first.
+    """The blocks that each row reads, rows sorted by their number, the most first.
 
     `order` i32[B] is the rows in that order; the others are in it, padded to a multiple of the
     tile's rows by rows that read nothing. `first` is a row's first page, `blocks` how many blocks
@@ -76,7 +76,7 @@ def plan_reading(
     window: int | None,
     tile: Tile,
 ) -> Reading:
-    """Which pages are read for `length` queries behind the first `cached_B` places of each row.
+    """Returns the pages to read for `length` queries behind `cached_B` positions of each row.
 
     Rows with a count of 0 read nothing; with a window, whole blocks before that of a row's first
     query are left out. Blocks begin at the same places whichever part of a row is appended, so that
@@ -203,17 +203,17 @@ def _look_at(
     number_BY = number_BY + jnp.arange(together)[None, :]
     pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
     # Behind a row's last page come places behind its queries, which see none of them.
-    positions_BS = share.max_tokens(number_BY, own_size).reshape(some, -1)
+    positions_BS = share.positions(number_BY, own_size).reshape(some, -1)
     behind_BTS = of_these(reading.positions)[:, :, None] - positions_BS[:, None, :]
     seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
     if window is not None:
         seen_BTS &= behind_BTS < window
 
-    def block(pool: jax.Array, max_tokens: int) -> jax.Array:
+    def block(pool: jax.Array, axis: int) -> jax.Array:
         """The pages side by side, joined along the axis that has their places."""
-        pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, max_tokens)
+        pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, axis)
         shape = pages.shape
-        return pages.reshape(*shape[:max_tokens], together * own_size, *shape[max_tokens + 2 :])
+        return pages.reshape(*shape[:axis], together * own_size, *shape[axis + 2 :])
 
     scores_BKMS = jnp.einsum(
         "BKMH,BKHS->BKMS",

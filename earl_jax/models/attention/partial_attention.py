@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from earl_jax.models.attention.rows import BLOCK_SIZE, Places, cap
+from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, cap
 
 # Below any score: what nobody looks at.
 _FLOOR = -1e30
 
 
 class Rules(NamedTuple):
-    """How scores are made: `scale`, `softcap` and `window` are those of `attention`."""
+    """Settings of the scores: `scale`, `softcap` and `window` are those of `attention`."""
 
     scale: float
     softcap: float
@@ -28,7 +28,7 @@ class Rules(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What queries have seen so far: an online softmax, in fp32.
+    """The state of an online softmax over the keys seen so far, in fp32.
 
     `weighted` is a sum of values, BTKGH, each times exp(its score - `most`); `total` adds up these
     weights and `most` is the largest score, both BKGT. Any axes before.
@@ -47,7 +47,7 @@ class Sides(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What the backward pass needs to know of queries.
+    """The facts of queries that the backward pass needs.
 
     `grad` is the gradient of what they attended to, BTKGH; `log_total` the logarithm of the sum of
     their softmax, and `projected` that gradient times what they attended to, both f32 BKGT. Any
@@ -60,20 +60,22 @@ class Outcome(NamedTuple):
 
 
 def nothing_seen(query_BTKGH: jax.Array) -> Seen:
-    """Before the first look. Any axes before."""
+    """Returns the state before the first keys. Any axes before."""
     sums = jnp.moveaxis(jnp.zeros(query_BTKGH.shape[:-1], jnp.float32), -3, -1)
     return Seen(jnp.zeros(query_BTKGH.shape, jnp.float32), sums, jnp.full_like(sums, _FLOOR))
 
 
-def look(rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Places, others: Places) -> Seen:
-    """What queries at `own` places see of these keys alone, at the places of `others`.
+def look(
+    rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Positions, others: Positions
+) -> Seen:
+    """Returns the state of queries at `own` positions over these keys alone, at `others`.
 
     The scores of one block of queries exist at a time.
     """
 
-    def block(inputs: tuple[jax.Array, Places]) -> Seen:
-        query_BTKGH, max_tokens = inputs
-        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, max_tokens, others)
+    def block(inputs: tuple[jax.Array, Positions]) -> Seen:
+        query_BTKGH, positions = inputs
+        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, positions, others)
         most_BKGT = jnp.max(jnp.where(mask_BKGTS, scores_BKGTS, _FLOOR), axis=-1)
         weights_BKGTS = jnp.exp(scores_BKGTS - most_BKGT[..., None])
         weights_BKGTS = jnp.where(mask_BKGTS, weights_BKGTS, 0.0)
@@ -90,7 +92,7 @@ def look(rules: Rules, query_BTKGH: jax.Array, sides: Sides, own: Places, others
 
 
 def merge(one: Seen, other: Seen) -> Seen:
-    """What two looks of the same queries saw together."""
+    """Returns the state of the same queries over two disjoint sets of keys."""
     most = jnp.maximum(one.most, other.most)
     fade, other_fade = jnp.exp(one.most - most), jnp.exp(other.most - most)
     weighted = _by_query(fade) * one.weighted + _by_query(other_fade) * other.weighted
@@ -98,7 +100,7 @@ def merge(one: Seen, other: Seen) -> Seen:
 
 
 def conclude(seen: Seen) -> tuple[jax.Array, jax.Array]:
-    """What was attended to, f32 BTKGH, and the logarithm of the softmax's sum, BKGT.
+    """Returns the attention output, f32 BTKGH, and the logarithm of the softmax's sum, BKGT.
 
     Queries that saw nothing get zeros.
     """
@@ -107,7 +109,7 @@ def conclude(seen: Seen) -> tuple[jax.Array, jax.Array]:
 
 
 def outcome(out_BTKGH: jax.Array, grad_BTKGH: jax.Array, log_total_BKGT: jax.Array) -> Outcome:
-    """Of queries that attended to `out_BTKGH`."""
+    """Returns the facts of queries whose attention output is `out_BTKGH`."""
     f32 = jnp.float32
     projected_BTKG = jnp.sum(grad_BTKGH.astype(f32) * out_BTKGH.astype(f32), axis=-1)
     return Outcome(grad_BTKGH, log_total_BKGT, projected_BTKG.transpose(0, 2, 3, 1))
@@ -118,8 +120,8 @@ def look_back(
     query_BTKGH: jax.Array,
     outcome: Outcome,
     sides: Sides,
-    own: Places,
-    others: Places,
+    own: Positions,
+    others: Positions,
 ) -> tuple[jax.Array, Sides]:
     """Gradients through what these queries saw of these keys, in fp32: BTKGH, and of the sides.
 
@@ -129,8 +131,8 @@ def look_back(
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def block(total: Sides, inputs: Any) -> tuple[Sides, jax.Array]:
-        query_BTKGH, grad_BTKGH, log_total_BKGT, projected_BKGT, max_tokens = inputs
-        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, max_tokens, others)
+        query_BTKGH, grad_BTKGH, log_total_BKGT, projected_BKGT, positions = inputs
+        scores_BKGTS, mask_BKGTS = _scores(rules, query_BTKGH, sides.key, positions, others)
         weights_BKGTS = jnp.exp(scores_BKGTS - log_total_BKGT[..., None])
         weights_BKGTS = jnp.where(mask_BKGTS, weights_BKGTS, 0.0)
         pull_BKGTS = einsum("BTKGH,BKSH->BKGTS", grad_BTKGH, sides.value)
@@ -158,7 +160,7 @@ def look_back(
 
 
 def _scores(
-    rules: Rules, query_BTKGH: jax.Array, key_BKSH: jax.Array, own: Places, others: Places
+    rules: Rules, query_BTKGH: jax.Array, key_BKSH: jax.Array, own: Positions, others: Positions
 ) -> tuple[jax.Array, jax.Array]:
     """Scores f32 BKGTS, and which of them count, with 1 for K and G."""
     behind_BTS = own.order[:, :, None] - others.order[:, None, :]
@@ -175,7 +177,7 @@ def _scores(
 
 
 def _by_query(sums_BKGT: jax.Array) -> jax.Array:
-    """As a factor of what is BTKGH."""
+    """Returns a factor per query, BKGT, in axes that broadcast over BTKGH."""
     return jnp.moveaxis(sums_BKGT, -1, -3)[..., None]
 
 
@@ -200,5 +202,5 @@ def _blocks(array: jax.Array, axis: int) -> jax.Array:
     return pieces(array, axis, -(-array.shape[axis] // BLOCK_SIZE))
 
 
-def _blocks_of(max_tokens: Places) -> Places:
-    return Places(_blocks(max_tokens.order, 1), _blocks(max_tokens.segment, 1))
+def _blocks_of(positions: Positions) -> Positions:
+    return Positions(_blocks(positions.order, 1), _blocks(positions.segment, 1))

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from earl_jax.models.attention.folding import part_length
 from earl_jax.models.attention.partial_attention import (
     Outcome,
     Rules,
@@ -48,15 +49,14 @@ from earl_jax.models.attention.partial_attention import (
     outcome,
     pieces,
 )
-from earl_jax.models.attention.rows import Places, Window
-from earl_jax.models.checkpoints.folding import part_length
+from earl_jax.models.attention.rows import Positions, Window
 from earl_jax.sharding.layout import Layout
 
 _AXIS = "context"
 
 
 class _Known(NamedTuple):
-    """What is known when the program is made."""
+    """The static settings of a program."""
 
     layout: Layout
     scale: float
@@ -102,7 +102,7 @@ def _attend(known: _Known, query, key, value, segments, window) -> jax.Array:
 
 
 def _forward(known: _Known, query, key, value, segments, window) -> tuple[jax.Array, Any]:
-    """What is attended to, and what the backward pass needs."""
+    """Returns the attention output and the residuals of the backward pass."""
     inputs, (queries, sums) = _specs(known.layout)
     run = _on_shards(_forward_shard, known, inputs, (queries, sums))
     out, log_total = run(query, key, value, segments, window)
@@ -120,7 +120,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _specs(layout: Layout) -> tuple[tuple[P, ...], tuple[P, P]]:
-    """Of queries, keys, values, segments and the window; of what is BTKGH and what is BKGT."""
+    """Returns the specs of queries, keys, values, segments, window; of BTKGH and BKGT arrays."""
     queries, sides = layout.activation_spec("BTKGH"), layout.activation_spec("BKTH")
     inputs = (queries, sides, sides, layout.activation_spec("BS"), P())
     return inputs, (queries, layout.activation_spec("BKGT"))
@@ -205,8 +205,8 @@ class _Pair(NamedTuple):
 
     mine: jax.Array
     theirs: jax.Array
-    own: Places
-    others: Places
+    own: Positions
+    others: Positions
 
 
 def _go_round(
@@ -223,14 +223,14 @@ def _go_round(
     All shards go through the same number of hops: a collective in a loop that some leave earlier
     never ends. Keys travel while those before them are looked at; `hand_on` follows each look.
     """
-    shard, max_tokens = jax.lax.axis_index(_AXIS), _places_of(known, segments_BS)
+    shard, positions = jax.lax.axis_index(_AXIS), _positions_of(known, segments_BS)
 
     def look_at(
         result: Any, sides: Sides, owner: jax.Array, pairs: tuple[jax.Array, jax.Array]
     ) -> Any:
         def one(result: Any, halves: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
             mine, theirs = halves
-            pair = _Pair(mine, theirs, max_tokens(shard, mine), max_tokens(owner, theirs))
+            pair = _Pair(mine, theirs, positions(shard, mine), positions(owner, theirs))
             meets = _meet(pair, window)
             result = jax.lax.cond(meets, lambda r: see(r, sides, pair), lambda r: r, result)
             return result, None
@@ -269,30 +269,32 @@ def _parts_of(key_BKTH: jax.Array, value_BKTH: jax.Array) -> Sides:
     return Sides(pieces(key_BKTH, 2, 2), pieces(value_BKTH, 2, 2))
 
 
-def _places_of(known: _Known, segments_BS: jax.Array) -> Callable[[jax.Array, jax.Array], Places]:
-    """Where the tokens of a shard's first part (0) or last part (1) stand."""
+def _positions_of(
+    known: _Known, segments_BS: jax.Array
+) -> Callable[[jax.Array, jax.Array], Positions]:
+    """Returns a function to the positions of a shard's first part (0) or last part (1)."""
     num_parts = 2 * known.size
     length = segments_BS.shape[1] // num_parts
 
-    def max_tokens(shard: jax.Array, half: jax.Array) -> Places:
+    def positions(shard: jax.Array, half: jax.Array) -> Positions:
         start = jnp.where(half == 0, shard, num_parts - 1 - shard) * length
         segment_BT = jax.lax.dynamic_slice_in_dim(segments_BS, start, length, axis=1)
         order_BT = start + jax.lax.broadcasted_iota(jnp.int32, segment_BT.shape, 1)
-        return Places(order_BT, segment_BT)
+        return Positions(order_BT, segment_BT)
 
-    return max_tokens
+    return positions
 
 
 def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
-    """Whether a query may look at a key: some are near enough, and some segments are the same."""
+    """Returns True if a query may see a key: some are near enough and share a segment."""
     near = pair.own.order[0, 0] - pair.others.order[0, -1] < window
     (own_least, own_most), (least, most) = _range_of(pair.own), _range_of(pair.others)
     return near & jnp.any((own_least <= most) & (least <= own_most))
 
 
-def _range_of(max_tokens: Places) -> tuple[jax.Array, jax.Array]:
+def _range_of(positions: Positions) -> tuple[jax.Array, jax.Array]:
     """The least and the greatest segment of each row, i32[B], which is padding where it is 0."""
-    segment_BT = max_tokens.segment
+    segment_BT = positions.segment
     least_B = jnp.min(segment_BT, axis=1, where=segment_BT > 0, initial=jnp.iinfo(jnp.int32).max)
     return least_B, jnp.max(segment_BT, axis=1)
 

@@ -18,8 +18,8 @@ BLOCK_SIZE = 128
 Window = int | jax.Array | None
 
 
-class Places(NamedTuple):
-    """Where tokens stand, i32[B, T] each: their order in the row, their segment (0: padding)."""
+class Positions(NamedTuple):
+    """Positions of tokens, i32[B, T] each: order in the row and segment (0: padding)."""
 
     order: jax.Array
     segment: jax.Array
@@ -29,8 +29,8 @@ def attention(
     query_BTKGH: jax.Array,
     key_BKSH: jax.Array,
     value_BKSH: jax.Array,
-    query_positions: Places,
-    key_positions: Places,
+    query_positions: Positions,
+    key_positions: Positions,
     *,
     scale: float,
     softcap: float = 0.0,
@@ -76,7 +76,7 @@ def attention(
         return array.swapaxes(0, 1)
 
     @jax.checkpoint
-    def attend_block(block: tuple[jax.Array, Places]) -> jax.Array:
+    def attend_block(block: tuple[jax.Array, Positions]) -> jax.Array:
         return attend(block[0], key_BKSH, value_BKSH, block[1], key_positions)
 
     parts = jax.lax.map(attend_block, jax.tree.map(split, (query_BTKGH, query_positions)))
@@ -88,8 +88,8 @@ def _attend(
     query_BTKGH: jax.Array,
     key_BKSH: jax.Array,
     value_BKSH: jax.Array,
-    query_positions: Places,
-    key_positions: Places,
+    query_positions: Positions,
+    key_positions: Positions,
     *,
     scale: float,
     softcap: float = 0.0,

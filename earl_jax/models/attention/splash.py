@@ -3,7 +3,7 @@
 """Splash attention, JAX's Pallas kernel for TPUs, for whole training rows.
 
 Scores never leave the chip's vector memory. Temporaries are copies of the inputs in the order that
-the kernel wants, about as many bytes as the blockwise reference takes (benchmarks/attention.md).
+the kernel wants, about as many bytes as the blockwise reference takes.
 """
 
 from collections.abc import Callable

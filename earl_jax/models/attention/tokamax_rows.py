@@ -28,7 +28,7 @@ CAPABILITIES = (9.0, 11.0)
 
 
 def tokamax_obstacle(layout: Layout, model: ModelConfig) -> str | None:
-    """Why this model cannot train with it on these devices, in words; None where it can."""
+    """Returns why this model cannot train with it on these devices; None where it can."""
     if layout.platform not in ("gpu", None):
         return f"its kernel is for GPUs and these are {layout.platform} devices"
     if importlib.util.find_spec("tokamax") is None:

@@ -57,12 +57,12 @@ def keep_exports(workdir: Path, *, newest: int | None = None, until: int | None 
 
 
 def _save_model(world: World, params: Params, where: Params, folder: Path) -> Path | None:
-    processes, max_tokens = world.processes, parameters_of(where)
+    processes, shardings = world.processes, parameters_of(where)
     if processes.gather(folder.exists(), "an export")[0]:
         return None
 
     def bring(key: str, leaf: Any) -> Any:
-        return to_first(world, leaf, max_tokens[key])
+        return to_first(world, leaf, shardings[key])
 
     if not processes.is_first:
         for key, leaf in parameters_of(params).items():

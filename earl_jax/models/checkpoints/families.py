@@ -230,7 +230,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def _has_windows(family: Family, model: ModelConfig) -> bool:
-    """Whether the family can have these. One config.json holds one size of window."""
+    """Returns True if the family can have these; a config.json holds one size of window."""
     sizes = set(model.layer_windows)
     if family.windows == "none":
         return sizes == {0}
@@ -240,7 +240,7 @@ def _has_windows(family: Family, model: ModelConfig) -> bool:
 
 
 def _particular(family: Family) -> list[str]:
-    """What a family has that plain layers have not, in words."""
+    """Returns the features of a family beyond plain layers, in words."""
     words = [
         f"{field}={value!r}" for field, value in family.layers.items() if value != _PLAIN[field]
     ]

@@ -41,7 +41,7 @@ _DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 
 class Tokenizer(Protocol):
-    """What knows which ids are control tokens, as every tokenizer of `transformers`."""
+    """A tokenizer that knows its control tokens, as every one of `transformers` does."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
@@ -62,12 +62,12 @@ class GenerationSettings:
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def end_ids_of(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Those ids that are control tokens: any other is part of a text."""
+        """Returns the ids that are control tokens: any other is part of a text."""
         added = tokenizer.added_tokens_decoder
         return tuple(i for i in self.eos_token_ids if i in added and added[i].special)
 
     def unused(self, end_ids: tuple[int, ...]) -> list[str]:
-        """What a run that takes `end_ids` does not honour, in sentences."""
+        """Returns the settings that a run which takes `end_ids` ignores, in sentences."""
         notes = []
         strange = [i for i in self.eos_token_ids if i not in end_ids]
         if strange:

@@ -246,7 +246,7 @@ def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tu
 
 
 def axes_order(weight: Weight, axes: str) -> list[int]:
-    """Where the tensor has our axes; those that are stacked are none of it."""
+    """Returns the position of each of our axes in the tensor; stacked axes are not in it."""
     theirs = weight.axes.replace(" ", "")
     return [theirs.index(letter) for letter in axes if letter in theirs]
 

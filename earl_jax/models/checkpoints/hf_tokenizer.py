@@ -30,7 +30,7 @@ class {_CLASS}(PreTrainedTokenizerFast):
 
 
 class Tokenizer(Protocol):
-    """What can write its own files, as every tokenizer of `transformers`."""
+    """A tokenizer that can write its own files, as every one of `transformers` does."""
 
     def save_pretrained(self, folder: str, /) -> Any:
         """Writes them."""
@@ -61,7 +61,7 @@ def _as_json(settings: dict[str, Any]) -> str:
 
 
 def _is_read_as_it_is(folder: Path) -> bool:
-    """Whether `AutoTokenizer` makes ids as the file says."""
+    """Returns True if `AutoTokenizer` encodes as the file says."""
     # Here, because only who writes a checkpoint should wait for it.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a checkpoint lies: a local folder, or one that a model hub has under a name."""
+"""The folder of a checkpoint: a local one, or one downloaded from a model hub."""
 
 import re
 from pathlib import Path

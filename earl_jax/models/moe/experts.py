@@ -64,7 +64,7 @@ def route(
 def mix_experts(
     config: ModelConfig, layer: Any, x_TD: jax.Array, experts_E: jax.Array
 ) -> jax.Array:
-    """What the experts `experts_E` (numbers, rising by one) add up to for each token.
+    """Returns the sum over the experts `experts_E` (numbers, rising by one) for each token.
 
     `layer` has their weights, of which F may be a part, and the whole router: over all parts of E
     and F, these sums add up to the mixture. For `expert_gate`, `expert_up` and `expert_down`, E is
@@ -105,7 +105,7 @@ def _multiply(
 
 
 def _permute(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
-    """Rows in another order. Told that no row comes twice, its gradient needs no atomic adds."""
+    """Returns rows in another order. As no row comes twice, its gradient needs no atomic adds."""
     return x_MD.at[order_M].get(mode="promise_in_bounds", unique_indices=True)
 
 

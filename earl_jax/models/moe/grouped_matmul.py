@@ -112,5 +112,5 @@ def _visit_blocks(
 
 
 def _padded(x_MD: jax.Array) -> jax.Array:
-    """With as many rows of zeros as fill the last block."""
+    """Returns the rows padded with zeros to whole blocks."""
     return jnp.pad(x_MD, ((0, -len(x_MD) % BLOCK_SIZE), (0, 0)))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How evenly routers spread tokens over experts: what they did, and the loss that evens it out."""
+"""Statistics of how routers spread tokens over experts, and the loss that evens it out."""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from earl_jax.sharding.layout import Layout
 
 
 class Routing(NamedTuple):
-    """What routers did, f32[..., X] each: the axes before X are rows, layers, or both.
+    """Statistics of routers, f32[..., X] each: the axes before X are rows, layers, or both.
 
     `chosen` counts the tokens that were sent to each expert, `probability` adds up what the router
     gave each. Sums over tokens, so that rows and micro-batches add up.
@@ -59,7 +59,7 @@ def routing_of_rows(
 def count_routing(
     config: ModelConfig, x_BTD: jax.Array, router_DX: jax.Array, real_BT: jax.Array
 ) -> Routing:
-    """What a router does with the tokens of each row that are `real`: a Routing of f32[B, X]."""
+    """Returns the statistics of a router over the `real` tokens of each row, f32[B, X] each."""
     probability_BTX = router_probabilities(x_BTD, router_DX)
     _, experts_BTU = jax.lax.top_k(probability_BTX, config.experts_per_token)
     hit_BTUX = jax.nn.one_hot(experts_BTU, config.num_experts, dtype=bool)
@@ -98,7 +98,7 @@ class LoadOfExperts(NamedTuple):
 
 
 def load_of_experts(routing: Routing) -> LoadOfExperts:
-    """How even the loads are that routers gave to experts. `routing` is f32[L, X]."""
+    """Returns how even the loads of experts are. `routing` is f32[L, X]."""
     total_L = jnp.maximum(jnp.sum(routing.chosen, axis=-1, keepdims=True), 1.0)
     share_LX = routing.chosen / total_L
     logs_LX = jnp.log(jnp.where(share_LX > 0, share_LX, 1.0))

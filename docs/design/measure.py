@@ -1,0 +1,158 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a checkout: the tables of simplification.md, a column for each folder that is given.
+
+    git archive 597e169 --prefix=before/ | tar -x -C /tmp
+    uv run python docs/design/measure.py /tmp/before .
+
+Lines are all lines of .py files, and in benchmarks/ and docs/ of .md files too. Import floors are
+the modules on the longest chain of imports at module level, circles counted as one. A word is
+counted where it stands alone, in a name, or in its plural, in .py and .md files.
+"""
+
+import ast
+import collections
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+WORDS = (
+    "rung ladder seat lane room places parking rest ahead scene prospect contender joint hear told "
+    "keeper orders said stops imitate demonstrations guest"
+).split()
+FOLDERS = (
+    "algorithms dispatch engine envs launch models placement rollout selector serving settings "
+    "sharding telemetry train"
+).split()
+# The page that explains the words.
+PAGES = ("docs/design/measure.py", "docs/design/simplification.md")
+COUNT_KEYS = """
+import dataclasses, typing
+from earl_jax.config import Config
+
+def count(cls):
+    kinds = typing.get_type_hints(cls)
+    return sum(
+        count(kinds[f.name]) if dataclasses.is_dataclass(kinds[f.name]) else 1
+        for f in dataclasses.fields(cls)
+    )
+
+print(count(Config))
+"""
+
+
+def measure(root: Path) -> dict[str, str]:
+    """Returns the figures of a checkout by name."""
+    package = root / "earl_jax"
+    top_level = sorted(package.glob("*.py"))
+    row = {"package": _size([*package.rglob("*.py")]), "- top level": _size(top_level)}
+    row |= {f"- {name}/": _size([*(package / name).rglob("*.py")]) for name in FOLDERS}
+    for name in ("tests", "benchmarks", "docs"):
+        found = [*(root / name).rglob("*.py")]
+        found += [*(root / name).rglob("*.md")] if name != "tests" else []
+        row[name] = _size(found)
+    row["README, bytes"] = f"{(root / 'README.md').stat().st_size:,}"
+    row["import floors"] = str(floors(package))
+    row["top-level modules"] = str(len([path for path in top_level if path.name != "__init__.py"]))
+    row["config keys"] = _config_keys(root)
+    counts = words(root)
+    row["old words"] = f"{sum(counts.values()):,}"
+    return row | {f"- {word}": f"{counts[word]:,}" for word in WORDS}
+
+
+def _size(files: list[Path]) -> str:
+    lines = sum(len(path.read_text().splitlines()) for path in files)
+    return f"{lines:,} in {len(files)}" if files else ""
+
+
+def _config_keys(root: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_KEYS],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root.resolve())},
+    )
+    return done.stdout.strip() or "?"
+
+
+def words(root: Path) -> collections.Counter[str]:
+    """Returns how often each of WORDS stands in code, documentation and tests."""
+    counts: collections.Counter[str] = collections.Counter()
+    for path in [*root.rglob("*.py"), *root.rglob("*.md")]:
+        name = path.relative_to(root).as_posix()
+        if name in PAGES or name.startswith((".", "runs/", "dist/")):
+            continue
+        for word in re.findall(r"[A-Z]?[a-z]+", path.read_text()):
+            word = word.lower()
+            singular = word.removesuffix("s")
+            counts[word if word in WORDS else singular if singular in WORDS else ""] += 1
+    del counts[""]
+    return counts
+
+
+def floors(package: Path) -> int:
+    """Returns the number of modules on the longest chain of imports."""
+    graph = dict(_imports(package))
+    sys.setrecursionlimit(10_000)
+    circle = {module: _reached(graph, module) for module in graph}
+
+    @functools.cache
+    def depth(module: str) -> int:
+        own = {other for other in circle[module] if module in circle[other]} | {module}
+        below = {other for each in own for other in graph[each]} - own
+        return 1 + max(map(depth, below), default=0)
+
+    return max(map(depth, graph))
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen, waiting = set(), [start]
+    while waiting:
+        for other in graph[waiting.pop()] - seen:
+            seen.add(other)
+            waiting.append(other)
+    return seen
+
+
+def _imports(package: Path) -> Iterator[tuple[str, set[str]]]:
+    names = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        names[".".join(parts).removesuffix(".__init__")] = path
+    for name, path in names.items():
+        found = set()
+        for node in _at_module_level(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        yield name, {other for other in found if other in names} - {name, "earl_jax"}
+
+
+def _at_module_level(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            continue
+        yield node
+        yield from _at_module_level(node)
+
+
+def main() -> None:
+    """Prints the table."""
+    roots = [Path(argument) for argument in sys.argv[1:]] or [Path()]
+    rows = [measure(root) for root in roots]
+    print("| | " + " | ".join(root.name or "here" for root in roots) + " |")
+    print("|---" * (1 + len(roots)) + "|")
+    for name in rows[0]:
+        print(f"| {name} | " + " | ".join(row[name] for row in rows) + " |")
+
+
+if __name__ == "__main__":
+    main()

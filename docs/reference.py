@@ -1,0 +1,249 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the pages of docs/reference/ from the code.
+
+    uv run python docs/reference.py            # writes them
+    uv run python docs/reference.py --check    # exit status 1 where one differs
+
+config.md comes from the dataclasses and their docstrings, commands.md from --help, metrics.md from
+METRICS below, whose names a test holds against a run.
+"""
+
+import dataclasses
+import inspect
+import os
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "reference"
+COMMANDS = ("main", "evaluate", "serve", "plan", "bench")
+NOTE = "<!-- Written by docs/reference.py; edit the code and run it again. -->\n"
+
+# metrics.jsonl, by topic: each name with its meaning. A key without a value in a run is left out.
+METRICS: dict[str, dict[str, str]] = {
+    "Step": {
+        "step": "The RL step, from 1; in an evaluation the steps trained so far.",
+        "time_s": "Seconds since the command started.",
+        "stage_s": "Seconds of each stage: select, publish, rollout, dispatch, train, ...",
+        "expected_step_s": "Seconds that the selector expected the step to take.",
+        "compile_s": "Seconds that programs used for the first time took to compile.",
+        "compile_waited_s": "The part of `compile_s` for which the run waited.",
+    },
+    "Episodes": {
+        "reward_mean": "Mean reward of the step's episodes.",
+        "reward_std": "Standard deviation of these rewards.",
+        "episodes": "Number of episodes.",
+        "turns_mean": "Mean number of the policy's turns.",
+        "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
+        "context_tokens_max": "Tokens of the longest episode.",
+        "version_lag_max": "Most policy versions between sampling a token and training on it.",
+    },
+    "Rollout": {
+        "rollout_tokens": "Tokens that the policy sampled.",
+        "rollout_tokens_per_s": "`rollout_tokens` over the seconds of the rollout.",
+        "prefill_tokens": "Tokens of prompts and answers that were computed.",
+        "shared_tokens": "Tokens whose KV cache was taken from another episode's prefix.",
+        "copied_tokens": "The part of `shared_tokens` that was copied from other devices.",
+        "tokens_in_flight_max": "Most tokens in the KV cache at one time.",
+        "rollout_max_tokens": "Context bucket of the rollout's programs, in tokens.",
+        "decode_rows": "Rows that decode steps computed.",
+        "idle_rows": "Of these, rows of slots that sampled nothing.",
+        "env_wait_s": "Seconds in which no slot had work, because environments were busy.",
+        "guest_episodes": "Episodes that were played by another data shard than their own.",
+        "preempted_episodes": "Preemptions of episodes for lack of pages.",
+        "recomputed_tokens": "Tokens read again after a preemption.",
+        "preempted_host_bytes": "Bytes of preempted pages to host memory and back.",
+        "preemption": "What preempted episodes do, in words: recompute or host.",
+        "given_up_tokens": "Tokens sampled behind a stop in the same burst, and discarded.",
+        "drafted_tokens": "Tokens that speculation guessed.",
+        "draft_acceptance": "Fraction of guessed tokens that were right.",
+        "drafting_rounds": "Rounds with speculation.",
+    },
+    "Selector": {
+        "rollout_mesh": "Mesh of the rollout, as `data=4,tensor=2`.",
+        "train_mesh": "Mesh of the trainer.",
+        "plan": "What the plans do otherwise than the config says (micro-batches, remat, ...).",
+        "decision": "The reason for the choice, in words.",
+        "switched": "Stages that changed their plan in this step.",
+        "switch_s": "Seconds of these changes.",
+        "out_of_memory": "Plans that ran out of memory in this step.",
+        "peak_bytes_per_device": "Most bytes of a device, by XLA's memory analysis.",
+        "budget_bytes_per_device": "The budget; left out where there is none.",
+    },
+    "Dispatch": {
+        "dispatch_bytes": "Bytes of experience that changed device.",
+        "dispatch_host_bytes": "Bytes of experience that passed through the host.",
+        "publish_bytes": "Bytes of weights that changed device.",
+        "publish_host_bytes": "Bytes of weights that passed through the host.",
+    },
+    "Training": {
+        "train_tokens": "Tokens trained on, over all updates of the step.",
+        "train_tokens_per_s": "`train_tokens` over the seconds of training.",
+        "loss": "Loss of the step's last update.",
+        "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
+        "entropy": "Mean entropy of the policy, in the first update.",
+        "policy_tokens": "Tokens that the policy sampled in episodes that count.",
+        "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
+        "grad_norm": "Norm of the gradient before clipping, in the last update.",
+        "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
+        "logprob_mismatch_mean": "Mean of these differences.",
+        "sampling_kl": "KL of the sampling distribution to the model (top-k, temperature, ...).",
+        "importance_mean": "Mean importance weight of the correction, truncated at its cap.",
+        "truncated_fraction": "Fraction of tokens whose importance weight was truncated.",
+        "balance_loss": "Load-balancing loss of a mixture of experts.",
+        "expert_load_max": "Load of the busiest expert, 1 where all are equal.",
+        "expert_load_entropy": "Entropy of the experts' loads.",
+    },
+    "Evaluation": {
+        "eval": "An evaluation: its name, episodes, mean reward, and what the environment reports.",
+    },
+}
+
+
+def config_page() -> str:
+    """Returns the page of all config keys."""
+    from earl_jax.algorithms.algorithms import ALGORITHMS
+    from earl_jax.config import Config
+
+    lines = [f"# Configuration\n\n{NOTE}"]
+    lines += [
+        "A config file returns an `ml_collections.ConfigDict` with what differs from these "
+        "defaults; `--config.section.key=value` on the command line changes one value. An unknown "
+        "key, a value of another type, and a key without effect in the run are errors. The "
+        "complete configuration of a run is in its `config.json`.\n"
+    ]
+    lines += _section(Config, "config")
+    for name, algorithm in ALGORITHMS.items():
+        if dataclasses.fields(algorithm.settings):
+            lines.append(f'# With config.algorithm="{name}"\n')
+            lines += _section(type(algorithm.settings), "config.algorithm_args")
+    return "\n".join(lines)
+
+
+def _section(cls: type, path: str) -> Iterator[str]:
+    types, sections = typing.get_type_hints(cls), []
+    about, by_field = _descriptions(cls)
+    yield f"## {path}\n\n{about}\n" if path != "config" else f"{about}\n"
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    first_of: dict[str, str] = {}
+    for field in dataclasses.fields(cls):
+        kind = types[field.name]
+        if dataclasses.is_dataclass(kind):
+            sections.append((kind, f"{path}.{field.name}"))
+            continue
+        words = []
+        for text in by_field.get(field.name, []):
+            first = first_of.setdefault(text, field.name)
+            words.append(text if first == field.name else f"See `{first}`.")
+        meaning = " ".join(dict.fromkeys(words)) or _name_in_words(field.name)
+        cells = (f"`{path}.{field.name}`", _type_name(kind), f"`{_default(field)!r}`", meaning)
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+    yield ""
+    for kind, name in sections:
+        yield from _section(typing.cast(type, kind), name)
+
+
+def _descriptions(cls: type) -> tuple[str, dict[str, list[str]]]:
+    """Returns what a docstring says of the whole record, and of each field.
+
+    A sentence is about the fields that it names in backticks; one that names none goes on from the
+    sentence before it in its paragraph.
+    """
+    names, about, by_field = {field.name for field in dataclasses.fields(cls)}, [], {}
+    for paragraph in re.split(r"\n\n|\n- ", inspect.cleandoc(cls.__doc__ or "")):
+        text, named = "", set()
+        for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`\"])", " ".join(paragraph.split())):
+            quoted = " ".join(re.findall(r"`([^`]+)`", sentence))
+            found = {word.split(".")[0] for word in re.findall(r"[\w.]+", quoted)} & names
+            if found and text:
+                _add(by_field, about, named, text)
+                text, named = "", set()
+            named |= found
+            text = f"{text} {sentence}".strip()
+        _add(by_field, about, named, text)
+    return "\n\n".join(about), by_field
+
+
+def _add(by_field: dict[str, list[str]], about: list[str], names: set[str], text: str) -> None:
+    for name in names:
+        by_field.setdefault(name, []).append(text)
+    if not names:
+        about.append(text)
+
+
+def _name_in_words(name: str) -> str:
+    return name.replace("_", " ").capitalize() + "."
+
+
+def _type_name(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal:
+        return ", ".join(f"`{choice!r}`" for choice in arguments)
+    if origin is tuple:
+        return f"list of {arguments[0].__name__}"
+    if origin is not None:
+        return "dict"
+    return getattr(kind, "__name__", "any").replace("Any", "any")
+
+
+def _default(field: dataclasses.Field) -> Any:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    made_by = field.default_factory
+    return None if made_by is dataclasses.MISSING else made_by()
+
+
+def metrics_page() -> str:
+    """Returns the page of the keys of metrics.jsonl."""
+    lines = [
+        f"# Metrics\n\n{NOTE}",
+        "`WORKDIR/metrics.jsonl` has a JSON object a line: one for each training step, and one for "
+        "each evaluation. A key that has no value in a run is left out. NaN and infinity are the "
+        'strings "nan", "inf" and "-inf"; `earl_jax.telemetry.metrics.read_metrics` reads them as '
+        "numbers.\n",
+    ]
+    for topic, metrics in METRICS.items():
+        lines.append(f"## {topic}\n\n| key | meaning |\n|---|---|")
+        lines += [f"| `{name}` | {meaning} |" for name, meaning in metrics.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def commands_page() -> str:
+    """Returns the page of all commands, by their --help."""
+    lines = [f"# Commands\n\n{NOTE}"]
+    for name in COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-m", f"earl_jax.{name}", "--help"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "COLUMNS": "100"},
+        )
+        lines.append(f"## python -m earl_jax.{name}\n\n```text\n{done.stdout.rstrip()}\n```\n")
+    return "\n".join(lines)
+
+
+PAGES = {"config.md": config_page, "metrics.md": metrics_page, "commands.md": commands_page}
+
+
+def main() -> None:
+    """Writes or checks the pages."""
+    stale = []
+    for name, make in PAGES.items():
+        path, text = FOLDER / name, make().rstrip() + "\n"
+        if "--check" not in sys.argv:
+            path.write_text(text)
+        elif not path.exists() or path.read_text() != text:
+            stale.append(name)
+    if stale:
+        sys.exit(f"docs/reference/{stale[0]} is not what the code says: run docs/reference.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The record of an algorithm: its mathematics as pure functions, and what they need to be given."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import flax.struct
+import jax
+import numpy as np
+
+from earl_jax.trajectory import Outcome, Trajectory
+
+Episode = Outcome | Trajectory
+Need = Literal["proximal", "reference", "critic"]
+
+
+@flax.struct.dataclass(frozen=True, kw_only=True)
+class TokenFacts:
+    """The facts about each token of B rows of T that a loss is computed from, f32[B,T] each.
+
+    `mask` bool[B,T] is True where the policy sampled the token in an episode that counts; all other
+    fields are 0 elsewhere, so that a loss need not mask anything. `logprobs` and `entropy` are of
+    the policy that is updated, and the only fields with a gradient beside `values`. `behaviour` are
+    log-probs of the policy that sampled; `proximal` of the policy that the step begins with, None
+    unless the algorithm needs them or the trainer corrects for who sampled
+    (config.train.correction); `reference` of the frozen reference policy, `values` of the critic,
+    each None unless the algorithm needs it.
+
+    Example: prompt p0 p1, reply a0 a1, one place of padding: mask 0 0 1 1 0.
+    """
+
+    mask: jax.Array
+    logprobs: jax.Array
+    entropy: jax.Array
+    behaviour: jax.Array
+    advantages: jax.Array
+    proximal: jax.Array | None = None
+    reference: jax.Array | None = None
+    values: jax.Array | None = None
+
+    @property
+    def old(self) -> jax.Array:
+        """Log-probs of the policy that the ratio is relative to: proximal if given, or behaviour.
+
+        Around the proximal policy, with each token weighted by proximal / behaviour, which the
+        trainer does for every loss, the clipped objective is the decoupled one of AReaL
+        (arXiv 2505.24298, eq. 5).
+        """
+        return self.behaviour if self.proximal is None else self.proximal
+
+
+class TokenLosses(NamedTuple):
+    """A loss for each token, f32[B,T], and metrics by name, each with a value for each token.
+
+    The update minimises the mean loss over the tokens of the mask. A metric is logged under its
+    name: the maximum over these tokens if the name ends in `_max`, the mean otherwise.
+    """
+
+    losses: jax.Array
+    metrics: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoSettings:
+    """The settings of an algorithm that has none."""
+
+
+def keep_every_group(group: Sequence[Episode], settings: Any) -> bool:
+    """Returns True: every group is trained on."""
+    return True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """An algorithm: functions of facts and of its `settings`, a frozen dataclass with defaults.
+
+    `advantages(episodes, settings)` returns for each episode one advantage per rewarded turn; it is
+    given the episodes that count, of all processes. `loss(facts, settings)` returns TokenLosses.
+    `needs` names the facts beyond those that every batch has. `keep_group(episodes, settings)` is
+    given the episodes of one group that their environment did not fail; groups for which it returns
+    False are not trained on. `min_group_size` is the least config.rollout.group_size.
+
+    config.algorithm_args sets fields of `settings`; a `validate(path)` method, if there is one,
+    raises ValueError for values that break a rule.
+    """
+
+    advantages: Callable[[Sequence[Episode], Any], list[np.ndarray]]
+    loss: Callable[[TokenFacts, Any], TokenLosses]
+    settings: Any = NoSettings()
+    needs: frozenset[Need] = frozenset()
+    keep_group: Callable[[Sequence[Episode], Any], bool] = keep_every_group
+    min_group_size: int = 1

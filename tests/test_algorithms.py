@@ -1,0 +1,446 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The seam of algorithms: entries, a user's own, what they need, and a second network."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from earl_jax.algorithms.advantages import group_relative
+from earl_jax.algorithms.algorithm import Algorithm, TokenFacts, TokenLosses
+from earl_jax.algorithms.algorithms import (
+    ALGORITHMS,
+    GrpoSettings,
+    clipped_loss,
+    grpo_advantages,
+    no_advantages,
+)
+from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
+from earl_jax.config_file import make_config
+from earl_jax.loop import rl_step, row_facts
+from earl_jax.models.config import LoraConfig, ModelConfig
+from earl_jax.models.parameters import ParameterSpec
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.backup import StateBackup
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.learner import Learner
+from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
+from earl_jax.train.step import (
+    Critic,
+    init_state,
+    make_train_step,
+    read_metrics,
+    score_batch,
+    state_shapes,
+    state_shardings,
+)
+from earl_jax.trajectory import Outcome, TrajectoryBatch
+from earl_jax.world import World
+from tests.support.placements import TINY, begin
+
+VOCAB, ROWS, LENGTH = 32, 8, 16
+MODEL = ModelConfig(**TINY)
+ONE, CUBE, F8 = MeshShape(), MeshShape(data=2, fsdp=2, tensor=2), MeshShape(fsdp=8)
+CONTROLS = np.array([1e-3, 0.02], np.float32)
+
+
+def make_batch(rows: int = ROWS) -> TrajectoryBatch:
+    """On the host: a prompt of 3 tokens, then replies of 3 and answers of 2."""
+    rng = np.random.default_rng(0)
+    shape = (ROWS, LENGTH)
+    places = np.arange(LENGTH)
+    turn_ids = np.where((places >= 3) & ((places - 3) % 5 < 3), 1 + (places - 3) // 5, 0)
+    batch = TrajectoryBatch(
+        tokens=rng.integers(0, VOCAB, shape).astype(np.int32),
+        segment_ids=np.ones(shape, np.int32),
+        turn_ids=np.broadcast_to(turn_ids, shape).astype(np.int32),
+        logprobs=-rng.random(shape, np.float32) * 4,
+        versions=np.zeros(shape, np.int32),
+        advantages=rng.normal(size=shape).astype(np.float32),
+    )
+    return jax.tree.map(lambda field: field[:rows], batch)
+
+
+def make_learner(algorithm: Algorithm, **train) -> Learner:
+    return Learner(
+        MODEL,
+        TrainConfig(max_grad_norm=1e9, **train),
+        algorithm,
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=0.0,
+        layout=make_layout,
+    )
+
+
+def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE):
+    """Gradients, read from Adam's first moment, and metrics of the first update."""
+    plan, layout = TrainPlan(mesh, 1, False), make_layout(mesh)
+    state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
+    batch = jax.device_put(batch, layout.activations("NS"))
+    state, metrics = learner.update(plan, state, learner.score(plan, state, batch), CONTROLS)
+    grads = jax.tree.map(lambda m: np.asarray(m) / 0.1, state.optimizer[1].mu)
+    return grads, read_metrics(metrics)
+
+
+def assert_same(found, expected, **tolerances) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerances), found, expected)
+
+
+# A user's own, in a module of the user's.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnSettings:
+    """Settings of OWN."""
+
+    penalty: float = 0.1
+    normalize: bool = False
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        if self.penalty < 0:
+            raise ValueError(f"{path}.penalty is {self.penalty}; it must be at least 0")
+
+
+def own_advantages(episodes, settings: OwnSettings):
+    return group_relative(
+        [episode.turn_rewards for episode in episodes],
+        [episode.group for episode in episodes],
+        normalize=settings.normalize,
+    )
+
+
+def own_loss(facts: TokenFacts, settings: OwnSettings) -> TokenLosses:
+    """An unclipped ratio with a penalty on the way from the policy that the step began with."""
+    assert facts.proximal is not None
+    distance = kl_estimate(facts.logprobs, facts.proximal)
+    ratio = likelihood_ratio(facts.logprobs, facts.behaviour)
+    return TokenLosses(
+        losses=settings.penalty * distance - ratio * facts.advantages,
+        metrics={"distance": distance, "distance_max": distance},
+    )
+
+
+OWN = Algorithm(
+    settings=OwnSettings(),
+    advantages=own_advantages,
+    loss=own_loss,
+    needs=frozenset({"proximal"}),
+    keep_group=lambda group, settings: len({episode.reward for episode in group}) > 1,
+    min_group_size=2,
+)
+RUN = {
+    "num_steps": 2,
+    "model": {"width": 32, "ffn_size": 64},
+    # Games that end otherwise than by a first move that is not allowed.
+    "env": {"args": {"mask_illegal": True}},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 16,
+        "group_size": 4,
+        "model_logprobs": True,
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+    "train": {"epochs": 2, "ratio": "model"},
+    "algorithm": f"{__name__}:OWN",
+    "algorithm_args": {"penalty": 0.5},
+}
+
+
+def test_an_algorithm_of_ones_own_trains_by_its_name_alone():
+    """Two steps; its settings come from the config, its metrics are in the record."""
+    config = make_config(json.loads(json.dumps(RUN)))
+    assert config.as_dict()["algorithm_args"] == {"penalty": 0.5, "normalize": False}
+    assert make_config(json.loads(json.dumps(config.as_dict()))) == config
+    world = World(config)
+    assert world.learner.algorithm.settings == OwnSettings(penalty=0.5)
+    placement, position = begin(world)
+    first = jax.tree.map(np.array, position.state.params)
+    for step in range(2):
+        position, record = rl_step(world, placement, position)
+        before, after = record.updates
+        # The first update of a batch starts at the proximal policy; the second is away from it.
+        assert before["distance_max"] < 1e-9 < after["distance"] < after["distance_max"]
+        counts = row_facts(world, record.outcomes, 64)["lengths"] > 0
+        kept = [
+            len({o.reward for o in record.outcomes if o.group == outcome.group}) > 1
+            for outcome in record.outcomes
+        ]
+        assert counts.tolist() == kept and position.step == step + 1
+        sampled = sum(
+            t.num_policy_tokens
+            for t, count in zip(record.trajectories, counts, strict=True)
+            if count
+        )
+        assert before["policy_tokens"] == sampled > 0
+    changed = jax.tree.map(lambda a, b: (a != np.asarray(b)).any(), first, position.state.params)
+    assert any(jax.tree.leaves(changed))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm_args.penalti=1"], "penalti is not a field of OwnSettings; did you mean 'pen"),
+        (["algorithm_args.penalty=-1"], "config.algorithm_args.penalty is -1.0; it must be at"),
+        (["algorithm_args.penalty=much"], "config.algorithm_args.penalty is 'much', a str"),
+        (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
+    ],
+)
+def test_settings_of_ones_own_are_as_strict_as_ours(overrides, words):
+    with pytest.raises(ValueError, match=words):
+        make_config(RUN, overrides)
+
+
+def test_an_override_of_the_algorithm_leaves_out_the_settings_of_the_other():
+    overrides = ["algorithm=grpo", "algorithm_args.clip_high=0.3"]
+    assert make_config(RUN, overrides).algorithm_args == GrpoSettings(clip_high=0.3)
+
+
+# An entry.
+
+
+def test_an_algorithm_of_existing_parts_is_one_entry(monkeypatch):
+    """Dr. GRPO: GRPO's parts with another default, from the config to an update."""
+    entry = Algorithm(
+        settings=GrpoSettings(normalize_advantages=False),
+        advantages=grpo_advantages,
+        loss=clipped_loss,
+        min_group_size=2,
+    )
+    monkeypatch.setitem(ALGORITHMS, "dr_grpo", entry)
+    overrides = ["algorithm=dr_grpo", "algorithm_args.clip_high=0.3", "train.epochs=2"]
+    config = make_config({}, [*overrides, "rollout.group_size=2"])
+    assert config.as_dict()["algorithm_args"] == {
+        "normalize_advantages": False,
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+    }
+    _, metrics = updated(make_learner(config.make_algorithm()), make_batch())
+    assert metrics["clip_fraction"] > 0 and metrics["grad_norm"] > 0
+
+
+# What a loss adds.
+
+
+def squared_loss(facts: TokenFacts, settings: object) -> TokenLosses:
+    """A loss of one file: a quadratic pull of log-probs to -1."""
+    gap = facts.logprobs + 1.0
+    return TokenLosses(losses=0.5 * gap**2, metrics={"gap": gap, "gap_max": gap})
+
+
+SQUARED = Algorithm(advantages=no_advantages, loss=squared_loss)
+
+
+@pytest.mark.parametrize("mesh", [ONE, CUBE], ids=str)
+def test_a_new_loss_is_minimised_and_its_metrics_are_means_and_maxima(mesh):
+    """Against JAX's gradient of the same mean over `score_batch`; sharded as unsharded."""
+    learner, batch = make_learner(SQUARED), make_batch()
+    params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
+    mask = batch.turn_ids > 0
+
+    def reference(params):
+        scores = score_batch(MODEL, learner.config, make_layout(ONE), 1.0, params, batch)
+        gap = scores.logprobs + 1.0
+        losses = 0.5 * gap**2 - 0.02 * scores.entropy
+        return jnp.sum(jnp.where(mask, losses, 0)) / mask.sum(), gap[mask]
+
+    (loss, gap), expected = jax.value_and_grad(reference, has_aux=True)(params)
+    grads, metrics = updated(learner, batch, mesh)
+    assert_same(grads, expected, rtol=1e-3, atol=1e-6)
+    assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["gap"] == pytest.approx(float(gap.mean()), rel=1e-5)
+    assert metrics["gap_max"] == pytest.approx(float(gap.max()), rel=1e-5)
+    assert metrics["policy_tokens"] == mask.sum()
+
+
+def test_maxima_of_micro_batches_are_those_of_the_batch_below_zero_too():
+    """Every gap is negative: a maximum that began at 0 would be 0."""
+    whole, parts = (
+        updated_in_parts(number, Algorithm(advantages=no_advantages, loss=below_zero))
+        for number in (1, 4)
+    )
+    assert whole["low_max"] < 0
+    assert parts == pytest.approx(whole, rel=1e-5, abs=1e-7)
+
+
+def below_zero(facts: TokenFacts, settings: object) -> TokenLosses:
+    return TokenLosses(losses=-facts.logprobs, metrics={"low_max": facts.logprobs - 1.0})
+
+
+def updated_in_parts(number: int, algorithm: Algorithm) -> dict[str, float]:
+    learner, plan = make_learner(algorithm), TrainPlan(ONE, number, False)
+    state = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0)
+    return read_metrics(learner.update(plan, state, make_batch(), CONTROLS)[1])
+
+
+def test_rows_that_do_not_count_are_no_part_of_an_update():
+    """An episode that its environment failed is a row of padding: no entropy, no denominator."""
+    learner, few = make_learner(ALGORITHMS["reinforce"]), make_batch(4)
+    padded = jax.tree.map(lambda field: np.concatenate([field, 0 * field]), few)
+    (grads, metrics), (expected, alone) = updated(learner, padded), updated(learner, few)
+    assert metrics == pytest.approx(alone, rel=1e-5, abs=1e-7)
+    assert_same(grads, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_a_failed_episode_has_no_tokens_for_the_trainer():
+    world = World(make_config({**RUN, "algorithm": "grpo", "algorithm_args": {}}))
+    rewards, reasons = (1.0, 0.0, 5.0, 1.0), ("win", "loss", "environment_error", "win")
+    outcomes = [
+        make_outcome(episode, reward, reason)
+        for episode, (reward, reason) in enumerate(zip(rewards, reasons, strict=True))
+    ]
+    facts = row_facts(world, outcomes, 32)
+    assert facts["lengths"].tolist() == [9, 9, 0, 9]
+    # Mean 2/3 of 1, 0, 1 and deviation sqrt(2) / 3.
+    np.testing.assert_allclose(facts["advantages"][:, 0], [0.5**0.5, -(2**0.5), 0, 0.5**0.5])
+
+
+def make_outcome(episode: int, reward: float, stop_reason: str) -> Outcome:
+    return Outcome(
+        episode=episode,
+        group=0,
+        role="x",
+        turn_rewards=(reward,),
+        stop_reason=stop_reason,
+        num_turns=1,
+        num_tokens=9,
+        sample_starts=(0,),
+        oldest_version=0,
+    )
+
+
+# What an algorithm needs.
+
+
+def test_what_training_does_not_have_is_an_error():
+    for need, words in (("critic", "needs a critic"), ("reference", "config.train.lora.rank is 0")):
+        with pytest.raises(ValueError, match=words):
+            make_learner(dataclasses.replace(SQUARED, needs=frozenset({need})))
+
+
+def test_the_reference_policy_is_the_base_of_the_adapters():
+    """Of trained adapters, whose own log-probs are others; on one device and sharded."""
+
+    def penalty(facts: TokenFacts, settings: object) -> TokenLosses:
+        assert facts.reference is not None
+        distance = kl_estimate(facts.logprobs, facts.reference)
+        return TokenLosses(losses=distance, metrics={"reference_kl": distance})
+
+    algorithm = dataclasses.replace(SQUARED, loss=penalty, needs=frozenset({"reference"}))
+    learner = make_learner(algorithm, lora=LoraConfig(rank=2))
+    plain, mask = make_learner(ALGORITHMS["sft"]), make_batch().turn_ids > 0
+    found = []
+    for mesh in (ONE, CUBE):
+        layout, plan = make_layout(mesh), TrainPlan(mesh, 2, False)
+        state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
+        moved = jax.tree.map(lambda leaf: leaf + 0.05, state.params)
+        state = dataclasses.replace(state, params=moved)
+        batch = jax.device_put(make_batch(), layout.activations("NS"))
+        scored = learner.score(plan, state, batch)
+        base = score_batch(MODEL, plain.config, layout, 1.0, state.base, batch).logprobs
+        np.testing.assert_allclose(scored.reference[mask], base[mask], atol=1e-5)
+        assert scored.proximal is None
+        found.append(read_metrics(learner.update(plan, state, scored, CONTROLS)[1]))
+    assert found[0]["reference_kl"] > 1e-4
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+
+
+# A second network.
+
+CRITIC = Critic(
+    specs={
+        "embed": ParameterSpec(shape=(VOCAB, 16), axes="VD", deviation=0.25),
+        "head": ParameterSpec(shape=(16,), axes="D", deviation=0.25),
+    },
+    values=lambda params, batch: params["embed"][batch.tokens] @ params["head"],
+)
+TRAIN = TrainConfig(max_grad_norm=1e9)
+
+
+def value_loss(facts: TokenFacts, settings: object) -> TokenLosses:
+    assert facts.values is not None
+    error = facts.values - facts.advantages
+    return TokenLosses(losses=0.5 * error**2, metrics={"value_error": error**2})
+
+
+WITH_CRITIC = Algorithm(advantages=no_advantages, loss=value_loss, needs=frozenset({"critic"}))
+
+
+def critic_state(mesh: MeshShape):
+    return init_state(MODEL, TRAIN, VOCAB, make_layout(mesh), 3, CRITIC)
+
+
+def critic_places(mesh: MeshShape):
+    return state_shardings(MODEL, TRAIN, VOCAB, make_layout(mesh), CRITIC)
+
+
+def bits(tree) -> list[bytes]:
+    return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("mesh", [ONE, CUBE, F8], ids=str)
+def test_a_critic_is_trained_beside_the_policy(mesh):
+    """Its gradient by hand in numpy: the mean of (value - target) times the slope of the value."""
+    state = jax.tree.map(jnp.copy, critic_state(mesh))
+    embed, head = (np.asarray(state.critic[name]) for name in ("embed", "head"))
+    layout, batch = make_layout(mesh), make_batch()
+    kinds = {"algorithm": WITH_CRITIC, "critic": CRITIC}
+    step = make_train_step(MODEL, TRAIN, layout, vocab_size=VOCAB, temperature=1.0, **kinds)
+    new, metrics = step(state, jax.device_put(batch, layout.activations("NS")), CONTROLS)
+    mask = batch.turn_ids > 0
+    tokens, target = batch.tokens[mask], batch.advantages[mask]
+    error = (embed[tokens] @ head - target) / mask.sum()
+    of_embed = np.zeros_like(embed)
+    np.add.at(of_embed, tokens, error[:, None] * head)
+    _, moments = new.optimizer[1].mu
+    np.testing.assert_allclose(moments["embed"] / 0.1, of_embed, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(moments["head"] / 0.1, error @ embed[tokens], rtol=1e-4, atol=1e-6)
+    assert (np.asarray(new.critic["head"]) != head).all()
+    expected = np.mean((embed[tokens] @ head - target) ** 2)
+    assert read_metrics(metrics)["value_error"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_critic_moves_offloads_and_checkpoints_with_the_rest(tmp_path):
+    """Bit for bit, parameters and moments, and where the specs of both networks say."""
+    state = critic_state(CUBE)
+    state = dataclasses.replace(
+        state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
+    )
+    state = jax.device_put(state, critic_places(CUBE))
+    assert state.critic["embed"].sharding.spec != ()
+    expected = bits(state)
+    assert len(expected) == len(jax.tree.leaves(critic_places(CUBE)))
+    moved = reshard(state, critic_places(F8))
+    assert bits(moved) == expected
+    assert moved.critic["embed"].sharding == critic_places(F8).critic["embed"]
+
+    away = offload_moments(moved)
+    assert is_offloaded(away) and all(
+        leaf.sharding.memory_kind == "pinned_host" for leaf in jax.tree.leaves(away.optimizer)
+    )
+    moved = load_moments(away)
+    assert bits(moved) == expected
+
+    backup = StateBackup()
+    backup.save("update", moved)
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(moved)
+    moved = backup.restore(moved)
+    assert bits(moved) == expected
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints.save(1, moved, {})
+    checkpoints.wait()
+    shapes = state_shapes(MODEL, TRAIN, VOCAB, CRITIC)
+    back = checkpoints.state(1, shapes, critic_places(CUBE))
+    checkpoints.close()
+    assert bits(back) == expected
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert back.critic["embed"].sharding.is_equivalent_to(critic_places(CUBE).critic["embed"], 2)

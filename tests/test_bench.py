@@ -1,0 +1,86 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""python -m earl_jax.bench on a tiny model: every stage times each of its meshes."""
+
+import json
+import sys
+
+import pytest
+
+from earl_jax.bench import bench_command, main
+
+MODEL = ("num_layers=1", "width=16", "num_heads=2", "num_kv_heads=2", "head_size=8", "ffn_size=16")
+ROLLOUT = ("num_slots=8", "episodes_per_step=16", "context_buckets=(16,)")
+TINY = (
+    *("--json", "--repeats=1"),
+    *(f"--config.model.{one}" for one in MODEL),
+    *(f"--config.rollout.{one}" for one in ROLLOUT),
+)
+
+
+@pytest.fixture
+def rows_of(capsys, monkeypatch):
+    # JAX has started, on the same devices.
+    monkeypatch.setattr("earl_jax.bench.start_jax", lambda *_: None)
+
+    def rows(stage: str) -> list[dict]:
+        bench_command([stage, *TINY])
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("stage", "meshes"),
+    [("rollout", ["data=8", "data=4,tensor=2"]), ("train", ["data=8", "data=1,fsdp=8"])],
+)
+def test_stage_has_a_row_for_each_mesh(rows_of, stage, meshes):
+    rows = rows_of(stage)
+    assert [row["mesh"] for row in rows] == meshes
+    for row in rows:
+        assert row["tokens/s"] == pytest.approx(row["tokens"] / row["s"])
+    if stage == "train":
+        assert {row["tokens"] for row in rows} == {16 * 16}
+
+
+def test_dispatch_has_experience_and_weights_of_each_pair_of_meshes(rows_of):
+    rows = rows_of("dispatch")
+    assert len(rows) == 2 * 2 * 2
+    ways = {(row["what"], row["from"], row["to"]): row for row in rows}
+    # Two rows on each device before and after.
+    assert ways["experience", "data=8", "data=8"]["moved MiB"] == 0
+    # Four arrays of 16 rows of 16 places, of which one device of each pair has none.
+    torn = ways["experience", "data=4,tensor=2", "data=8"]
+    assert torn["moved MiB"] == 0
+    # The weights are cut in eight: each of eight devices lacks seven parts of eight.
+    assert ways["weights", "data=1,fsdp=8", "data=8"]["moved MiB"] > 0
+    assert all(row["ms"] > 0 for row in rows)
+
+
+def test_switch_moves_the_trainer_and_a_live_rollout(rows_of):
+    rows = rows_of("switch")
+    assert [row["what"] for row in rows] == ["trainer", "live rollout"]
+    # A device that has all keeps its part and needs nothing.
+    assert rows[0]["moved MiB"] == 0 and rows[0]["to"] == "data=1,fsdp=8"
+    # Its pages are regrouped on the way.
+    assert rows[1]["moved MiB"] is None and rows[1]["ms"] > 0
+
+
+def test_table_of_a_stage_is_markdown(capsys, monkeypatch):
+    monkeypatch.setattr("earl_jax.bench.start_jax", lambda *_: None)
+    bench_command(["train", *TINY[1:]])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| mesh | micro-batches | remat | s | tokens | tokens/s |"
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 4
+
+
+def test_unknown_stage_and_setting_end_with_status_2(monkeypatch, capsys):
+    for arguments, message in (
+        (["rollouts"], "invalid choice"),
+        (["train", "--config.train.micro_batchs=1"], "micro_batches"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        with pytest.raises(SystemExit) as ending:
+            main()
+        assert ending.value.code == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation says what the code does, and an installed wheel has all it needs."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from earl_jax.config_file import make_config
+from earl_jax.run import run
+
+ROOT = Path(__file__).parent.parent
+MODEL = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
+TINY = {
+    "num_steps": 1,
+    "model": MODEL | {"ffn_size": 16},
+    "rollout": {"num_slots": 8, "episodes_per_step": 16, "context_buckets": (48,)},
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+    "eval": {"games": 2, "final_games": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["config.md", "metrics.md"])
+def test_reference_is_what_the_code_says(reference, name):
+    """Run docs/reference.py where this fails. The commands are checked by .ci/run."""
+    written = (ROOT / "docs" / "reference" / name).read_text()
+    assert written == reference.PAGES[name]().rstrip() + "\n"
+
+
+@pytest.mark.slow
+def test_every_metric_of_a_run_is_in_the_reference(reference, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run(make_config(TINY), tmp_path / "run")
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    known = {name for topic in reference.METRICS.values() for name in topic}
+    assert {name for line in lines for name in line} <= known
+    # And each name of the reference stands somewhere in the package.
+    source = "\n".join(path.read_text() for path in (ROOT / "earl_jax").rglob("*.py"))
+    assert [name for name in known if not re.search(rf"\b{name}\b", source)] == []
+
+
+def test_pages_name_files_that_exist():
+    pages = [ROOT / "README.md"]
+    pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    missing = []
+    for page in pages:
+        text = page.read_text()
+        links = re.findall(r"\]\(([^)#:]+)\)", text)
+        folders = "tests|configs|benchmarks|docs|gpu_scripts"
+        named = re.findall(rf"\b((?:{folders})/[a-z0-9_/]+\.[a-z]+)", text)
+        missing += [(page.name, link) for link in links if not (page.parent / link).exists()]
+        missing += [(page.name, name) for name in named if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_readme_is_one_page():
+    assert (ROOT / "README.md").stat().st_size <= 10_000
+
+
+@pytest.mark.slow
+def test_wheel_runs_without_the_repository(tmp_path):
+    """bench, with the default config, from nothing but the files of the wheel."""
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(installed)
+    sizes = [f"--config.model.{name}={value}" for name, value in TINY["model"].items()]
+    sizes += ["--config.rollout.num_slots=8", "--config.rollout.episodes_per_step=16"]
+    done = subprocess.run(
+        [sys.executable, "-m", "earl_jax.bench", "dispatch", "--json", "--repeats=1", *sizes],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert {json.loads(line)["what"] for line in done.stdout.splitlines()} == {
+        "experience",
+        "weights",
+    }

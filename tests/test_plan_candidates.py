@@ -1,0 +1,168 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes and speeds of candidates, by hand: observed, else computed and corrected."""
+
+import dataclasses
+import math
+
+import pytest
+
+from earl_jax.selector.plan_candidates import Candidates
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.selector.roofline import MODEL_ERROR
+from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
+from tests.support.problems import (
+    D2T4,
+    D4T2,
+    D8,
+    F8,
+    T8,
+    HandProblem,
+    hand_problem,
+    rollout_on,
+    train_on,
+)
+
+MODEL = {D8: 100.0, D4T2: 80.0, D2T4: 60.0, T8: 40.0}
+
+
+def candidates(*observed: tuple[str, float], problem: HandProblem | None = None) -> Candidates:
+    """Returns the candidates by a table of these speeds."""
+    table = ThroughputTable()
+    for key, speed in observed:
+        table = table.with_speed(key, speed)
+    return Candidates(problem or hand_problem({D8: 100.0, F8: 50.0}, MODEL), table)
+
+
+def play(mesh, speed: float, tokens: int = 20, times: int = 3) -> list[tuple[str, float]]:
+    return times * [(rollout_key(mesh, tokens, 8), speed)]
+
+
+def on(found: Candidates, mesh, tokens: int = 20):
+    """Returns the rollout's candidate on a mesh, with pages for all slots."""
+    each = found.rollouts(tokens, None, math.inf)
+    return next(candidate for candidate in each if candidate.plan.mesh == mesh)
+
+
+def update(found: Candidates, plan: TrainPlan, length: int = 20):
+    return next(candidate for candidate in found.train(length) if candidate.plan == plan)
+
+
+# Bytes.
+
+
+def test_bytes_of_a_round_are_computed_with_those_of_its_pages():
+    # A page of data=8 takes 80 bytes, and of tensor=2 half of that.
+    found = candidates(problem=hand_problem({D8: 1.0}, MODEL, rollout_bytes={D8: 1000, D4T2: 500}))
+    assert found.round_bytes(rollout_on(D8, 8, 3), 20) == (1240, False)
+    assert found.round_bytes(rollout_on(D4T2, 8, 3), 20) == (620, False)
+
+
+def test_known_bytes_of_a_round_are_those_without_pages_at_the_same_bucket_and_slots():
+    problem = hand_problem({D8: 1.0}, MODEL)
+    table = ThroughputTable().with_bytes(rollout_key(D8, 20, 8), 700)
+    found = Candidates(problem, table)
+    assert found.round_bytes(rollout_on(D8, 8, 3), 20) == (700 + 240, True)
+    assert found.round_bytes(rollout_on(D8, 8, 5), 20) == (700 + 400, True)
+    assert found.round_bytes(rollout_on(D8, 8, 3), 40) == (1000 + 240, False)
+    assert found.round_bytes(rollout_on(D8, 4, 3), 20) == (1000 + 240, False)
+
+
+def test_known_bytes_of_an_update_are_its_own_alone():
+    problem = hand_problem({D8: 1.0}, MODEL, train_bytes={D8: 3000})
+    table = ThroughputTable().with_bytes(train_key(D8, 20, 2, True), 1700)
+    found = Candidates(problem, table)
+    assert found.update_bytes(train_on(D8, 2), 20) == (1700, True)
+    assert found.update_bytes(train_on(D8), 20) == (3000, False)
+    assert found.update_bytes(TrainPlan(D8, 2, False), 20) == (1500, False)
+
+
+# Speeds.
+
+
+def test_without_observations_speeds_are_the_models():
+    found = candidates()
+    assert on(found, D4T2).tokens_per_s == 80.0
+    assert update(found, train_on(F8)).tokens_per_s == 50.0
+    assert not on(found, D8).is_observed
+
+
+def test_trusted_speed_counts_and_the_factor_of_its_mesh_carries_over_buckets():
+    found = candidates(*play(D8, 30.0))
+    assert (on(found, D8).tokens_per_s, on(found, D8).is_observed) == (30.0, True)
+    # 30 of 100: so it is for longer contexts, where the mesh never ran.
+    longer = on(found, D8, tokens=40)
+    assert longer.tokens_per_s == pytest.approx(30.0) and not longer.is_observed
+    # The other stage is not corrected.
+    assert update(found, train_on(D8)).tokens_per_s == 100.0
+
+
+def test_mesh_that_never_ran_is_discounted_by_the_models_error():
+    found = candidates(*play(D8, 30.0), *play(D2T4, 30.0))
+    # Factors 0.3 and 0.5: the median is 0.4.
+    assert on(found, D4T2).tokens_per_s == pytest.approx(80 * 0.4 / MODEL_ERROR)
+
+
+def test_untrusted_speeds_are_no_less_than_those_of_a_mesh_that_never_ran():
+    found = candidates(*play(D8, 50.0), *play(D4T2, 1.0, times=2), *play(D2T4, 55.0, times=1))
+    # The usual factor is that of data=8, which is trusted: a half.
+    assert on(found, D4T2).tokens_per_s == pytest.approx(80 * 0.5 / MODEL_ERROR)
+    assert on(found, D2T4).tokens_per_s == 55.0
+
+
+def test_trusted_entries_alone_make_the_factor_of_a_mesh():
+    found = candidates(*play(D8, 50.0), *play(D8, 10.0, tokens=40, times=1))
+    assert on(found, D8, tokens=60).tokens_per_s == pytest.approx(50.0)
+
+
+def test_two_meshes_that_never_ran_may_be_tried_at_each_context_bucket():
+    table = candidates(*play(D8, 50.0)).table
+    problem = hand_problem({D8: 100.0}, MODEL)
+
+    def trials(*tried, tokens=20):
+        steps = {rollout_key(mesh, 20, 8): 1 for mesh in (D8, *tried)}
+        found = Candidates(problem, table, steps=steps).rollouts(tokens, None, math.inf)
+        return {c.plan.mesh: c.tokens_per_s for c in found if c.is_trial}
+
+    # As fast as the model's error allows: computed 80, the usual factor 1/2.
+    times = 0.5 * MODEL_ERROR
+    assert trials() == pytest.approx({D4T2: 80 * times, D2T4: 60 * times, T8: 40 * times})
+    assert trials(D4T2) == pytest.approx({D2T4: 60 * times, T8: 40 * times})
+    assert trials(D4T2, T8) == {}
+    assert set(trials(D4T2, T8, tokens=40)) == {D4T2, D2T4, T8}
+    assert not any(c.is_trial for c in Candidates(problem, table).rollouts(20, None, math.inf))
+
+
+def test_fewer_pages_than_wanted_are_slower_by_the_models_ratio():
+    found = candidates(*play(D8, 30.0), problem=_many_slots())
+    # Eight pages of 80 bytes hold all, four hold half of the 32 slots; a rollout takes 1000 bytes.
+    full, half = (found._rollout(rollout_on(D8, 32, 0), 20, None, free) for free in (1640, 1320))
+    assert (full.plan.pages, half.plan.pages) == (8, 4)
+    assert half.tokens_per_s == pytest.approx(full.tokens_per_s / 2)
+
+
+def _many_slots() -> HandProblem:
+    problem = hand_problem({D8: 1.0}, MODEL)
+    return dataclasses.replace(
+        problem, work=dataclasses.replace(problem.work, num_slots=32, num_rows=32)
+    )
+
+
+def test_round_of_few_live_episodes_is_corrected_as_the_mesh_is():
+    model_s = candidates().live_round_s(rollout_on(T8), 1, 20)
+    assert model_s == 1 / 40
+    slower = candidates(*play(T8, 10.0))
+    assert slower.live_round_s(rollout_on(T8), 1, 20) == pytest.approx(4 * model_s)
+
+
+def test_entries_that_this_problem_cannot_have_say_nothing():
+    found = candidates(
+        ("train data=2,tensor=4 20 micro_batches=1,remat=True", 1e9),
+        # Eight rows: no three parts, and no sixteen.
+        ("train data=8 20 micro_batches=3,remat=True", 1e9),
+        ("train data=8 20 micro_batches=16,remat=True", 1e9),
+        ("rollout data=1,context=8 20 slots=8", 1e9),
+        ("rollout data=8 20 slots=12", 1e9),
+    )
+    assert update(found, train_on(D8)).tokens_per_s == 100.0
+    assert on(found, D8).tokens_per_s == 100.0
