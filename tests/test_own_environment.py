@@ -236,7 +236,7 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
         assert "tools" in episode.detail
     said = failures_in_words(record.trajectories)
     assert said.startswith("8 of 8 episodes failed, the first as unencodable: the chat template")
-    assert all(np.isfinite(update.loss) for update in record.updates)
+    assert all(np.isfinite(update["loss"]) for update in record.updates)
 
 
 @pytest.mark.slow
