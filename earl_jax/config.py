@@ -195,8 +195,8 @@ class Config:
                 f"config.train.micro_batches is {self.train.micro_batches}, which does not divide "
                 f"config.rollout.episodes_per_step ({per_update})"
             )
-        self._check_environment()
         self._check_algorithm()
+        self._check_environment()
         self._check_ratio()
         if self.checkpoint.export is True and not self.model.path:
             try:
@@ -206,6 +206,28 @@ class Config:
                     f"config.checkpoint.export is True with no config.model.path, and {error}"
                 ) from error
         _check_effects(self)
+
+    def make_algorithm(self) -> Algorithm:
+        """Returns the algorithm with its settings. Raises ValueError where there is none."""
+        return dataclasses.replace(find_algorithm(self.algorithm), settings=self.algorithm_args)
+
+    def _check_algorithm(self) -> None:
+        """Raises ValueError unless there is such an algorithm, with such settings."""
+        algorithm = find_algorithm(self.algorithm)
+        kind = type(algorithm.settings)
+        if not isinstance(self.algorithm_args, kind):
+            raise ValueError(
+                f"config.algorithm_args is {self.algorithm_args!r}; for config.algorithm = "
+                f"{self.algorithm!r} it must be of type {kind.__name__}"
+            )
+        if hasattr(self.algorithm_args, "validate"):
+            self.algorithm_args.validate("config.algorithm_args")
+        if self.rollout.group_size < algorithm.min_group_size:
+            raise ValueError(
+                f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
+                f"{self.rollout.group_size}; it compares the episodes of a group: set "
+                f"config.rollout.group_size to {algorithm.min_group_size} or more"
+            )
 
     def open_environment(self) -> Played:
         """Returns the environment of this run, and its tasks."""
@@ -229,28 +251,6 @@ class Config:
                 "config.train.ratio 'behaviour'; the trainer scores under all tokens, so what is "
                 "not allowed would look like a change of the policy: set config.train.ratio to "
                 "'model' and config.rollout.model_logprobs to True"
-            )
-
-    def make_algorithm(self) -> Algorithm:
-        """Returns the algorithm with its settings. Raises ValueError where there is none."""
-        return dataclasses.replace(find_algorithm(self.algorithm), settings=self.algorithm_args)
-
-    def _check_algorithm(self) -> None:
-        """Raises ValueError unless there is such an algorithm, with such settings."""
-        algorithm = find_algorithm(self.algorithm)
-        kind = type(algorithm.settings)
-        if not isinstance(self.algorithm_args, kind):
-            raise ValueError(
-                f"config.algorithm_args is {self.algorithm_args!r}; for config.algorithm = "
-                f"{self.algorithm!r} it must be of type {kind.__name__}"
-            )
-        if hasattr(self.algorithm_args, "validate"):
-            self.algorithm_args.validate("config.algorithm_args")
-        if self.rollout.group_size < algorithm.min_group_size:
-            raise ValueError(
-                f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
-                f"{self.rollout.group_size}; it compares the episodes of a group: set "
-                f"config.rollout.group_size to {algorithm.min_group_size} or more"
             )
 
     def _check_ratio(self) -> None:

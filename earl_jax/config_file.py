@@ -28,7 +28,14 @@ from earl_jax.settings.choices import check_choice
 
 # Keys of earlier versions, and those that took their place.
 RENAMED_KEYS = {
-    "config.env.game": "config.env.name (or env.args.game of env.name = 'board_game')",
+    "config.train.advantage": "config.algorithm",
+    "config.train.turn_discount": "config.algorithm_args.turn_discount",
+    "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
+    "config.train.clip_low": "config.algorithm_args.clip_low",
+    "config.train.clip_high": "config.algorithm_args.clip_high",
+    "config.env.game": (
+        "config.env.name (or config.env.args.game with config.env.name='board_game')"
+    ),
     "config.env.trail": "config.env.args",
     **{
         f"config.env.{name}": f"config.env.args.{name}"
@@ -36,11 +43,6 @@ RENAMED_KEYS = {
             "opponent", "mcts_simulations", "illegal_reward", "show_board", "mask_illegal"
         )
     },
-    "config.train.advantage": "config.algorithm",
-    "config.train.turn_discount": "config.algorithm_args.turn_discount",
-    "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
-    "config.train.clip_low": "config.algorithm_args.clip_low",
-    "config.train.clip_high": "config.algorithm_args.clip_high",
 }  # fmt: skip
 
 

@@ -17,18 +17,17 @@ import numpy as np
 
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.config import DispatchConfig
-from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.pack import dispatch, join_rows
 from earl_jax.engine.config import RolloutConfig, Sampling
 from earl_jax.engine.session import Session
-from earl_jax.launch.joint import Played, hear_all, join_rows
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import Metrics, learn, sft
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.control import RolloutControl
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.gather import Played, gather_outcomes
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.sharding.host_channel import open_channel
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load, LoadHistory
@@ -107,10 +106,11 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
         placement.choose_training(history.recent())
         state = placement.move_state(state)
     layout = world.train_layout(placement.train.mesh)
-    by_hosts = world.processes.by_hosts
-    with timer("dispatch"), only_on_devices(world.config.dispatch, by_hosts) as dispatch_reads:
+    with timer("dispatch"), only_on_devices(world.config.dispatch) as dispatch_reads:
         own = to_learn_from(world, rollout.experience) if rollout else None
-        experience = join_rows(world, own, placement.rollout.mesh, length)
+        mesh, num_rows = placement.rollout.mesh, world.config.rollout.episodes_per_step
+        layouts = world.rollout_layout(mesh), world.joint_layout(mesh)
+        experience = join_rows(own, *layouts, num_rows, length)
         facts = row_facts(world, played.outcomes, length)
         delivery = dispatch(experience, layout, **facts)
         world.processes.wait(delivery.batch, "dispatch")
@@ -128,7 +128,7 @@ def rl_step(world: World, placement: Placement, position: Position) -> tuple[Pos
     with timer("select"):
         state = placement.move_state(state, to_play=True)
     train_tokens = len(updates) * world.config.rollout.episodes_per_step * length
-    updates, speeds, *host_bytes = hear_costs(
+    updates, speeds, *host_bytes = gather_costs(
         world,
         updates,
         (played.stats.tokens_per_s, train_tokens / timer.seconds["train"] if is_timed else None),
@@ -173,8 +173,7 @@ def publish_and_play(
 
     And what its new weights moved over the devices, and over the host.
     """
-    by_hosts = world.processes.by_hosts
-    with timer("publish"), only_on_devices(world.config.dispatch, by_hosts) as reads:
+    with timer("publish"), only_on_devices(world.config.dispatch) as reads:
         session, publish_bytes = placement.sessions.open(world.policy(state), version=step)
     with timer("rollout"):
         tasks = learnable(world, world.training_tasks(step))
@@ -211,17 +210,12 @@ def expected_tokens(world: World, load: Load | None) -> int:
 
 
 @contextlib.contextmanager
-def only_on_devices(config: DispatchConfig, by_hosts: bool = False) -> Iterator[HostByteCounter]:
-    """Counts the bytes that come to the host inside; forbids them if the config says so.
-
-    But for those that go to other processes `by_hosts`, where that is the only way.
-    """
-    before = open_channel().sent_bytes if by_hosts else 0
-    guard = "allow" if by_hosts or config.forbid_host_bytes is False else "disallow_explicit"
+def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
+    """Counts the bytes that come to the host inside; forbids them if the config says so."""
+    guard = "allow" if config.forbid_host_bytes is False else "disallow_explicit"
     with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
         yield counter
-    sent = open_channel().sent_bytes - before if by_hosts else 0
-    if config.forbid_host_bytes is not False and (counter.num_bytes or 0) > sent:
+    if config.forbid_host_bytes is not False and counter.num_bytes:
         raise ValueError(
             f"{counter.num_bytes} bytes of experience or weights came through the host, and "
             f"config.dispatch.forbid_host_bytes is {config.forbid_host_bytes!r}; set it to False "
@@ -279,7 +273,7 @@ def play_all(
         shortage = placement.shortage(error)
         if shortage is None:
             raise
-    played = hear_all(world, rollout, placement.as_dict(), shortage)
+    played = gather_outcomes(world.processes, rollout, placement.as_dict(), shortage)
     if played.placement != placement.as_dict():
         placement.restore(played.placement)
     return rollout, played
@@ -345,21 +339,20 @@ def sample_starts(trajectories: Sequence[Trajectory | Outcome], length: int) -> 
     return table
 
 
-def hear_costs(
+def gather_costs(
     world: World,
     updates: list[Metrics],
     speeds: tuple[float | None, float | None],
     *host_bytes: int | None,
 ) -> tuple[Any, ...]:
-    """Returns what training said, in processes too that do not train, and what a step cost.
+    """Gathers the updates' metrics, for processes too that do not train, and a step's costs.
 
     `speeds` are the tokens/s of the rollout and of training, of the first process that has them,
     because all choose by them. Host bytes are the sums over the processes; of those that some
     process cannot count there is none.
     """
-    told = world.processes.gather((updates, speeds, host_bytes), "the end of a step")
-    sums = (
-        None if None in each else sum(each) for each in zip(*(b for *_, b in told), strict=True)
-    )
-    first = [next(filter(None, each), None) for each in zip(*(s for _, s, _ in told), strict=True)]
-    return (next(metrics for metrics, *_ in told if metrics), first, *sums)
+    parts = world.processes.gather((updates, speeds, host_bytes), "the end of a step")
+    all_updates, all_speeds, all_bytes = zip(*parts, strict=True)
+    sums = (None if None in each else sum(each) for each in zip(*all_bytes, strict=True))
+    first = [next(filter(None, each), None) for each in zip(*all_speeds, strict=True)]
+    return (next(filter(None, all_updates)), first, *sums)

@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from earl_jax.config import Config
     from earl_jax.launch.distributed import DistributedConfig
 
 # A wheel has configs/ in the package, a checkout beside it.
@@ -31,9 +30,9 @@ examples:
 
 A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
 report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
-saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost,
-75 where one had too little memory for an update: start all again, and they go on with less
-(gpu_scripts/again.sh does).
+saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost
+or had too little memory for an update: start all again, and the run resumes, with less where
+memory was short (gpu_scripts/slurm.sh does).
 
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
@@ -120,34 +119,18 @@ def train_command(arguments: Sequence[str]) -> None:
 
     config = make_config(load_config_file(config_path), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
-    evaluation = _run(config, workdir)
-    if evaluation is None:
+    import jax
+
+    from earl_jax.launch.distributed import end_together
+    from earl_jax.run import run
+
+    with end_together():
+        evaluation = run(config, workdir)
+    if jax.process_index() > 0:
         return
     if evaluation:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
     print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
-
-
-def _run(config: "Config", workdir: Path) -> dict[str, Any] | None:
-    """The run, and its last evaluation; None in a process that is not the first.
-
-    A process ends here whose fellow is lost, or that all others would wait for.
-    """
-    import jax
-
-    from earl_jax.launch.ending import end, listening
-    from earl_jax.placement.placement import ShortAlone
-    from earl_jax.run import run
-    from earl_jax.sharding.waiting import PeerLost
-
-    try:
-        with listening():
-            evaluation = run(config, workdir)
-    except (PeerLost, ShortAlone, jax.errors.JaxRuntimeError) as error:
-        if jax.process_count() == 1:
-            raise
-        end(error)
-    return evaluation if jax.process_index() == 0 else None
 
 
 def main() -> None:

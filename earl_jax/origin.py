@@ -10,7 +10,7 @@ from earl_jax.config import Config
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.envs.examples import corpus
 from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
-from earl_jax.launch.cluster import Processes
+from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.models.checkpoints.hf_read import Checkpoint
 from earl_jax.models.config import ModelConfig
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
 
 def open_origin(
-    config: Config, checkpoint: Checkpoint | None, folder: Path | None, processes: Processes
+    config: Config, checkpoint: Checkpoint | None, folder: Path | None, cluster: Cluster
 ) -> Origin:
     """Of the checkpoint, or else of the config with a tokenizer that is kept in `folder`.
 
@@ -43,7 +43,7 @@ def open_origin(
         ValueError: the checkpoint, or a setting, does not go with the other.
     """
     if checkpoint is None:
-        origin = _from_config(config, folder, processes)
+        origin = _from_config(config, folder, cluster)
     else:
         origin = _from_checkpoint(config, checkpoint)
     if config.train.balance_coefficient and not origin.model.num_experts:
@@ -78,8 +78,8 @@ def _from_checkpoint(config: Config, checkpoint: Checkpoint) -> Origin:
     )
 
 
-def _from_config(config: Config, folder: Path | None, processes: Processes) -> Origin:
-    tokenizer = processes.after_first(
+def _from_config(config: Config, folder: Path | None, cluster: Cluster) -> Origin:
+    tokenizer = cluster.after_first(
         lambda: keep_tokenizer(folder, lambda: corpus_of(config), MAX_VOCAB_SIZE),
         "the tokenizer",
     )

@@ -6,15 +6,15 @@ Every process of a run has a Recorder, because some of it takes all of them; the
 """
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.envs.tasks import KeepsState
-from earl_jax.launch.joint import copy_to_save
 from earl_jax.loop import Position, StepRecord, expected_tokens
 from earl_jax.models.checkpoints.export import export_policy, keep_exports
 from earl_jax.models.checkpoints.hf_read import check_weights
@@ -22,17 +22,30 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement, SwitchLog
 from earl_jax.rollout.evaluation import evaluate
-from earl_jax.telemetry.episodes import failures_in_words, read_trajectories, write_trajectories
+from earl_jax.telemetry.episodes import (
+    failures_in_words,
+    read_trajectories,
+    trajectory_lines,
+    write_trajectory_lines,
+)
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
-from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.checkpoint import Checkpoints, copy_to_save
 from earl_jax.trajectory import mean_metrics
 from earl_jax.world import World
 
 REPORT_EPISODES = 12
 _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
+
+
+class Choice(NamedTuple):
+    """One stage's part of a decision, for people."""
+
+    stage: str
+    reason: str
+    switched: bool
 
 
 @dataclasses.dataclass
@@ -86,8 +99,8 @@ class Recorder:
         """Metrics, episodes, evaluation, checkpoint, report; in this order. True to stop."""
         config, step = self.world.config, position.step
         last = step == config.num_steps
-        log = self._hear()
-        line = self._metrics(record, log)
+        log, choices = self._gather_choices()
+        line = self._metrics(record, log, choices)
         line |= self._compile_times()
         for note in line.pop("switch_notes"):
             self.progress.note(f"step {step}: {note}")
@@ -105,7 +118,7 @@ class Recorder:
             self._write_trajectories(step, record)
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)
-        self.stopped = any(self.world.processes.gather(bool(self.stop), "a signal to stop"))
+        self.stopped = self.world.processes.any(bool(self.stop), "a signal to stop")
         if self.stopped or self._is_due(step):
             self._save(position)
         if self._is_due(step):
@@ -114,20 +127,19 @@ class Recorder:
             self._report()
         return self.stopped
 
-    def _hear(self) -> SwitchLog:
-        """What changed, in all processes: what one decided for itself in a rollout too."""
-        told = self.world.processes.gather(self.placement.take_log(), "what changed")
-        first, *others = told
-        seen = list(first.choices)
-        for choice in (choice for log in others for choice in log.choices):
-            if choice.switched and choice not in seen:
-                seen.append(choice)
-        return dataclasses.replace(
-            first,
-            choices=seen,
-            switch_s=max(log.switch_s for log in told),
-            bytes_per_device=max(log.bytes_per_device for log in told),
+    def _gather_choices(self) -> tuple[SwitchLog, list[Choice]]:
+        """Gathers what changed, in all processes: what one decided by itself in a rollout too."""
+        log = self.placement.take_log()
+        choices = [(choice.stage, choice.reason, choice.switched) for choice in log.choices]
+        own = (choices, log.switch_s, log.bytes_per_device)
+        all_choices, switch_s, num_bytes = zip(
+            *self.world.processes.gather(own, "what changed"), strict=True
         )
+        first, *others = [[Choice(*choice) for choice in each] for each in all_choices]
+        switched = dict.fromkeys(choice for each in others for choice in each if choice.switched)
+        first += [choice for choice in switched if choice not in first]
+        log = dataclasses.replace(log, switch_s=max(switch_s), bytes_per_device=max(num_bytes))
+        return log, first
 
     def _compile_times(self) -> dict[str, float]:
         """What programs used for the first time took, for metrics.jsonl; nothing where none was.
@@ -135,11 +147,9 @@ class Recorder:
         `compile_s` is what it took to compile them, `compile_waited_s` the part of it that the run
         waited for; the rest was compiled while it did something else.
         """
-        told = self.world.processes.gather(self.ahead.take_times(), "what was compiled")
-        slowest = max(told, key=lambda times: times.waited_s)
-        if not slowest.total_s:
-            return {}
-        return {"compile_s": slowest.total_s, "compile_waited_s": slowest.waited_s}
+        each = self.world.processes.gather(self.ahead.take_times(), "what was compiled")
+        total_s, waited_s = max(each, key=lambda times: times[1])
+        return {"compile_s": total_s, "compile_waited_s": waited_s} if total_s else {}
 
     def _write(self, line: dict[str, Any]) -> None:
         if self.metrics_log is not None:
@@ -148,10 +158,11 @@ class Recorder:
 
     def _write_trajectories(self, step: int, record: StepRecord) -> None:
         """Only now, and not at every step, all tokens come to the first process."""
-        told = self.world.processes.gather(record.trajectories, "the episodes to write down")
+        own = trajectory_lines(record.trajectories)
+        each = self.world.processes.gather(own, "the episodes to write down")
         if self.world.processes.is_first:
-            episodes = [trajectory for each in told for trajectory in each]
-            write_trajectories(self.workdir / "trajectories", step, episodes)
+            lines = itertools.chain.from_iterable(each)
+            write_trajectory_lines(self.workdir / "trajectories", step, lines)
 
     def _evaluate(self, position: Position, games: int) -> None:
         evaluation = evaluate(self.world, self.placement, position, games=games)
@@ -171,7 +182,7 @@ class Recorder:
         if base is not None:
             own = int(fingerprint(base)) if processes.trains else None
             prints = [each for each in processes.gather(own, "the base") if each is not None]
-        state, is_copy = copy_to_save(self.world, position.state)
+        state, is_copy = copy_to_save(position.state, self.world.saved_shardings)
         self.checkpoints.save(
             position.step,
             state,
@@ -222,19 +233,19 @@ class Recorder:
             notes=_report_notes(self.world.config),
         )
 
-    def _metrics(self, record: StepRecord, log: SwitchLog) -> dict[str, Any]:
+    def _metrics(self, record: StepRecord, log: SwitchLog, choices: list[Choice]) -> dict[str, Any]:
         """The line of metrics.jsonl for this step, in the words of the contract."""
         outcomes, load, stage_s = record.outcomes, record.load, record.stage_s
         rewards = np.array([o.reward for o in outcomes])
         first, last = record.updates[0], record.updates[-1]
-        switches = [choice for choice in log.choices if choice.switched]
+        switches = [choice for choice in choices if choice.switched]
         train_tokens = sum(o.num_tokens for o in outcomes) * len(record.updates)
         lags = [
             record.step - 1 - outcome.oldest_version
             for outcome in outcomes
             if outcome.oldest_version is not None
         ]
-        newest = {choice.stage: choice for choice in log.choices}
+        newest = {choice.stage: choice for choice in choices}
         return {
             "step": record.step,
             "time_s": time.perf_counter() - self.start_s,

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from earl_jax.config import Config
 from earl_jax.envs.tasks import KeepsState
 from earl_jax.launch.agreement import check_same, open_shared_workdir
-from earl_jax.launch.cluster import find_processes
-from earl_jax.launch.joint import from_checkpoint
+from earl_jax.launch.cluster import find_cluster
 from earl_jax.loop import Position, train
 from earl_jax.models.checkpoints.export import keep_exports
 from earl_jax.models.lora import fingerprint
@@ -37,7 +36,7 @@ from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.train.backup import StateLost
-from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
+from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, from_checkpoint, open_workdir
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
@@ -59,20 +58,20 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         ValueError: a mistake of the user's, in words; a model that is too large for its devices on
             every mesh, with the hardware that would do.
     """
-    everybody = find_processes(0, config.distributed.timeout_s)
-    check_same(everybody, config)
-    open_shared_workdir(everybody, workdir, config)
+    cluster = find_cluster(0, config.distributed.timeout_s)
+    check_same(cluster, config.as_dict())
+    open_shared_workdir(
+        cluster, workdir, functools.partial(open_workdir, workdir, config.as_dict())
+    )
     world = World(config, workdir / "tokenizer")
     # The first process speaks for all.
-    stream = None if everybody.is_first else io.StringIO()
+    stream = None if cluster.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
-        if everybody.count > 1 or world.processes.disjoint:
+        if cluster.count > 1 or world.processes.disjoint:
             progress.note(str(world.processes))
         for note in world.notes:
             progress.note(note)
-        checkpoints = Checkpoints(
-            workdir / "checkpoints", keep=config.checkpoint.keep, by_hosts=everybody.by_hosts
-        )
+        checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
         start = _start(world, checkpoints, progress, workdir)
         while (ended := _train(world, start, checkpoints, progress, workdir, stop)) is None:
             known = start.placement.observations.table
@@ -84,13 +83,13 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
                 progress.note("there is no checkpoint yet: the run begins again")
         position, is_stopped = ended
         checkpoints.close()
-        everybody.gather(None, "the end of the run")
+        cluster.barrier("the end of the run")
         if is_stopped:
             progress.note(
                 f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
                 "from here"
             )
-    if not everybody.is_first:
+    if not cluster.is_first:
         return {}
     evaluations = [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" in row]
     return evaluations[-1]["eval"] if evaluations else {}
@@ -267,7 +266,11 @@ def _restore(
         placement.restore(saved["placement"])
     except ValueError as error:
         raise DamagedCheckpoint(f"its position is not one: {error}") from error
-    state = from_checkpoint(world, placement.train.mesh, functools.partial(checkpoints.state, step))
+    state = from_checkpoint(
+        functools.partial(checkpoints.state, step, world.train_state_shapes()),
+        world.train_state_shardings(placement.train.mesh),
+        world.saved_shardings,
+    )
     state = _with_base(world, saved, state, placement)
     history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement

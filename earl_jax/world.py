@@ -10,6 +10,7 @@ import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
@@ -24,7 +25,7 @@ from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.envs.registry import Played
 from earl_jax.envs.tasks import TaskArgs
-from earl_jax.launch.cluster import find_processes
+from earl_jax.launch.cluster import find_cluster
 from earl_jax.models.attention.kernels import Choice, choose_kernel, pages_in_words
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
@@ -38,6 +39,7 @@ from earl_jax.selector.plans import RolloutPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train import step as train_step
+from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import has_host_memory
 from earl_jax.train.sft import HostBatch
@@ -64,9 +66,9 @@ class World:
         self.config = config
         # What a user should know at the start of a run.
         self.notes: list[str] = []
-        self.processes = find_processes(config.devices.num_rollout, config.distributed.timeout_s)
+        self.processes = find_cluster(config.devices.num_rollout, config.distributed.timeout_s)
         self.processes.check_kinds()
-        self.own_rollout = self.processes.own_rollout(config.rollout)
+        self.own_rollout = config.rollout.part(len(self.processes.players))
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
         self.played = config.open_environment()
         self.drafting = Drafting(config.rollout.speculation.mode)
@@ -91,9 +93,9 @@ class World:
         )
         self.renderer = ChatRenderer(self.tokenizer, origin.end_ids, config.chat.template_arguments)
         self.choice_branches = _choice_branches(config, self.played, self.renderer)
-        self.budget_bytes = self.processes.least(
-            device_budget(config.selector.budget_bytes_per_device)
-        )
+        budget = device_budget(config.selector.budget_bytes_per_device)
+        budgets = self.processes.gather(budget, "the devices' limits")
+        self.budget_bytes = min((each for each in budgets if each is not None), default=None)
         self.problem = make_problem(
             config,
             self.model,
@@ -193,6 +195,22 @@ class World:
     def train_state_shardings(self, shape: MeshShape) -> TrainState:
         """Where a TrainState lives on this training mesh."""
         return self.learner.state_shardings(shape)
+
+    def spread_shardings(self, devices: Sequence[Any]) -> TrainState:
+        """Shardings of a TrainState that is cut over these devices, for files."""
+        return spread_over(
+            devices,
+            self.model,
+            self.config.train,
+            self.vocab_size,
+            lambda shape: self.weights_obstacle(shape) is None,
+        )
+
+    @property
+    def saved_shardings(self) -> TrainState | None:
+        """Shardings of a TrainState as it is saved; None where it is saved as it is placed."""
+        cluster = self.processes
+        return None if cluster.all_train else self.spread_shardings(cluster.devices)
 
     def init_train_state(self, shape: MeshShape) -> TrainState:
         """Random weights on this training mesh; the same values on every mesh."""

@@ -9,12 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.launch.joint import copy_to_save
 from earl_jax.loop import Position
 from earl_jax.recorder import Recorder
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.checkpoint import Checkpoints, copy_to_save
 from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.step import state_shardings
 from tests.support.allocator import live_bytes, memory_limit
@@ -31,7 +30,7 @@ from tests.support.saved_states import (
 )
 
 F8 = make_layout(MeshShape(fsdp=8))
-ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(all_train=True, trains=True))
+ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(trains=True), saved_shardings=None)
 
 
 @pytest.fixture
@@ -92,7 +91,7 @@ def test_offloaded_moments_are_saved_from_host_memory(checkpoints):
 def test_with_memory_for_a_copy_the_state_may_go_while_it_is_written(checkpoints):
     state = state_on(F8)
     with memory_limit(3 * max(live_bytes().values())) as allocator:
-        copied, is_copy = copy_to_save(ALONE, state)
+        copied, is_copy = copy_to_save(state, None)
     assert is_copy and allocator.refused == []
     checkpoints.save(1, copied, POSITION)
     jax.block_until_ready(overwrite(state))
@@ -102,6 +101,6 @@ def test_with_memory_for_a_copy_the_state_may_go_while_it_is_written(checkpoints
 
 def test_other_errors_end_the_save(monkeypatch):
     state = state_on(F8)
-    monkeypatch.setattr("earl_jax.launch.joint.jnp.copy", lambda _: np.zeros(1) / None)
+    monkeypatch.setattr("earl_jax.train.checkpoint.jnp.copy", lambda _: np.zeros(1) / None)
     with pytest.raises(TypeError):
-        copy_to_save(ALONE, state)
+        copy_to_save(state, None)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from earl_jax.dispatch.pack import dispatch
-from earl_jax.sharding.waiting import wait_for
 from earl_jax.trajectory import Experience
 from tests.support.batches import (
     batch_by_hand,
@@ -185,7 +184,7 @@ def deliver_over_processes(source: str, target: str, length: int) -> list[str]:
         delivery = dispatch(
             rows, target, length=length, lengths=lengths[held], advantages=advantages[held]
         )
-        wait_for(delivery.batch, what="dispatch", timeout_s=60)
+        jax.block_until_ready(delivery.batch)
     assert (counter.num_bytes, reads) == (0, [])
     assert delivery.plan.moved_bytes == moved_bytes_by_hand(source, target, length)
     return matching_fields(delivery.batch, batch_by_hand(experience, lengths, advantages, length))

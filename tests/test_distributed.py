@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run over several processes: who is who, the same training as one process, ends in words."""
 
-import concurrent.futures
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,13 +22,17 @@ from safetensors.numpy import load_file
 
 from earl_jax.config_file import load_config_file, make_config
 from earl_jax.engine.config import RolloutConfig
-from earl_jax.launch.agreement import check_same
-from earl_jax.launch.cluster import Processes, find_processes
-from earl_jax.launch.distributed import DistributedConfig, _find_place
-from earl_jax.launch.joint import total_stats
-from earl_jax.launch.rendezvous import meet
+from earl_jax.launch.cluster import Cluster, find_cluster
+from earl_jax.launch.distributed import (
+    DistributedConfig,
+    RestartNeeded,
+    _find_place,
+    end_together,
+    start_processes,
+)
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.models.checkpoints.export import export_policy
+from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import run
 from earl_jax.sharding.layout import MeshShape
@@ -113,10 +117,10 @@ class Device:
     process_index: int
 
 
-def some_processes(index: int, num_rollout: int = 0) -> Processes:
+def cluster_of(index: int, num_rollout: int = 0) -> Cluster:
     """Three processes of two devices."""
     devices = tuple(Device(id=n, process_index=n // 2) for n in range(6))
-    return Processes(
+    return Cluster(
         index=index,
         count=3,
         rollout_devices=devices[:num_rollout] if num_rollout else devices,
@@ -126,19 +130,19 @@ def some_processes(index: int, num_rollout: int = 0) -> Processes:
 
 
 def test_episodes_are_cut_over_the_processes_that_play():
-    each = [some_processes(index) for index in range(3)]
-    assert [processes.own(range(12)) for processes in each] == [
+    each = [cluster_of(index) for index in range(3)]
+    assert [cluster.own(range(12)) for cluster in each] == [
         range(0, 4),
         range(4, 8),
         range(8, 12),
     ]
-    assert [len(processes.own(range(16))) for processes in each] == [5, 5, 6]
-    apart = [some_processes(index, num_rollout=4) for index in range(3)]
-    assert [processes.own(range(12)) for processes in apart] == [range(6), range(6, 12), range(0)]
+    assert [len(cluster.own(range(16))) for cluster in each] == [5, 5, 6]
+    apart = [cluster_of(index, num_rollout=4) for index in range(3)]
+    assert [cluster.own(range(12)) for cluster in apart] == [range(6), range(6, 12), range(0)]
     assert [(p.plays, p.trains) for p in apart] == [(True, False), (True, False), (False, True)]
     assert apart[2].own_devices == apart[0].own_devices, "of the first that plays, for its sizes"
     assert apart[1].own_mesh(MeshShape(data=2, tensor=2)) == MeshShape(data=1, tensor=2)
-    share = apart[0].own_rollout(RolloutConfig(num_slots=8, episodes_per_step=16))
+    share = RolloutConfig(num_slots=8, episodes_per_step=16).part(len(apart[0].players))
     assert (share.num_slots, share.episodes_per_step) == (4, 8)
 
 
@@ -149,7 +153,7 @@ def test_a_stage_has_devices_of_one_kind():
     )
 
     def check(playing, training):
-        Processes(
+        Cluster(
             index=0, count=1, rollout_devices=playing, train_devices=training, timeout_s=1.0
         ).check_kinds()
 
@@ -163,15 +167,15 @@ def test_a_stage_has_devices_of_one_kind():
 
 def test_the_groups_of_one_process():
     devices = jax.devices()
-    alone = find_processes(0, 1.0)
+    alone = find_cluster(0, 1.0)
     assert list(alone.rollout_devices) == list(alone.train_devices) == devices
     assert not alone.disjoint and alone.plays and alone.trains
-    assert alone.gather({"a": 1}, "") == [{"a": 1}]
-    halves = find_processes(4, 1.0)
+    assert alone.gather({"a": (1, None)}, "") == [{"a": [1, None]}], "as JSON gives it back"
+    halves = find_cluster(4, 1.0)
     assert (list(halves.rollout_devices), list(halves.train_devices)) == (devices[:4], devices[4:])
     assert halves.disjoint and halves.own_devices == halves.rollout_devices
     with pytest.raises(ValueError, match="leave at least one to train"):
-        find_processes(8, 1.0)
+        find_cluster(8, 1.0)
 
 
 def test_the_counts_of_two_rollouts_are_one_and_their_longest_times_too():
@@ -183,55 +187,103 @@ def test_the_counts_of_two_rollouts_are_one_and_their_longest_times_too():
     assert total_stats([one, other]) == expected
 
 
-# How they meet.
+# How they find each other, and end.
 
 
-def meet_all(counts: list[tuple[int, int]], timeout_s: float) -> list[str]:
-    """What becomes of processes (index, count), each in a thread of its own: "" or its error."""
+def start(**settings) -> subprocess.Popen:
+    """A process that joins others, by `start_processes` with these settings."""
+    program = (
+        "from earl_jax.launch.distributed import DistributedConfig, start_processes\n"
+        f"start_processes(DistributedConfig(**{settings!r}))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("process_id", [0, 1])
+def test_process_that_does_not_find_the_others_says_so(process_id):
     address = f"127.0.0.1:{free_port()}"
-
-    def one(place):
-        try:
-            meet(address, *place, timeout_s)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    with concurrent.futures.ThreadPoolExecutor(len(counts)) as threads:
-        return list(threads.map(one, counts))
-
-
-def test_all_meet_whoever_comes_first():
-    assert meet_all([(3, 4), (0, 4), (2, 4), (1, 4)], 20.0) == [""] * 4
-
-
-@pytest.mark.parametrize(
-    ("counts", "words"),
-    [
-        ([(0, 4), (2, 4)], "of 4 processes 1, 3 did not come within 1 s"),
-        ([(0, 3), (1, 2)], "num_processes is 3 in process 0, 2 in process 1"),
-        ([(0, 3), (1, 3), (1, 3)], "two processes have config.distributed.process_id = 1"),
-    ],
-)
-def test_who_does_not_come_is_named_to_all_who_have(counts, words):
-    errors = meet_all(counts, 1.0)
-    assert words in errors[0]
-    assert all(error for error in errors), "and nobody waits on"
-    assert errors[1] == errors[0]
+    process = start(
+        coordinator=address, num_processes=2, process_id=process_id, start_timeout_s=3.0
+    )
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    words = errors.splitlines()[-1]
+    assert words.startswith(f"error: process {process_id} on ")
+    assert "did not find the others within 3 s" in words
+    assert "config.distributed.coordinator and num_processes alike" in words
 
 
 def test_an_address_that_is_none():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        for address, index, words in (
-            ("8476", 1, "write it as HOST:PORT"),
-            ("no-such-host.invalid:8476", 1, "no host known here"),
-            (f"127.0.0.1:{port}", 0, f"cannot listen on port {port}"),
+        for address, words in (
+            ("8476", "write it as HOST:PORT"),
+            (f"127.0.0.1:{port}", f"cannot listen on port {port}"),
         ):
+            config = DistributedConfig(coordinator=address, num_processes=2, process_id=0)
             with pytest.raises(ValueError, match=words):
-                meet(address, index, 2, 1.0)
-    with pytest.raises(ValueError, match="process 1 of 2 reached nobody there for 0.5 s"):
-        meet(f"127.0.0.1:{free_port()}", 1, 2, 0.5)
+                start_processes(config)
+
+
+def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
+    """Two processes gather until one kills itself, stops, hangs, or fails."""
+    address, index = sys.argv[1], int(sys.argv[2])
+    jax.config.update("jax_platforms", "cpu")
+    start_processes(
+        DistributedConfig(
+            coordinator=address, num_processes=2, process_id=index, heartbeat_s=heartbeat_s
+        )
+    )
+    with end_together():
+        cluster = find_cluster(0, timeout_s)
+        assert cluster.gather({"index": index}, "the start") == [{"index": 0}, {"index": 1}]
+        assert cluster.any(index == 1, "a flag") and not cluster.any(False, "a flag")
+        if index == lost:
+            if how == "raises":
+                raise RestartNeeded("there was too little memory")
+            if how == "hangs":
+                time.sleep(1000)
+            os.kill(os.getpid(), getattr(signal, how))
+        cluster.barrier("the end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "timeout_s", "words"),
+    [
+        ("SIGKILL", 60.0, "most likely another process of the run ended or cannot be reached"),
+        ("SIGSTOP", 60.0, "most likely another process of the run ended or cannot be reached"),
+        ("raises", 60.0, "most likely another process of the run ended or cannot be reached"),
+        ("hangs", 5.0, "the end: nothing came for 5 s"),
+    ],
+)
+def test_a_lost_process_ends_the_other_with_status_1_and_a_message(how, lost, timeout_s, words):
+    address = f"127.0.0.1:{free_port()}"
+    call = f"lose_one({how!r}, {lost}, {timeout_s}, 10.0)"
+    program = f"import test_distributed; test_distributed.{call}"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, address, str(index)],
+            cwd=ROOT / "tests",
+            env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    _, errors = both[1 - lost].communicate(timeout=90)
+    both[lost].kill()
+    _, other_errors = both[lost].communicate()
+    assert both[1 - lost].returncode == 1, errors
+    last = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(last) == 1 and words in last[0] and "Start all processes again" in last[0]
+    if how == "raises":
+        assert both[lost].returncode == 1
+        assert f"process {lost} of 2: there was too little memory" in other_errors
+        assert "Traceback" not in other_errors
 
 
 # Real processes of the command.
@@ -368,32 +420,28 @@ def test_disjoint_groups_train_alike_in_one_process_and_in_two(apart, cache, tmp
     assert all(line["publish_bytes"] > 0 and line["dispatch_bytes"] > 0 for line in lines)
 
 
-def train_apart(workdir: str) -> bool:
-    """As `Command` with APART, but that devices cannot send to those of the other process."""
-    jax.config.update("jax_cpu_collectives_implementation", None)
-    overrides = [f"{key}={value}" for key, value in (SMALL | APART).items()]
+def train_small(workdir: str) -> bool:
+    """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
+    settings = SMALL | ALL | {"checkpoint.every_steps": 1}
+    overrides = [f"{key}={value}" for key, value in settings.items()]
     run(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
     return True
 
 
 @pytest.mark.slow
-def test_disjoint_groups_train_alike_over_devices_and_by_the_hosts(
-    apart, cache, compiled_programs, monkeypatch, tmp_path
+def test_a_run_of_two_processes_is_resumed_by_one(
+    cache, compiled_programs, monkeypatch, capsys, tmp_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(compiled_programs))
-    processes = RealProcesses(2, 4, "test_distributed:train_apart", str(tmp_path))
-    assert processes.results(250) == [True, True]
-    assert_same_run(apart, tmp_path)
-    for line, over_devices in zip(steps_of(tmp_path), steps_of(apart), strict=True):
-        for moved in ("dispatch_bytes", "publish_bytes"):
-            assert line[moved] == over_devices[moved]
-        # Beside the rows, of each its length and where its one sample begins.
-        assert line["dispatch_host_bytes"] == line["dispatch_bytes"] + 32 * 2 * 4
-        # All four devices that play get all weights, and their process gets them once.
-        assert 4 * line["publish_host_bytes"] == line["publish_bytes"]
-    warned = [errors.count("cannot send to those of others") for errors in processes.errors]
-    assert warned == [1, 0]
+    processes = RealProcesses(2, 4, "test_distributed:train_small", str(tmp_path))
+    assert processes.results(400) == [True, True]
+    of_two = final_parameters(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoints" / "2")
+    train_small(str(tmp_path))
+    assert "after step 1 of 2" in capsys.readouterr().out
+    for left, right in zip(of_two, final_parameters(tmp_path), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -409,17 +457,17 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_others_with_an_error(cache, tmp_path):
-    """In our words where it is waited for; in JAX's, by its heartbeat, where XLA itself waits."""
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_other_with_status_1_and_a_message(cache, tmp_path, lost):
     flags = ALL | {"num_steps": 1000, "distributed.heartbeat_s": 20}
     command = Command(cache, tmp_path / "w", 2, **flags)
     command.after_step(1)
-    command.all[1].kill()
+    command.all[lost].kill()
     killed_s = time.monotonic()
-    status, output, errors = command.ends(90)[0]
+    status, _, errors = command.ends(90)[1 - lost]
     assert time.monotonic() - killed_s < 60
-    ours = status == 1 and "error: " in errors and "another process ended" in errors
-    assert ours or (status != 0 and "another task died" in errors), f"{status} {errors}"
+    assert status == 1, errors
+    assert "error: " in errors and "another process of the run ended" in errors
 
 
 @pytest.mark.slow
@@ -437,36 +485,6 @@ def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, w
         assert words in errors and "Traceback" not in errors
 
 
-def without_a_path() -> list[str]:
-    """What a process says whose devices cannot send to those of others; "" where it goes on."""
-    jax.config.update("jax_cpu_collectives_implementation", None)
-    told = []
-    for overrides in (
-        [],
-        ["devices.num_rollout=1"],
-        ["devices.num_rollout=1", "dispatch.forbid_host_bytes=True"],
-    ):
-        try:
-            check_same(find_processes(0, 10.0), make_config({}, overrides))
-            told.append("")
-        except ValueError as error:
-            told.append(str(error))
-    return told
-
-
-@pytest.mark.slow
-def test_devices_that_cannot_send_to_those_of_other_processes_play_for_one_that_trains():
-    """Or are no run, if the config says so."""
-    processes = RealProcesses(2, 1, "test_distributed:without_a_path")
-    for trains_on_both, goes_on, forbidden in processes.results(250):
-        for words in (trains_on_both, forbidden):
-            assert "the cpu devices of one process cannot send to those of others" in words
-        assert "training over 2 processes needs that" in trains_on_both
-        assert "all processes but the last (1)" in trains_on_both
-        assert goes_on == ""
-        assert "config.dispatch.forbid_host_bytes is True; set it to 'auto'" in forbidden
-
-
 SOURCE = ROOT / "tests/reference/qwen2_tied"
 
 
@@ -477,7 +495,7 @@ def in_and_out(folder: str) -> list[int]:
     state = world.first_train_state(MeshShape(data=1, fsdp=4))
     rows = [shard.data.shape[1] for shard in state.base["embed"].addressable_shards]
     export_policy(world, state, 1, Path(folder))
-    world.processes.gather(None, "the end")
+    world.processes.barrier("the end")
     return rows
 
 

@@ -3,9 +3,7 @@
 """Arrays move between processes as planned, bit for bit and with no byte on the host."""
 
 import re
-import time
 from collections import Counter
-from pathlib import Path
 
 import hypothesis
 import jax
@@ -202,31 +200,6 @@ def test_pairs_of_layouts_over_real_processes(num, every):
 @pytest.mark.slow
 def test_scalars_empty_arrays_casts_and_keys_over_real_processes():
     assert Processes(2, 4, "tests.support.exchanges:odd_things").results() == [True] * 2
-
-
-@pytest.mark.slow_except("SIGKILL*")
-@pytest.mark.parametrize(
-    ("how", "timeout_s", "sampled"),
-    [("SIGKILL", 60, "another process ended"), ("SIGSTOP", 5, "nothing came for 5 s")],
-)
-def test_a_lost_worker_ends_the_others_with_an_error(how, timeout_s, sampled):
-    processes = Processes(2, 4, "tests.support.exchanges:lose_one", how, timeout_s)
-    lost = processes.all[-1]
-    while lost.poll() is None and "T" not in state_of(lost.pid):
-        assert time.monotonic() < processes.started_s + 100, "it was to be lost by then"
-        time.sleep(0.05)
-    lost_s = time.monotonic()
-    output, errors = processes.all[0].communicate(timeout=30)
-    assert processes.all[0].returncode == 1, errors
-    assert time.monotonic() - lost_s < 20
-    assert sampled in errors, (output, errors)
-    lost.kill()
-    lost.communicate()
-
-
-def state_of(process: int) -> str:
-    """The state of a process, as the kernel writes it: R, S, T (stopped), ..."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def sixty_four_devices(mesh_shape: list[int]) -> int:

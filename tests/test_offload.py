@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.launch.joint import to_checkpoint
 from earl_jax.loop import rl_step
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.train.checkpoint import to_checkpoint
 from earl_jax.train.offload import is_offloaded
 from earl_jax.world import World
 from tests.support.placements import (
@@ -56,13 +56,13 @@ def undisturbed(world):
     assert not placement.rollout.offload and placement.words == ""
     position, record = rl_step(world, placement, first_position(world, placement))
     assert not is_offloaded(position.state)
-    return record, jax.tree.map(np.array, to_checkpoint(world, position.state))
+    return record, jax.tree.map(np.array, to_checkpoint(position.state, None))
 
 
 def assert_same_step(world, undisturbed, position, record):
     expected, state = undisturbed
     assert record.trajectories == expected.trajectories and record.updates == expected.updates
-    saved = to_checkpoint(world, position.state)
+    saved = to_checkpoint(position.state, None)
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(saved)} == {"device"}
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, saved), state)
 

@@ -23,7 +23,6 @@ from benchmarks.dispatch.network import interface_bytes
 from earl_jax.sharding.ranges import process_of, shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfer
-from earl_jax.sharding.waiting import wait_for
 
 TIMEOUT_S = 300.0
 
@@ -64,8 +63,7 @@ def _measure(settings: dict[str, Any], controller: Controller, num_bytes: int) -
     parts = [slice(*wanted[device.id][0]) for device in sorted_by_process(jax.devices())]
 
     def dispatch() -> np.ndarray:
-        moved = reshard(ours, after)
-        wait_for(moved, what="dispatch", timeout_s=TIMEOUT_S)
+        moved = jax.block_until_ready(reshard(ours, after))
         return moved.addressable_shards[0].data
 
     def gather() -> np.ndarray:

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.models.lora import is_adapted, merged
 from earl_jax.models.quantization import is_quantized, quantize
-from earl_jax.sharding.placing import absent_tree
+from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import absent_tree, same_shards
 from earl_jax.sharding.ranges import shard_ranges
 from earl_jax.sharding.reshard import reshard
 from earl_jax.sharding.transfer_plan import plan_transfers
@@ -64,6 +65,29 @@ def publish(
     return Published(
         params=moved, moved_bytes=_moved_bytes(described, tuple(jax.tree.leaves(shardings)))
     )
+
+
+def publish_to_engines(
+    params: Any, shapes: Any, shardings: Any, joint: Layout, *, chunk_bytes: int | None = None
+) -> Published:
+    """Publishes to the engines of all processes, each of which has a copy; every process calls it.
+
+    On the joint layout, over the devices of all processes that play, a weight is one array, of
+    which the devices of each engine hold a copy. `params` of the result are those of this process's
+    engine; in a process that does not play, only handles.
+
+    Args:
+        params: as in `publish`.
+        shapes: as in `publish`.
+        shardings: where this process's engine wants each weight.
+        joint: the rollout's layout over the devices of all processes that play.
+        chunk_bytes: as in `publish`.
+    """
+    everywhere = jax.tree.map(lambda own: NamedSharding(joint.mesh, own.spec), shardings)
+    published = publish(params, shapes, everywhere, chunk_bytes=chunk_bytes)
+    if not jax.tree.leaves(everywhere)[0].addressable_devices:
+        return published
+    return dataclasses.replace(published, params=same_shards(published.params, shardings))
 
 
 def _shares_buffers(params: Any, made: Any) -> bool:

@@ -1,44 +1,40 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: who they are, which of all devices play and which train.
+"""The processes of a run: which devices play, which train, and what the processes tell each other.
 
 Every process runs the same program and takes the same decisions. What only one of them knows (its
-episodes, a signal, a measurement) it tells the others, by `gather`, before anybody acts on it; so
-all of them call it alike, and in the same order.
+episodes, a signal, a measurement) is gathered before any of them acts on it, so all processes call
+`gather`, `any` and `barrier` alike, and in the same order.
 """
 
+import contextlib
 import dataclasses
 import functools
-import pickle
+import json
+import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from earl_jax.engine.config import RolloutConfig
-from earl_jax.sharding.device_path import (
-    all_devices,
-    missing_device_path,
-    one_device_each,
-    one_row_each,
-    to_all,
-)
-from earl_jax.sharding.host_channel import open_channel
+from earl_jax.launch.distributed import end_process
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.waiting import wait_for
 
 Item = TypeVar("Item")
 
+_PROCESS = "process"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Processes:
+class Cluster:
     """This process, number `index` of `count`, and the groups of devices.
 
-    `rollout_devices` and `train_devices` are those of all processes, process by process; they are
-    the same, or have none in common. Of the rollout's each process that has some has as many. What
-    others are waited for may take `timeout_s` seconds.
+    `rollout_devices` and `train_devices` are those of all processes, process by process; the two
+    groups are equal or disjoint. Every process that plays has the same number of rollout devices.
+    A process that waits for the others for `timeout_s` seconds ends with status 1.
 
     Example: two processes of four devices with `num_rollout` 4: the first plays and the second
     trains. With `num_rollout` 0 both play half of the episodes, and train together.
@@ -51,7 +47,7 @@ class Processes:
     timeout_s: float
 
     def __str__(self) -> str:
-        """In words, for the start of a run."""
+        """Returns the cluster in words, for the start of a run."""
         playing, training = len(self.rollout_devices), len(self.train_devices)
         groups = f"{playing} play, {training} train" if self.disjoint else "all play and train"
         return f"{self.count} processes with {len(self.devices)} devices: {groups}"
@@ -73,36 +69,28 @@ class Processes:
 
     @property
     def all_train(self) -> bool:
-        """Whether every process trains."""
+        """True if every process trains."""
         return len(self.trainers) == self.count
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes down what happens."""
+        """True in the process that writes metrics, episodes and the report."""
         return self.index == 0
 
     @property
     def plays(self) -> bool:
-        """Whether this process plays episodes."""
+        """True if this process plays episodes."""
         return self.index in self.players
 
     @property
     def trains(self) -> bool:
-        """Whether this process trains."""
+        """True if this process trains."""
         return self.index in self.trainers
 
     @property
     def disjoint(self) -> bool:
-        """Whether no device both plays and trains."""
+        """True if no device both plays and trains."""
         return self.rollout_devices != self.train_devices
-
-    @property
-    def by_hosts(self) -> bool:
-        """Whether what goes from process to process goes by their hosts, for lack of another way.
-
-        The first time every process asks alike.
-        """
-        return bool(missing_device_path())
 
     def check_kinds(self) -> None:
         """Raises ValueError where not all devices that play, or that train, are of one kind."""
@@ -118,108 +106,140 @@ class Processes:
                 "that are alike), or give each kind a stage by config.devices.num_rollout"
             )
 
-    # Who plays what.
+    # Parts of a rollout.
 
     @functools.cached_property
     def own_devices(self) -> tuple[Any, ...]:
-        """The devices that this process plays on; those of the first that plays where it does not.
+        """The devices that this process plays on; in one that does not, those of the first player.
 
-        So every process can say how large the programs of those that play are.
+        So every process knows how large the programs of the players are.
         """
         player = self.index if self.plays else self.players[0]
         return tuple(d for d in self.rollout_devices if d.process_index == player)
 
     def own_mesh(self, shape: MeshShape) -> MeshShape:
-        """The part of a rollout's mesh that is one process's: of its data axis."""
+        """Returns one process's part of a rollout's mesh, which is cut over its data axis."""
         return dataclasses.replace(shape, data=shape.data // len(self.players))
 
-    def own_rollout(self, rollout: RolloutConfig) -> RolloutConfig:
-        """The settings of a process's part of a rollout."""
-        return rollout.part(len(self.players))
-
     def own(self, items: Any) -> Any:
-        """This process's part, maybe none, of a sequence in the order of the episodes of all."""
+        """Returns this process's part, maybe none, of a sequence that has an item per episode."""
         if not self.plays:
             return items[:0]
         place, num = self.players.index(self.index), len(self.players)
         return items[len(items) * place // num : len(items) * (place + 1) // num]
 
-    # What they tell each other.
-
-    def wait(self, tree: Any, what: str) -> None:
-        """Returns when this process's part of the arrays is there.
-
-        Raises:
-            PeerLost: another process ended, or nothing came for `timeout_s` seconds.
-        """
-        if self.count == 1:
-            jax.block_until_ready(tree)
-        else:
-            wait_for(tree, what=what, timeout_s=self.timeout_s)
+    # Communication.
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """What each process gives here, process by process. For small facts: pickled, on the host.
+        """Returns what each process gives here, process by process, as JSON gives it back.
 
-        Raises:
-            PeerLost: as `wait`.
+        For small facts on the host: `value` is None, a bool, a number, a string, or lists and dicts
+        of these; tuples become lists. `what` names it in the error of a process that waits in vain.
         """
+        data = json.dumps(value).encode()
         if self.count == 1:
-            return [value]
-        if self.by_hosts:
-            told = open_channel().gather(pickle.dumps(value), what)
-            return [pickle.loads(each) for each in told]
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        sizes = self._gather(np.array([len(data)], np.int32), what)[:, 0]
-        # Room for a power of two, so that few programs are compiled for it.
-        room = 1 << int(sizes.max() - 1).bit_length()
-        rows = self._gather(np.pad(data, (0, room - len(data))), what)
-        return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+            return [json.loads(data)]
+        sizes = self._gather_rows(np.array([len(data)], np.int32), what)[:, 0]
+        # Rows are padded to a power of two, so that few programs are compiled.
+        width = 1 << int(sizes.max() - 1).bit_length()
+        row = np.pad(np.frombuffer(data, np.uint8), (0, width - len(data)))
+        rows = self._gather_rows(row, what)
+        return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
-    def least(self, value: int | None) -> int | None:
-        """The smallest that a process gives here; None where none gives one."""
-        told = [one for one in self.gather(value, "the devices' limits") if one is not None]
-        return min(told, default=None)
+    def any(self, flag: bool, what: str) -> bool:
+        """Returns True, in every process, where the flag of at least one is set."""
+        return any(self.gather(bool(flag), what))
+
+    def barrier(self, what: str) -> None:
+        """Returns when every process has called it."""
+        self.gather(None, what)
+
+    def wait(self, tree: Any, what: str) -> None:
+        """Returns when this process's part of the arrays is there."""
+        with self._limited(what):
+            jax.block_until_ready(tree)
 
     def after_first(self, make: Callable[[], Item], what: str) -> Item:
-        """What every process makes, the first before the others: they find what it leaves."""
+        """Returns what each process makes, the first before the others: they find what it left."""
         if not self.is_first:
-            self.gather(None, what)
+            self.barrier(what)
         made = make()
         if self.is_first:
-            self.gather(None, what)
+            self.barrier(what)
         return made
 
-    def _gather(self, row: np.ndarray, what: str) -> np.ndarray:
-        every = to_all(one_device_each())(one_row_each(row))
-        wait_for(every, what=what, timeout_s=self.timeout_s)
+    def _gather_rows(self, row: np.ndarray, what: str) -> np.ndarray:
+        """Returns the rows of all processes, [processes, ...]."""
+        mesh = _one_device_each()
+        own = jax.device_put(row[None], mesh.local_devices[0])
+        rows = jax.make_array_from_single_device_arrays(
+            (mesh.size, *row.shape), NamedSharding(mesh, PartitionSpec(_PROCESS)), [own]
+        )
+        with self._limited(what):
+            every = jax.block_until_ready(_to_all(mesh)(rows))
         return np.asarray(every.addressable_data(0))
 
+    @contextlib.contextmanager
+    def _limited(self, what: str) -> Iterator[None]:
+        """Ends this process if the block takes longer than `timeout_s`.
 
-def find_processes(num_rollout: int, timeout_s: float) -> Processes:
-    """The processes that JAX knows; the first `num_rollout` devices play, or with 0 all of them.
+        JAX's heartbeats see processes that are gone, and not those that live and hang.
+        """
+        if self.count == 1:
+            yield
+            return
+        words = (
+            f"{what}: nothing came for {self.timeout_s:g} s (config.distributed.timeout_s) in "
+            f"process {self.index} of {self.count}; another process or the network hangs"
+        )
+        timer = threading.Timer(self.timeout_s, end_process, [words])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+@functools.lru_cache(maxsize=1)
+def _one_device_each() -> Mesh:
+    """The first device of each process."""
+    first = {device.process_index: device for device in reversed(_all_devices())}
+    return Mesh(np.array([first[n] for n in sorted(first)], dtype=object), (_PROCESS,))
+
+
+@functools.lru_cache(maxsize=2)
+def _to_all(mesh: Mesh) -> Any:
+    """The program that gives every row to every process."""
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def _all_devices() -> list[Any]:
+    """All devices, process by process, and within a process in the order of `jax.devices()`."""
+    return sorted(jax.devices(), key=lambda device: device.process_index)
+
+
+def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
+    """Returns JAX's processes; the first `num_rollout` devices play, or with 0 all of them.
 
     Raises:
         ValueError: the devices do not divide so.
     """
-    devices = all_devices()
-    if jax.process_count() > 1:
-        open_channel().timeout_s = timeout_s
+    devices = _all_devices()
     if num_rollout >= len(devices):
         raise ValueError(
             f"config.devices.num_rollout is {num_rollout}, and this run has {len(devices)} devices "
             "in all; leave at least one to train, or set 0 to play and train on all"
         )
     playing = devices[:num_rollout] if num_rollout else devices
-    processes = Processes(
+    cluster = Cluster(
         index=jax.process_index(),
         count=jax.process_count(),
         rollout_devices=tuple(playing),
         train_devices=tuple(devices[num_rollout:]),
         timeout_s=timeout_s,
     )
-    own = [
-        sum(device.process_index == player for device in playing) for player in processes.players
-    ]
+    own = [sum(device.process_index == player for device in playing) for player in cluster.players]
     if len(set(own)) > 1:
         raise ValueError(
             f"the processes would play on {own} devices, and must play on the same number each; "
@@ -229,4 +249,4 @@ def find_processes(num_rollout: int, timeout_s: float) -> Processes:
                 else "start each process with as many"
             )
         )
-    return processes
+    return cluster

@@ -1,20 +1,26 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a run find each other: jax.distributed, started before any device is used.
+"""Processes find each other through jax.distributed, and end with status 1 when one is lost.
 
-The same command on every host is one run. Who is who comes from the settings, from JAX's own
-environment variables, or from what started the processes (Slurm, Open MPI, a TPU pod).
+The same command on every host is one run. The number of each process comes from the settings, from
+JAX's own environment variables, or from the launcher (Slurm, Open MPI, a TPU pod). Where a process
+cannot go on, all end with status 1; the launcher starts all of them again, and the run resumes from
+its newest checkpoint (gpu_scripts/slurm.sh).
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
-from typing import Literal
+import signal
+import socket
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NoReturn
 
 import jax
 
-from earl_jax.launch.rendezvous import meet
 from earl_jax.settings.choices import check_choices
 
 # By which each setting can be given, too.
@@ -28,6 +34,15 @@ _LAUNCHERS = (
     ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
 )
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_START = (
+    "Start the same command for every process, with config.distributed.coordinator and "
+    "num_processes alike and a process_id of its own for each (from 0), or by Slurm or Open MPI"
+)
+_LOST = "most likely another process of the run ended or cannot be reached"
+_AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
+# The handler must live as long as the process.
+_on_abort: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,11 +56,11 @@ class DistributedConfig:
     which of them this is. What is left out ("", 0, -1) comes from the variables.
 
     Processes that do not all come within `start_timeout_s` give up. A process that does not
-    answer for `heartbeat_s` is lost. `timeout_s` is the longest that one may let the others wait
-    for what it is to send: also because its episodes take longer than theirs.
+    answer for `heartbeat_s` is lost. `timeout_s` is the longest that one process may let the others
+    wait, also because its episodes take longer than theirs. Whoever gives up or loses another
+    process ends with status 1.
 
-    Who runs a run is no part of it: these are not in its config.json, and it may be resumed by
-    another number of processes.
+    These settings are not in config.json: a run may be resumed by another number of processes.
     """
 
     mode: Literal["auto", "on", "off"] = "auto"
@@ -82,20 +97,30 @@ class _Place:
     process_id: int | None
 
 
+class RestartNeeded(RuntimeError):
+    """This process cannot go on with the others: all of them are to be started again."""
+
+
 def start_processes(config: DistributedConfig) -> None:
-    """Joins the other processes of the run, where there are some. Before any device is used.
+    """Joins the other processes of the run, if there are any. Must come before JAX uses a device.
+
+    From here on a process of several ends with status 1 where JAX would abort it, because another
+    process is lost.
 
     Raises:
-        ValueError: settings that name no run, or processes that do not come.
+        ValueError: settings that name no run.
     """
     place = _find_place(config, os.environ)
     if place is None:
         return
-    address, count, index = place.coordinator, place.num_processes, place.process_id
-    if address is not None and count is not None and index is not None:
-        meet(address, index, count, config.start_timeout_s)
-    # It would take SIGTERM, which is ours: run.py stops all processes at the same step.
+    number = "a process" if place.process_id is None else f"process {place.process_id}"
+    who, listen_at = f"{number} on {socket.gethostname()}", _bind_address(place)
+    # The service would take SIGTERM, which run.py handles: it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
+    _end_at_abort(
+        f"{who} did not find the others within {config.start_timeout_s:g} s "
+        f"(config.distributed.start_timeout_s). {_START}"
+    )
     try:
         jax.distributed.initialize(
             place.coordinator,
@@ -105,14 +130,82 @@ def start_processes(config: DistributedConfig) -> None:
             heartbeat_timeout_seconds=int(config.heartbeat_s),
             # All processes end together; one that ends alone must not wait for the others.
             shutdown_timeout_seconds=10,
+            coordinator_bind_address=listen_at,
         )
     except (RuntimeError, ValueError) as error:
         words = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"the processes of this run did not find each other: {words}. Start the same command "
-            "on every host, with config.distributed.coordinator and num_processes alike and a "
-            "process_id of its own for each (from 0), or by Slurm or Open MPI"
+            f"the processes of this run did not find each other: {words}. {_START}"
         ) from error
+    _end_at_abort(f"{who}: {_LOST}")
+
+
+@contextlib.contextmanager
+def end_together() -> Iterator[None]:
+    """Ends this process of several with status 1 at an exception inside, but for a user's mistake.
+
+    A mistake is a ValueError, which all processes raise alike. What one process raises alone leaves
+    none of the others waiting for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        # On CPUs a program that runs at once raises ValueError for a lost process (jax 0.10.2).
+        is_lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        is_mistake = isinstance(error, ValueError) and not is_lost
+        if jax.process_count() == 1 or is_mistake:
+            raise
+        if not (is_lost or isinstance(error, RestartNeeded)):
+            traceback.print_exception(error)
+        who = f"process {jax.process_index()} of {jax.process_count()}"
+        words = (str(error).splitlines() or [type(error).__name__])[0]
+        end_process(f"{who}: {words}. {_LOST}" if is_lost else f"{who}: {words}")
+
+
+def end_process(words: str) -> NoReturn:
+    """Ends this process of several with status 1 and the words on stderr.
+
+    Not by `sys.exit`: JAX's own way out waits for all processes.
+    """
+    # In one write: other threads may write too.
+    os.write(2, f"error: {words}. {_AGAIN}\n".encode())
+    os._exit(1)
+
+
+def _end_at_abort(words: str) -> None:
+    """Makes an abort of this process its end with status 1 and these words.
+
+    JAX has no other way to say that a process is lost: its client aborts (jax 0.10.2 and 0.12), and
+    calls no function of ours instead (jaxlib's `missed_heartbeat_callback` throws std::bad_cast).
+    Python runs its own signal handlers in the main thread only, which an abort does not wait for.
+    """
+    global _on_abort
+    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: end_process(words))
+    ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
+
+
+def _bind_address(place: "_Place") -> str | None:
+    """Returns where process 0 listens: on all interfaces, unless all processes are on one host.
+
+    Raises:
+        ValueError: the coordinator is no address, or its port is taken.
+    """
+    if place.coordinator is None:
+        return None
+    where = f"config.distributed.coordinator is {place.coordinator!r}"
+    host, _, port = place.coordinator.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{where}; write it as HOST:PORT, such as 'node0:8476'")
+    if place.process_id == 0:
+        try:
+            # JAX ends the process with a segmentation fault there (0.10.2).
+            socket.create_server(("", int(port))).close()
+        except OSError as error:
+            raise ValueError(
+                f"{where}, and process 0 cannot listen on port {port} ({error.strerror}); take "
+                "another"
+            ) from error
+    return place.coordinator if host in _LOOPBACK else None
 
 
 def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Place | None:

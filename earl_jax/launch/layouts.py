@@ -4,14 +4,14 @@
 
 import functools
 
-from earl_jax.launch.cluster import Processes
+from earl_jax.launch.cluster import Cluster
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 
 
 class Layouts:
     """Makes the layout of a mesh shape for each use, once: whoever asks again gets the same."""
 
-    def __init__(self, cluster: Processes) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self.engine = functools.cache(self._engine)
         self.rollout = functools.cache(self._rollout)

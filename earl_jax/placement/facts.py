@@ -42,13 +42,16 @@ def open_table(world: "World") -> tuple[ThroughputTable, str | None]:
         table, note = load_table(facts | {"table": "model"})
         table = dataclasses.replace(table, entries={})
     else:
-        table = dataclasses.replace(read_table(Path(setting), "config.selector.table"), path=None)
-    told = [
-        ThroughputTable.from_dict(each, table.path)
-        for each in world.processes.gather(table.as_dict(), "the tables of measurements")
+        # What runs out of memory is remembered elsewhere: the named table is not changed.
+        kept, _ = load_table(facts | {"table": setting})
+        table = read_table(Path(setting), "config.selector.table")
+        table = table.over(dataclasses.replace(kept, entries={}))
+    each = [
+        ThroughputTable.from_dict(values, table.path)
+        for values in world.processes.gather(table.as_dict(), "the tables of measurements")
     ]
-    failures = dict.fromkeys(failure for each in told for failure in each.failures)
-    return dataclasses.replace(told[0], failures=tuple(failures)), note
+    failures = dict.fromkeys(failure for table in each for failure in table.failures)
+    return dataclasses.replace(each[0], failures=tuple(failures)), note
 
 
 def facts_of(world: "World") -> dict[str, Any]:

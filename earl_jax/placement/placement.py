@@ -15,10 +15,11 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from earl_jax.launch.joint import RolloutShort, Shortage, shortage_of
+from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
+from earl_jax.rollout.gather import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
@@ -39,20 +40,6 @@ Result = TypeVar("Result")
 SURE, SURE_ON_CPU = 1.2, 1.5
 # Programs of a stage that are compiled for their bytes, where another plan surely fits.
 COMPILED_AT_MOST = 2
-
-
-class ShortAlone(RuntimeError):
-    """One of several processes ran out of memory in a program that they run together.
-
-    The failure is remembered. `ending.end` tells the others and ends the process.
-    """
-
-    def __init__(self, who: str, failure: str) -> None:
-        """`who` names the process, `failure` says which plan ran out of memory there."""
-        super().__init__(
-            f"{who}: {failure}. The others may not have: the run ends. This is remembered: "
-            "start it again, and it goes on from its newest checkpoint with less"
-        )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -375,7 +362,7 @@ class Placement:
 
         Raises:
             BudgetTooSmall: no plan is left.
-            ShortAlone: of several processes this one failed in a program that they run together.
+            RestartNeeded: of several processes this one failed in a program that they run together.
         """
         processes, result = self.world.processes, None
         try:
@@ -391,8 +378,9 @@ class Placement:
             if stage is not None:
                 self.fail(stage, length)
             if processes.count > 1:
-                who = f"process {processes.index} of {processes.count}"
-                raise ShortAlone(who, self.log.failures[-1]) from error
+                raise RestartNeeded(
+                    f"{self.log.failures[-1]}; it is remembered, and not tried again"
+                ) from error
         if result is None:
             # The arrays of the failed attempt are freed with its frames.
             gc.collect()
@@ -412,8 +400,19 @@ class Placement:
         self.log.failures.append(self.observations.add_failure(plan, tokens))
 
     def shortage(self, error: Exception) -> Shortage | None:
-        """Returns the message to the other processes about a rollout that ended with this error."""
-        return shortage_of(self.world, error, self.as_dict(), self.outgrown)
+        """Returns what the other processes must know of a rollout that ended with this error.
+
+        None for an error that is no shortage, and in a run of one process.
+        """
+        failed, processes = is_out_of_memory(error), self.world.processes
+        if processes.count == 1 or not (failed or isinstance(error, BudgetTooSmall)):
+            return None
+        return Shortage(
+            words=f"process {processes.index}: {str(error).splitlines()[0]}",
+            failed=failed,
+            placement=self.as_dict(),
+            outgrown=self.outgrown,
+        )
 
     def _agree(self, shortage: Shortage) -> None:
         """Takes over the placement of the process that was short, and remembers the same."""

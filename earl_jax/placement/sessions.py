@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from earl_jax.dispatch.weights import publish_to_engines
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.session import Policy, Session, open_session, relocate, vacate
-from earl_jax.launch.joint import send_weights
 from earl_jax.placement.programs import play_key
 from earl_jax.selector.choose import BudgetTooSmall, Decision
 from earl_jax.selector.memory import resident_bytes
@@ -50,9 +50,14 @@ class Sessions:
         """
         world, plan = self._world, self._placement.rollout
         engine = world.engine(plan.mesh, plan.num_slots)
-        published = send_weights(
-            world, params, plan.mesh, plan.num_slots, chunk_bytes=self._placement.chunk_bytes
+        published = publish_to_engines(
+            params,
+            engine.parameter_shapes,
+            engine.parameter_shardings,
+            world.joint_layout(plan.mesh),
+            chunk_bytes=self._placement.chunk_bytes,
         )
+        world.processes.wait(published.params, "new weights")
         if not world.processes.plays:
             return None, published.moved_bytes
         policy = Policy(params=published.params, version=version)

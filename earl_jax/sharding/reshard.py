@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any layout to any layout, of one process's devices or of several, never through the host.
 
-Unless devices of different processes have no other way (`device_path.py`), which is said.
-
 `jax.device_put` between two meshes reads the array to the host whenever the target's shard ranges
 are not among the source's (64 MiB of 64 MiB on CPU, jax 0.10.2 and 0.12.0), so it is used here only
 from one device to one other device of the same process, where it copies directly.
@@ -19,9 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from earl_jax.sharding.chunks import carry_in_chunks
-from earl_jax.sharding.device_path import missing_device_path, warn_once
-from earl_jax.sharding.exchange import Shipment, exchange
-from earl_jax.sharding.host_exchange import exchange_by_hosts
+from earl_jax.sharding.exchange import exchange
 from earl_jax.sharding.moves import Move, carrier, viewed
 from earl_jax.sharding.pieces import carry_pieces
 from earl_jax.sharding.ranges import check_divides
@@ -51,10 +47,6 @@ def reshard(
     calls `reshard` alike, those too that have no device in it. Programs and plans are kept, so that
     a repeated switch between two layouts traces nothing.
 
-    Where devices of different processes cannot send to each other (`missing_device_path`) these
-    pieces go by the hosts, which is said once (`host_exchange.py`). `reshard` then returns when all
-    of them have arrived.
-
     The compiled identity goes by way of `waypoints.py`, because XLA by itself may gather a whole
     array on every device: from 2x2x2 to 8x1x1 it sent 9.3 times the plan's bytes, and sends 1.3
     times now (f32[24, 8, 8] on 8 CPU devices, jax 0.10.2, 2026-11). What can be gathered at once,
@@ -77,8 +69,6 @@ def reshard(
         that the result shares with it.
 
     Raises:
-      PeerLost: by the hosts only, where arrays are waited for: another process ended, or does not
-        answer.
       ValueError: if the structures differ, `chunk_bytes` is not above 0, a leaf is no `jax.Array`,
         a target is no `NamedSharding` on devices of the same platform, or a shape does not divide.
     """
@@ -149,20 +139,9 @@ def _carry(
             moved[k] = carry_in_chunks(leaves[k], targets[k], plan, dtype, chunk_bytes)
         if schedule.shipments:
             sent = [leaves[k] for k in schedule.exchanged]
-            arrived = _exchange(sent, schedule.shipments, chunk_bytes)
+            arrived = exchange(sent, schedule.shipments, chunk_bytes)
             moved.update(zip(schedule.exchanged, arrived, strict=True))
     return [moved[k] for k in range(len(leaves))]
-
-
-def _exchange(
-    leaves: Sequence[jax.Array], shipments: Sequence[Shipment], chunk_bytes: int | None
-) -> list[jax.Array]:
-    """Between processes: over their devices, or else by their hosts."""
-    why = missing_device_path()
-    if not why:
-        return exchange(leaves, shipments, chunk_bytes)
-    warn_once(why)
-    return exchange_by_hosts(leaves, shipments, chunk_bytes)
 
 
 def _give_up(leaves: Sequence[jax.Array], moved: Sequence[jax.Array]) -> None:

@@ -33,8 +33,17 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
 
     Raises ValueError where a policy turn has another number of log-probs or versions than tokens.
     """
+    return write_trajectory_lines(folder, step, trajectory_lines(trajectories))
+
+
+def trajectory_lines(trajectories: Iterable[Trajectory]) -> list[str]:
+    """Returns the episodes as lines of the file that `write_trajectories` writes."""
+    return [json.dumps(_record(t), ensure_ascii=False, allow_nan=False) for t in trajectories]
+
+
+def write_trajectory_lines(folder: Path, step: int, lines: Iterable[str]) -> Path:
+    """Writes `folder`/step_NNNNNN.jsonl from its lines, atomically, and returns its path."""
     path = folder / f"step_{step:06d}.jsonl"
-    lines = [json.dumps(_record(t), ensure_ascii=False, allow_nan=False) for t in trajectories]
     write_atomically(path, "".join(line + "\n" for line in lines))
     return path
 

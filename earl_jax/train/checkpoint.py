@@ -10,14 +10,24 @@ draws it again, and compares its fingerprint.
 import dataclasses
 import json
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
 
+from earl_jax.models.config import ModelConfig
+from earl_jax.selector.memory import unless_out_of_memory
+from earl_jax.settings.differences import differences
+from earl_jax.sharding.layout import MeshShape, make_layout
+from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.atomic import write_atomically
-from earl_jax.train.step import TrainState
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.offload import load_moments
+from earl_jax.train.step import TrainState, state_shardings
 
 
 class DamagedCheckpoint(ValueError):
@@ -27,19 +37,11 @@ class DamagedCheckpoint(ValueError):
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
-    def __init__(self, folder: Path, *, keep: int, by_hosts: bool = False) -> None:
-        """Keeps the newest `keep`. `by_hosts`: processes wait for each other without a program."""
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        """Keeps the newest `keep`."""
         self._folder = folder.absolute()
-        everybody = None
-        if by_hosts:
-            # For processes by name orbax asks the coordination service, and makes no folder.
-            everybody = set(range(jax.process_count()))
-            self._folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            create=not by_hosts,
-            enable_async_checkpointing=True,
-            multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes=everybody),
+            max_to_keep=keep, create=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -109,6 +111,87 @@ def _kept(state: TrainState) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "base" and value is not None}
 
 
+def copy_to_save(state: TrainState, where: TrainState | None) -> tuple[TrainState, bool]:
+    """Returns the state to save, and True if it is a copy, so that `state` may be donated.
+
+    Without its base. Where the devices have no memory for a copy it is the state's own arrays,
+    offloaded moments in host memory included: `state` must be left alone until they are on disk.
+    `where` as in `to_checkpoint`.
+    """
+    if where is not None:
+        return to_checkpoint(state, where), True
+    copied = unless_out_of_memory(lambda: to_checkpoint(state, None))
+    if copied is not None:
+        return copied, True
+    return jax.tree.map(_first_replica, dataclasses.replace(state, base=None)), False
+
+
+def to_checkpoint(state: TrainState, where: TrainState | None) -> TrainState:
+    """Returns a copy of the state without its base, for orbax to write.
+
+    A copy, because the next step donates the state while the checkpoint is being written. `where`
+    are shardings over the devices of all processes, each of which writes a part (`spread_over`);
+    None: every process has a part of the state as it is.
+    """
+    state = dataclasses.replace(load_moments(state), base=None)
+    if where is None:
+        return jax.tree.map(lambda array: jnp.copy(_first_replica(array)), state)
+    return reshard(state, dataclasses.replace(where, base=None))
+
+
+def from_checkpoint(
+    read: Callable[[TrainState], TrainState], shardings: TrainState, where: TrainState | None
+) -> TrainState:
+    """Returns a saved state on a training mesh, without its base: the inverse of `to_checkpoint`.
+
+    `read(shardings)` reads it to the devices of these shardings.
+    """
+    if where is None:
+        return read(shardings)
+    return reshard(read(where), dataclasses.replace(shardings, base=None))
+
+
+def spread_over(
+    devices: Sequence[Any],
+    model: ModelConfig,
+    config: TrainConfig,
+    vocab_size: int,
+    is_possible: Callable[[MeshShape], bool],
+) -> TrainState:
+    """Returns shardings of a TrainState that is cut over all these devices.
+
+    Over as many of them as a mesh that `is_possible` for the model cuts its widths.
+    """
+    num = len(devices)
+    shapes = (MeshShape(data=num // n, fsdp=n) for n in range(num, 0, -1) if num % n == 0)
+    layout = make_layout(next(filter(is_possible, shapes)), devices)
+    return state_shardings(model, config, vocab_size, layout)
+
+
+def _first_replica(array: jax.Array) -> jax.Array:
+    """The same array without the replicas of its shards, and without a copy.
+
+    Orbax cuts a part of every replica on its device, which takes memory there. Across processes it
+    decides who writes what: the array stays as it is.
+    """
+    own = array.sharding
+    if not isinstance(own, NamedSharding) or not own.is_fully_addressable:
+        return array
+    cut_by = {
+        axis for part in own.spec for axis in ((part,) if isinstance(part, str) else part or ())
+    }
+    first = tuple(slice(None if axis in cut_by else 1) for axis in own.mesh.axis_names)
+    devices: Any = own.mesh.devices
+    mesh = Mesh(devices[first], own.mesh.axis_names, axis_types=own.mesh.axis_types)
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    return jax.make_array_from_single_device_arrays(
+        array.shape,
+        NamedSharding(mesh, own.spec, memory_kind=own.memory_kind),
+        [shards[device] for device in devices[first].flat],
+        dtype=array.dtype,
+    )
+
+
 def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
     """Makes the workdir this run's: writes config.json, or checks that it is the same.
 
@@ -136,24 +219,3 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
             f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
             "another --workdir, or run with the config of that one"
         )
-
-
-_ABSENT = object()
-
-
-def differences(
-    there: Any, here: Any, path: str, sides: tuple[str, str] = ("there", "here")
-) -> list[str]:
-    """A line for each value that is not the same in two trees of settings: its path, and both."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        names = sorted(there.keys() | here.keys())
-        return [
-            line
-            for name in names
-            for line in differences(
-                there.get(name, _ABSENT), here.get(name, _ABSENT), f"{path}.{name}", sides
-            )
-        ]
-    words = ["absent" if value is _ABSENT else repr(value) for value in (there, here)]
-    shown = ", ".join(f"{word} {place}" for word, place in zip(words, sides, strict=True))
-    return [] if there == here else [f"{path} is {shown}"]

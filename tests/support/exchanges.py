@@ -2,10 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that several processes run to exchange arrays."""
 
-import os
-import signal
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from earl_jax.sharding.reshard import absent_array, reshard
-from earl_jax.sharding.waiting import PeerLost, wait_for
-from tests.support.shardings import PAIRS, make_shardings, make_values
+from tests.support.shardings import PAIRS, make_shardings
 
 P = PartitionSpec
 # Pairs of different shardings: over two processes these have four devices each, over four two.
@@ -75,20 +70,3 @@ def keys_arrive() -> bool:
     for shard in moved.addressable_shards:
         np.testing.assert_array_equal(jax.random.key_data(shard.data), expected[shard.index])
     return True
-
-
-def lose_one(how: str, timeout_s: float) -> None:
-    """The last process ends, or stops, while arrays go round and round."""
-    before, after = (make_shardings(name) for name in ("8x1x1", "1x8x1"))
-    values = make_values()
-    tree = {leaf: part_of(values[leaf], before[leaf]) for leaf in ("logprobs", "codes")}
-    there, back = ({leaf: side[leaf] for leaf in tree} for side in (after, before))
-    for turn in range(10**9):
-        if turn == 20 and jax.process_index() == jax.process_count() - 1:
-            os.kill(os.getpid(), getattr(signal, how))
-        try:
-            tree = reshard(reshard(tree, there), back)
-            wait_for(tree, what="dispatch", timeout_s=timeout_s)
-        except PeerLost as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            os._exit(1)

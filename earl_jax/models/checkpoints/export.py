@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from earl_jax.launch.joint import shardings_on_first, to_first
 from earl_jax.models.checkpoints.hf_write import parameters_of, save_checkpoint
 from earl_jax.models.checkpoints.peft_adapter import save_adapter
 from earl_jax.models.parameters import Params
+from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import TrainState
 from earl_jax.world import World
 
@@ -27,7 +27,8 @@ def export_policy(world: World, state: TrainState, step: int, workdir: Path) -> 
 
     Every process calls it, and the first writes: one parameter after the other is brought there.
     """
-    folder, where = workdir / "export", shardings_on_first(world)
+    folder, first = workdir / "export", [d for d in world.processes.devices if not d.process_index]
+    where = world.spread_shardings(first)
     policies = world.policy(state), world.policy(where)
     written = [_save_model(world, *policies, folder / f"step_{step:06d}")]
     if state.base is not None:
@@ -35,7 +36,7 @@ def export_policy(world: World, state: TrainState, step: int, workdir: Path) -> 
         if not base:
             written.append(_save_model(world, state.base, where.base, folder / "base"))
             base = folder / "base"
-        adapters = to_first(world, state.params, where.params)
+        adapters = _to_first(world, state.params, where.params)
         written.append(
             _save_adapter(world, adapters, folder / f"step_{step:06d}_adapter", str(base))
         )
@@ -62,7 +63,7 @@ def _save_model(world: World, params: Params, where: Params, folder: Path) -> Pa
         return None
 
     def bring(key: str, leaf: Any) -> Any:
-        return to_first(world, leaf, shardings[key])
+        return _to_first(world, leaf, shardings[key])
 
     if not processes.is_first:
         for key, leaf in parameters_of(params).items():
@@ -80,6 +81,14 @@ def _save_model(world: World, params: Params, where: Params, folder: Path) -> Pa
         bring=bring,
     )
     return folder
+
+
+def _to_first(world: World, part: Any, where: Any) -> Any:
+    """Moves arrays to devices of the first process, which writes them; every process calls it.
+
+    In a run of one process they stay where they are.
+    """
+    return part if world.processes.count == 1 else reshard(part, where)
 
 
 def _save_adapter(world: World, adapters: Params, folder: Path, base: str) -> Path | None:
