@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import replace_table, table
-from earl_jax.config_file import make_config
-from earl_jax.main import start_jax
+from earl_jax.config.file import make_config
+from earl_jax.launch.start import start_jax
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
@@ -87,9 +87,9 @@ def row_of(world: Any, mesh: MeshShape) -> dict[str, Any]:
 
 def capacity_rows(budget: int) -> list[dict[str, Any]]:
     """Returns the table for a budget of so many bytes per device."""
-    from earl_jax.world import World
+    from earl_jax.run import build_run
 
-    world = World(make_config(GIVEN))
+    world = build_run(make_config(GIVEN))
     world.problem = dataclasses.replace(world.problem, budget_bytes=budget)
     rows = [row_of(world, MeshShape.parse(mesh)) for mesh in MESHES]
     return [

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.pages import table
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector.choose import Chooser
 from earl_jax.selector.hardware import parse_topology

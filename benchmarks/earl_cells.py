@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.placement.problem import planned_problem
 from earl_jax.selector.choose import Candidate, Chooser

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.pages import replace_table, table
-from earl_jax.config_file import make_config
-from earl_jax.main import start_jax
+from earl_jax.config.file import make_config
+from earl_jax.launch.start import start_jax
 
 PAGE = Path(__file__).with_suffix(".md")
 BASE = {
@@ -101,9 +101,9 @@ POINTS = (
 def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, Any]:
     """Returns a point's row."""
     from earl_jax.bench import placement_on
-    from earl_jax.world import World
+    from earl_jax.run import build_run
 
-    world = World(point.config())
+    world = build_run(point.config())
     bucket = world.config.rollout.context_buckets[0]
     rollouts = world.problem.rollout_meshes_for(bucket)
     trains = world.problem.train_meshes_for(bucket)
@@ -131,7 +131,7 @@ def run_steps(world: Any, placement: Any, steps: int) -> list[tuple[Pair, float]
     from earl_jax.telemetry.load import LoadHistory
 
     placement.choose_step(expected_tokens(world, None), None)
-    state = world.init_train_state(placement.train.mesh)
+    state = world.learner.init_state(placement.train.mesh)
     position, taken = Position(step=0, state=state, history=LoadHistory()), []
     for _ in range(steps):
         position, record = rl_step(world, placement, position)

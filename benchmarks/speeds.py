@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.plan import sizes_of
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.placement.problem import make_problem
 from earl_jax.selector.footprint import Workload
 from earl_jax.selector.hardware import GPU_OP_S, IDEAL, Hardware, Kernels, parse_topology

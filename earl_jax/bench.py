@@ -17,22 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.config_file import load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import publish
 from earl_jax.engine.pages import Pool, dense_pool, pages_for
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.loop import play_all
-from earl_jax.main import DEFAULT_CONFIG, exit_status, start_jax
+from earl_jax.launch.start import start_jax
+from earl_jax.main import DEFAULT_CONFIG, exit_status
 from earl_jax.placement.placement import Placement
+from earl_jax.placement.rollouts import play_all
+from earl_jax.run import Run, build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.step import batch_shapes
 from earl_jax.trajectory import Experience
-from earl_jax.world import World
 
 _HELP = """\
 Times a stage of a run on this machine and prints a Markdown table, or with --json an object a line.
@@ -52,19 +53,19 @@ example:
 """
 
 
-def rollout_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+def rollout_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of a rollout on each mesh."""
-    tokens, tasks = world.config.rollout.context_buckets[-1], world.training_tasks(0)
+    tokens, tasks = world.config.rollout.context_buckets[-1], world.tasks.training(0)
     for mesh in world.problem.rollout_meshes_for(tokens):
         placement = placement_on(world, mesh, None)
         placement.choose_step(tokens, None)
-        state = placement.move_state(world.init_train_state(placement.train.mesh), to_play=True)
+        state = placement.move_state(world.learner.init_state(placement.train.mesh), to_play=True)
 
         found: list[Any] = []
 
         def run(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
-            session, _ = placement.sessions.open(world.policy(state), version=0)
-            found.append(play_all(world, placement, session, tasks, None)[1].stats)
+            session, _ = placement.sessions.open(world.learner.policy(state), version=0)
+            found.append(play_all(world.actor, placement, session, tasks, None)[1].stats)
 
         (seconds,) = median_seconds(run, repeats=repeats)
         stats = found[-1]
@@ -77,7 +78,7 @@ def rollout_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def train_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+def train_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of an update on each mesh."""
     rollout = world.config.rollout
     length, num_rows = rollout.context_buckets[-1], rollout.episodes_per_step
@@ -97,20 +98,20 @@ def train_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def dispatch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+def dispatch_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of experience to, and of weights from, each training mesh."""
     length, num = world.config.rollout.context_buckets[-1], world.config.rollout.episodes_per_step
     numbers, logprobs = np.zeros((num, length), np.int32), np.zeros((num, length), np.float32)
     fields = Experience(tokens=numbers, turn_ids=numbers, logprobs=logprobs, versions=numbers)  # pyright: ignore
     for train_mesh in world.problem.train_meshes_for(length):
-        params = world.policy(world.init_train_state(train_mesh))
+        params = world.learner.policy(world.learner.init_state(train_mesh))
         for rollout_mesh in world.problem.rollout_meshes_for(length):
-            engine = world.engine(rollout_mesh)
-            rows = world.rollout_layout(rollout_mesh).activations("NS")
+            engine = world.stages.engines.engine(rollout_mesh)
+            rows = world.stages.layouts.engine(rollout_mesh).activations("NS")
             send = functools.partial(
                 dispatch,
                 jax.device_put(fields, rows),
-                world.train_layout(train_mesh),
+                world.stages.layouts.train(train_mesh),
                 length=length,
                 lengths=np.full(num, length),
                 advantages=np.zeros((num, 1)),
@@ -125,17 +126,17 @@ def dispatch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
                 yield _moving(what, source, target, moved, run, repeats)
 
 
-def switch_rows(world: World, repeats: int) -> Iterator[dict[str, Any]]:
+def switch_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of each change of mesh, away from the first one of its stage."""
     rollout, train = world.problem.rollout_meshes, world.problem.train_meshes
-    state = world.init_train_state(train[0])
+    state = world.learner.init_state(train[0])
     for mesh in train[1:]:
-        goal = world.train_state_shardings(mesh)
+        goal = world.learner.state_shardings(mesh)
         moved, run = plan_dispatch(state, goal).moved_bytes, functools.partial(reshard, state, goal)
         yield _moving("trainer", str(train[0]), str(mesh), moved, run, repeats)
-    session = _full_session(world, rollout[0], world.policy(state))
+    session = _full_session(world, rollout[0], world.learner.policy(state))
     for mesh in rollout[1:]:
-        engine, pool = world.engine(mesh), _full_pool(world, mesh)
+        engine, pool = world.stages.engines.engine(mesh), _full_pool(world, mesh)
         move = functools.partial(relocate, session, engine, session.max_tokens, pool)
         live, goal = _live(session), (engine.parameter_shardings, engine.state_shardings)
         # Where the number of row shards changes, pages are regrouped on the way.
@@ -156,9 +157,9 @@ STAGES = {
 }
 
 
-def placement_on(world: World, rollout: MeshShape | None, train: MeshShape | None) -> Placement:
+def placement_on(world: Run, rollout: MeshShape | None, train: MeshShape | None) -> Placement:
     """Returns a placement that may use these meshes only; None: all that the config may use."""
-    placement = Placement(world, ThroughputTable())
+    placement = Placement(world.stages, ThroughputTable())
     placement.problem = dataclasses.replace(
         world.problem,
         rollout_meshes_named=(str(rollout),) if rollout else world.problem.rollout_meshes_named,
@@ -167,14 +168,14 @@ def placement_on(world: World, rollout: MeshShape | None, train: MeshShape | Non
     return placement
 
 
-def update_of(world: World, plan: TrainPlan, length: int) -> Callable[[], Any]:
+def update_of(world: Run, plan: TrainPlan, length: int) -> Callable[[], Any]:
     """Returns a function that trains once on full rows of `length` tokens."""
-    rows, layout = world.config.rollout.episodes_per_step, world.train_layout(plan.mesh)
+    rows, layout = world.config.rollout.episodes_per_step, world.stages.layouts.train(plan.mesh)
     shapes = batch_shapes(rows, length, layout, scored=world.learner.scored)
     batch = jax.tree.map(
         lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )
-    program, state = world.learner.program(plan), world.init_train_state(plan.mesh)
+    program, state = world.learner.program(plan), world.learner.init_state(plan.mesh)
 
     def run() -> Any:
         nonlocal state
@@ -224,16 +225,16 @@ def _live(session: Session) -> tuple[Any, Any]:
     return session.policy.params, session.state
 
 
-def _full_pool(world: World, mesh: MeshShape) -> Pool:
+def _full_pool(world: Run, mesh: MeshShape) -> Pool:
     rollout = world.config.rollout
     return dense_pool(
         mesh.data, rollout.num_slots, rollout.context_buckets[-1], rollout.tokens_a_page
     )
 
 
-def _full_session(world: World, mesh: MeshShape, params: Any) -> Session:
+def _full_session(world: Run, mesh: MeshShape, params: Any) -> Session:
     """Returns a session whose slots have all their pages, at the last context bucket."""
-    engine, max_tokens = world.engine(mesh), world.config.rollout.context_buckets[-1]
+    engine, max_tokens = world.stages.engines.engine(mesh), world.config.rollout.context_buckets[-1]
     weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
     policy = Policy(params=weights, version=0)
     session = empty_session(engine, policy, max_tokens, _full_pool(world, mesh))
@@ -260,7 +261,7 @@ def bench_command(arguments: Sequence[str]) -> None:
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    for number, row in enumerate(STAGES[flags.stage](World(config), flags.repeats)):
+    for number, row in enumerate(STAGES[flags.stage](build_run(config), flags.repeats)):
         if flags.json:
             print(json.dumps(row), flush=True)
             continue

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.main import exit_status, start_jax
+from earl_jax.launch.start import start_jax
+from earl_jax.main import exit_status
 
 _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
@@ -38,7 +39,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args(arguments)
 
-    from earl_jax.config_file import read_workdir_config
+    from earl_jax.config.file import read_workdir_config
 
     config = read_workdir_config(flags.workdir)
     games = config.eval.final_games if flags.games is None else flags.games
@@ -47,9 +48,11 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
-    from earl_jax.run import evaluate_workdir
+    from earl_jax.loop import evaluate
+    from earl_jax.workdir import read_newest
 
-    step, evaluation = evaluate_workdir(config, flags.workdir, games)
+    run, position, placement = read_newest(config, flags.workdir)
+    step, evaluation = position.step, evaluate(run, placement, position, games=games)
     if jax.process_index():
         return
     if flags.json:

@@ -1,15 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The RL loop, in order.
+"""The synchronous RL loop: choose, publish, play, dispatch, learn, record.
 
-Read `train` first: one step is select, publish, rollout, select, dispatch, train, log. Every line
-is one stage; what a stage needs is made in world.py, where it runs is decided in placement.py.
+Read `rl_step` first: it is one step, stage by stage. The parts that it uses are built in run.py;
+where they run is decided in placement/.
 """
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,38 +16,32 @@ import numpy as np
 
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.config import DispatchConfig
-from earl_jax.dispatch.pack import dispatch, join_rows
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.session import Session
+from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
 from earl_jax.placement.placement import Placement
+from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import Metrics, learn, sft
-from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.config import RolloutConfig
-from earl_jax.rollout.episode import Task
-from earl_jax.rollout.gather import Played, gather_outcomes
+from earl_jax.rollout.actor import check_learnable
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.evaluation import summarize
+from earl_jax.rollout.gather import Played
+from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.run import Run
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
-from earl_jax.telemetry.load import Load, LoadHistory
+from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.step import TrainState
-from earl_jax.trajectory import Experience, Outcome, Trajectory
-from earl_jax.world import World
+from earl_jax.trajectory import Experience, Outcome, Trajectory, mean_metrics
+from earl_jax.workdir import Position
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Position:
-    """Where a run is: after `step` RL steps, with these weights and this memory of the load."""
-
-    step: int
-    state: TrainState
-    history: LoadHistory
+# Metrics of the first update of a step: measured before the step has changed the policy.
+_OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What one step left, for telemetry. Of all processes, but for `trajectories` and times."""
+    """The record of one step, of all processes; `trajectories` and times are this process's."""
 
     step: int
     trajectories: list[Trajectory]
@@ -65,148 +58,143 @@ class StepRecord:
     publish_host_bytes: int | None
     stage_s: dict[str, float]
 
+    def metrics(self) -> dict[str, Any]:
+        """Returns its part of a line of metrics.jsonl."""
+        outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
+        rewards = np.array([outcome.reward for outcome in outcomes])
+        train_tokens = sum(o.num_tokens for o in outcomes) * len(self.updates)
+        versions = [o.oldest_version for o in outcomes if o.oldest_version is not None]
+        return {
+            "step": self.step,
+            "reward_mean": rewards.mean(),
+            "reward_std": rewards.std(),
+            "episodes": len(rewards),
+            "env": mean_metrics(outcomes) or None,
+            "turns_mean": np.mean([o.num_turns for o in outcomes]),
+            "context_tokens_mean": load.context_tokens_mean,
+            "context_tokens_max": max(o.num_tokens for o in outcomes),
+            "rollout_tokens_per_s": load.rollout_tokens / stage_s["rollout"],
+            **self.stats.metrics(),
+            "train_tokens": train_tokens,
+            "train_tokens_per_s": train_tokens / stage_s["train"],
+            "stage_s": stage_s,
+            "rollout_mesh": self.rollout_mesh,
+            "rollout_max_tokens": self.rollout_max_tokens,
+            "dispatch_bytes": self.dispatch_bytes,
+            "dispatch_host_bytes": self.dispatch_host_bytes,
+            "publish_bytes": self.publish_bytes,
+            "publish_host_bytes": self.publish_host_bytes,
+            "sampling_kl": self.sampling_kl,
+            "version_lag_max": self.step - 1 - min(versions, default=self.step - 1),
+            **self.updates[-1],
+            **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
+        }
 
-def train(
-    world: World, placement: Placement, position: Position, after_step: Callable[..., bool]
-) -> Position:
-    """Runs RL steps until the config's number is reached or `after_step` asks to stop.
 
-    `after_step(position, record)` is called behind every step; it returns True to stop.
+@dataclasses.dataclass(kw_only=True)
+class PlayedStep:
+    """A step's rollout: this process's (None where it plays nothing), and that of all."""
+
+    rollout: Rollout | None
+    played: Played
+    load: Load
+    publish_bytes: int
+    publish_host_bytes: int | None
+
+
+def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
+    """Plays a batch of episodes with the newest weights, and learns from it.
+
+    Where the devices have too little memory, a rollout is played again from its tasks, and an
+    update is made again from the state and the batch, with another plan (`Placement.attempt`).
     """
-    while position.step < world.config.num_steps:
-        position, record = rl_step(world, placement, position)
-        if after_step(position, record):
-            break
-    return position
+    config, step, timer = run.config, position.step, StageTimer()
+    state, done = choose_and_play(run, placement, position, timer)
+    rollout_plan, max_tokens = placement.rollout, placement.max_tokens
+    history = position.history.add(done.load)
+    length = config.rollout.max_tokens_for(done.load.context_tokens_max)
+    with timer("select"):
+        placement.choose_training(history.recent())
+        state = placement.move_state(state)
+    with timer("dispatch"), only_on_devices(config.dispatch) as dispatch_reads:
+        delivery = send_rows(run, placement, done, length)
+    # The engine's weights and KV caches leave the devices before training.
+    trajectories, done.rollout = done.rollout.trajectories if done.rollout else [], None
+    train_plan, compiled_s = placement.train, compile_clock().own_seconds()
+    with timer("train"):
+        controls = run.learner.controls(step, config.num_steps)
+        state, updates = learn(placement, state, delivery.batch, controls, config.train.epochs)
+    # A program that was compiled or loaded meanwhile says nothing of its speed.
+    is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
+    with timer("sft"):
+        if step < config.train.sft_steps:
+            examples = run.tasks.examples(step, config.train.sft_updates)
+            state = sft(placement, state, examples, length)
+    with timer("select"):
+        state = placement.move_state(state, to_play=True)
+    train_tokens = len(updates) * config.rollout.episodes_per_step * length
+    updates, speeds, *host_bytes = gather_costs(
+        run,
+        updates,
+        (done.played.stats.tokens_per_s, train_tokens / timer.seconds["train"] * is_timed or None),
+        dispatch_reads.num_bytes,
+        done.publish_host_bytes,
+    )
+    placement.observations.add_speed(rollout_plan, max_tokens, speeds[0])
+    placement.observations.add_speed(train_plan, length, speeds[1])
+    record = StepRecord(
+        step=step + 1,
+        trajectories=trajectories,
+        outcomes=done.played.outcomes,
+        sampling_kl=done.played.sampling_kl,
+        stats=done.played.stats,
+        load=done.load,
+        rollout_mesh=str(rollout_plan.mesh),
+        rollout_max_tokens=max_tokens,
+        updates=updates,
+        dispatch_bytes=delivery.plan.moved_bytes,
+        dispatch_host_bytes=host_bytes[0],
+        publish_bytes=done.publish_bytes,
+        publish_host_bytes=host_bytes[1],
+        stage_s=timer.seconds,
+    )
+    return Position(step=step + 1, state=state, history=history), record
 
 
-def rl_step(world: World, placement: Placement, position: Position) -> tuple[Position, StepRecord]:
-    """One RL step: play a batch of episodes with the newest weights, and learn from it.
+# The stages of a step, in its order.
 
-    What the devices have too little memory for is done again with another plan (see
-    `Placement.attempt`): a rollout from its tasks, an update from the state and the batch.
-    """
-    step, state = position.step, position.state
-    load = foresee(world.config.rollout, position.history)
-    timer = StageTimer()
+
+def choose_and_play(
+    run: Run, placement: Placement, position: Position, timer: StageTimer
+) -> tuple[TrainState, PlayedStep]:
+    """Chooses the step's plans, publishes the weights and plays; again with less where need be."""
+    state, rollout = position.state, run.config.rollout
+    load = expected_load(rollout, position.history)
+    tasks = run.tasks.training(position.step)
+    if run.config.train.ratio == "behaviour":
+        check_learnable(tasks, rollout.sampling)
+
+    def publish_and_play() -> PlayedStep:
+        with timer("publish"), only_on_devices(run.config.dispatch) as reads:
+            policy = run.learner.policy(state)
+            session, num_bytes = placement.sessions.open(policy, version=position.step)
+        with timer("rollout"):
+            own, played = play_all(run.actor, placement, session, tasks, load)
+        return PlayedStep(
+            rollout=own,
+            played=played,
+            load=measure_load(played),
+            publish_bytes=num_bytes,
+            publish_host_bytes=reads.num_bytes,
+        )
 
     done = None
     while done is None:
         with timer("select"):
-            placement.choose_step(expected_tokens(world, load), load)
+            placement.choose_step(expected_tokens(rollout, load), load)
             state = placement.move_state(state, to_play=True)
-        again = functools.partial(publish_and_play, world, placement, state, step, load, timer)
-        plan, max_tokens = placement.rollout, placement.max_tokens
-        done = placement.attempt("rollout", again)
-    rollout, played, publish_bytes, publish_host_bytes = done
-    with timer("select"):
-        load = measure_load(played)
-        history = position.history.add(load)
-        length = world.config.rollout.max_tokens_for(load.context_tokens_max)
-        placement.choose_training(history.recent())
-        state = placement.move_state(state)
-    layout = world.train_layout(placement.train.mesh)
-    with timer("dispatch"), only_on_devices(world.config.dispatch) as dispatch_reads:
-        own = to_learn_from(world, rollout.experience) if rollout else None
-        mesh, num_rows = placement.rollout.mesh, world.config.rollout.episodes_per_step
-        layouts = world.rollout_layout(mesh), world.joint_layout(mesh)
-        experience = join_rows(own, *layouts, num_rows, length)
-        facts = row_facts(world, played.outcomes, length)
-        delivery = dispatch(experience, layout, **facts)
-        world.processes.wait(delivery.batch, "dispatch")
-    trajectories = rollout.trajectories if rollout else []
-    rollout_mesh, rollout_max_tokens = str(placement.rollout.mesh), placement.max_tokens
-    # The engine's weights and KV caches make room for the trainer.
-    del rollout, done, again, own, experience, facts
-    train_plan, compiled_s = placement.train, compile_clock().own_seconds()
-    with timer("train"):
-        state, updates = learn(world, placement, state, delivery.batch, step)
-    # A program that was compiled or loaded meanwhile says nothing of its speed.
-    is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
-    with timer("demonstrate"):
-        state = sft(world, placement, state, step, length)
-    with timer("select"):
-        state = placement.move_state(state, to_play=True)
-    train_tokens = len(updates) * world.config.rollout.episodes_per_step * length
-    updates, speeds, *host_bytes = gather_costs(
-        world,
-        updates,
-        (played.stats.tokens_per_s, train_tokens / timer.seconds["train"] if is_timed else None),
-        dispatch_reads.num_bytes,
-        publish_host_bytes,
-    )
-    placement.observations.add_speed(plan, max_tokens, speeds[0])
-    placement.observations.add_speed(train_plan, length, speeds[1])
-
-    record = StepRecord(
-        step=step + 1,
-        trajectories=trajectories,
-        outcomes=played.outcomes,
-        sampling_kl=played.sampling_kl,
-        stats=played.stats,
-        load=load,
-        rollout_mesh=rollout_mesh,
-        rollout_max_tokens=rollout_max_tokens,
-        updates=updates,
-        dispatch_bytes=delivery.plan.moved_bytes,
-        dispatch_host_bytes=host_bytes[0],
-        publish_bytes=publish_bytes,
-        publish_host_bytes=host_bytes[1],
-        stage_s=timer.seconds,
-    )
-    history = position.history.add(load)
-    return Position(step=step + 1, state=state, history=history), record
-
-
-# The parts of a step, in its order.
-
-
-def publish_and_play(
-    world: World,
-    placement: Placement,
-    state: TrainState,
-    step: int,
-    load: Load | None,
-    timer: StageTimer,
-) -> tuple[Rollout | None, Played, int, int | None]:
-    """The rollout of this step, this process's and that of all (`play_all`).
-
-    And what its new weights moved over the devices, and over the host.
-    """
-    with timer("publish"), only_on_devices(world.config.dispatch) as reads:
-        session, publish_bytes = placement.sessions.open(world.policy(state), version=step)
-    with timer("rollout"):
-        tasks = learnable(world, world.training_tasks(step))
-        rollout, played = play_all(world, placement, session, tasks, load)
-    return rollout, played, publish_bytes, reads.num_bytes
-
-
-def foresee(rollout: RolloutConfig, history: LoadHistory) -> Load | None:
-    """The load to expect next, in which contexts grow no further than they may.
-
-    Nor than the rooms that are configured, unless they are longer already: for a larger room
-    programs are compiled when an episode needs it, and not because growth may go on.
-    """
-    load, recent = history.forecast(), history.recent()
-    if load is None or recent is None:
-        return None
-    longest = recent.context_tokens_max
-    most = max(longest, rollout.context_buckets[-1] - rollout.round_tokens)
-    most = min(load.context_tokens_max, most, rollout.max_episode_tokens or most)
-    growth = min(load.growth_tokens, max(0, most - longest))
-    return dataclasses.replace(load, context_tokens_max=most, growth_tokens=growth)
-
-
-def expected_tokens(world: World, load: Load | None) -> int:
-    """Room that the next rollout's episodes will want: as long as recent ones, and a round more.
-
-    But no more than they may come to.
-    """
-    rollout = world.config.rollout
-    if load is None:
-        return rollout.context_buckets[0]
-    expected = load.context_tokens_max + rollout.round_tokens
-    return min(expected, rollout.max_episode_tokens or expected)
+        done = placement.attempt("rollout", publish_and_play)
+    return state, done
 
 
 @contextlib.contextmanager
@@ -223,122 +211,48 @@ def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
         )
 
 
-def play(
-    world: World,
-    placement: Placement,
-    session: Session,
-    tasks: Sequence[Task],
-    load: Load | None,
-    sampling: Sampling | None = None,
-) -> Rollout:
-    """Plays the tasks from this session, which may move meanwhile."""
-    collector = Collector(
-        dataclasses.replace(world.own_rollout, num_slots=session.engine.config.num_slots),
-        world.new_conversation,
-        world.pool,
-        world.make_environment,
-        lambda session, tokens, pages: placement.sessions.make_room(session, tokens, pages, load),
-        num_devices=len(world.processes.own_devices),
-        max_context=world.max_context,
-        thin_out=lambda session, live, longest: placement.sessions.thin_out(
-            session, live, longest, load
-        ),
+def send_rows(run: Run, placement: Placement, done: PlayedStep, length: int) -> Delivery:
+    """Sends the rows of all processes to the training layout, as a batch with its advantages."""
+    layouts, mesh = run.stages.layouts, placement.rollout.mesh
+    own = rows_to_learn_from(run, done.rollout.experience) if done.rollout else None
+    experience = join_rows(
+        own,
+        layouts.engine(mesh),
+        layouts.rollout(mesh),
+        run.config.rollout.episodes_per_step,
+        length,
     )
-    sampling = sampling or world.config.rollout.sampling
-    return collector.collect(session, tasks, sampling=sampling)
+    facts = row_facts(run, done.played.outcomes, length)
+    delivery = dispatch(experience, layouts.train(placement.train.mesh), **facts)
+    run.cluster.wait(delivery.batch, "dispatch")
+    return delivery
 
 
-def play_all(
-    world: World,
-    placement: Placement,
-    session: Session | None,
-    tasks: Sequence[Task],
-    load: Load | None,
-    sampling: Sampling | None = None,
-) -> tuple[Rollout | None, Played]:
-    """Plays this process's part of the tasks; the placement is then the same in all processes.
-
-    Returns:
-        This process's rollout, None where it has no session, and what became of all tasks.
-
-    Raises:
-        RolloutShort: of several processes one had too little memory.
-    """
-    own, rollout, shortage = world.processes.own(tasks), None, None
-    try:
-        rollout = play(world, placement, session, own, load, sampling) if session else None
-    except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
-        shortage = placement.shortage(error)
-        if shortage is None:
-            raise
-    played = gather_outcomes(world.processes, rollout, placement.as_dict(), shortage)
-    if played.placement != placement.as_dict():
-        placement.restore(played.placement)
-    return rollout, played
-
-
-def learnable(world: World, tasks: Sequence[Task]) -> Sequence[Task]:
-    """The tasks, if what is sampled for them can be learnt from. Raises ValueError else."""
-    if world.config.train.ratio == "behaviour":
-        for task in tasks:
-            if task.sampling not in (None, world.config.rollout.sampling):
-                raise ValueError(
-                    f"episode {task.episode} is drawn by {task.sampling}, and the trainer scores "
-                    "all tokens at config.rollout.temperature; leave Task.sampling to the config, "
-                    "or set config.train.ratio = 'model'"
-                )
-    return tasks
-
-
-def measure_load(played: Played) -> Load:
-    """What the selector wants to know about this rollout."""
-    contexts = [outcome.num_tokens for outcome in played.outcomes]
-    return Load(
-        context_tokens_max=max(contexts),
-        context_tokens_mean=float(np.mean(contexts)),
-        tokens_in_flight_max=played.stats.tokens_in_flight_max,
-        rollout_tokens=played.stats.rollout_tokens,
-    )
-
-
-def to_learn_from(world: World, experience: Experience) -> Experience:
-    """The experience with the log-probs, and only those, that the update is measured against."""
-    if world.config.train.ratio == "behaviour":
+def rows_to_learn_from(run: Run, experience: Experience) -> Experience:
+    """Returns the rows with only those log-probs that the update is measured against."""
+    if run.config.train.ratio == "behaviour":
         return dataclasses.replace(experience, model_logprobs=None)
     assert experience.model_logprobs is not None, "the config was not validated"
     return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
-def row_facts(world: World, outcomes: Sequence[Outcome], length: int) -> dict[str, Any]:
-    """The small facts that the host adds to this process's device rows.
+def row_facts(run: Run, outcomes: Sequence[Outcome], length: int) -> dict[str, Any]:
+    """Returns the small facts that the host adds to this process's device rows.
 
     A row whose episode does not count has no tokens for the trainer.
     """
-    credit, own = assign_credit(world.learner.algorithm, outcomes), world.processes.own
+    credit, own = assign_credit(run.learner.algorithm, outcomes), run.cluster.own
     lengths = np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0)
     return {
         "length": length,
         "lengths": own(lengths),
         "advantages": own(credit.advantages),
-        "sample_starts": own(sample_starts(outcomes, length)),
+        "sample_starts": own(sample_starts([o.sample_starts for o in outcomes], length)),
     }
 
 
-def sample_starts(trajectories: Sequence[Trajectory | Outcome], length: int) -> np.ndarray:
-    """i32[N,M]: where each episode's samples begin; `length` behind its last.
-
-    M is a power of two, so that few programs are compiled for it.
-    """
-    rows = [trajectory.sample_starts for trajectory in trajectories]
-    width = 1 << (max(map(len, rows)) - 1).bit_length()
-    table = np.full((len(rows), width), length, np.int32)
-    for row, starts in zip(table, rows, strict=True):
-        row[: len(starts)] = starts
-    return table
-
-
 def gather_costs(
-    world: World,
+    run: Run,
     updates: list[Metrics],
     speeds: tuple[float | None, float | None],
     *host_bytes: int | None,
@@ -346,11 +260,29 @@ def gather_costs(
     """Gathers the updates' metrics, for processes too that do not train, and a step's costs.
 
     `speeds` are the tokens/s of the rollout and of training, of the first process that has them,
-    because all choose by them. Host bytes are the sums over the processes; of those that some
-    process cannot count there is none.
+    because all choose by them. Host bytes are the sums over the processes; None where some process
+    cannot count them.
     """
-    parts = world.processes.gather((updates, speeds, host_bytes), "the end of a step")
+    parts = run.cluster.gather((updates, speeds, host_bytes), "the end of a step")
     all_updates, all_speeds, all_bytes = zip(*parts, strict=True)
     sums = (None if None in each else sum(each) for each in zip(*all_bytes, strict=True))
     first = [next(filter(None, each), None) for each in zip(*all_speeds, strict=True)]
     return (next(filter(None, all_updates)), first, *sums)
+
+
+def evaluate(run: Run, placement: Placement, position: Position, *, games: int) -> dict[str, Any]:
+    """Plays the first `games` evaluation tasks with the newest weights; nothing is learnt.
+
+    Returns:
+        The summary of their outcomes, for metrics.jsonl (`summarize`).
+    """
+    outcomes = play_batches(
+        run.actor,
+        placement,
+        run.learner.policy(position.state),
+        run.tasks.evaluation(games),
+        version=position.step,
+        load=position.history.recent(),
+        sampling=run.config.eval.sampling,
+    )
+    return summarize(outcomes, run.config.env.title, run.config.env.plural)

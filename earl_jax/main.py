@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from earl_jax.launch.distributed import DistributedConfig
+    pass
 
 # A wheel has configs/ in the package, a checkout beside it.
 _HERE = Path(__file__).parent
@@ -64,40 +64,6 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
     return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
 
 
-def start_jax(
-    platform: str, num_cpu_devices: int, distributed: "DistributedConfig | None" = None
-) -> None:
-    """Chooses JAX's devices, and keeps compiled programs in the user's cache folder.
-
-    Joins the other processes of the run, where `distributed` or the environment names some; None:
-    this is a program of one process. Must come before anything uses a device.
-    """
-    # XLA's CPU client runs the independent collectives of a program at once, each blocking a thread
-    # per device; with as many threads as devices they starve each other on a busy machine, and XLA
-    # ends the process after 40 s (seen on jax 0.10.2 and 0.12). Threads that wait cost nothing.
-    # One device has no collectives, and computes faster with a thread a core.
-    if num_cpu_devices > 1:
-        os.environ.setdefault("PJRT_NPROC", str(THREADS_PER_CPU_DEVICE * num_cpu_devices))
-    import jax
-
-    from earl_jax.launch.distributed import start_processes
-    from earl_jax.selector.table import cache_folder
-
-    if platform != "auto":
-        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(platform, platform))
-    jax.config.update("jax_num_cpu_devices", num_cpu_devices)
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-    if distributed is not None:
-        start_processes(distributed)
-    try:
-        jax.devices()
-    except RuntimeError as error:
-        raise ValueError(
-            f"config.devices.platform is {platform!r}, but JAX cannot start it here: {error}"
-        ) from error
-
-
 def exit_status(command: Callable[[], None]) -> int:
     """Runs a command; a ValueError is a mistake of the user's: one message, status 2."""
     try:
@@ -114,7 +80,8 @@ def train_command(arguments: Sequence[str]) -> None:
     """The whole command, from its flags to its last line."""
     start_s = time.perf_counter()
     config_path, overrides, workdir = parse_flags(arguments)
-    from earl_jax.config_file import load_config_file, make_config
+    from earl_jax.config.file import load_config_file, make_config
+    from earl_jax.launch.start import start_jax
     from earl_jax.telemetry.progress import shown
 
     config = make_config(load_config_file(config_path), overrides)
@@ -122,10 +89,10 @@ def train_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.launch.distributed import end_together
-    from earl_jax.run import run
+    from earl_jax.training import train
 
     with end_together():
-        evaluation = run(config, workdir)
+        evaluation = train(config, workdir)
     if jax.process_index() > 0:
         return
     if evaluation:

@@ -70,7 +70,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     """Runs the whole command. Raises ValueError for bad input."""
     flags, overrides = parse_flags(arguments)
 
-    from earl_jax.config_file import load_config_file, make_config
+    from earl_jax.config.file import load_config_file, make_config
     from earl_jax.placement.facts import table_for_plan
     from earl_jax.placement.problem import find_model, overrides_for_chips, planned_problem
     from earl_jax.selector.hardware import parse_topology

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config_file import make_config
-from earl_jax.run import run
+from earl_jax.config.file import make_config
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train import learner as learning
@@ -73,7 +72,7 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
         return run_update(world, program, state, batch, controls)
 
     monkeypatch.setattr(learning, "_run_update", short)
-    run(make_config(RUN), tmp_path / "run")
+    train(make_config(RUN), tmp_path / "run")
 
     notes = capsys.readouterr().out
     assert "in a program that had run before, and lost the weights" in notes
@@ -113,7 +112,7 @@ def short_main() -> None:
 
     def short(world, program, state, batch, controls):
         updates.append(program)
-        if world.processes.index == 1 and len(updates) == 2 and not was_short.exists():
+        if world.cluster.index == 1 and len(updates) == 2 and not was_short.exists():
             was_short.touch()
             program = hungry(donated=0)
         return run_update(world, program, state, batch, controls)

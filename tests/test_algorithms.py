@@ -20,10 +20,11 @@ from earl_jax.algorithms.algorithms import (
     no_advantages,
 )
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step, row_facts
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import ParameterSpec
+from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
@@ -42,7 +43,6 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.trajectory import Outcome, TrajectoryBatch
-from earl_jax.world import World
 from tests.support.placements import TINY, begin
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
@@ -159,7 +159,7 @@ def test_an_algorithm_of_ones_own_trains_by_its_name_alone():
     config = make_config(json.loads(json.dumps(RUN)))
     assert config.as_dict()["algorithm_args"] == {"penalty": 0.5, "normalize": False}
     assert make_config(json.loads(json.dumps(config.as_dict()))) == config
-    world = World(config)
+    world = build_run(config)
     assert world.learner.algorithm.settings == OwnSettings(penalty=0.5)
     placement, position = begin(world)
     first = jax.tree.map(np.array, position.state.params)
@@ -290,7 +290,7 @@ def test_rows_that_do_not_count_are_no_part_of_an_update():
 
 
 def test_a_failed_episode_has_no_tokens_for_the_trainer():
-    world = World(make_config({**RUN, "algorithm": "grpo", "algorithm_args": {}}))
+    world = build_run(make_config({**RUN, "algorithm": "grpo", "algorithm_args": {}}))
     rewards, reasons = (1.0, 0.0, 5.0, 1.0), ("win", "loss", "environment_error", "win")
     outcomes = [
         make_outcome(episode, reward, reason)

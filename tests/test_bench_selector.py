@@ -10,12 +10,12 @@ from benchmarks import start
 from benchmarks.capacity import GIVEN, MESHES, longest, plan_for
 from benchmarks.regret import POINTS, Pair, Point, measure, summary
 from benchmarks.start import command, count_programs, has_stepped
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, make_problem
+from earl_jax.run import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 
 
 def pair(rollout: str, train: str, slots: int = 8) -> Pair:
@@ -37,7 +37,7 @@ def test_regret_of_the_first_and_of_the_last_choice_by_hand():
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
 def test_points_leave_more_than_one_pair_to_choose_from(point):
-    world = World(point.config())
+    world = build_run(point.config())
     bucket = world.config.rollout.context_buckets[0]
     rollouts = world.problem.rollout_meshes_for(bucket)
     trains = world.problem.train_meshes_for(bucket)

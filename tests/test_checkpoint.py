@@ -11,7 +11,7 @@ import shutil
 import jax
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.train.step import state_shapes, state_shardings
 from tests.support.saved_states import (

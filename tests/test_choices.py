@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.choices import (
     ALWAYS,
     FREE,
@@ -29,8 +29,8 @@ from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.environment import Start
 from earl_jax.models.decoder import forward_rows, head_weights
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.world import World
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.episodes import (
     MODEL,
@@ -361,7 +361,7 @@ def test_tokens_that_are_none_end_their_own_episode(pool):
 @pytest.mark.slow
 def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
     given = {**RATIO_RUN, "env": {"args": {"mask_illegal": True}}}
-    record = one_step(World(make_config(given)))
+    record = one_step(build_run(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
     assert (
         record.updates[0]["logprob_mismatch_max"] < 1e-4 and record.updates[0]["clip_fraction"] == 0
@@ -375,6 +375,6 @@ def test_settings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="illegal_reward is -0.5 but has no effect"):
         make_config(masked, ["env.args.illegal_reward=-0.5"])
     with pytest.raises(ValueError, match="takes 2 tokens.*config.rollout.max_turn_tokens is 1"):
-        World(make_config(masked, ["rollout.max_turn_tokens=1"]))
-    assert World(make_config(masked)).choice_branches == 18
-    assert World(make_config(RATIO_RUN)).choice_branches == 0
+        build_run(make_config(masked, ["rollout.max_turn_tokens=1"]))
+    assert build_run(make_config(masked)).stages.engines.choice_branches == 18
+    assert build_run(make_config(RATIO_RUN)).stages.engines.choice_branches == 0

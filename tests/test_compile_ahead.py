@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.placement.compile_ahead import CompileAhead, Wanted, wanted_programs
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
+from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.world import World
 from tests.support.placements import (
     CUBE,
     D4T2,
@@ -41,7 +41,7 @@ ROLLOUT = {
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")))
+    return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")))
 
 
 def placed(world, max_tokens, table=None, **changes):
@@ -82,7 +82,7 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(world):
 
 
 def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(world):
-    auto = World(make_config(given(ROLLOUT, (D8,), (D8,))))
+    auto = build_run(make_config(given(ROLLOUT, (D8,), (D8,))))
     with CompileAhead(print) as ahead:
         ahead.look(auto, placed(auto, SHORT), LoadHistory())
         assert not ahead._futures

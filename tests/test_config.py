@@ -11,7 +11,7 @@ import pytest
 from ml_collections import ConfigDict, config_dict
 
 from earl_jax.config import Config
-from earl_jax.config_file import load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config
 
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 

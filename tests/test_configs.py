@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import pytest
 from reference.make_checkpoint import write_checkpoint
 
-from earl_jax.config_file import load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import inputs_width
 from earl_jax.main import DEFAULT_CONFIG
+from earl_jax.run import build_run
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
 from earl_jax.train import step as train_step
 from earl_jax.train.step import batch_shapes, make_train_step
-from earl_jax.world import World
 from tests.support import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -43,10 +43,10 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
 def world(request, made):
-    """The config's World. Its device count must be that of these tests until a config has more."""
+    """The config's Run. Its device count must be that of these tests until a config has more."""
     config = made(request.param)
     assert config.devices.num_cpu_devices == len(jax.devices()) == 8
-    return World(config)
+    return build_run(config)
 
 
 def placed(shapes, shardings):
@@ -83,14 +83,16 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
     for shape in world.problem.train_meshes:
         layout = make_abstract_layout(shape)
         state = placed(
-            world.train_state_shapes(),
-            train_step.state_shardings(world.model, config.train, world.vocab_size, layout),
+            world.learner.state_shapes(),
+            train_step.state_shardings(
+                world.origin.model, config.train, world.origin.vocab_size, layout
+            ),
         )
         step = make_train_step(
-            world.model,
+            world.origin.model,
             config.train,
             layout,
-            vocab_size=world.vocab_size,
+            vocab_size=world.origin.vocab_size,
             temperature=config.rollout.temperature,
             algorithm=config.make_algorithm(),
         )
@@ -107,7 +109,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
 def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
     rollout = world.config.rollout
     for shape in world.problem.rollout_meshes:
-        engine = Engine(world.engine(shape).config, make_abstract_layout(shape))
+        engine = Engine(world.stages.engines.engine(shape).config, make_abstract_layout(shape))
         rows = engine.layout.activations("B")
         width = inputs_width(rollout.chunk_size)
         for max_tokens in {rollout.context_buckets[0], rollout.context_buckets[-1]}:

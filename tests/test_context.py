@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import is_spec, unstack_layers
 from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.run import build_run
 from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
@@ -34,7 +35,6 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.world import World
 from tests.support.rows import make_rows
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
@@ -306,7 +306,7 @@ def test_a_run_considers_to_cut_long_rows(tmp_path):
     """
     overrides = ["selector.train_meshes=()", "selector.rollout_meshes=()"]
     overrides += ["model.num_kv_heads=2", "rollout.episodes_per_step=16", "rollout.num_slots=16"]
-    world = World(make_config({}, overrides), tmp_path / "tokenizer")
+    world = build_run(make_config({}, overrides), tmp_path / "tokenizer")
     assert {shape.context for shape in world.problem.train_meshes_for(64)} == {1}
     long = world.problem.train_meshes_for(131_072)
     assert {shape.context for shape in long} == {1, 2, 4, 8}

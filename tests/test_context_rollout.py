@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.page_shares import PageShare, share_tokens
@@ -21,12 +21,12 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts
 from earl_jax.models.kv_cache import empty_cache, place_pages
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
+from earl_jax.run import build_run
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
-from earl_jax.world import World
 from tests.support.engines import NUM_ROWS, NUM_SLOTS
 from tests.support.hlo import COLLECTIVE, replica_groups
 from tests.support.slots import (
@@ -272,7 +272,7 @@ def test_a_rollout_considers_to_cut_long_contexts(tmp_path):
     """From 4,096 tokens a shard on, where the list of meshes is empty, chunks and pages divide."""
     overrides = ["selector.rollout_meshes=()", "model.num_kv_heads=2", "rollout.chunk_size=4"]
     overrides += ["rollout.episodes_per_step=16", "rollout.num_slots=16"]
-    world = World(make_config({}, overrides), tmp_path / "tokenizer")
+    world = build_run(make_config({}, overrides), tmp_path / "tokenizer")
     assert {shape.context for shape in world.problem.rollout_meshes_for(8191)} == {1}
     assert {shape.context for shape in world.problem.rollout_meshes_for(8192)} == {1, 2}
     long = world.problem.rollout_meshes_for(131_072)
@@ -284,4 +284,4 @@ def test_a_rollout_considers_to_cut_long_contexts(tmp_path):
     }
     named = ["selector.rollout_meshes=('data=1,context=8',)"]
     with pytest.raises(ValueError, match="rollout.chunk_size = 4 does not divide by context=8"):
-        World(make_config({}, overrides + named), tmp_path / "tokenizer")
+        build_run(make_config({}, overrides + named), tmp_path / "tokenizer")

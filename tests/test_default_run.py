@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config_file import load_config_file, make_config
-from earl_jax.run import run
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.telemetry.metrics import read_metrics
 
 CONFIG = Path(__file__).parent.parent / "configs" / "trail_tiny_cpu.py"
@@ -23,7 +22,7 @@ def test_both_meshes_change_as_the_policy_learns(tmp_path, monkeypatch, capsys):
     """With the programs of nobody's earlier run, as a new user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = make_config(load_config_file(CONFIG), [])
-    run(config, tmp_path / "run")
+    train(config, tmp_path / "run")
     printed = capsys.readouterr().out
     written = read_metrics(tmp_path / "run" / "metrics.jsonl")
     lines = [line for line in written if "eval" not in line]

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from earl_jax.config_file import load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.distributed import (
     DistributedConfig,
@@ -30,14 +30,13 @@ from earl_jax.launch.distributed import (
     start_processes,
 )
 from earl_jax.main import DEFAULT_CONFIG
-from earl_jax.models.checkpoints.export import export_policy
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
-from earl_jax.run import run
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.world import World
+from earl_jax.train.export import export_policy
 from tests.support import ROOT
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
@@ -424,7 +423,7 @@ def train_small(workdir: str) -> bool:
     """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
     settings = SMALL | ALL | {"checkpoint.every_steps": 1}
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    run(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
+    train(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
     return True
 
 
@@ -491,11 +490,11 @@ SOURCE = ROOT / "tests/reference/qwen2_tied"
 def in_and_out(folder: str) -> list[int]:
     """Reads a checkpoint over all processes' devices, and exports it: the embedding's rows here."""
     sections = {"model": {"path": str(SOURCE)}, "train": {"lora": {"rank": 2}}}
-    world = World(make_config(sections))
-    state = world.first_train_state(MeshShape(data=1, fsdp=4))
+    world = build_run(make_config(sections))
+    state = world.learner.first_state(MeshShape(data=1, fsdp=4))
     rows = [shard.data.shape[1] for shard in state.base["embed"].addressable_shards]
     export_policy(world, state, 1, Path(folder))
-    world.processes.barrier("the end")
+    world.cluster.barrier("the end")
     return rows
 
 

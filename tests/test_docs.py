@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config_file import make_config
-from earl_jax.run import run
+from earl_jax.config.file import make_config
 
 ROOT = Path(__file__).parent.parent
 MODEL = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
@@ -45,7 +44,7 @@ def test_reference_is_what_the_code_says(reference, name):
 @pytest.mark.slow
 def test_every_metric_of_a_run_is_in_the_reference(reference, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run(make_config(TINY), tmp_path / "run")
+    train(make_config(TINY), tmp_path / "run")
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     known = {name for topic in reference.METRICS.values() for name in topic}

@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.rollout.config import Stops
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
 from tests.support.environments import Talker
 from tests.support.episodes import (
@@ -146,10 +146,10 @@ def test_settings_that_cannot_be_are_refused(override, message):
 
 
 def test_the_settings_reach_the_engine():
-    world = World(make_config({}, ["rollout.num_draft_tokens=2"]))
-    rules = world.engine(world.problem.rollout_meshes[0]).config.rules
+    world = build_run(make_config({}, ["rollout.num_draft_tokens=2"]))
+    rules = world.stages.engines.engine(world.problem.rollout_meshes[0]).config.rules
     assert (rules.ngram, rules.draft) == (3, 2)
     assert rules.round_tokens == world.config.rollout.round_tokens == 3 * rules.burst
-    plain = World(make_config({}))
-    rules = plain.engine(plain.problem.rollout_meshes[0]).config.rules
+    plain = build_run(make_config({}))
+    rules = plain.stages.engines.engine(plain.problem.rollout_meshes[0]).config.rules
     assert (rules.draft, rules.round_tokens) == (0, rules.burst)

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from earl_jax.recorder import Recorder
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from earl_jax.config_file import make_config
-from earl_jax.loop import Position
+from earl_jax.config.file import make_config
 from earl_jax.models.attention.rows import cap
-from earl_jax.models.checkpoints.export import export_policy, keep_exports
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.checkpoints.peft_adapter import save_adapter
@@ -26,11 +25,12 @@ from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
-from earl_jax.recorder import Recorder
+from earl_jax.run import Run, build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
+from earl_jax.train.export import export_policy, keep_exports
 from earl_jax.train.step import TrainState
-from earl_jax.world import World
+from earl_jax.workdir import Position
 from tests.support.references import KINDS, NAMES, REFERENCE, checkpoint, reference
 
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
@@ -74,7 +74,9 @@ def write_both(folder: Path, name: str, lora: LoraConfig) -> tuple[Any, Path, Pa
         policy,
         model=given.model,
         vocab_size=given.vocab_size,
-        tokenizer=World(make_config({"model": {"path": str(REFERENCE / "qwen2_tied")}})).tokenizer,
+        tokenizer=build_run(
+            make_config({"model": {"path": str(REFERENCE / "qwen2_tied")}})
+        ).tokenizer,
         dtype="float32",
         max_positions=128,
         source=given,
@@ -178,15 +180,15 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
 # In a run.
 
 
-def a_state(world: World) -> TrainState:
-    state = world.first_train_state(world.problem.train_meshes[0])
+def a_state(world: Run) -> TrainState:
+    state = world.learner.first_state(world.problem.train_meshes[0])
     return dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
 
 
 @pytest.mark.slow
 def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
     sections = {"model": {"num_layers": 1, "attention_bias": True}, "checkpoint": {"export": True}}
-    world = World(make_config({**sections, "train": {"lora": {"rank": 2}}}))
+    world = build_run(make_config({**sections, "train": {"lora": {"rank": 2}}}))
     state = a_state(world)
     written = export_policy(world, state, 4, tmp_path)
     assert [path.name for path in written] == ["step_000004", "base", "step_000004_adapter"]
@@ -194,7 +196,7 @@ def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
         # Layers of qwen2, and the run's own vocabulary.
         assert json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
         ids = AutoTokenizer.from_pretrained(path)("play x on 4 now")["input_ids"]
-        assert ids == world.tokenizer("play x on 4 now")["input_ids"]
+        assert ids == world.origin.tokenizer("play x on 4 now")["input_ids"]
     written = export_policy(world, state, 6, tmp_path)
     assert [path.name for path in written] == ["step_000006", "step_000006_adapter"]
     assert export_policy(world, state, 6, tmp_path) == []
@@ -229,8 +231,8 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     """Unless told otherwise only what began as a checkpoint of `transformers` is one at the end."""
     sections = {"num_steps": 5, "checkpoint": {"every_steps": 2, **given}}
     model = {"path": str(REFERENCE / path)} if path else {"num_layers": 1}
-    world = World(make_config({**sections, "model": model}))
-    state = world.first_train_state(world.problem.train_meshes[0])
+    world = build_run(make_config({**sections, "model": model}))
+    state = world.learner.first_state(world.problem.train_meshes[0])
     notes = []
     recorder = Recorder(
         world=world,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.generation import read_generation_settings
-from earl_jax.world import World
+from earl_jax.run import build_run
 from tests.support.references import CHECKPOINT
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
@@ -96,16 +96,16 @@ def test_a_damaged_file_is_named(text, words, tmp_path):
 def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
     folder = tmp_path / "copied"
     shutil.copytree(CHECKPOINT, folder)
-    plain = World(make_config({"model": {"path": str(folder)}}))
+    plain = build_run(make_config({"model": {"path": str(folder)}}))
     assert plain.renderer.end_of_turn_ids == (3,) and len(plain.notes) == 2
     write(folder, json.dumps({"eos_token_id": [0, 3], "top_p": 0.9}))
-    world = World(
+    world = build_run(
         make_config({"model": {"path": str(folder)}}, ["chat.history=fork"]), tmp_path / "none"
     )
-    assert world.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 3
-    engine = world.engine(world.problem.rollout_meshes[0])
+    assert world.actor.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 3
+    engine = world.stages.engines.engine(world.problem.rollout_meshes[0])
     assert engine.config.rules.end_of_turn_ids == (3, 0)
-    conversation = world.new_conversation()
+    conversation = world.actor.new_conversation()
     conversation.open("go")
     assert conversation.reply([0]) == ("", True)
     # The template would have written its own end there, so that what follows is told anew.
@@ -119,7 +119,7 @@ def test_a_run_gives_its_template_the_arguments_of_its_config():
     assert make_config(json.loads(json.dumps(config.as_dict()))) == config
     # This checkpoint's template knows no such thing, and is given it.
     with pytest.raises(ValueError, match="'enable_thinking', which the chat template does not"):
-        World(config)
+        build_run(config)
     with pytest.raises(ValueError, match="template_arguments is 3; name its entries"):
         make_config({}, ["chat.template_arguments=3"])
 

@@ -11,10 +11,9 @@ import pytest
 from benchmarks import growing
 from benchmarks.growing import Arm, Run, page_rows, read_run
 from benchmarks.pages import replace_table, table
-from earl_jax.config_file import load_config_file, make_config
-from earl_jax.loop import foresee
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.rollout.config import RolloutConfig
-from earl_jax.run import run
+from earl_jax.rollout.load import expected_load
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.table import TRUSTED, ThroughputTable, train_key
 from earl_jax.sharding.layout import MeshShape
@@ -81,7 +80,7 @@ def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_pa
 
     def played(name: str, *overrides: str) -> Run:
         config = make_config(TINY, list(overrides))
-        run(config, tmp_path / name)
+        train(config, tmp_path / name)
         return read(name)
 
     def read(name: str) -> Run:
@@ -144,10 +143,10 @@ def test_growth_is_foreseen_within_the_buckets_that_are_configured(
     longest, limit, expected, growth
 ):
     rollout = RolloutConfig(context_buckets=(32, 96, 256), burst=2, max_episode_tokens=limit)
-    load = foresee(rollout, history(*longest))
+    load = expected_load(rollout, history(*longest))
     assert load is not None
     assert (load.context_tokens_max, load.growth_tokens) == (expected, growth)
-    assert foresee(rollout, LoadHistory()) is None
+    assert expected_load(rollout, LoadHistory()) is None
 
 
 # The benchmark.

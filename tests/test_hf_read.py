@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.loop import play
 from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
+from earl_jax.placement.rollouts import play
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.world import World
 from tests.support.placements import seated
 from tests.support.references import (
     PLACED,
@@ -78,17 +78,17 @@ def with_path(name: str) -> dict:
 
 
 def test_a_world_is_the_model_of_the_path():
-    world = World(make_config(with_path("qwen2_tied"), ["model.compute_dtype=bfloat16"]))
+    world = build_run(make_config(with_path("qwen2_tied"), ["model.compute_dtype=bfloat16"]))
     read = checkpoint("qwen2_tied")
-    assert world.model == dataclasses.replace(read.model, compute_dtype="bfloat16")
-    assert world.model.path == "" and world.vocab_size == 320
-    assert world.renderer.end_of_turn_id == 3
+    assert world.origin.model == dataclasses.replace(read.model, compute_dtype="bfloat16")
+    assert world.origin.model.path == "" and world.origin.vocab_size == 320
+    assert world.actor.renderer.end_of_turn_id == 3
     first, measured = (
         make(world.problem.train_meshes[-1])
-        for make in (world.first_train_state, world.init_train_state)
+        for make in (world.learner.first_state, world.learner.init_state)
     )
     assert_equal_trees(first.params, loaded("qwen2_tied"))
-    shardings = world.train_state_shardings(world.problem.train_meshes[-1])
+    shardings = world.learner.state_shardings(world.problem.train_meshes[-1])
     for state in (first, measured):
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
         assert int(state.updates) == 0
@@ -99,10 +99,10 @@ def test_a_world_is_the_model_of_the_path():
 
 def test_a_model_without_tokenizer_or_of_too_few_tokens_is_an_error(copied):
     with pytest.raises(ValueError, match=r"qwen3.* holds no tokenizer"):
-        World(make_config(with_path("qwen3")))
+        build_run(make_config(with_path("qwen3")))
     change_config(copied, vocab_size=256)
     with pytest.raises(ValueError, match="tokenizer has 299 entries, but whose model has 256"):
-        World(make_config({"model": {"path": str(copied)}}))
+        build_run(make_config({"model": {"path": str(copied)}}))
 
 
 @pytest.mark.parametrize(
@@ -293,17 +293,17 @@ def test_weights_come_in_as_they_are_stored(copied, dtype):
 
 def test_no_episode_is_longer_than_the_checkpoint_is_made_for():
     """128 tokens, by its config.json; whoever asks for more is told."""
-    assert World(make_config(with_path("qwen2_tied"))).max_context == 128
+    assert build_run(make_config(with_path("qwen2_tied"))).origin.max_context == 128
     for most in (128, 20):
         config = make_config(with_path("qwen2_tied"), [f"rollout.max_episode_tokens={most}"])
-        assert World(config).max_context == 128
+        assert build_run(config).origin.max_context == 128
     more = make_config(with_path("qwen2_tied"), ["rollout.max_episode_tokens=129"])
     words = r"max_episode_tokens is 129, .*qwen2_tied.* made for 128 \(max_position_embeddings\)"
     with pytest.raises(ValueError, match=words):
-        World(more)
+        build_run(more)
     forks = dataclasses.replace(more, chat=dataclasses.replace(more.chat, history="fork"))
-    assert World(forks).max_context == 128, "of each sample, and an episode has several"
-    assert World(make_config({})).max_context == NO_LIMIT
+    assert build_run(forks).max_context == 128, "of each sample, and an episode has several"
+    assert build_run(make_config({})).origin.max_context == NO_LIMIT
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
     world, session, placement = seated(given)
-    trajectories = play(world, placement, session, world.training_tasks(0), None).trajectories
+    trajectories = play(world, placement, session, world.tasks.training(0), None).trajectories
     assert max(t.num_tokens for t in trajectories) <= 64
     ended = {t.stop_reason: t for t in trajectories}
     assert {"win", "episode_too_long"} <= set(ended)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings

@@ -126,7 +126,11 @@ def test_the_jetstream_gate_is_used():
         ("earl_jax/sharding/layout.py", "from ..train import step", "earl_jax.train.step"),
         ("earl_jax/train/step.py", "from earl_jax import rollout", "earl_jax.rollout"),
         ("earl_jax/train/step.py", "from .. import dispatch", "earl_jax.dispatch"),
-        ("earl_jax/selector/choose.py", "from earl_jax.world import World", "earl_jax.world"),
+        (
+            "earl_jax/selector/choose.py",
+            "from earl_jax.run import Run, build_run",
+            "earl_jax.world",
+        ),
         ("earl_jax/dispatch/plan.py", "from earl_jax.telemetry import load", "earl_jax.telemetry"),
         ("earl_jax/envs/chat.py", "def f():\n    import jax.numpy as jnp", "jax.numpy"),
         ("earl_jax/envs/chat.py", "from earl_jax.trajectory import Turn", "earl_jax.trajectory"),

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import init_parameters, parameter_specs
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
@@ -29,7 +30,6 @@ from earl_jax.train.step import (
     state_shapes,
     state_shardings,
 )
-from earl_jax.world import World
 from tests.support.compilers import need_compiler
 from tests.support.rows import HEAD_SIZE, make_rows
 
@@ -195,10 +195,10 @@ def test_each_length_of_a_batch_is_traced_with_its_own_kernel(on_tpus, length):
 )
 def test_a_run_says_once_what_it_may_choose(on_tpus, given, kernels):
     """Rows outgrow the buckets, but no limit."""
-    world = World(make_config({"rollout": given}))
-    assert [choice.kernel for choice in world.attention_choices] == kernels
+    world = build_run(make_config({"rollout": given}))
+    assert [choice.kernel for choice in world.attention] == kernels
     notes = [note for note in world.notes if note.startswith("attention in training: ")]
-    assert notes == [f"attention in training: {choice}" for choice in world.attention_choices]
+    assert notes == [f"attention in training: {choice}" for choice in world.attention]
     notes = [note for note in world.notes if note.startswith("attention in the rollout: ")]
     words = "our attention over pages, because .*; on tpu devices .* pages of all rows"
     assert len(notes) == 1 and re.search(words, notes[0])

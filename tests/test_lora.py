@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
@@ -37,6 +37,7 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstacked_specs,
 )
+from earl_jax.run import build_run
 from earl_jax.selector.candidates import train_candidates
 from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -54,7 +55,6 @@ from earl_jax.train.step import (
     state_shardings,
 )
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.world import World
 
 REFERENCE = Path(__file__).parent / "reference"
 VOCAB, ROWS, LENGTH = 64, 16, 12
@@ -482,7 +482,7 @@ def test_the_model_decides_which_targets_and_ranks_there_can_be():
     given = {"train": {"lora": {"rank": 33, "targets": ("query", "key")}}}
     words = r"rank is 33, but 'key' is a matrix of 64 x 32, whose rank is at most 32; .*'key' out"
     with pytest.raises(ValueError, match=words):
-        World(make_config(given))
+        build_run(make_config(given))
     # One with other axes, as experts have them, and one that is not there.
     layers = dict(SPECS["layers"])
     layers["gate"] = dataclasses.replace(layers["gate"], shape=(2, 4, 32, 32), axes="LNDF")
@@ -501,20 +501,20 @@ def test_a_world_keeps_the_base_of_the_path_frozen():
         "model": {"path": str(REFERENCE / "qwen2_tied")},
         "train": {"lora": {"rank": 2, "base_dtype": "bfloat16"}},
     }
-    world = World(make_config(given))
+    world = build_run(make_config(given))
     mesh = world.problem.train_meshes[-1]
-    state = world.first_train_state(mesh)
-    assert bits(state.base) == bits(world.frozen_base(mesh))
+    state = world.learner.first_state(mesh)
+    assert bits(state.base) == bits(world.learner.frozen_base(mesh))
     assert {leaf.dtype for leaf in jax.tree.leaves(state.base)} == {jnp.dtype(jnp.bfloat16)}
-    assert is_adapted(world.policy(state)["layers"]["query"])
+    assert is_adapted(world.learner.policy(state)["layers"]["query"])
 
 
 @pytest.mark.slow
 def test_a_base_from_the_seed_is_drawn_again_on_any_mesh():
-    world = World(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
-    first = world.first_train_state(MeshShape(data=8)).base
+    world = build_run(make_config({"model": {"num_layers": 1}, "train": {"lora": {"rank": 2}}}))
+    first = world.learner.first_state(MeshShape(data=8)).base
     for mesh in (MeshShape(data=8), MeshShape(data=2, fsdp=4)):
-        assert bits(world.frozen_base(mesh)) == bits(first)
-    assert int(fingerprint(first)) == int(fingerprint(world.frozen_base(MeshShape(fsdp=8))))
-    plain = World(make_config({"model": {"num_layers": 1}}))
-    assert plain.frozen_base(MeshShape(data=8)) is None
+        assert bits(world.learner.frozen_base(mesh)) == bits(first)
+    assert int(fingerprint(first)) == int(fingerprint(world.learner.frozen_base(MeshShape(fsdp=8))))
+    plain = build_run(make_config({"model": {"num_layers": 1}}))
+    assert plain.learner.frozen_base(MeshShape(data=8)) is None

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.loop import play, train
 from earl_jax.rollout.config import Limits
-from earl_jax.world import World
+from earl_jax.run import build_run
 from tests.support.episodes import assert_same_episodes
 from tests.support.placements import (
     D4T2,
@@ -52,7 +52,7 @@ SETTINGS = given(ROLLOUT, (D8, D4T2), (D8, F8)) | {
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(SETTINGS))
+    return build_run(make_config(SETTINGS))
 
 
 def table(world):
@@ -161,7 +161,7 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
 ):
     """On data=8 the budget holds the smallest context only, on tensor=2 the largest too."""
     tight = too_large_for(table(world), world.problem, rollout=((D8, MIDDLE), (D8, LARGE)))
-    params = world.init_train_state(D8).params
+    params = world.learner.init_state(D8).params
 
     def rollout(table, **changes):
         placement = place(world, table, train_meshes_named=(str(D8),), **changes)
@@ -179,7 +179,7 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
 
         placement.sessions.make_room = noting
         session, _ = placement.sessions.open(params, version=0)
-        tasks, sampling = world.training_tasks(0), Sampling(temperature=temperature)
+        tasks, sampling = world.tasks.training(0), Sampling(temperature=temperature)
         return play(world, placement, session, tasks, None, sampling), placement, moves
 
     stayed, _, moves = rollout(table(world))

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step
 from earl_jax.placement.facts import open_table
 from earl_jax.placement.placement import Placement
+from earl_jax.run import build_run
 from earl_jax.selector.table import Entry, ThroughputTable, rollout_key, train_key
-from earl_jax.world import World
 from tests.support.placements import D8, first_position, given
 
 TOKENS = 32
@@ -35,12 +35,12 @@ def cache(tmp_path, monkeypatch):
 
 
 def world_with(table):
-    return World(make_config(given(ROLLOUT, (D8,), (D8,), table=str(table))))
+    return build_run(make_config(given(ROLLOUT, (D8,), (D8,), table=str(table))))
 
 
 def opened(world):
     table, note = open_table(world)
-    placement = Placement(world, table)
+    placement = Placement(world.stages, table)
     placement.choose_step(TOKENS, None)
     return placement, note
 
@@ -135,7 +135,7 @@ def test_table_that_cannot_be_written_is_kept_in_memory(cache):
     predicted = []
     world = world_with("auto")
     table, _ = open_table(world)
-    placement = Placement(world, table, predicted.append)
+    placement = Placement(world.stages, table, predicted.append)
     placement.choose_step(TOKENS, None)
     for _ in range(2):
         placement.observations.add_speed(placement.train, TOKENS, 123.0)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step
+from earl_jax.run import build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.train.checkpoint import to_checkpoint
 from earl_jax.train.offload import is_offloaded
-from earl_jax.world import World
 from tests.support.placements import (
     D8,
     first_position,
@@ -39,7 +39,7 @@ OFFLOADED = "the optimizer's moments wait in host memory during rollouts"
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(given(ROLLOUT, (D8,), (D8,), offload="on")))
+    return build_run(make_config(given(ROLLOUT, (D8,), (D8,), offload="on")))
 
 
 def placed(world, **changes):
@@ -91,7 +91,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
     world, undisturbed, monkeypatch
 ):
     """In its third round, without a budget; the step is then the undisturbed one, bit for bit."""
-    placement, engine = placed(world), world.engine(D8)
+    placement, engine = placed(world), world.stages.engines.engine(D8)
     position = first_position(world, placement)
     move_state, plays = placement.move_state, engine._play_plain
     offloaded, rounds = [], []

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import summarize
+from earl_jax.run import build_run
 from earl_jax.telemetry.episodes import failures_in_words, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
-from earl_jax.world import World
 from tests.support.episodes import renderer
 from tests.support.placements import TINY, one_step
 
@@ -219,7 +219,7 @@ def own(name: str, **changes):
 
 @pytest.mark.slow
 def test_a_rollout_of_ones_own_environment_reports_its_metrics():
-    record = one_step(World(own("Echo")))
+    record = one_step(build_run(own("Echo")))
     for number, episode in enumerate(record.trajectories):
         assert episode.metrics["odd"] == number % 2
         assert 0 <= episode.metrics["heard"] <= 2
@@ -230,7 +230,7 @@ def test_a_rollout_of_ones_own_environment_reports_its_metrics():
 @pytest.mark.slow
 def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
     """Tools, with the template of a model from scratch: no episode has a token."""
-    record = one_step(World(own("Tools")))
+    record = one_step(build_run(own("Tools")))
     for episode in record.trajectories:
         assert episode.stop_reason == "unencodable"
         assert "tools" in episode.detail
@@ -242,10 +242,10 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
 @pytest.mark.slow
 def test_a_task_source_of_ones_own_gives_the_tasks():
     tasks = {"name": f"{__name__}:Countdown", "args": {"words": ["one", "two", "three"]}}
-    world = World(own("Echo", tasks=tasks))
-    assert [t.args["word"] for t in world.training_tasks(1)] == ["two"] * 8
-    assert [t.args["word"] for t in world.evaluation_tasks(3)] == ["three"] * 3
-    assert world.make_environment(world.training_tasks(0)[0]).start().text == "say one"
+    world = build_run(own("Echo", tasks=tasks))
+    assert [t.args["word"] for t in world.tasks.training(1)] == ["two"] * 8
+    assert [t.args["word"] for t in world.tasks.evaluation(3)] == ["three"] * 3
+    assert world.actor.make_environment(world.tasks.training(0)[0]).start().text == "say one"
 
 
 def test_examples_may_be_of_several_messages():

@@ -13,21 +13,21 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.loop import expected_tokens, foresee
+from earl_jax.loop import expected_tokens
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.updates import sft
+from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
-from earl_jax.world import World
 from tests.support.caches import rows_of
 from tests.support.placements import (
     CUBE,
@@ -58,7 +58,7 @@ TRAIN, PLAY = {D8: 2000.0, CUBE: 1000.0}, {D8: 2000.0, D4T2: 1000.0}
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE))))
+    return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE))))
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def test_rows_that_grow_and_shrink_cause_no_storm_of_switches(seed):
     for step in range(40):
         longest = max(4, min(120, int(longest * rng.choice([1.0, 1.0, 1.2, 0.8, 2.0, 0.5]))))
         plans = [placement.plans]
-        foreseen = foresee(world.config.rollout, history)
-        placement.choose_step(expected_tokens(world, foreseen), foreseen)
+        foreseen = expected_load(world.config.rollout, history)
+        placement.choose_step(expected_tokens(world.config.rollout, foreseen), foreseen)
         plans.append(placement.plans)
         history = history.add(load_of(longest))
         placement.choose_training(history.recent())
@@ -116,7 +116,7 @@ def test_rows_that_grow_and_shrink_cause_no_storm_of_switches(seed):
 @functools.cache
 def four_buckets():
     rollout = {**ROLLOUT, "context_buckets": (16, 32, 64, 128)}
-    return World(make_config(given(rollout, (D8, D4T2), (D8, CUBE))))
+    return build_run(make_config(given(rollout, (D8, D4T2), (D8, CUBE))))
 
 
 def test_trainer_stays_where_the_longest_of_recent_rows_fits(world, table):
@@ -151,8 +151,8 @@ def test_step_after_one_whose_episodes_all_failed_is_chosen(world, table):
     assert nothing.rollout_tokens == 0 and nothing.context_tokens_mean == 0
     history = LoadHistory().add(nothing)
     placement.choose_training(history.recent())
-    foreseen = foresee(world.config.rollout, history)
-    placement.choose_step(expected_tokens(world, foreseen), foreseen)
+    foreseen = expected_load(world.config.rollout, history)
+    placement.choose_step(expected_tokens(world.config.rollout, foreseen), foreseen)
     assert placement.plans == before
     assert placement.sessions.tail_plan(history.recent()) is None
 
@@ -273,7 +273,7 @@ def live_inputs(engine, **changes):
 
 def live_session(world, placement):
     """A session on data=8 in the middle of every slot's first turn, with a page for each."""
-    session, _ = placement.sessions.open(world.init_train_state(D8).params, version=3)
+    session, _ = placement.sessions.open(world.learner.init_state(D8).params, version=3)
     for slot in range(SLOTS):
         session.pages.hold(slot, 4)
     state = session.engine.give_pages(session.state, session.pages.as_array(1))
@@ -350,7 +350,7 @@ def test_session_keeps_its_pages_if_the_budget_holds_no_more(world, table):
     page, beside = world.problem.page_bytes(D8), world.problem.trainer_bytes(D8)
     # Keys and values of one layer's two heads: 16 places of 8 fp32 numbers.
     assert page == 2 * 2 * 16 * 8 * 4
-    params = world.init_train_state(D8).params
+    params = world.learner.init_state(D8).params
 
     def pages_with(num_bytes):
         budget = num_bytes and beside + 1 + num_bytes
@@ -376,12 +376,12 @@ def train_on(placement, mesh):
 def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(world, table):
     meshes = (D8, CUBE, MeshShape(data=2, context=4))
     placement = stand(place(world, table))
-    state = world.init_train_state(D8)
+    state = world.learner.init_state(D8)
     # Moments that are not zero, so that a mix-up would show.
     state = dataclasses.replace(
         state, optimizer=jax.tree.map(lambda x: x + x.size, state.optimizer)
     )
-    state = jax.device_put(state, world.train_state_shardings(D8))
+    state = jax.device_put(state, world.learner.state_shardings(D8))
     expected = [leaf.tobytes() for leaf in jax.tree.leaves(on_host(state))]
     assert placement.move_state(state) is state, "it is there already"
     assert placement.take_log().switch_s == 0.0
@@ -392,7 +392,7 @@ def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(w
         with HostByteCounter() as counter:
             state = train_on(placement, there).move_state(state)
         assert counter.num_bytes == 0 and placement.take_log().switch_s > 0
-        shardings = world.train_state_shardings(there)
+        shardings = world.learner.state_shardings(there)
         for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
             assert leaf.sharding.mesh == where.mesh
             assert leaf.sharding.is_equivalent_to(where, leaf.ndim)
@@ -406,10 +406,10 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
     """fsdp=8, and fsdp=4 by context=2: the same bytes on the same devices."""
     there = MeshShape(fsdp=4, context=2)
     train = {"sft_steps": 1, "sft_updates": 2}
-    world = World(make_config({**given(ROLLOUT, (D8,), (F8, there)), "train": train}))
+    world = build_run(make_config({**given(ROLLOUT, (D8,), (F8, there)), "train": train}))
     placement = place(world)
     placement.restore(standing(D8, there, SHORT, num_slots=SLOTS, pages=2))
-    state = world.init_train_state(F8)
+    state = world.learner.init_state(F8)
 
     def buffers(state):
         shards = state.params["embed"].addressable_shards
@@ -417,7 +417,7 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
 
     before = buffers(state)
     moved = placement.move_state(state)
-    mesh = world.train_layout(there).mesh
+    mesh = world.stages.layouts.train(there).mesh
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before
     assert int(sft(world, placement, moved, 0, LONG).updates) == 2

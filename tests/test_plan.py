@@ -13,7 +13,7 @@ import time
 import jax
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
 from earl_jax.placement.facts import model_facts

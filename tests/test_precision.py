@@ -75,7 +75,9 @@ def test_a_run_of_one_precision_logs_no_correction_unless_asked(cache, tmp_path)
 def test_an_int8_policy_is_served_and_says_what_the_dequantised_one_says(cache, tmp_path):
     folder = tmp_path / "run"
     world, params = save_run(folder, 0)
-    axes = {name: spec.axes for name, spec in parameter_specs(world.model, 1)["layers"].items()}
+    axes = {
+        name: spec.axes for name, spec in parameter_specs(world.origin.model, 1)["layers"].items()
+    }
 
     def rounded(name, stacked):
         if name not in INPUTS:
@@ -84,10 +86,10 @@ def test_an_int8_policy_is_served_and_says_what_the_dequantised_one_says(cache, 
         return jnp.stack(one)
 
     layers = {name: rounded(name, jnp.asarray(leaf)) for name, leaf in params["layers"].items()}
-    stops = {*world.renderer.end_of_turn_ids, world.renderer.pad_id}
+    stops = {*world.actor.renderer.end_of_turn_ids, world.actor.renderer.pad_id}
     asked = [prompt(i, 5 + 7 * i) for i in range(6)]
     whole, dequantised = (
-        [greedy(world.model, p, ids, 24, stops) for ids in asked]
+        [greedy(world.origin.model, p, ids, 24, stops) for ids in asked]
         for p in (jax.tree.map(jnp.asarray, params), {**params, "layers": layers})
     )
     assert whole != dequantised, "the comparison must mean something"

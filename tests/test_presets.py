@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
-from earl_jax.world import World
+from earl_jax.run import build_run
 from tests.support.placements import one_step
 
 # Vocabulary and number of parameters of the published checkpoints (Gemma 3 without its images).
@@ -102,8 +102,8 @@ def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
             "table": "model",
         },
     }
-    world = World(make_config(sections))
-    assert family_of(world.model) is family_of(PRESETS[name])
+    world = build_run(make_config(sections))
+    assert family_of(world.origin.model) is family_of(PRESETS[name])
     record = one_step(world)
     assert all(np.isfinite(update["loss"]) and update["grad_norm"] > 0 for update in record.updates)
     assert record.updates[0]["logprob_mismatch_max"] <= 1e-4

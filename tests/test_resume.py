@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
-from earl_jax.run import _resume
+from earl_jax.config.file import make_config
+from earl_jax.run import Run, _resume, build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
-from earl_jax.world import World
 
 D8 = MeshShape(data=8)
 POSITION = {
@@ -42,7 +41,7 @@ def make_world(*overrides):
             "table": "model",
         },
     }
-    return World(make_config(given, overrides))
+    return build_run(make_config(given, overrides))
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def resume(world, tmp_path, monkeypatch):
 def resumed(world, tmp_path, position):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (1, 2):
-        checkpoints.save(step, world.init_train_state(D8), position)
+        checkpoints.save(step, world.learner.init_state(D8), position)
     checkpoints.wait()
     notes = []
 
@@ -75,7 +74,7 @@ def resumed(world, tmp_path, position):
 def test_the_newest_is_used(resume, world):
     position, placement = resume.call()
     assert position.step == 2 and placement.as_dict() == POSITION["placement"]
-    jax.tree.map(np.testing.assert_array_equal, position.state, world.init_train_state(D8))
+    jax.tree.map(np.testing.assert_array_equal, position.state, world.learner.init_state(D8))
     assert len(resume.notes) == 1 and "after step 2" in resume.notes[0]
 
 
@@ -128,7 +127,7 @@ def test_a_defect_is_not_taken_for_damage(resume, monkeypatch, kind, where):
     def defect(self, *_):
         raise kind("a defect")
 
-    monkeypatch.setattr(World, where, defect)
+    monkeypatch.setattr(Run, where, defect)
     with pytest.raises(kind, match="a defect"):
         resume.call()
     assert resume.steps() == [2, 1] and not resume.notes

@@ -7,13 +7,12 @@ import functools
 
 import pytest
 
-from earl_jax.config_file import make_config
-from earl_jax.loop import Position, play, rl_step
+from earl_jax.config.file import make_config
+from earl_jax.loop import Position, evaluate, play, rl_step
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.evaluation import evaluate
+from earl_jax.run import Run, build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.world import World
 from tests.support.placements import begin
 
 ROOM = 32
@@ -35,8 +34,8 @@ GIVEN = {
 
 
 @functools.cache
-def world() -> World:
-    return World(make_config(GIVEN))
+def world() -> Run:
+    return build_run(make_config(GIVEN))
 
 
 @pytest.mark.slow
@@ -68,7 +67,7 @@ def test_episodes_outgrow_the_last_room_that_is_configured_and_are_learnt_from_w
 
 
 def open_session(placement: Placement, position: Position, version: int):
-    return placement.sessions.open(world().policy(position.state), version=version)[0]
+    return placement.sessions.open(world().learner.policy(position.state), version=version)[0]
 
 
 @pytest.mark.slow
@@ -81,7 +80,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     """
     placement, position = begin(world())
     placement.choose_rollout(2 * ROOM, None)
-    tasks = world().evaluation_tasks(16)[::2]
+    tasks = world().tasks.evaluation(16)[::2]
 
     def played(session):
         return play(world(), placement, session, tasks, None)
@@ -127,31 +126,31 @@ FEW = {
 
 
 def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used():
-    assert [str(mesh) for mesh in World(make_config(FEW)).problem.rollout_meshes] == [
+    assert [str(mesh) for mesh in build_run(make_config(FEW)).problem.rollout_meshes] == [
         "data=1,tensor=8"
     ]
     twelve = FEW["rollout"] | {"num_slots": 12, "episodes_per_step": 4}
-    some = World(make_config(FEW | {"rollout": twelve})).problem.rollout_meshes
+    some = build_run(make_config(FEW | {"rollout": twelve})).problem.rollout_meshes
     assert [mesh.data for mesh in some] == [4, 2, 1]
     named = FEW["selector"] | {"rollout_meshes": ("data=8",)}
     with pytest.raises(
         ValueError, match=r"'data=8', .* rollout.num_slots = 1 does not divide by data=8"
     ):
-        World(make_config(FEW | {"selector": named}))
+        build_run(make_config(FEW | {"selector": named}))
     odd = {"model": GIVEN["model"], "rollout": GIVEN["rollout"] | {"num_slots": 3}}
     with pytest.raises(
         ValueError, match=r"data=8: rollout.num_slots = 3 does not divide by data=8"
     ):
-        World(make_config(odd))
+        build_run(make_config(odd))
 
 
 @pytest.mark.slow
 def test_a_step_with_one_slot_on_eight_devices():
     config = make_config(FEW)
-    few = World(config)
+    few = build_run(config)
     placement = Placement(few, ThroughputTable())
     placement.choose_step(1, None)
-    state = few.first_train_state(placement.train.mesh)
+    state = few.learner.first_state(placement.train.mesh)
     position = Position(step=0, state=state, history=LoadHistory())
     _, record = rl_step(few, placement, position)
     assert (placement.rollout.mesh.data, placement.rollout.mesh.tensor) == (1, 8)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.decoder import forward_rows_routed
 from earl_jax.models.moe.routing import Routing, balance_loss, count_routing, load_of_experts
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import make_train_step, read_metrics, state_of
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.world import World
 from tests.support.experts import MODEL, params
 from tests.support.references import CHECKPOINT
 from tests.support.slots import VOCAB
@@ -210,4 +210,4 @@ def test_a_coefficient_that_makes_no_sense_is_an_error(overrides, words):
 def test_a_dense_checkpoint_has_nothing_to_balance():
     given = {"model": {"path": str(CHECKPOINT)}, "train": {"balance_coefficient": 0.1}}
     with pytest.raises(ValueError, match="balance_coefficient is 0.1, but the model.*no experts"):
-        World(make_config(given))
+        build_run(make_config(given))

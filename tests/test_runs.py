@@ -405,7 +405,7 @@ def test_grpo_with_groups_and_micro_batches_runs(cache, tmp_path):
 
 
 BUSY_COLLECTIVES = """
-from earl_jax.main import start_jax
+from earl_jax.launch.start import start_jax
 start_jax("cpu", 8)
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P

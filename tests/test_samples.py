@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.dispatch.pack import dispatch
+from earl_jax.dispatch.pack import dispatch, sample_starts
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
@@ -24,7 +24,6 @@ from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
 from earl_jax.rollout.config import CacheRules
 from earl_jax.sharding.layout import MeshShape, make_layout

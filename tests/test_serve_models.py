@@ -83,10 +83,12 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
     folder = tmp_path / "run"
     world, params = save_run(folder, rank)
     before = sorted(path for path in folder.rglob("*"))
-    rendered = world.renderer.render_opening(world.renderer.opening("tic_tac_toe. you play x."))
-    stops = {*world.renderer.end_of_turn_ids, world.renderer.pad_id}
+    rendered = world.actor.renderer.render_opening(
+        world.actor.renderer.opening("tic_tac_toe. you play x.")
+    )
+    stops = {*world.actor.renderer.end_of_turn_ids, world.actor.renderer.pad_id}
     asked = [list(rendered.ids), *(prompt(i, 5 + 7 * i) for i in range(7))]
-    want = [greedy(world.model, params, ids, 24, stops) for ids in asked]
+    want = [greedy(world.origin.model, params, ids, 24, stops) for ids in asked]
     flags = ("--mesh=data=2,tensor=2", "--num_slots=4", "--temperature=0")
     flags += ("--max_prompt_tokens=64", "--max_choice_tokens=0")
     with serving(cache, f"--workdir={folder}", *flags) as server:

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.placement.problem import make_problem
 from earl_jax.selector.hardware import hardware_of, parse_topology
 from earl_jax.selector.problem import Problem

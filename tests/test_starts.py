@@ -10,13 +10,12 @@ import gc
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.placement import placement
 from earl_jax.placement.programs import compiled_bytes
-from earl_jax.run import run
+from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.world import World
 from tests.support.allocator import live_bytes, memory_limit
 
 WIDE = {
@@ -62,7 +61,7 @@ def start(tmp_path, limit, budget=None, **selector):
     # Arrays of other tests in this process do not count.
     held = max(live_bytes().values(), default=0)
     with memory_limit(limit + held) as allocator:
-        run(config, tmp_path / "run")
+        train(config, tmp_path / "run")
     allocator.peak_bytes -= held
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
     return rows, allocator
@@ -78,7 +77,7 @@ def test_model_that_needs_fsdp_8_starts(tmp_path):
 
 def test_model_that_fits_a_device_by_five_percent_starts(tmp_path):
     meshes = {"train_meshes": ("data=8",), "rollout_meshes": ("data=8",), "table": "model"}
-    world = World(make_config({**WIDE, "selector": meshes}))
+    world = build_run(make_config({**WIDE, "selector": meshes}))
     plans = world.problem.train_plans(32)
     # The least that any way to train takes, by XLA.
     least = min(filter(None, (compiled_bytes(world, plan, 32) for plan in plans)))

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.envs.conversation import Conversation
 from earl_jax.rollout.config import Stops
-from earl_jax.world import World
+from earl_jax.run import build_run
 from tests.support.environments import Talker
 from tests.support.episodes import (
     ROOM,
@@ -171,7 +171,7 @@ def test_stops_that_cannot_be_are_refused():
         with pytest.raises(ValueError, match=message):
             make_config({}, [f"rollout.{override}"])
     with pytest.raises(ValueError, match="config.rollout.stop_token_ids holds 9999; ids go from 0"):
-        World(make_config({}, ["rollout.stop_token_ids=(9999,)"]))
+        build_run(make_config({}, ["rollout.stop_token_ids=(9999,)"]))
     task = dataclasses.replace(tasks(1)[0], stops=Stops(strings=("",)))
     with pytest.raises(ValueError, match="episode 0: Task.stops.strings holds an empty string"):
         task.validate()

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.launch.distributed import RestartNeeded
-from earl_jax.loop import Position, rl_step
+from earl_jax.loop import rl_step
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.updates import update
+from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import TrainPlan
@@ -28,7 +29,7 @@ from earl_jax.train.backup import StateLost
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import batch_shapes
-from earl_jax.world import World
+from earl_jax.workdir import Position
 from tests.support.placements import (
     CUBE,
     D4T2,
@@ -58,7 +59,7 @@ CONTROLS = np.array([1e-2, 0.0], np.float32)
 
 @pytest.fixture(scope="module")
 def world():
-    return World(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE))))
+    return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE))))
 
 
 def placed(world, say=lambda text: None, **changes):
@@ -72,9 +73,9 @@ def placed(world, say=lambda text: None, **changes):
 def rows_on(world, mesh, seed=0):
     """A batch of random tokens on this mesh."""
     rng = np.random.default_rng(seed)
-    shapes = batch_shapes(16, TOKENS, world.train_layout(mesh))
+    shapes = batch_shapes(16, TOKENS, world.stages.layouts.train(mesh))
     values = {
-        "tokens": rng.integers(0, world.vocab_size, (16, TOKENS)),
+        "tokens": rng.integers(0, world.origin.vocab_size, (16, TOKENS)),
         "segment_ids": np.ones((16, TOKENS)),
         "turn_ids": rng.integers(0, 2, (16, TOKENS)),
         "logprobs": -rng.random((16, TOKENS)),
@@ -90,7 +91,7 @@ def rows_on(world, mesh, seed=0):
 def assert_updated_as_without_a_failure(world, after, plan):
     """Bit for bit: by the same program from the same state."""
     program = Learner.program(world.learner, plan)
-    expected, _ = program(world.init_train_state(plan.mesh), rows_on(world, plan.mesh), CONTROLS)
+    expected, _ = program(world.learner.init_state(plan.mesh), rows_on(world, plan.mesh), CONTROLS)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.array(a), np.array(b)), after, expected
     )
@@ -121,12 +122,12 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
         return Learner.program(world.learner, plan, sft=sft)
 
     monkeypatch.setattr(world.learner, "program", program)
-    state, batch = world.init_train_state(D8), rows_on(world, D8)
+    state, batch = world.learner.init_state(D8), rows_on(world, D8)
     after, moved, metrics = update(world, placement, state, batch, CONTROLS)
     monkeypatch.undo()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert placement.train.mesh == CUBE and np.isfinite(metrics["loss"])
-    where = world.train_layout(CUBE).activations("NS")
+    where = world.stages.layouts.train(CUBE).activations("NS")
     assert moved.tokens.sharding.is_equivalent_to(where, 2)
     assert_updated_as_without_a_failure(world, after, placement.train)
 
@@ -160,7 +161,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
         return Learner.program(world.learner, plan, sft=sft)
 
     monkeypatch.setattr(world.learner, "program", program)
-    state, batch = world.init_train_state(CUBE), rows_on(world, CUBE)
+    state, batch = world.learner.init_state(CUBE), rows_on(world, CUBE)
     after, _, _ = update(world, placement, state, batch, CONTROLS)
     assert len(tried) == len(set(tried)) and {plan.mesh for plan in tried} == {CUBE}
     assert [plan.micro_batches for plan in tried[-1:]] == [4]
@@ -181,7 +182,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
 def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
     """Bit for bit, from where it was when memory ran out."""
     placement = placed(world, train_meshes_named=(str(CUBE), str(D4T2)))
-    state = world.init_train_state(D8)
+    state = world.learner.init_state(D8)
     expected = [np.array(leaf) for leaf in jax.tree.leaves(state)]
     first, asked = placement.train, []
 
@@ -192,7 +193,7 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
     monkeypatch.setattr(placement_module, "carry", short)
     moved = placement.move_state(state)
     assert placement.train != first and len(placement.take_log().failures) == 1
-    shardings = world.train_state_shardings(placement.train.mesh)
+    shardings = world.learner.state_shardings(placement.train.mesh)
     leaves = zip(expected, jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True)
     for old, new, where in leaves:
         assert new.sharding.is_equivalent_to(where, new.ndim)
@@ -206,7 +207,7 @@ def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, mes
     placement = placed(world, rollout_meshes_named=tuple(map(str, meshes)))
     position = first_position(world, placement)
     # Nothing is guessed in this run.
-    monkeypatch.setattr(world.engine(D8), "_play_plain", hungry(donated=1))
+    monkeypatch.setattr(world.stages.engines.engine(D8), "_play_plain", hungry(donated=1))
     position, record = rl_step(world, placement, position)
     monkeypatch.undo()
     (words,) = placement.take_log().failures
@@ -231,13 +232,13 @@ def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, mes
 def short_in_one_and_then_in_both() -> dict[str, Any]:
     """One of two processes: the moments to the host and back, a step, and an update that fails."""
     four, cut = MeshShape(data=4), MeshShape(data=2, tensor=2)
-    world = World(
+    world = build_run(
         make_config(given(ROLLOUT | {"num_slots": 8}, (four, cut), (four,), offload="on"))
     )
     table = table_of(world.problem, {four: 4000.0}, {four: 4000.0, cut: 3900.0}, (TOKENS,))
     placement = place(world, table)
     placement.choose_step(TOKENS, None)
-    state = world.init_train_state(four)
+    state = world.learner.init_state(four)
 
     def own(tree):
         return [np.array(s.data) for leaf in jax.tree.leaves(tree) for s in leaf.addressable_shards]
@@ -247,16 +248,16 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
     was_offloaded = is_offloaded(offloaded)
     state = load_moments(offloaded)
     kept = all(map(np.array_equal, before, own(state)))
-    if not world.processes.is_first:
+    if not world.cluster.is_first:
         # Nothing is guessed in this run.
-        world.engine(four)._play_plain = hungry(donated=1)
+        world.stages.engines.engine(four)._play_plain = hungry(donated=1)
     position = Position(step=0, state=state, history=LoadHistory())
     position, record = rl_step(world, placement, position)
     failures = placement.take_log().failures
     world.learner.program = lambda *_, sft: hungry(donated=0)  # pyright: ignore
     batch = jax.tree.map(
         lambda shape: place_array(np.ones(shape.shape, shape.dtype), shape.sharding),
-        batch_shapes(16, TOKENS, world.train_layout(four)),
+        batch_shapes(16, TOKENS, world.stages.layouts.train(four)),
     )
     with pytest.raises(RestartNeeded) as alone:
         update(world, placement, position.state, batch, CONTROLS)

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.models.attention.kernels import Choice
 from earl_jax.placement.facts import facts_of, open_table, table_for_plan
 from earl_jax.placement.problem import find_model, make_problem
-from earl_jax.run import _observed_before
+from earl_jax.run import Run, _observed_before, build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure
 from earl_jax.selector.table import ThroughputTable, train_key
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 
 KEY = train_key(MeshShape(data=8), 16, 1, False)
 FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1))
@@ -35,8 +34,8 @@ GIVEN = {
 
 
 @pytest.fixture(scope="module")
-def world() -> World:
-    return World(make_config(GIVEN))
+def world() -> Run:
+    return build_run(make_config(GIVEN))
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +43,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def asks_for(world: World, monkeypatch, table: str) -> World:
+def asks_for(world: Run, monkeypatch, table: str) -> Run:
     """The world with this config.selector.table."""
     selector = dataclasses.replace(world.config.selector, table=table)
     monkeypatch.setattr(world, "config", dataclasses.replace(world.config, selector=selector))
@@ -64,10 +63,10 @@ def test_facts_say_model_devices_versions_and_what_changes_programs(world):
     facts = facts_of(world)
     cpus = {"platform": "cpu", "kind": "cpu", "number": 8}
     assert facts["devices"] == {"rollout": cpus, "train": cpus}
-    assert (facts["model"]["width"], facts["vocab_size"]) == (16, world.vocab_size)
+    assert (facts["model"]["width"], facts["vocab_size"]) == (16, world.origin.vocab_size)
     assert facts["versions"].keys() == {"jax", "jaxlib"}
     assert facts["rollout"]["num_slots"] == 8 and facts["train"]["remat"] is False
-    assert facts["attention"] == [choice.kernel for choice in world.attention_choices]
+    assert facts["attention"] == [choice.kernel for choice in world.attention]
 
 
 def test_flags_are_facts_in_any_order_but_for_those_that_dump(world, monkeypatch):

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
@@ -15,8 +15,8 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.loop import rl_step
 from earl_jax.placement.programs import play_key
 from earl_jax.rollout.config import Limits
+from earl_jax.run import build_run
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.world import World
 from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
 from tests.support.placements import D4T2, D8, first_position, given, load_of, place, table_of
 
@@ -91,7 +91,7 @@ def test_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
 
     Every fifth episode may say 16 tokens, the others two.
     """
-    world = World(make_config(given(ROLLOUT, (D8, D4T2), (D8,))))
+    world = build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8,))))
     table = table_of(world.problem, {D8: 4000.0}, {D8: 4000.0, D4T2: 3900.0}, (TOKENS,))
     all_tasks = world.training_tasks
     monkeypatch.setattr(

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.loop import learnable
+from earl_jax.run import build_run
 from earl_jax.telemetry.metrics import sampling_kl
-from earl_jax.world import World
 from tests.support.episodes import (
     RATIO_RUN,
     assert_same_episodes,
@@ -98,7 +98,7 @@ def test_an_episodes_tokens_are_those_of_its_seed(pool):
 @pytest.mark.slow
 def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_cut_off():
     """Under tempering and a cut that take a nat off: the trainer sees none of it."""
-    record = one_step(World(make_config(RATIO_RUN)))
+    record = one_step(build_run(make_config(RATIO_RUN)))
     gap = sampling_kl(record.trajectories)
     assert gap is not None and gap > 0.5
     first, second = record.updates
@@ -109,8 +109,8 @@ def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_c
 def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():
     plain = dict(RATIO_RUN, rollout={**RATIO_RUN["rollout"], "top_k": 0}, train={})
     for given, message in ((RATIO_RUN, ""), (plain, "config.train.ratio = 'model'")):
-        world = World(make_config(given))
-        asked = [dataclasses.replace(task, sampling=WAYS[2]) for task in world.training_tasks(0)]
+        world = build_run(make_config(given))
+        asked = [dataclasses.replace(task, sampling=WAYS[2]) for task in world.tasks.training(0)]
         if message:
             with pytest.raises(ValueError, match=message):
                 learnable(world, asked)

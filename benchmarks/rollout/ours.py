@@ -28,7 +28,7 @@ from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.main import start_jax
+from earl_jax.launch.start import start_jax
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig

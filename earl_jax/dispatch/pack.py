@@ -8,6 +8,7 @@ per turn. Everything per token was written on the devices and stays on them.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -192,3 +193,15 @@ def _pack(layout: Layout):
         )
 
     return jax.jit(pack, out_shardings=layout.activations("NS"))
+
+
+def sample_starts(starts: Sequence[Sequence[int]], length: int) -> np.ndarray:
+    """Returns i32[N,M]: where each episode's samples begin; `length` behind its last.
+
+    M is a power of two, so that few programs are compiled for it.
+    """
+    width = 1 << (max(map(len, starts)) - 1).bit_length()
+    table = np.full((len(starts), width), length, np.int32)
+    for row, given in zip(table, starts, strict=True):
+        row[: len(given)] = given
+    return table

@@ -9,22 +9,22 @@ from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layo
 
 
 class Layouts:
-    """Makes the layout of a mesh shape for each use, once: whoever asks again gets the same."""
+    """Makes the layout of a mesh shape for each use. The same shape gives the same object."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.engine = functools.cache(self._engine)
-        self.rollout = functools.cache(self._rollout)
-        self.train = functools.cache(self._train)
 
-    def _engine(self, shape: MeshShape) -> Layout:
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def engine(self, shape: MeshShape) -> Layout:
         """Returns this process's part of the rollout's layout: where its engine is."""
         return make_layout(self._cluster.own_mesh(shape), self._cluster.own_devices)
 
-    def _rollout(self, shape: MeshShape) -> Layout:
+    @functools.cache  # noqa: B019
+    def rollout(self, shape: MeshShape) -> Layout:
         """Returns the rollout's layout over all devices that play, of all processes."""
         return make_layout(shape, self._cluster.rollout_devices)
 
-    def _train(self, shape: MeshShape) -> Layout:
+    @functools.cache  # noqa: B019
+    def train(self, shape: MeshShape) -> Layout:
         """Returns the trainer's layout over all devices that train."""
         return make_layout(shape, self._cluster.train_devices, row_axes=TRAINING_ROWS)

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.launch.cluster import Cluster
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
+from earl_jax.placement.stages import Stages
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.world import World
 
 
 class Wanted(NamedTuple):
@@ -31,31 +33,43 @@ class Wanted(NamedTuple):
     lower: Callable[[], Any]
 
 
-def wanted_programs(world: World, placement: Placement, history: LoadHistory) -> Iterator[Wanted]:
+def wanted_programs(
+    placement: Placement, history: LoadHistory, max_context: int
+) -> Iterator[Wanted]:
     """Yields the program for the last episodes of a rollout, if they would move to another mesh.
 
     Then those of the config's next context bucket, whose plans are chosen as of now.
     """
-    rollout = world.config.rollout
+    stages = placement.stages
+    rollout = stages.rollout
     if (tail := placement.sessions.tail_plan(history.recent())) is not None:
-        yield _round(world, tail, placement.max_tokens)
+        yield _round(stages, tail, placement.max_tokens)
     bucket = rollout.max_tokens_for(placement.max_tokens + 1)
-    if bucket > min(world.max_context, rollout.context_buckets[-1]):
+    if bucket > min(max_context, rollout.context_buckets[-1]):
         return
     plans = placement.foresee(bucket)
     if (train := plans.train) is not None:
         # Jitted here: two threads would make two of it.
-        world.learner.program(train)
-        yield Wanted(update_key(train, bucket), lambda: lower_update(world, train, bucket))
+        stages.learner.program(train)
+        yield Wanted(update_key(train, bucket), lambda: lower_update(stages, train, bucket))
     if plans.rollout is not None:
-        yield _round(world, plans.rollout, bucket)
+        yield _round(stages, plans.rollout, bucket)
 
 
-def _round(world: World, plan: RolloutPlan, max_tokens: int) -> Wanted:
+def _round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Wanted:
     # Built here: two threads would make two of it.
-    world.engine(plan.mesh, plan.num_slots)
+    stages.engines.engine(plan.mesh, plan.num_slots)
     key = play_key(plan.mesh, plan.num_slots, max_tokens)
-    return Wanted(key, lambda: lower_round(world, plan, max_tokens))
+    return Wanted(key, lambda: lower_round(stages, plan, max_tokens))
+
+
+def compiles_ahead(setting: str, cluster: Cluster) -> bool:
+    """Returns True if a run with this config.selector.compile_ahead does; several processes do not.
+
+    On CPUs the compiler would take its cores from the steps.
+    """
+    apart = cluster.devices[0].platform != "cpu"
+    return (setting == "on" or setting == "auto" and apart) and cluster.count == 1
 
 
 class Times(NamedTuple):
@@ -68,9 +82,14 @@ class Times(NamedTuple):
 class CompileAhead:
     """A thread that compiles. To be closed: XLA must not outlive the process."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say` tells the user which programs could not be compiled."""
-        self._say = say
+    def __init__(
+        self, say: Callable[[str], None], *, is_on: bool = True, max_context: int = NO_LIMIT
+    ) -> None:
+        """`say` tells the user which programs could not be compiled.
+
+        Where it `is_on`, `look` asks for programs, of contexts up to `max_context` tokens.
+        """
+        self._say, self._is_on, self._max_context = say, is_on, max_context
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
         self._thread: threading.Thread | None = None
         # Seconds of each requested program, None where it failed; no future once the run uses it.
@@ -79,17 +98,10 @@ class CompileAhead:
         self._hidden_s = self._waited_s = 0.0
         self._clock = compile_clock()
 
-    def look(self, world: World, placement: Placement, history: LoadHistory) -> None:
+    def look(self, placement: Placement, history: LoadHistory) -> None:
         """Asks for programs that may be needed next; returns at once."""
-        if self._works_for(world):
-            self.request(wanted_programs(world, placement, history))
-
-    def _works_for(self, world: World) -> bool:
-        """Returns True if this run compiles ahead; runs of several processes do not."""
-        setting = world.config.selector.compile_ahead
-        # On CPUs the compiler would take its cores from the steps.
-        apart = world.processes.devices[0].platform != "cpu"
-        return (setting == "on" or setting == "auto" and apart) and world.processes.count == 1
+        if self._is_on:
+            self.request(wanted_programs(placement, history, self._max_context))
 
     def request(self, programs: Iterable[Wanted]) -> None:
         """Compiles these programs, each once; says which of earlier ones failed."""

@@ -16,7 +16,7 @@ import jax
 from earl_jax.config import Config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
-from earl_jax.main import start_jax
+from earl_jax.launch.start import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.observations import with_failure, with_program_bytes
 from earl_jax.rollout.config import make_engine_config

@@ -11,30 +11,31 @@ import importlib.metadata
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from earl_jax.config import Config
+from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import METHOD, ThroughputTable, load_table
 from earl_jax.sharding.topology import chip_of
 from earl_jax.train.checkpoint import differences
 
-if TYPE_CHECKING:
-    from earl_jax.world import World
-
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
-def open_table(world: "World") -> tuple[ThroughputTable, str | None]:
-    """Returns the table of config.selector.table, and a sentence for the user if any.
+def open_table(
+    setting: str, facts: Mapping[str, Any], cluster: Cluster
+) -> tuple[ThroughputTable, str | None]:
+    """Returns the table of config.selector.table (`setting`), and a sentence for the user if any.
 
     It is the first process's, in every process, with what ran out of memory in any of them.
 
     Raises ValueError where config.selector.table is a path of something else.
     """
-    setting, facts, note = world.config.selector.table, facts_of(world), None
+    facts, note = dict(facts), None
     if setting == "auto":
         table, note = load_table(facts)
     elif setting == "model":
@@ -48,19 +49,26 @@ def open_table(world: "World") -> tuple[ThroughputTable, str | None]:
         table = table.over(dataclasses.replace(kept, entries={}))
     each = [
         ThroughputTable.from_dict(values, table.path)
-        for values in world.processes.gather(table.as_dict(), "the tables of measurements")
+        for values in cluster.gather(table.as_dict(), "the tables of measurements")
     ]
     failures = dict.fromkeys(failure for table in each for failure in table.failures)
     return dataclasses.replace(each[0], failures=tuple(failures)), note
 
 
-def facts_of(world: "World") -> dict[str, Any]:
-    """Returns all that may change a speed of this run."""
-    processes = world.processes
-    device = processes.devices[0]
-    stages = (("rollout", processes.rollout_devices), ("train", processes.train_devices))
+def facts_of(
+    config: Config,
+    cluster: Cluster,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    choice_branches: int,
+    attention: Sequence[str],
+) -> dict[str, Any]:
+    """Returns all that may change a speed of this run; `attention` names the trainer's kernels."""
+    device = cluster.devices[0]
+    stages = (("rollout", cluster.rollout_devices), ("train", cluster.train_devices))
     return {
-        **model_facts(world.model, world.vocab_size),
+        **model_facts(model, vocab_size),
         # A stage has devices of one kind.
         "devices": {
             stage: {
@@ -70,11 +78,11 @@ def facts_of(world: "World") -> dict[str, Any]:
             }
             for stage, devices in stages
         },
-        **_settings(world.config),
-        "choice_branches": world.choice_branches,
-        "attention": [choice.kernel for choice in world.attention_choices],
+        **_settings(config),
+        "choice_branches": choice_branches,
+        "attention": list(attention),
         "method": METHOD,
-        "processes": processes.count,
+        "processes": cluster.count,
         "host": {"machine": platform.machine(), "cores": os.cpu_count()},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "backend": " ".join(device.client.platform_version.split()),

@@ -19,6 +19,7 @@ from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.placement.observations import Observations
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.sessions import Sessions
+from earl_jax.placement.stages import Stages
 from earl_jax.rollout.gather import RolloutShort, Shortage
 from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, Step
 from earl_jax.selector.memory import is_out_of_memory
@@ -32,7 +33,6 @@ from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
 from earl_jax.train.step import TrainState
-from earl_jax.world import World
 
 Result = TypeVar("Result")
 # A plan whose computed bytes are nearer to the budget is compiled before it is used: they have been
@@ -57,8 +57,9 @@ class SwitchLog:
         newest = {choice.stage: choice for choice in self.choices}
         return {
             "switched": [choice.stage for choice in self.choices if choice.switched],
+            "switch_notes": [str(choice) for choice in self.choices if choice.switched],
             "switch_s": self.switch_s,
-            "decision": "; ".join(f"{stage} {c.reason}" for stage, c in newest.items()),
+            "decision": "; ".join(map(str, newest.values())),
             "expected_step_s": self.expected_s,
             "out_of_memory": self.failures or None,
             "peak_bytes_per_device": self.bytes_per_device,
@@ -73,12 +74,11 @@ class Placement:
     """The plans in use. Host-side state only; `as_dict` has the part that a resumed run needs."""
 
     def __init__(
-        self, world: World, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
+        self, stages: Stages, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
     ) -> None:
         """`say` tells the user what ran out of memory, or could not be kept."""
-        self.world, self.problem = world, world.problem
-        is_fed = world.config.selector.table == "auto"
-        self.observations = Observations(world.problem, table, say, is_fed=is_fed)
+        self.stages, self.problem = stages, stages.problem
+        self.observations = Observations(stages.problem, table, say, is_fed=stages.feeds_table)
         self.plans = Plans()
         # Context buckets that the plans in use are for, and the largest that ever were.
         self.max_tokens = self.length = 0
@@ -88,8 +88,8 @@ class Placement:
         self.cache_tokens = 0
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
-        self.backup = StateBackup(world.processes.count == 1)
-        self.sessions = Sessions(world, self)
+        self.backup = StateBackup(stages.cluster.count == 1)
+        self.sessions = Sessions(stages, self)
         # CompileAhead.hand_over and .is_compiled, where a thread compiles ahead.
         self.about_to_use: Callable[[Hashable], None] = lambda key: None
         self.is_compiled: Callable[[Hashable], bool] = lambda key: False
@@ -146,7 +146,7 @@ class Placement:
     @property
     def needed_tokens(self) -> int:
         """The longest context that the run came to, or must hold from the start."""
-        configured = self.world.config.rollout.context_buckets[-1]
+        configured = self.stages.rollout.context_buckets[-1]
         return max(configured, self.max_tokens, self.outgrown)
 
     def take_log(self) -> SwitchLog:
@@ -195,7 +195,7 @@ class Placement:
 
     def step_of(self, tokens: int, load: Load | None) -> Step:
         """Returns the work of a step whose episodes may have so many tokens."""
-        rollout = self.world.config.rollout
+        rollout = self.stages.rollout
         max_tokens = max(rollout.max_tokens_for(tokens), self.outgrown)
         length = rollout.max_tokens_for(load.context_tokens_max if load else 1)
         is_new = max_tokens > self.most_tokens or length > self.most_length
@@ -215,7 +215,7 @@ class Placement:
 
         At first as many as all slots have in the first context bucket.
         """
-        rollout = self.world.config.rollout
+        rollout = self.stages.rollout
         first = rollout.num_slots * rollout.context_buckets[0]
         in_flight = math.ceil(1.1 * load.tokens_in_flight_max) if load else 0
         return max(first, self.cache_tokens, in_flight)
@@ -243,7 +243,7 @@ class Placement:
         plan is faster. By recent steps and not by the batch at hand: where the longest episode
         comes and goes, the mesh must not.
         """
-        rollout = self.world.config.rollout
+        rollout = self.stages.rollout
         longest = rollout.max_tokens_for(load.context_tokens_max if load else 1)
         return self._choose_training(longest, load)
 
@@ -324,7 +324,7 @@ class Placement:
                 continue
             found = True
             plan, tokens = choice.plan, choice.tokens
-            num_bytes = compiled_bytes(self.world, plan, tokens, together=together)
+            num_bytes = compiled_bytes(self.stages, plan, tokens, together=together)
             if num_bytes is None:
                 self._remember(plan, tokens)
             else:
@@ -364,7 +364,7 @@ class Placement:
             BudgetTooSmall: no plan is left.
             RestartNeeded: of several processes this one failed in a program that they run together.
         """
-        processes, result = self.world.processes, None
+        processes, result = self.stages.cluster, None
         try:
             result = work()
         except BudgetTooSmall:
@@ -404,7 +404,7 @@ class Placement:
 
         None for an error that is no shortage, and in a run of one process.
         """
-        failed, processes = is_out_of_memory(error), self.world.processes
+        failed, processes = is_out_of_memory(error), self.stages.cluster
         if processes.count == 1 or not (failed or isinstance(error, BudgetTooSmall)):
             return None
         return Shortage(
@@ -426,7 +426,7 @@ class Placement:
     @property
     def chunk_bytes(self) -> int | None:
         """Bytes that a device holds of a move under way; None: all of it at once."""
-        return self.world.config.dispatch.chunk_bytes or None
+        return self.stages.chunk_bytes
 
     def move_state(self, state: TrainState, *, to_play: bool = False) -> TrainState:
         """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
@@ -438,22 +438,22 @@ class Placement:
             BudgetTooSmall: no mesh is left.
         """
         offload = to_play and self.rollout.offload
-        where = self.world.train_state_shardings(self.train.mesh)
+        where = self.stages.learner.state_shardings(self.train.mesh)
         if offload and is_offloaded(state) and is_placed(state.params, where.params):
             return state
         state = self._to_mesh(load_moments(state))
         return offload_moments(state) if offload else state
 
     def _to_mesh(self, state: TrainState) -> TrainState:
-        world = self.world
+        stages = self.stages
         while True:
-            shardings = world.train_state_shardings(self.train.mesh)
-            if not world.processes.trains:
-                return absent_tree(world.train_state_shapes(), shardings)
+            shardings = stages.learner.state_shardings(self.train.mesh)
+            if not stages.cluster.trains:
+                return absent_tree(stages.learner.state_shapes(), shardings)
             if is_placed(state, shardings):
                 return state
             start = time.perf_counter()
-            if world.processes.count > 1:
+            if stages.cluster.count > 1:
                 again = functools.partial(self._to_mesh_together, state, shardings)
                 moved, whole = self.attempt("train", again), True
                 assert moved is not None, "of several processes one that is short ends"
@@ -469,7 +469,7 @@ class Placement:
 
     def _to_mesh_together(self, state: TrainState, shardings: Any) -> TrainState:
         state = reshard(state, shardings, chunk_bytes=self.chunk_bytes, donate=True)
-        self.world.processes.wait(state, "the switch of the trainer")
+        self.stages.cluster.wait(state, "the switch of the trainer")
         return state
 
     def foresee(self, max_tokens: int) -> Plans:

@@ -5,37 +5,37 @@
 from collections.abc import Hashable
 from typing import Any
 
+from earl_jax.placement.stages import Stages
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.world import World
 
 
-def lower_round(world: World, plan: RolloutPlan, max_tokens: int) -> Any:
+def lower_round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Any:
     """Lowers a round of the rollout with rows of `max_tokens` tokens."""
-    engine = world.engine(plan.mesh, plan.num_slots)
-    return engine.lower_play(max_tokens, world.cache_pool(plan))
+    engine = stages.engines.engine(plan.mesh, plan.num_slots)
+    return engine.lower_play(max_tokens, stages.pool(plan))
 
 
-def lower_update(world: World, plan: TrainPlan, length: int) -> Any:
+def lower_update(stages: Stages, plan: TrainPlan, length: int) -> Any:
     """Lowers an update on rows of `length` tokens."""
-    return world.learner.lower(plan, world.config.rollout.episodes_per_step, length)
+    return stages.learner.lower(plan, stages.rollout.episodes_per_step, length)
 
 
 def compiled_bytes(
-    world: World, plan: RolloutPlan | TrainPlan, tokens: int, *, together: bool = True
+    stages: Stages, plan: RolloutPlan | TrainPlan, tokens: int, *, together: bool = True
 ) -> int | None:
     """Compiles a plan's program; returns its bytes per device, None where memory was short for it.
 
     Of several processes those compile that run it; with `together` all get the largest number.
     """
-    processes, is_rollout = world.processes, isinstance(plan, RolloutPlan)
+    processes, is_rollout = stages.cluster, isinstance(plan, RolloutPlan)
     own: int | None = 0
     if processes.plays if is_rollout else processes.trains:
 
         def compiled() -> int:
             lower = lower_round if isinstance(plan, RolloutPlan) else lower_update
-            return program_bytes(lower(world, plan, tokens).compile())  # pyright: ignore
+            return program_bytes(lower(stages, plan, tokens).compile())  # pyright: ignore
 
         own = unless_out_of_memory(compiled)
     if not together:

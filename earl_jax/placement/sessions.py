@@ -23,7 +23,7 @@ from earl_jax.telemetry.load import Load
 
 if TYPE_CHECKING:
     from earl_jax.placement.placement import Placement
-    from earl_jax.world import World
+    from earl_jax.placement.stages import Stages
 
 # Seconds of loading a program that was compiled ahead.
 LOADING_S = 1.0
@@ -32,8 +32,8 @@ LOADING_S = 1.0
 class Sessions:
     """Opens, keeps and moves sessions for one placement. Host-side state only."""
 
-    def __init__(self, world: "World", placement: "Placement") -> None:
-        self._world, self._placement = world, placement
+    def __init__(self, stages: "Stages", placement: "Placement") -> None:
+        self._stages, self._placement = stages, placement
         # Caches of the rollout before, for another under the same weights.
         self._kept: Session | None = None
         # Rounds that this process has played: elsewhere programs are compiled or loaded first.
@@ -48,24 +48,22 @@ class Sessions:
             The session, None in a process that does not play, and the bytes of weights that changed
             device, of all processes.
         """
-        world, plan = self._world, self._placement.rollout
-        engine = world.engine(plan.mesh, plan.num_slots)
+        stages, plan = self._stages, self._placement.rollout
+        engine = stages.engines.engine(plan.mesh, plan.num_slots)
         published = publish_to_engines(
             params,
             engine.parameter_shapes,
             engine.parameter_shardings,
-            world.joint_layout(plan.mesh),
+            stages.layouts.rollout(plan.mesh),
             chunk_bytes=self._placement.chunk_bytes,
         )
-        world.processes.wait(published.params, "new weights")
-        if not world.processes.plays:
+        stages.cluster.wait(published.params, "new weights")
+        if not stages.cluster.plays:
             return None, published.moved_bytes
         policy = Policy(params=published.params, version=version)
         self._play_on(plan)
         kept, self._kept = self._kept, None
-        session = open_session(
-            engine, policy, self._placement.max_tokens, world.cache_pool(plan), kept
-        )
+        session = open_session(engine, policy, self._placement.max_tokens, stages.pool(plan), kept)
         return session, published.moved_bytes
 
     def _play_on(self, plan: RolloutPlan) -> None:
@@ -119,9 +117,9 @@ class Sessions:
         faster there that the move is earned back until the longest is as long as episodes are
         expected to become. The next rollout begins where this one began.
         """
-        world, plan = self._world, self._placement.rollout
+        stages, plan = self._stages, self._placement.rollout
         left = load.context_tokens_max - longest if load else 0
-        if load is None or left <= 0 or world.processes.count > 1:
+        if load is None or left <= 0 or stages.cluster.count > 1:
             return session
         here = plan._replace(mesh=session.engine.layout.shape, pages=session.pool.pages)
 
@@ -172,7 +170,7 @@ class Sessions:
         """Returns the plan for the last episodes of a rollout, if it is another than for all."""
         live = max(1, self._placement.rollout.num_slots // 8)
         left = load.context_tokens_max - int(load.context_tokens_mean) if load else 0
-        if load is None or left <= 0 or self._world.processes.count > 1:
+        if load is None or left <= 0 or self._stages.cluster.count > 1:
             return None
         decision = self._tail(
             self._placement.rollout, self._placement.max_tokens, live, left, load, lambda mesh: 0.0
@@ -185,14 +183,14 @@ class Sessions:
 
         Raises BudgetTooSmall where the plan has too few pages for them.
         """
-        world, pool = self._world, self._world.cache_pool(plan)
+        stages, pool = self._stages, self._stages.pool(plan)
         need = session.pages.least_pages(pool.shards)
         if need > pool.pages:
             raise BudgetTooSmall(
                 f"live episodes need {need} pages of a row shard on {plan.mesh}, and the budget "
                 f"holds {pool.pages}"
             )
-        engine = world.engine(plan.mesh, plan.num_slots)
+        engine = stages.engines.engine(plan.mesh, plan.num_slots)
         start = time.perf_counter()
         self._play_on(plan)
         moved = relocate(

@@ -3,6 +3,7 @@
 """The training of a step: its updates, each done again with less where memory is short."""
 
 import functools
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -10,46 +11,53 @@ import numpy as np
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import update_key
 from earl_jax.sharding.reshard import reshard
+from earl_jax.train.sft import sft_batch
 from earl_jax.train.step import TrainState, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
-from earl_jax.world import World
 
 Metrics = dict[str, float]
+# Token ids of an example episode, and who wrote each: 0 or the policy's turn.
+Example = tuple[Sequence[int], Sequence[int]]
 
 
 def learn(
-    world: World, placement: Placement, state: TrainState, batch: TrajectoryBatch, step: int
+    placement: Placement,
+    state: TrainState,
+    batch: TrajectoryBatch,
+    controls: np.ndarray,
+    epochs: int,
 ) -> tuple[TrainState, list[Metrics]]:
-    """The updates of one step; the first one's mismatch is taken before anything has changed.
+    """Makes the updates of one step, one an epoch; gives `state` up.
 
-    There are none in a process that does not train.
+    Returns:
+        The new state, and the metrics of each update: none in a process that does not train.
     """
-    if not world.processes.trains:
+    stages = placement.stages
+    if not stages.cluster.trains:
         return state, []
-    batch = world.learner.score(placement.train, state, batch)
-    controls = world.learner.controls(step, world.config.num_steps)
+    batch = stages.learner.score(placement.train, state, batch)
     updates = []
-    for _ in range(world.config.train.epochs):
-        state, batch, metrics = update(world, placement, state, batch, controls)
+    for _ in range(epochs):
+        state, batch, metrics = update(placement, state, batch, controls)
         updates.append(metrics)
     return state, updates
 
 
 def sft(
-    world: World, placement: Placement, state: TrainState, step: int, length: int
+    placement: Placement, state: TrainState, batches: Iterable[Sequence[Example]], length: int
 ) -> TrainState:
-    """The supervised updates of the first steps, on games of random legal moves."""
-    if not world.processes.trains:
+    """Makes a supervised update of each batch of examples, in rows of `length` tokens."""
+    stages = placement.stages
+    if not stages.cluster.trains:
         return state
-    controls = world.learner.sft_controls()
-    for games in world.demonstrations(step):
-        batch = games.on(world.train_layout(placement.train.mesh), length)
-        state, _, _ = update(world, placement, state, batch, controls, sft=True)
+    controls = stages.learner.sft_controls()
+    for examples in batches:
+        batch = sft_batch(examples, stages.layouts.train(placement.train.mesh), length)
+        state, _, _ = update(placement, state, batch, controls, sft=True)
     return state
 
 
 def update(
-    world: World,
     placement: Placement,
     state: TrainState,
     batch: TrajectoryBatch,
@@ -72,7 +80,7 @@ def update(
         if not sft:
             placement.about_to_use(update_key(plan, length))
         placement.backup.save((plan, sft, batch.tokens.shape), state)
-        again = functools.partial(_run_update, world, placement, state, batch, controls, sft=sft)
+        again = functools.partial(_run_update, placement, state, batch, controls, sft=sft)
         done = placement.attempt("train", again, length)
         if done is not None:
             placement.backup.discard()
@@ -80,13 +88,12 @@ def update(
         state = placement.backup.restore(state)
         placement.choose_training_again()
         state = placement.move_state(state)
-        layout = world.train_layout(placement.train.mesh)
+        layout = placement.stages.layouts.train(placement.train.mesh)
         rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
         batch = reshard(batch, rows)
 
 
 def _run_update(
-    world: World,
     placement: Placement,
     state: TrainState,
     batch: TrajectoryBatch,
@@ -94,7 +101,8 @@ def _run_update(
     *,
     sft: bool,
 ) -> tuple[TrainState, Metrics]:
-    after, metrics = world.learner.update(placement.train, state, batch, controls, sft=sft)
+    stages = placement.stages
+    after, metrics = stages.learner.update(placement.train, state, batch, controls, sft=sft)
     # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
-    world.processes.wait(metrics, "training")
+    stages.cluster.wait(metrics, "training")
     return after, read_metrics(metrics)

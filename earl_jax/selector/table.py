@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
+from earl_jax.settings.folders import cache_folder
 from earl_jax.sharding.layout import MeshShape
 
 # Raised whenever speeds mean something else: older tables are not read then.
@@ -170,12 +171,6 @@ def parse_key(text: str) -> tuple[Plan, int]:
         return plan, int(found["most"])
     mesh, remat = MeshShape.parse(found["trained"]), found["remat"] == "True"
     return TrainPlan(mesh, int(found["number"]), remat), int(found["length"])
-
-
-def cache_folder() -> Path:
-    """Returns the folder of what may be lost: $XDG_CACHE_HOME/earl_jax, or ~/.cache/earl_jax."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "earl_jax"
 
 
 def load_table(facts: Mapping[str, Any]) -> tuple[ThroughputTable, str | None]:

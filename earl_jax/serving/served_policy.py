@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from earl_jax.main import start_jax
+from earl_jax.launch.start import start_jax
 from earl_jax.serving.serve_flags import DRAWN, check_against_model
 
 if TYPE_CHECKING:
@@ -38,22 +38,22 @@ class ServedPolicy:
 
 def run_policy(flags: argparse.Namespace) -> ServedPolicy:
     """Returns the newest checkpoint of a run."""
-    from earl_jax.config_file import read_workdir_config
+    from earl_jax.config.file import read_workdir_config
 
     config = read_workdir_config(flags.workdir)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from earl_jax.run import read_newest
+    from earl_jax.workdir import read_newest
 
-    world, position, _ = read_newest(config, flags.workdir)
-    params = world.policy(position.state)
+    run, position, _ = read_newest(config, flags.workdir)
+    params = run.learner.policy(position.state)
     dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
     return ServedPolicy(
         name=f"{flags.workdir} after step {position.step}",
-        model=dataclasses.replace(world.model, compute_dtype=dtype),
-        vocab_size=world.vocab_size,
-        tokenizer=world.tokenizer,
-        end_ids=world.renderer.end_of_turn_ids,
-        max_context=world.checkpoint and world.checkpoint.max_context,
+        model=dataclasses.replace(run.origin.model, compute_dtype=dtype),
+        vocab_size=run.origin.vocab_size,
+        tokenizer=run.origin.tokenizer,
+        end_ids=run.actor.renderer.end_of_turn_ids,
+        max_context=run.origin.checkpoint and run.origin.checkpoint.max_context,
         weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
         kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
         load=lambda layout: params,

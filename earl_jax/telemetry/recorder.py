@@ -6,7 +6,7 @@ It knows lines of metrics, episodes and a report, and nothing of where they come
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,12 +14,11 @@ from typing import Any
 from earl_jax.telemetry.episodes import (
     read_trajectories,
     truncate_trajectories_after,
-    write_trajectories,
+    write_trajectory_lines,
 )
 from earl_jax.telemetry.metrics import MetricsLog, read_metrics, truncate_after
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
-from earl_jax.trajectory import Trajectory
 
 REPORT_EPISODES = 12
 
@@ -41,7 +40,8 @@ class Recorder:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line of metrics.jsonl, and shows it; `time_s` is since the start of this run."""
-        line = {"step": line["step"], "time_s": time.perf_counter() - self._start_s} | dict(line)
+        if "eval" not in line:
+            line = {"time_s": time.perf_counter() - self._start_s} | dict(line)
         if self._writes:
             if self._metrics is None:
                 self._metrics = MetricsLog(self._workdir / "metrics.jsonl", self._tensorboard)
@@ -52,10 +52,10 @@ class Recorder:
         """Shows an event, such as a change of the mesh with its reason."""
         self._progress.note(text)
 
-    def write_episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        """Writes the episodes of a step, one a line."""
+    def write_episodes(self, step: int, lines: Iterable[str]) -> None:
+        """Writes the episodes of a step, as `trajectory_lines` gives them."""
         if self._writes:
-            write_trajectories(self._workdir / "trajectories", step, episodes)
+            write_trajectory_lines(self._workdir / "trajectories", step, lines)
 
     def write_report(self, title: str, config: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Writes report.html anew from what is in the workdir."""

@@ -4,7 +4,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,26 @@ import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.parameters import Params
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import Layout, MeshShape
+from earl_jax.sharding.placing import absent_tree
+from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
 from earl_jax.train.step import (
     TrainState,
     batch_shapes,
+    init_state,
     make_scorer,
     make_train_step,
+    policy_parameters,
+    state_of,
     state_shapes,
     state_shardings,
+    trained_specs,
 )
 from earl_jax.trajectory import TrajectoryBatch
 
@@ -41,8 +49,14 @@ class Learner:
         temperature: float,
         importance_cap: float,
         layout: Callable[[MeshShape], Layout],
+        seed: int = 0,
+        checkpoint: Checkpoint | None = None,
+        trains: bool = True,
     ) -> None:
         """`layout` returns the trainer's layout of a mesh; see `make_train_step` for the others.
+
+        Training begins with the weights of `checkpoint`, or without one with those of `seed`. A
+        process that never `trains` has no part of any state.
 
         Raises:
             ValueError: the algorithm needs what this training does not have.
@@ -57,6 +71,9 @@ class Learner:
         self.model, self.config, self.algorithm = model, config, algorithm
         self.vocab_size, self.temperature = vocab_size, temperature
         self.importance_cap, self.layout = importance_cap, layout
+        self.seed, self.checkpoint, self.trains = seed, checkpoint, trains
+        # Now, because it raises for adapters that this model cannot have.
+        trained_specs(model, config, vocab_size)
         proximal = importance_cap > 0 or "proximal" in algorithm.needs
         # The first update of a batch finds the proximal log-probs itself.
         self.scored = ("proximal",) * (proximal and config.epochs > 1)
@@ -70,6 +87,39 @@ class Learner:
     def state_shardings(self, mesh: MeshShape) -> TrainState:
         """Returns where a TrainState lives on this mesh."""
         return state_shardings(self.model, self.config, self.vocab_size, self.layout(mesh))
+
+    def init_state(self, mesh: MeshShape) -> TrainState:
+        """Returns a state with random weights; the same values on every mesh."""
+        if not self.trains:
+            return absent_tree(self.state_shapes(), self.state_shardings(mesh))
+        layout = self.layout(mesh)
+        return init_state(self.model, self.config, self.vocab_size, layout, self.seed)
+
+    def first_state(self, mesh: MeshShape) -> TrainState:
+        """Returns the state that a run begins with: of the checkpoint's weights, if there is one.
+
+        The same bits at every call: they come from the same files, or the same seed.
+        """
+        if self.checkpoint is None or not self.trains:
+            return self.init_state(mesh)
+        lora, layout = self.config.lora, self.layout(mesh)
+        dtype = lora.base_dtype if lora.rank else "float32"
+        params = load_parameters(self.checkpoint, layout, dtype)
+        return state_of(params, self.model, self.config, self.vocab_size, layout, self.seed)
+
+    def frozen_base(self, mesh: MeshShape) -> Params:
+        """Returns the base of the adapters as the run began with it; None without adapters."""
+        return self.first_state(mesh).base if self.config.lora.rank else None
+
+    def policy(self, state: TrainState) -> Params:
+        """Returns the parameters that the decoder computes with, for engines and exports."""
+        return policy_parameters(self.config, state.params, state.base)
+
+    def spread_over(
+        self, devices: Sequence[Any], is_possible: Callable[[MeshShape], bool]
+    ) -> TrainState:
+        """Returns shardings of a TrainState cut over these devices, for files (`spread_over`)."""
+        return spread_over(devices, self.model, self.config, self.vocab_size, is_possible)
 
     def _config_of(self, plan: TrainPlan) -> TrainConfig:
         return dataclasses.replace(self.config, micro_batches=plan.micro_batches, remat=plan.remat)

@@ -9,15 +9,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.engine.session import Session
 from earl_jax.loop import Position, StepRecord, rl_step
 from earl_jax.placement.placement import Placement
+from earl_jax.run import Run, build_run
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
-from earl_jax.world import World
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
 F8, CUBE = MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)
@@ -107,13 +107,13 @@ def too_large_for(
 
 
 def place(
-    world: World,
+    world: Run,
     table: ThroughputTable | None = None,
     say: Callable[[str], None] = lambda text: None,
     **changes: Any,
 ) -> Placement:
     """Returns a Placement by this table, of the world's problem with these fields changed."""
-    placement = Placement(world, table or ThroughputTable(), say)
+    placement = Placement(world.stages, table or ThroughputTable(), say)
     placement.problem = dataclasses.replace(world.problem, **changes)
     return placement
 
@@ -155,30 +155,30 @@ def history_of(*longest: int) -> LoadHistory:
     return LoadHistory(steps=tuple(map(load_of, longest)))
 
 
-def first_position(world: World, placement: Placement) -> Position:
+def first_position(world: Run, placement: Placement) -> Position:
     """Returns where a run begins, with random weights on the training mesh in use."""
-    state = world.first_train_state(placement.train.mesh)
+    state = world.learner.first_state(placement.train.mesh)
     state = placement.move_state(state, to_play=True)
     return Position(step=0, state=state, history=LoadHistory())
 
 
-def begin(world: World) -> tuple[Placement, Position]:
+def begin(world: Run) -> tuple[Placement, Position]:
     """Returns the start of a run, without a workdir."""
     placement = place(world)
     placement.choose_step(world.config.rollout.context_buckets[0], None)
     return placement, first_position(world, placement)
 
 
-def seated(settings: Mapping[str, Any]) -> tuple[World, Session, Placement]:
-    """Returns a World of these settings, the first session of its rollout, and the Placement."""
-    world = World(make_config(settings))
+def seated(settings: Mapping[str, Any]) -> tuple[Run, Session, Placement]:
+    """Returns a Run of these settings, the first session of its rollout, and the Placement."""
+    world = build_run(make_config(settings))
     placement, position = begin(world)
-    session, _ = placement.sessions.open(world.policy(position.state), version=0)
+    session, _ = placement.sessions.open(world.learner.policy(position.state), version=0)
     assert session is not None
     return world, session, placement
 
 
-def one_step(world: World) -> StepRecord:
+def one_step(world: Run) -> StepRecord:
     """Takes the first RL step of a run, without a workdir; returns its record."""
     return rl_step(world, *begin(world))[1]
 

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from earl_jax.config_file import make_config
+from earl_jax.config.file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
@@ -32,9 +32,9 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints, open_workdir
-from earl_jax.world import World
 from tests.support import ROOT
 from tests.support.references import REFERENCE
 
@@ -246,8 +246,8 @@ def save_run(folder: Path, rank: int):
         }
     )
     open_workdir(folder, config.as_dict())
-    world = World(config, folder / "tokenizer")
-    state = world.init_train_state(MeshShape())
+    world = build_run(config, folder / "tokenizer")
+    state = world.learner.init_state(MeshShape())
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
     state = dataclasses.replace(state, params=noisy)
@@ -267,4 +267,4 @@ def save_run(folder: Path, rank: int):
         position["base_fingerprint"] = int(fingerprint(state.base))
     checkpoints.save(7, state, position)
     checkpoints.close()
-    return world, world.policy(state)
+    return world, world.learner.policy(state)

@@ -15,6 +15,7 @@ from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
+from earl_jax.envs.examples import corpus
 from earl_jax.envs.registry import EnvConfig, Played, open_environment
 from earl_jax.envs.tasks import TasksConfig
 from earl_jax.launch.distributed import DistributedConfig
@@ -25,6 +26,8 @@ from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
 from earl_jax.train.config import TrainConfig
+
+CORPUS_EPISODES = 300
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,6 +237,17 @@ class Config:
         """Returns the environment of this run, and its tasks."""
         num_tasks = self.rollout.episodes_per_step // self.rollout.group_size
         return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=num_tasks)
+
+    def corpus(self) -> list[str]:
+        """Returns the text that the tokenizer of a run without a checkpoint is trained on."""
+        played = self.open_environment()
+        return corpus(
+            played.make,
+            played.tasks,
+            num_steps=self.num_steps,
+            num_episodes=CORPUS_EPISODES,
+            seed=0,
+        )
 
     def _check_environment(self) -> None:
         """Raises ValueError unless the environment can be made, and offers what is asked of it."""

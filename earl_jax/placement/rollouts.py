@@ -1,0 +1,103 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts on the plans of a placement: played by all processes, again where memory is short."""
+
+from collections.abc import Sequence
+
+import jax
+
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.session import Session
+from earl_jax.models.parameters import Params
+from earl_jax.placement.placement import Placement
+from earl_jax.rollout.actor import Actor
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.episode import Task
+from earl_jax.rollout.gather import Played, gather_outcomes
+from earl_jax.rollout.load import expected_tokens
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.telemetry.load import Load
+from earl_jax.trajectory import Outcome
+
+
+def play(
+    actor: Actor,
+    placement: Placement,
+    session: Session,
+    tasks: Sequence[Task],
+    load: Load | None,
+    sampling: Sampling | None = None,
+) -> Rollout:
+    """Plays the tasks from this session, which moves to other plans meanwhile where need be."""
+    sessions = placement.sessions
+    return actor.play(
+        session,
+        tasks,
+        sampling=sampling,
+        grow=lambda session, tokens, pages: sessions.make_room(session, tokens, pages, load),
+        thin_out=lambda session, live, longest: sessions.thin_out(session, live, longest, load),
+    )
+
+
+def play_all(
+    actor: Actor,
+    placement: Placement,
+    session: Session | None,
+    tasks: Sequence[Task],
+    load: Load | None,
+    sampling: Sampling | None = None,
+) -> tuple[Rollout | None, Played]:
+    """Plays this process's part of the tasks; the placement is then the same in all processes.
+
+    Returns:
+        This process's rollout, None where it has no session, and what became of all tasks.
+
+    Raises:
+        RolloutShort: of several processes one had too little memory.
+    """
+    cluster = placement.stages.cluster
+    own, rollout, shortage = cluster.own(tasks), None, None
+    try:
+        rollout = play(actor, placement, session, own, load, sampling) if session else None
+    except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
+        shortage = placement.shortage(error)
+        if shortage is None:
+            raise
+    played = gather_outcomes(cluster, rollout, placement.as_dict(), shortage)
+    if played.placement != placement.as_dict():
+        placement.restore(played.placement)
+    return rollout, played
+
+
+def play_batches(
+    actor: Actor,
+    placement: Placement,
+    params: Params,
+    tasks: Sequence[Task],
+    *,
+    version: int,
+    load: Load | None,
+    sampling: Sampling,
+) -> list[Outcome]:
+    """Plays any number of tasks with one policy; returns their outcomes, and keeps no rows.
+
+    A batch that memory is too short for is played again with another plan.
+    """
+    rollout = placement.stages.rollout
+    rows, outcomes = rollout.episodes_per_step, []
+    for first in range(0, len(tasks), rows):
+
+        def attempt(batch: Sequence[Task] = tasks[first : first + rows]) -> list[Outcome]:
+            session, _ = placement.sessions.open(params, version=version)
+            own, played = play_all(actor, placement, session, batch, load, sampling)
+            if own:
+                # The next batch, and the next step's episodes, are played with the same weights.
+                placement.sessions.keep(own.session)
+            return played.outcomes
+
+        found = None
+        while found is None:
+            placement.choose_rollout(expected_tokens(rollout, load), load)
+            found = placement.attempt("rollout", attempt)
+        outcomes += found
+    return outcomes

@@ -1,0 +1,76 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Actor: plays tasks with environments on the host and a session of the engine on the devices."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.session import Session
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.environment import Environment
+from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.launch.cluster import Cluster
+from earl_jax.rollout.collect import Collector, Grow, Rollout, ThinOut
+from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.episode import Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Actor:
+    """Plays this process's episodes.
+
+    `rollout` are the settings of all processes' rollout; `make` makes an environment from a task's
+    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history.
+    """
+
+    rollout: RolloutConfig
+    cluster: Cluster
+    renderer: ChatRenderer
+    history: str
+    pool: EnvironmentPool
+    make: Callable[..., Environment]
+    max_context: int
+
+    def new_conversation(self) -> Conversation:
+        """Returns the conversation of one episode."""
+        return Conversation(self.renderer, self.history)  # pyright: ignore[reportArgumentType]
+
+    def make_environment(self, task: Task) -> Environment:
+        """Returns a fresh environment for this task."""
+        return self.make(**task.args)
+
+    def play(
+        self,
+        session: Session,
+        tasks: Sequence[Task],
+        *,
+        sampling: Sampling | None = None,
+        grow: Grow,
+        thin_out: ThinOut,
+    ) -> Rollout:
+        """Plays the tasks from this session, which may move meanwhile; see `Collector`."""
+        own = self.rollout.part(len(self.cluster.players))
+        collector = Collector(
+            dataclasses.replace(own, num_slots=session.engine.config.num_slots),
+            self.new_conversation,
+            self.pool,
+            self.make_environment,
+            grow,
+            num_devices=len(self.cluster.own_devices),
+            max_context=self.max_context,
+            thin_out=thin_out,
+        )
+        return collector.collect(session, tasks, sampling=sampling or self.rollout.sampling)
+
+
+def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:
+    """Raises ValueError for a task drawn otherwise than `sampling`, by which the trainer scores."""
+    for task in tasks:
+        if task.sampling not in (None, sampling):
+            raise ValueError(
+                f"episode {task.episode} is drawn by {task.sampling}, and the trainer scores "
+                "all tokens at config.rollout.temperature; leave Task.sampling to the config, "
+                "or set config.train.ratio = 'model'"
+            )

@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Engines of a run: one for each rollout mesh and number of slots, made when it is first used."""
+
+import dataclasses
+import functools
+
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.pages import Pool
+from earl_jax.launch.cluster import Cluster
+from earl_jax.launch.layouts import Layouts
+from earl_jax.models.config import ModelConfig
+from earl_jax.rollout.config import RolloutConfig, make_engine_config
+from earl_jax.sharding.layout import MeshShape
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Engines:
+    """Makes this process's engines, and the page pools of their rollouts.
+
+    `rollout` are the settings of all processes' rollout; `end_of_turn_ids` end a turn, and
+    `choice_branches` bounds the tree of choices of a turn (0: none).
+    """
+
+    rollout: RolloutConfig
+    model: ModelConfig
+    vocab_size: int
+    cluster: Cluster
+    layouts: Layouts
+    seed: int
+    model_logprobs: bool
+    end_of_turn_ids: tuple[int, ...]
+    choice_branches: int = 0
+
+    def engine(self, shape: MeshShape, num_slots: int | None = None) -> Engine:
+        """Returns the engine on this rollout mesh; `num_slots` of all processes, None: all."""
+        slots = num_slots or self.rollout.num_slots
+        return self._engine(shape, slots // len(self.cluster.players))
+
+    @functools.cache  # noqa: B019 - lives as long as the run
+    def _engine(self, shape: MeshShape, num_slots: int) -> Engine:
+        own = self.rollout.part(len(self.cluster.players))
+        config = make_engine_config(
+            dataclasses.replace(own, num_slots=num_slots),
+            self.model,
+            self.vocab_size,
+            num_devices=len(self.cluster.own_devices),
+            seed=self.seed,
+            model_logprobs=self.model_logprobs,
+        )
+        rules = config.rules._replace(
+            end_of_turn_ids=self.end_of_turn_ids, choice_branches=self.choice_branches
+        )
+        return Engine(dataclasses.replace(config, rules=rules), self.layouts.engine(shape))
+
+    def pool(self, shape: MeshShape, pages: int) -> Pool:
+        """Returns a pool of so many pages a row shard, for this process's part of a rollout."""
+        return Pool(self.cluster.own_mesh(shape).data, pages)

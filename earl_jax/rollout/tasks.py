@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of a run's steps: those of the task source, numbered and in groups."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.examples import example_ids, play_example
+from earl_jax.envs.registry import Played
+from earl_jax.envs.tasks import TaskArgs
+from earl_jax.rollout.config import RolloutConfig
+from earl_jax.rollout.episode import Task
+
+# Evaluation episodes have numbers, and so seeds, that no training episode reaches.
+FIRST_EVAL_EPISODE = 2**30
+# Token ids of an example episode, and who wrote each: 0 or the policy's turn.
+Example = tuple[list[int], list[int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tasks:
+    """Numbers the tasks of `played.tasks`; makes example episodes for supervised updates."""
+
+    played: Played
+    rollout: RolloutConfig
+    renderer: ChatRenderer
+    seed: int
+    num_steps: int
+
+    def training(self, step: int) -> list[Task]:
+        """Returns the episodes of RL step `step`; those of a group play the same task.
+
+        Raises ValueError where the source gave another number of tasks than there are groups.
+        """
+        count, size = self.rollout.episodes_per_step, self.rollout.group_size
+        tasks = self.played.tasks.batch(step)
+        if len(tasks) != count // size:
+            raise ValueError(
+                f"the task source gave {len(tasks)} tasks for step {step}; there must be "
+                f"{count // size} (config.rollout.episodes_per_step / group_size)"
+            )
+        first = step * count
+        return [
+            Task(episode=first + i, group=(first + i) // size, args=tasks[i // size])
+            for i in range(count)
+        ]
+
+    def evaluation(self, number: int) -> list[Task]:
+        """Returns the evaluation episodes, the same every time."""
+        return [
+            Task(episode=FIRST_EVAL_EPISODE + i, group=FIRST_EVAL_EPISODE + i, args=args)
+            for i, args in enumerate(self.played.tasks.evaluation(number))
+        ]
+
+    def examples(self, step: int, updates: int) -> list[list[Example]]:
+        """Returns example episodes for the supervised updates of a step, fresh ones each time."""
+        numbers = range(step * updates, (step + 1) * updates)
+        batches = (self.played.tasks.batch(n % self.num_steps) for n in numbers)
+        return [self._examples(tasks, n) for n, tasks in zip(numbers, batches, strict=True)]
+
+    def _examples(self, tasks: Sequence[TaskArgs], number: int) -> list[Example]:
+        rng = random.Random(f"examples {self.seed} {number}")
+        rows = range(self.rollout.episodes_per_step)
+        environments = (self.played.make(**tasks[row % len(tasks)]) for row in rows)
+        return [example_ids(play_example(each, rng), self.renderer) for each in environments]

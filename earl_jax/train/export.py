@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The policy for others: `WORKDIR/export/step_NNNNNN`, which `transformers` loads.
+
+With adapters that is the merged model, and `step_NNNNNN_adapter` beside it is what PEFT loads on
+the base. A base that was drawn from the seed exists nowhere else: it is written once, as `base`.
+"""
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from earl_jax.launch.cluster import Cluster
+from earl_jax.models.checkpoints.hf_write import parameters_of, save_checkpoint
+from earl_jax.models.checkpoints.peft_adapter import save_adapter
+from earl_jax.models.parameters import Params
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.learner import Learner
+from earl_jax.train.step import TrainState
+
+# A partial one is of a run that was killed while it wrote.
+_FOLDER = re.compile(r"step_(\d{6,})(_adapter)?(\.partial)?")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Exporter:
+    """Writes policies. `spread(devices)` returns shardings of a TrainState cut over devices.
+
+    `path` is config.model.path; the models can be used for `max_positions` tokens.
+    """
+
+    cluster: Cluster
+    learner: Learner
+    tokenizer: Any
+    spread: Callable[[Sequence[Any]], TrainState]
+    path: str
+    max_positions: int
+
+    def export(self, state: TrainState, folder: Path, step: int) -> list[Path]:
+        """Writes what is not in `folder` yet, and returns it.
+
+        Every process calls it; one parameter after the other goes to the first, which writes.
+        """
+        where = self.spread([d for d in self.cluster.devices if not d.process_index])
+        policies = self.learner.policy(state), self.learner.policy(where)
+        written = [self._save_model(*policies, folder / f"step_{step:06d}")]
+        if state.base is not None:
+            base = self.path
+            if not base:
+                written.append(self._save_model(state.base, where.base, folder / "base"))
+                base = folder / "base"
+            adapters = self._to_first(state.params, where.params)
+            written.append(
+                self._save_adapter(adapters, folder / f"step_{step:06d}_adapter", str(base))
+            )
+        return [path for path in written if path]
+
+    def _save_model(self, params: Params, where: Params, folder: Path) -> Path | None:
+        shardings = parameters_of(where)
+        if self.cluster.gather(folder.exists(), "an export")[0]:
+            return None
+
+        def bring(key: str, leaf: Any) -> Any:
+            return self._to_first(leaf, shardings[key])
+
+        if not self.cluster.is_first:
+            for key, leaf in parameters_of(params).items():
+                bring(key, leaf)
+            return None
+        checkpoint = self.learner.checkpoint
+        save_checkpoint(
+            folder,
+            params,
+            model=self.learner.model,
+            vocab_size=self.learner.vocab_size,
+            tokenizer=self.tokenizer,
+            dtype=checkpoint.dtype if checkpoint else "float32",
+            max_positions=self.max_positions,
+            source=checkpoint,
+            bring=bring,
+        )
+        return folder
+
+    def _to_first(self, part: Any, where: Any) -> Any:
+        """Moves arrays to devices of the first process, which writes them; all processes call it.
+
+        In a run of one process they stay where they are.
+        """
+        return part if self.cluster.count == 1 else reshard(part, where)
+
+    def _save_adapter(self, adapters: Params, folder: Path, base: str) -> Path | None:
+        if not self.cluster.is_first or folder.exists():
+            return None
+        # A name on a hub stays as it is; a folder must be found from anywhere.
+        base = str(Path(base).resolve()) if Path(base).is_dir() else base
+        lora = self.learner.config.lora
+        save_adapter(folder, adapters, model=self.learner.model, lora=lora, base=base)
+        return folder
+
+
+def keep_exports(workdir: Path, *, newest: int | None = None, until: int | None = None) -> None:
+    """Deletes the exports behind step `until`, and all but the newest so many steps'."""
+    exports = [
+        (int(match[1]), path)
+        for path in (workdir / "export").glob("step_*")
+        if (match := _FOLDER.fullmatch(path.name))
+    ]
+    steps = sorted({step for step, _ in exports if until is None or step <= until})
+    kept = steps if newest is None else steps[-newest:]
+    for step, path in exports:
+        if step not in kept:
+            shutil.rmtree(path)

@@ -1,0 +1,295 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A whole training run in its workdir: begun or resumed, recorded behind each step, stopped."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from earl_jax.config import Config
+from earl_jax.launch.agreement import check_same, open_shared_workdir
+from earl_jax.launch.cluster import find_cluster
+from earl_jax.loop import StepRecord, evaluate, rl_step
+from earl_jax.models.checkpoints.hf_read import check_weights
+from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
+from earl_jax.placement.placement import Placement
+from earl_jax.rollout.load import expected_tokens
+from earl_jax.run import Run, build_run
+from earl_jax.selector.choose import BudgetTooSmall
+from earl_jax.selector.smallest import smallest_hardware, smallest_words
+from earl_jax.telemetry.episodes import failures_in_words, trajectory_lines
+from earl_jax.telemetry.load import LoadHistory
+from earl_jax.telemetry.progress import Progress
+from earl_jax.telemetry.recorder import Recorder
+from earl_jax.train.backup import StateLost
+from earl_jax.train.checkpoint import Checkpoints, open_workdir
+from earl_jax.train.export import Exporter, keep_exports
+from earl_jax.workdir import Position, new_placement, resume, save
+
+
+def train(config: Config, workdir: Path) -> dict[str, Any]:
+    """Trains from where the workdir stands to the end, or to a SIGTERM.
+
+    Where a lack of memory takes the trainer's state, the run goes on from the newest checkpoint (or
+    from the start, where there is none yet) with less.
+
+    Returns:
+        The last evaluation, empty if there is none yet, and in a process that is not the first.
+
+    Raises:
+        ValueError: a mistake of the user's, in words; a model that is too large for its devices on
+            every mesh, with the hardware that would do.
+    """
+    cluster = find_cluster(0, config.distributed.timeout_s)
+    check_same(cluster, config.as_dict())
+    open_shared_workdir(
+        cluster, workdir, functools.partial(open_workdir, workdir, config.as_dict())
+    )
+    run = build_run(config, workdir / "tokenizer")
+    # The first process speaks for all.
+    stream = None if cluster.is_first else io.StringIO()
+    with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
+        if cluster.count > 1 or run.cluster.disjoint:
+            progress.note(str(run.cluster))
+        for note in run.notes:
+            progress.note(note)
+        recorder = Recorder(
+            workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard
+        )
+        checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+        position, known = None, None
+        while position is None:
+            position, is_stopped, known = _train_until_lost(
+                run, recorder, checkpoints, workdir, stop, known
+            )
+        checkpoints.close()
+        cluster.barrier("the end of the run")
+        if is_stopped:
+            progress.note(
+                f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
+                "from here"
+            )
+    return recorder.last_evaluation()
+
+
+def _train_until_lost(
+    run: Run,
+    recorder: Recorder,
+    checkpoints: Checkpoints,
+    workdir: Path,
+    stop: list[int],
+    known: Any,
+) -> tuple[Position | None, bool, Any]:
+    """Trains from the newest checkpoint to the end, to a SIGTERM, or until the state is lost.
+
+    The position is None where a lack of memory took the trainer's state. The plan that failed is
+    impossible from then on (the table, which is the last of what is returned, says so, also where
+    the disk could not keep it), so that this happens once for each plan at most.
+    """
+    resumed = resume(run, checkpoints, workdir, recorder.note)
+    recorder.drop_after(resumed[0].step if resumed else -1)
+    position, placement = resumed or (None, new_placement(run, recorder.note))
+    if known is not None:
+        placement.observations.table = placement.observations.table.over(known)
+        if position is None:
+            recorder.note("there is no checkpoint yet: the run begins again")
+    is_on = compiles_ahead(run.config.selector.compile_ahead, run.cluster)
+    ahead = CompileAhead(recorder.note, is_on=is_on, max_context=run.origin.max_context)
+    with recorder, ahead:
+        training = Training(
+            run=run,
+            placement=placement,
+            recorder=recorder,
+            checkpoints=checkpoints,
+            workdir=workdir,
+            ahead=ahead,
+            stop=stop,
+        )
+        try:
+            position = training.begin(position)
+            while position.step < run.config.num_steps and not training.stopped:
+                position, record = rl_step(run, placement, position)
+                training.record(position, record)
+        except BudgetTooSmall as error:
+            if run.cluster.disjoint:
+                raise
+            tokens = placement.needed_tokens
+            words = smallest_words(smallest_hardware(run.problem, tokens), tokens)
+            raise BudgetTooSmall(f"{error}. {words}" if words else str(error)) from error
+        except StateLost as lost:
+            recorder.note(str(lost))
+            # The kept session leaves its memory to the state from the checkpoint.
+            placement.sessions.forget()
+            return None, False, placement.observations.table
+    return position, training.stopped, None
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Training:
+    """Begins a run, and records each step of it. Every process has one; the first writes."""
+
+    run: Run
+    placement: Placement
+    recorder: Recorder
+    checkpoints: Checkpoints
+    workdir: Path
+    ahead: CompileAhead
+    stop: list[int]
+    stopped: bool = False
+    # How the step before differed from the config, because memory was short.
+    _differs: str = ""
+
+    def begin(self, position: Position | None) -> Position:
+        """Returns where the run begins, or goes on, if it has a position.
+
+        A new run chooses its plans, makes its first weights, and is evaluated. Of a run that was
+        stopped, what was not written behind its last step is written now.
+        """
+        run, placement = self.run, self.placement
+        if position is not None:
+            self._take_over()
+            if self._is_due(position.step):
+                self._export(position)
+            return position
+        if run.origin.checkpoint:
+            # Now, and not after programs were compiled: that takes minutes.
+            check_weights(run.origin.checkpoint)
+        placement.choose_step(expected_tokens(run.config.rollout, None), None)
+        self._take_over()
+        state = run.learner.first_state(placement.train.mesh)
+        state = placement.move_state(state, to_play=True)
+        position = Position(step=0, state=state, history=LoadHistory())
+        self.ahead.look(placement, position.history)
+        self._evaluate(position, run.config.eval.games)
+        return position
+
+    def _take_over(self) -> None:
+        """From here on programs that are used are told to who compiles ahead."""
+        self.placement.about_to_use = self.ahead.hand_over
+        self.placement.is_compiled = self.ahead.is_compiled
+        self.ahead.take_times()
+
+    def record(self, position: Position, record: StepRecord) -> None:
+        """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
+        config, step = self.run.config, position.step
+        last = step == config.num_steps
+        line = self._line(record)
+        for note in self._notes(record, line.pop("switch_notes"), line):
+            self.recorder.note(f"step {step}: {note}")
+        self.recorder.write(line)
+        if not last:
+            self.ahead.look(self.placement, position.history)
+        if step == 1 or last or step % config.log.trajectories_every_steps == 0:
+            # Only now, and not at every step, all tokens come to the first process.
+            own = trajectory_lines(record.trajectories)
+            each = self.run.cluster.gather(own, "the episodes to write down")
+            self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
+        if last or step % config.eval.every_steps == 0:
+            self._evaluate(position, config.eval.final_games if last else config.eval.games)
+        self.stopped = self.run.cluster.any(bool(self.stop), "a signal to stop")
+        if self.stopped or self._is_due(step):
+            save(self.run, self.placement, self.checkpoints, position)
+        if self._is_due(step):
+            self._export(position)
+        if last or self.stopped or step % config.log.report_every_steps == 0:
+            title = f"earl_jax: {config.env.title}"
+            self.recorder.write_report(title, config.as_dict(), _report_notes(config))
+
+    def _line(self, record: StepRecord) -> dict[str, Any]:
+        """Returns the line of metrics.jsonl for this step, in the words of the contract."""
+        switches, compiling = self.placement.take_log().metrics(), self.ahead.take_times()
+        parts = self.run.cluster.gather([switches, list(compiling)], "what changed")
+        # One process may have decided by itself within a rollout.
+        notes = [note for part, _ in parts for note in part["switch_notes"]]
+        switched = [stage for part, _ in parts for stage in part["switched"]]
+        total_s, waited_s = max((times for _, times in parts), key=lambda times: times[1])
+        return {
+            **record.metrics(),
+            "train_mesh": str(self.placement.train.mesh),
+            "plan": self.placement.words or None,
+            **parts[0][0],
+            "switched": list(dict.fromkeys(switched)),
+            "switch_notes": list(dict.fromkeys(notes)),
+            "switch_s": max(part["switch_s"] for part, _ in parts),
+            "peak_bytes_per_device": max(part["peak_bytes_per_device"] for part, _ in parts),
+            "budget_bytes_per_device": self.run.problem.budget_bytes,
+            **({"compile_s": total_s, "compile_waited_s": waited_s} if total_s else {}),
+        }
+
+    def _notes(
+        self, record: StepRecord, switches: list[str], line: dict[str, Any]
+    ) -> Iterator[str]:
+        """Yields what a user should see of a step: changes with their reasons, failures."""
+        yield from switches
+        if self.placement.words != self._differs:
+            self._differs = self.placement.words
+            yield self._differs or "all as the config says again"
+        if line["switched"] and "compile_s" in line:
+            yield (
+                f"its new programs took {line['compile_s']:.2f} s to compile, "
+                f"of which the run waited {line['compile_waited_s']:.2f} s"
+            )
+        if failures := failures_in_words(record.trajectories):
+            yield failures
+
+    def _evaluate(self, position: Position, games: int) -> None:
+        evaluation = evaluate(self.run, self.placement, position, games=games)
+        self.recorder.write({"step": position.step, "eval": evaluation})
+
+    def _is_due(self, step: int) -> bool:
+        """Returns True for steps that are saved: the last, and one every so many."""
+        config = self.run.config
+        return step == config.num_steps or step % config.checkpoint.every_steps == 0
+
+    def _export(self, position: Position) -> None:
+        run, config = self.run, self.run.config
+        wanted, at_end = config.checkpoint.export, position.step == config.num_steps
+        if wanted == "auto":
+            wanted = at_end and config.model.path != ""
+        if not wanted:
+            return
+        for folder in exporter_of(run).export(
+            position.state, self.workdir / "export", position.step
+        ):
+            self.recorder.note(f"exported {folder}")
+        if run.cluster.is_first:
+            keep_exports(self.workdir, newest=config.checkpoint.keep)
+
+
+def exporter_of(run: Run) -> Exporter:
+    """Returns the writer of this run's policies."""
+    return Exporter(
+        cluster=run.cluster,
+        learner=run.learner,
+        tokenizer=run.origin.tokenizer,
+        spread=run.stages.spread_shardings,
+        path=run.config.model.path,
+        max_positions=run.config.rollout.context_buckets[-1],
+    )
+
+
+def _report_notes(config: Config) -> list[str]:
+    train = config.train
+    if not train.sft_steps:
+        return []
+    return [
+        f"In its first {train.sft_steps} steps the policy was also trained on "
+        f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
+    ]
+
+
+@contextlib.contextmanager
+def _stop_on_sigterm() -> Iterator[list[int]]:
+    """Gives a list that is empty until a SIGTERM has come."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
