@@ -71,9 +71,8 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
 
 
 def _lower_round(point: Point, layout: Any) -> tuple[Any, str]:
-    from earl_jax.engine.engine import PolicyEngine
-    from earl_jax.engine.engine_config import EngineConfig
-    from earl_jax.engine.slots import SlotRules
+    from earl_jax.engine.config import EngineConfig, SlotRules
+    from earl_jax.engine.engine import Engine
 
     slots = point.rows * layout.num_row_shards
     config = EngineConfig(
@@ -87,7 +86,7 @@ def _lower_round(point: Point, layout: Any) -> tuple[Any, str]:
         rules=SlotRules(burst=BURST, end_of_turn_ids=(0,)),
         seed=0,
     )
-    return PolicyEngine(config, layout).lower_play(point.length), "pages"
+    return Engine(config, layout).lower_play(point.length), "pages"
 
 
 COLLECTIVE = re.compile(

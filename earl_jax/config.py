@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
-from earl_jax.engine.config import RolloutConfig, Sampling
+from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
 from earl_jax.envs.registry import EnvConfig, Played, open_environment
@@ -21,6 +21,7 @@ from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
 from earl_jax.models.presets import preset_named
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
 from earl_jax.train.config import TrainConfig
@@ -256,11 +257,6 @@ class Config:
     def _check_ratio(self) -> None:
         """Raises ValueError unless the trainer compares like with like."""
         rollout = self.rollout
-        if self.train.ratio == "model" and not rollout.model_logprobs:
-            raise ValueError(
-                "config.train.ratio is 'model', which compares with log-probs under the model "
-                "itself, and config.rollout.model_logprobs is False; set it to True"
-            )
         if self.train.ratio == "model":
             return
         for field in ("top_k", "top_p", "min_p"):
@@ -269,8 +265,7 @@ class Config:
                 raise ValueError(
                     f"config.rollout.{field} is {value} with config.train.ratio 'behaviour'; the "
                     "trainer scores under all tokens, so what is cut off would look like a change "
-                    "of the policy: set config.train.ratio to 'model' and "
-                    "config.rollout.model_logprobs to True"
+                    "of the policy: set config.train.ratio to 'model'"
                 )
 
     @property
@@ -326,18 +321,10 @@ def _idle_model(config: Config) -> Iterator[_Idle]:
 
 
 def _idle_rollout(config: Config) -> Iterator[_Idle]:
-    rollout = config.rollout
     apart = "config.devices.num_rollout gives the trainer devices of its own"
     yield config.devices.num_rollout > 0, "selector.offload", apart
-    recomputes = "config.rollout.preemption is 'recompute'"
-    yield rollout.preemption == "recompute", "rollout.preemption_host_gib", recomputes
-    alone = "config.rollout.share_prefixes is False"
-    yield not rollout.share_prefixes, "rollout.copy_prefixes", alone
     ours = "without config.model.path the chat template is ours, which only appends"
     yield config.model.path == "", "chat.history", ours
-    for name in ("ngram", "draft"):
-        never = "config.rollout.speculation.mode is 'off'"
-        yield rollout.speculation.mode == "off", f"rollout.speculation.{name}", never
     platform = config.devices.platform
     elsewhere = f"config.devices.platform is {platform!r}"
     yield platform in ("gpu", "tpu"), "devices.num_cpu_devices", elsewhere

@@ -26,8 +26,18 @@ from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 
-# Keys of earlier versions, and those that took their place.
+# Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
+    "config.rollout.append_rows": "it is fixed (APPEND_ROWS in engine/config.py)",
+    "config.rollout.copy_prefixes": "prompts are copied from shard to shard where that is faster",
+    "config.rollout.model_logprobs": "they are recorded where config.train.ratio is 'model'",
+    "config.rollout.preemption": (
+        "the cheaper way is taken; to read all again, set config.rollout.preemption_host_gib to 0"
+    ),
+    "config.rollout.share_prefixes": "what prompts have in common is always computed once",
+    "config.rollout.speculation": (
+        "set config.rollout.num_draft_tokens, such as 4 (0: no speculation)"
+    ),
     "config.train.advantage": "config.algorithm",
     "config.train.turn_discount": "config.algorithm_args.turn_discount",
     "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
@@ -177,7 +187,8 @@ def _build_fields(cls: type, values: Any, path: str) -> dict[str, Any]:
 
 def _unknown_key(cls: type, key: str, path: str, fields: set[str]) -> str:
     if renamed := RENAMED_KEYS.get(f"{path}.{key}"):
-        return f"{path}.{key} is now {renamed}"
+        is_key = renamed.startswith("config.")
+        return f"{path}.{key} {'is now' if is_key else 'is no setting any more:'} {renamed}"
     near = difflib.get_close_matches(str(key), fields, n=1)
     if near:
         hint = f"did you mean {near[0]!r}?"

@@ -18,12 +18,12 @@ import numpy as np
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import dispatch, join_rows
-from earl_jax.engine.config import RolloutConfig, Sampling
+from earl_jax.engine.config import Sampling
 from earl_jax.engine.session import Session
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.updates import Metrics, learn, sft
 from earl_jax.rollout.collect import Collector, Rollout
-from earl_jax.rollout.control import RolloutControl
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.gather import Played, gather_outcomes
 from earl_jax.rollout.stats import RolloutStats
@@ -230,9 +230,8 @@ def play(
     tasks: Sequence[Task],
     load: Load | None,
     sampling: Sampling | None = None,
-    control: RolloutControl | None = None,
 ) -> Rollout:
-    """Plays the tasks from this session, which may move meanwhile; obeys `control`."""
+    """Plays the tasks from this session, which may move meanwhile."""
     collector = Collector(
         dataclasses.replace(world.own_rollout, num_slots=session.engine.config.num_slots),
         world.new_conversation,
@@ -241,13 +240,12 @@ def play(
         lambda session, tokens, pages: placement.sessions.make_room(session, tokens, pages, load),
         num_devices=len(world.processes.own_devices),
         max_context=world.max_context,
-        drafting=world.drafting,
         thin_out=lambda session, live, longest: placement.sessions.thin_out(
             session, live, longest, load
         ),
     )
     sampling = sampling or world.config.rollout.sampling
-    return collector.collect(session, tasks, sampling=sampling, control=control)
+    return collector.collect(session, tasks, sampling=sampling)
 
 
 def play_all(
@@ -287,7 +285,7 @@ def learnable(world: World, tasks: Sequence[Task]) -> Sequence[Task]:
                 raise ValueError(
                     f"episode {task.episode} is drawn by {task.sampling}, and the trainer scores "
                     "all tokens at config.rollout.temperature; leave Task.sampling to the config, "
-                    "or set config.train.ratio = 'model' and config.rollout.model_logprobs = True"
+                    "or set config.train.ratio = 'model'"
                 )
     return tasks
 

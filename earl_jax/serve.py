@@ -4,7 +4,6 @@
 
 import argparse
 import asyncio
-import dataclasses
 import os
 import signal
 import sys
@@ -20,34 +19,33 @@ from earl_jax.serving.serve_flags import (
     check_prompt,
     parse_flags,
     sampling,
-    speculation,
 )
 from earl_jax.serving.served_policy import ServedPolicy, model_policy, run_policy
 
 if TYPE_CHECKING:
     from earl_jax.sharding.layout import MeshShape
 
-# Of a device's memory for weights and KV cache; the rest is for prompts that are read, and for what
-# programs need beside their arguments.
+# The share of a device's memory for weights and KV cache; the rest is for prompts that are read and
+# for the temporaries of programs.
 CACHE_SHARE = 0.8
-# Room of a slot at first. Beyond it programs are compiled anew as requests grow; below, a longer
-# table of pages costs nothing. But guesses are looked for in all of it, at each step.
-FIRST_ROOM, GUESSING_ROOM = 2**15, 2**12
+# Tokens of a slot's table at first. Beyond them programs are compiled anew as requests grow; below,
+# a longer table costs nothing. But drafts are looked up in all of it, at each step.
+FIRST_TOKENS, DRAFTING_FIRST_TOKENS = 2**15, 2**12
 # A cache that grows stands beside the one before it, and beside the prompt that it grows for.
 WHILE_GROWING = 3
-# Of a context, where neither the model nor memory says less.
+# The longest context, where neither the model nor memory allows less.
 MOST_TOKENS = 2**30
 
 
 def serve_command(arguments: Sequence[str]) -> None:
-    """The whole command, until it is ended. Raises ValueError for bad input."""
+    """Runs the command until it is ended. Raises ValueError for bad input."""
     flags = parse_flags(arguments)
     from earl_jax.sharding.layout import MeshShape
 
     check_flags(flags)
     mesh = MeshShape.parse(flags.mesh) if flags.mesh else None
     policy = run_policy(flags) if flags.workdir else model_policy(flags, mesh or MeshShape())
-    drawn = sampling(flags, policy.told)
+    drawn = sampling(flags, policy.sampling)
 
     import jax
 
@@ -58,17 +56,17 @@ def serve_command(arguments: Sequence[str]) -> None:
     name, limit = policy.name, policy.max_context
     del policy  # its fp32 weights
     warm_up(engine, params)
-    room, pages = engine.config.serving, engine.serving_pool.total
-    short = limit and not flags.max_context and room.context_tokens < limit
+    serving, config = engine.serving, engine.engine.config
+    short = limit and not flags.max_context and serving.context_tokens < limit
 
-    def say(address: str) -> None:
+    def announce(address: str) -> None:
         print(
             f"serving {name} at {address}: prompts of up to "
-            f"{min(room.max_prefill_length, room.context_tokens)} tokens, "
-            f"{room.context_tokens} with their replies"
-            + (f" (the model takes {limit}; memory has room for no more)" if short else "")
+            f"{min(serving.max_prefill_length, serving.context_tokens)} tokens, "
+            f"{serving.context_tokens} with their replies"
+            + (f" (the model takes {limit}; memory holds no more)" if short else "")
             + f", {flags.num_slots} at once on {mesh}, "
-            f"{pages * engine.config.page_size} tokens of KV cache",
+            f"{engine.first_pool.total * config.page_size} tokens of KV cache",
             flush=True,
         )
 
@@ -79,7 +77,7 @@ def serve_command(arguments: Sequence[str]) -> None:
             host=flags.host,
             port=flags.port,
             max_waiting=flags.max_waiting,
-            on_ready=say,
+            on_ready=announce,
         )
     )
 
@@ -87,18 +85,19 @@ def serve_command(arguments: Sequence[str]) -> None:
 def _open_engine(
     flags: argparse.Namespace, policy: ServedPolicy, mesh: "MeshShape", drawn: Any
 ) -> tuple[Any, Any]:
-    """The engine on this mesh, and the policy's weights in it. Raises ValueError."""
+    """Returns the engine on this mesh, and the policy's weights in it. Raises ValueError."""
     from earl_jax.dispatch.weights import publish
-    from earl_jax.engine._jetstream import padded_length
-    from earl_jax.engine.engine import PolicyEngine
-    from earl_jax.engine.engine_config import EngineConfig, Serving
-    from earl_jax.engine.slots import SlotRules
+    from earl_jax.engine.config import EngineConfig, SlotRules
+    from earl_jax.engine.engine import Engine
+    from earl_jax.serving._jetstream import padded_length
+    from earl_jax.serving.config import ServingConfig
+    from earl_jax.serving.jetstream_engine import JetStreamEngine
     from earl_jax.sharding.layout import make_layout
 
     check_against_model(
         flags, mesh, policy.name, policy.model, policy.vocab_size, policy.max_context
     )
-    guesses = speculation(flags, policy.speculation)
+    drafts = flags.num_draft_tokens
     layout = make_layout(mesh)
     config = EngineConfig(
         model=policy.model,
@@ -106,40 +105,36 @@ def _open_engine(
         weight_dtype=policy.weight_dtype,
         kv_dtype=policy.kv_dtype,
         num_slots=flags.num_slots,
-        # Rollouts' own: nothing is written down here.
+        # Rows of experience, of which serving needs none.
         num_rows=layout.num_row_shards,
         chunk_size=1,
         rules=SlotRules(
             burst=1,
             end_of_turn_ids=policy.end_ids,
             choice_branches=flags.max_choice_tokens,
-            ngram=0 if guesses.mode == "off" else guesses.ngram,
-            draft=0 if guesses.mode == "off" else guesses.draft,
+            draft=policy.num_draft_tokens if drafts is None else drafts,
         ),
         seed=flags.seed,
     )
-    engine = PolicyEngine(config, layout, policy.tokenizer)
+    engine = Engine(config, layout)
     params = publish(
         policy.load(layout), engine.parameter_shapes, engine.parameter_shardings
     ).params
     # Only now is it known how much memory the weights leave.
     cache_tokens, holds = _cache_tokens(flags, engine)
     context_tokens = _context_tokens(flags, policy.max_context, holds)
-    serving = Serving(
+    serving = ServingConfig(
         max_prefill_length=flags.max_prompt_tokens or padded_length(context_tokens),
         context_tokens=context_tokens,
-        first_room=GUESSING_ROOM if config.rules.ngram else FIRST_ROOM,
+        first_context_tokens=DRAFTING_FIRST_TOKENS if config.rules.draft else FIRST_TOKENS,
         cache_tokens=cache_tokens,
         sampling=drawn,
-        speculation="auto" if guesses.mode == "auto" else "on",
     )
-    return PolicyEngine(
-        dataclasses.replace(config, serving=serving), layout, policy.tokenizer
-    ), params
+    return JetStreamEngine(engine, serving, policy.tokenizer), params
 
 
 def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:
-    """Tokens of a prompt and its reply: what the model takes, or what memory `holds` of it.
+    """Returns the tokens of a prompt with its reply: the model's context, or what memory `holds`.
 
     Raises ValueError.
     """
@@ -155,17 +150,17 @@ def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: i
 
 
 def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
-    """Room in the KV cache over all slots at first, and tokens of the longest context in the end.
+    """Returns the tokens of the KV cache at first, and of the longest context in the end.
 
-    The cache begins with what memory the devices have left, if they say so.
+    The cache begins with the memory that the devices have left, if they report it.
     """
     import jax
 
     from earl_jax.engine.pages import Pool
 
     stats = jax.local_devices()[0].memory_stats() or {}
-    told = "bytes_limit" in stats
-    if told:
+    is_known = "bytes_limit" in stats
+    if is_known:
         free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
     else:
         free = CACHE_SHARE * _host_bytes() / jax.local_device_count()
@@ -175,13 +170,13 @@ def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
     shape = engine.layout.shape
     token_bytes /= shards * size * shape.tensor * shape.context
     shard_tokens = max(1, int(free / token_bytes))
-    first = shards * shard_tokens if told else DEFAULT_SLOT_TOKENS * engine.config.num_slots
+    first = shards * shard_tokens if is_known else DEFAULT_SLOT_TOKENS * engine.config.num_slots
     first = flags.cache_tokens or first
     return first, min(MOST_TOKENS, max(first // shards, shard_tokens // WHILE_GROWING))
 
 
 def _host_bytes() -> int:
-    """Memory of this machine that nobody has taken."""
+    """Returns the free memory of this machine, in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         [line] = [line for line in lines if line.startswith("MemAvailable:")]

@@ -27,7 +27,7 @@ class Turn:
     `logprobs` and `versions` hold one value per token of a policy turn (log-prob under the
     distribution that it was drawn from, policy version that sampled it) and are empty for the
     environment's turns; `model_logprobs` are those under the model itself, untempered and with
-    nothing cut off, where the engine writes them down (config.rollout.model_logprobs). `text`
+    nothing cut off, where the engine records them (config.train.ratio "model"). `text`
     is for people: the environment's message, or the decoded reply of the policy. `messages` are
     (role, text) of what the environment said where that is not one message of a user. A turn of the
     environment that `forks` begins a new sample: its ids are a prompt that tells the whole

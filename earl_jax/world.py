@@ -14,9 +14,7 @@ from typing import Any
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
-from earl_jax.engine.drafting import Drafting
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import make_engine_config
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
@@ -33,6 +31,7 @@ from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.parameters import Params
 from earl_jax.origin import max_context, open_origin
 from earl_jax.placement.problem import hardware_of_devices, make_problem
+from earl_jax.rollout.config import make_engine_config
 from earl_jax.rollout.episode import Task
 from earl_jax.selector.memory import device_budget
 from earl_jax.selector.plans import RolloutPlan
@@ -71,7 +70,6 @@ class World:
         self.own_rollout = config.rollout.part(len(self.processes.players))
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
         self.played = config.open_environment()
-        self.drafting = Drafting(config.rollout.speculation.mode)
         self.checkpoint = (
             open_checkpoint(find_folder(config.model.path)) if config.model.path else None
         )
@@ -112,7 +110,6 @@ class World:
         self.notes.append(f"attention in the rollout: {self._rollout_attention()}")
         if not config.rollout.is_precise_as(self.model.compute_dtype):
             self.notes.append(f"rollout in another precision than training: {_precision(config)}")
-        self.notes += _drafting_notes(config, self.processes.count)
 
     def _check_meshes(self) -> None:
         """Raises ValueError where a stage has no mesh, or a named one is impossible."""
@@ -164,25 +161,26 @@ class World:
         """The trainer's layout of this shape over all devices that train."""
         return make_layout(shape, self.processes.train_devices, row_axes=TRAINING_ROWS)
 
-    def engine(self, shape: MeshShape, num_slots: int | None = None) -> PolicyEngine:
+    def engine(self, shape: MeshShape, num_slots: int | None = None) -> Engine:
         """This process's engine on this rollout mesh; `num_slots` of all processes, None: all."""
         slots = num_slots or self.config.rollout.num_slots
         return self._engine(shape, slots // len(self.processes.players))
 
     @functools.cache  # noqa: B019
-    def _engine(self, shape: MeshShape, num_slots: int) -> PolicyEngine:
+    def _engine(self, shape: MeshShape, num_slots: int) -> Engine:
         config = make_engine_config(
             dataclasses.replace(self.own_rollout, num_slots=num_slots),
             self.model,
             self.vocab_size,
             num_devices=len(self.processes.own_devices),
             seed=self.config.seed,
+            model_logprobs=self.config.train.ratio == "model",
         )
         rules = config.rules._replace(
             end_of_turn_ids=self.renderer.end_of_turn_ids, choice_branches=self.choice_branches
         )
         config = dataclasses.replace(config, rules=rules)
-        return PolicyEngine(config, self.rollout_layout(shape), self.tokenizer)
+        return Engine(config, self.rollout_layout(shape))
 
     def cache_pool(self, plan: RolloutPlan) -> Pool:
         """Returns the pages of this process's part of a rollout."""
@@ -316,21 +314,6 @@ def _choice_branches(config: Config, played: Played, renderer: ChatRenderer) -> 
             f"of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )
     return len(choice_tree(replies)[0])
-
-
-def _drafting_notes(config: Config, num_processes: int) -> list[str]:
-    """What a user should know of guesses by the clock. Raises ValueError for several processes."""
-    if config.rollout.speculation.mode != "auto":
-        return []
-    if num_processes > 1:
-        raise ValueError(
-            f"config.rollout.speculation.mode is 'auto' in a run of {num_processes} processes, "
-            "whose clocks could choose different programs for one round; set it to 'on' or 'off'"
-        )
-    return [
-        "config.rollout.speculation.mode is 'auto': the clock decides which rounds guess tokens, "
-        "so log-probs of a run that is repeated or resumed are the same up to rounding only"
-    ]
 
 
 def _precision(config: Config) -> str:

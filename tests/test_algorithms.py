@@ -146,7 +146,6 @@ RUN = {
         "num_slots": 8,
         "episodes_per_step": 16,
         "group_size": 4,
-        "model_logprobs": True,
     },
     "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     "train": {"epochs": 2, "ratio": "model"},

@@ -32,7 +32,6 @@ from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
 from tests.support.choices import BRANCHES, HOT, Words, engine_for
-from tests.support.controls import Script, swap_to
 from tests.support.episodes import (
     MODEL,
     RATIO_RUN,
@@ -304,26 +303,6 @@ def test_bursts_meshes_and_rows_change_nothing(pool, burst, mesh, step_rows):
     )
     assert_same_episodes(first.trajectories, other.trajectories)
     check_rows(other, 24)
-
-
-def test_a_turn_that_is_read_again_in_its_middle_stays_among_its_choices(pool):
-    """Other weights take over between two tokens of a turn, of every turn of somebody."""
-    heard, digits = [], []
-    rollout = collect(
-        pool,
-        tasks(16),
-        lambda task: Digits(digits) if task.episode % 4 == 3 else Words(heard),
-        player=engine_for(BRANCHES, 1),
-        burst=1,
-        sampling=Sampling(temperature=HOT),
-        control=Script({number: swap_to(number, "recompute") for number in (2, 4, 7)}),
-    )
-    check_rows(rollout, 16)
-    turns = [turn for t in rollout.trajectories for turn in t.turns[1:4:2]]
-    assert any(len(set(turn.versions)) > 1 for turn in turns)
-    assert {sampled[0] for sampled in heard} <= set(Words.ROUNDS[0])
-    assert {sampled[1] for sampled in heard if len(sampled) > 1} <= set(Words.ROUNDS[1])
-    assert {c for sampled in digits for c in sampled[0]} <= set(Digits.ROUNDS[0])
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ import time
 import numpy as np
 import pytest
 
-from earl_jax.engine.config import Limits
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine import Engine
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
+from earl_jax.rollout.config import Limits
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import MeshShape
 from tests.support.environments import Talker, Watched
@@ -122,7 +122,7 @@ def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
     rollout = collect(pool, tasks(40), player=player, collectors=collectors)
     assert len(seen) == rollout.stats.rounds == games.stats.rounds
     assert {live - min(16, 40 - over) for live, over in seen} == {0}
-    assert 0 < rollout.stats.guest_episodes < 20
+    assert 0 < rollout.stats.borrowed_slots < 20
     # List scheduling in each data shard of two slots and six rows by itself.
     needed = [rounds_of(t) for t in games.trajectories]
     ends = []
@@ -149,7 +149,7 @@ def test_episodes_of_one_lane_play_in_all_and_their_rows_are_at_home(pool, games
     rollout = collect(pool, tasks(18), num_slots=num_slots, player=player)
     check_rows(rollout, 18)
     assert_same_episodes(games.trajectories[:18], rollout.trajectories)
-    assert rollout.stats.guest_episodes >= 10
+    assert rollout.stats.borrowed_slots >= 10
     at_home = max(
         sum(rounds_of(t) for t in games.trajectories[first : first + 6]) for first in (0, 6, 12)
     )
@@ -545,7 +545,7 @@ def test_one_thread_alone_speaks_to_the_devices(pool):
     """Environments run in two others. Whatever is asked of the engine, it alone asks."""
     speakers, thinkers = set(), set()
 
-    class Noting(PolicyEngine):
+    class Noting(Engine):
         def __getattribute__(self, name):
             speakers.add(threading.get_ident())
             return super().__getattribute__(name)

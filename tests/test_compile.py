@@ -16,9 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.slots import SlotRules
+from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.kv_cache import cache_bytes
 from earl_jax.models.presets import PRESETS
@@ -72,7 +71,7 @@ def compiled_round(family: str, name: str, shape: MeshShape, draft: int = 0):
         seed=0,
     )
     layout = make_layout(shape, make_topology(name).devices())
-    lowered = PolicyEngine(config, layout).lower_play(PLACES)
+    lowered = Engine(config, layout).lower_play(PLACES)
     before = jax.config.jax_optimization_level
     if layout.platform == "tpu":
         # At full effort, minutes.

@@ -10,8 +10,8 @@ import pytest
 from reference.make_checkpoint import write_checkpoint
 
 from earl_jax.config_file import load_config_file, make_config
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.round_inputs import order_width
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.round_inputs import inputs_width
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
@@ -107,11 +107,11 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
 def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(world):
     rollout = world.config.rollout
     for shape in world.problem.rollout_meshes:
-        engine = PolicyEngine(world.engine(shape).config, make_abstract_layout(shape))
+        engine = Engine(world.engine(shape).config, make_abstract_layout(shape))
         rows = engine.layout.activations("B")
-        width = order_width(rollout.chunk_size)
+        width = inputs_width(rollout.chunk_size)
         for max_tokens in {rollout.context_buckets[0], rollout.context_buckets[-1]}:
-            # `PolicyEngine.lower_play` cannot lower for devices that are not there.
+            # `Engine.lower_play` cannot lower for devices that are not there.
             traced = engine._play.trace(
                 placed(engine.parameter_shapes, engine.parameter_shardings),
                 placed(engine.state_shapes(max_tokens), engine.state_shardings),

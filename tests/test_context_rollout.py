@@ -14,14 +14,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.config_file import make_config
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig, Serving
+from earl_jax.engine.config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.page_shares import PageShare, share_tokens
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_drafts
 from earl_jax.models.kv_cache import empty_cache, place_pages
 from earl_jax.models.parameters import init_parameters, parameter_specs, unstack_layers
 from earl_jax.selector.memory import resident_bytes
+from earl_jax.serving.config import ServingConfig
+from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.world import World
@@ -52,7 +54,6 @@ CONFIG = EngineConfig(
     rules=RULES._replace(append_rows=1),
     seed=7,
     page_size=8,
-    serving=Serving(max_prefill_length=32, context_tokens=PLACES),
 )
 WHOLE, MIXED = MeshShape(data=8), MeshShape(data=2, context=2, tensor=2)
 OTHERS = [
@@ -62,8 +63,8 @@ OTHERS = [
 
 
 @functools.cache
-def engine_on(shape: MeshShape) -> PolicyEngine:
-    return PolicyEngine(CONFIG, make_layout(shape))
+def engine_on(shape: MeshShape) -> Engine:
+    return Engine(CONFIG, make_layout(shape))
 
 
 @functools.cache
@@ -125,7 +126,7 @@ def test_the_cache_is_cut_and_weights_are_not():
 
 def test_a_page_must_divide():
     with pytest.raises(ValueError, match="page_size is 8, .*context=16.* multiple of 16"):
-        PolicyEngine(CONFIG, make_abstract_layout(MeshShape(context=16)))
+        Engine(CONFIG, make_abstract_layout(MeshShape(context=16)))
 
 
 # What is played.
@@ -250,7 +251,8 @@ def test_a_served_prompt_is_read_over_context():
     """And put into a slot, from which the reply is drawn."""
     replies = []
     for shape in (WHOLE, MIXED):
-        engine, weights = engine_on(shape), weights_on(shape)
+        serving = ServingConfig(max_prefill_length=32, context_tokens=PLACES)
+        engine, weights = JetStreamEngine(engine_on(shape), serving), weights_on(shape)
         prompt = np.random.default_rng(3).integers(1, VOCAB, 16).astype(np.int32)
         prefix = engine.prefill(params=weights, padded_tokens=prompt, true_length=14, seed=5)
         state = engine.insert(prefix, engine.init_decode_state(), 3)

@@ -21,7 +21,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from earl_jax.config_file import load_config_file, make_config
-from earl_jax.engine.config import RolloutConfig
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.distributed import (
     DistributedConfig,
@@ -32,6 +31,7 @@ from earl_jax.launch.distributed import (
 )
 from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.models.checkpoints.export import export_policy
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import run

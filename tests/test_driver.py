@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from earl_jax.engine.engine import PROMPT_CHUNK
 from earl_jax.serving.driver import PromptQueue
+from earl_jax.serving.jetstream_engine import PROMPT_CHUNK
 
 
 def test_replies_wait_for_a_short_prompt_and_not_for_a_long_one():

@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import pages_for
-from earl_jax.engine.round_inputs import ORDER_COLUMNS
+from earl_jax.engine.round_inputs import idle_inputs
 from earl_jax.engine.session import Policy, Session, relocate
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -109,7 +110,7 @@ def test_slots_that_take_turns_say_the_same_and_no_collective_crosses_a_data_sha
     """Three rows of a step for the eight slots of a data shard."""
     shape = CANDIDATES[2]
     layout = make_layout(shape)
-    engine = PolicyEngine(dataclasses.replace(CONFIG, step_rows=6), layout)
+    engine = Engine(dataclasses.replace(CONFIG, step_rows=6), layout)
     assert (engine.step_rows, engine_on(shape).step_rows) == (3, 8)
     play = functools.partial(engine.play, weights_on(shape))
     state, heard = converse(play, engine.empty_state(PLACES), scripts(), num_slots=NUM_SLOTS)
@@ -212,7 +213,7 @@ def test_load_params_places_every_weight_and_changes_none():
 def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
     engine, weights = engine_on(CANDIDATES[0]), weights_on(CANDIDATES[0])
     state = engine.empty_state(PLACES)
-    inputs = np.zeros((NUM_SLOTS, ORDER_COLUMNS + CHUNK), np.int32)
+    inputs = idle_inputs(NUM_SLOTS, CHUNK, 0, Sampling(), version=0)
     with HostByteCounter() as counter:
         after, report = engine.play(weights, state, inputs)
     # Tokens and log-probs of a burst, a count and a flag: 4 bytes each.
@@ -231,12 +232,12 @@ def test_a_round_brings_one_small_array_to_the_host_and_reuses_the_state():
 def test_slots_and_rows_must_divide_over_the_data_axis(changes, field):
     layout = make_layout(MeshShape(data=8))
     with pytest.raises(ValueError, match=f"config.rollout.{field} is .*data=8.* multiple of 8"):
-        PolicyEngine(dataclasses.replace(CONFIG, **changes), layout)
+        Engine(dataclasses.replace(CONFIG, **changes), layout)
 
 
 def test_a_compute_type_of_bfloat16_keeps_weights_and_cache_in_it():
     model = dataclasses.replace(MODEL, compute_dtype="bfloat16")
-    engine = PolicyEngine(dataclasses.replace(CONFIG, model=model), make_layout(MeshShape(data=8)))
+    engine = Engine(dataclasses.replace(CONFIG, model=model), make_layout(MeshShape(data=8)))
     types = {leaf.dtype for leaf in jax.tree.leaves(engine.parameter_shapes)}
     shapes = engine.state_shapes(PLACES)
     types |= {leaf.dtype for leaf in jax.tree.leaves(shapes.cache.layers)}

@@ -23,12 +23,12 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.engine.config import Limits, Stops
-from earl_jax.engine.round_inputs import Report
+from earl_jax.engine.round_inputs import RoundOutputs
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import Message
 from earl_jax.envs.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, build_tokenizer, load_tokenizer
+from earl_jax.rollout.config import Limits, Stops
 from earl_jax.rollout.episode import LiveEpisode, Task
 from tests.support.byte_ids import byte_ids
 
@@ -234,7 +234,7 @@ def say(episode: LiveEpisode, ids, *, version: int) -> list[float]:
         part = ids[first : first + BURST]
         logprobs += [-float(episode.length + place) for place in range(len(part))]
         beside = [7] * (BURST - len(part))
-        report = Report(
+        report = RoundOutputs(
             tokens=np.array([[7] * BURST, [*part, *beside]], np.int32),
             logprobs=np.array([[9.0] * BURST, [*logprobs[first:], *beside]], np.float32),
             count=np.array([BURST, len(part)], np.int32),

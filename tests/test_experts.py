@@ -17,8 +17,8 @@ import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
 from earl_jax.config_file import make_config
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
@@ -202,9 +202,9 @@ ENGINE_MESHES = [
 
 
 @functools.cache
-def engine_on(mesh: str) -> PolicyEngine:
+def engine_on(mesh: str) -> Engine:
     shape = MeshShape.parse(mesh)
-    return PolicyEngine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+    return Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
 
 
 @functools.cache

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.slots import SlotRules
+from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.rows import cap
 from earl_jax.models.checkpoints.families import FAMILIES
 from earl_jax.models.checkpoints.hf_read import load_parameters
@@ -166,7 +165,7 @@ PLAYED = [
 def test_the_engine_says_what_transformers_says_on_a_mesh(name, mesh):
     """A slot on each of four data shards or two on each of two, which begin one after the other."""
     given, slots = checkpoint(name), range(4)
-    engine = PolicyEngine(
+    engine = Engine(
         EngineConfig(
             model=given.model,
             vocab_size=given.vocab_size,

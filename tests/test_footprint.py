@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.scheduler import make_rows
-from earl_jax.engine.slots import SlotRules
+from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.rows import make_rows
 from earl_jax.models.attention.kernels import Kernel
 from earl_jax.models.attention.rows import BLOCK_SIZE
 from earl_jax.models.config import ModelConfig
@@ -172,7 +171,7 @@ def test_resident_bytes_are_those_of_placed_shapes(family):
         assert sum(trainer_bytes(sizes, mesh)) == found - 2 * 4
         if mesh.fsdp > 1:
             continue
-        engine = PolicyEngine(_engine_config(model, weight_dtype), make_abstract_layout(mesh))
+        engine = Engine(_engine_config(model, weight_dtype), make_abstract_layout(mesh))
         parameters = resident_bytes(engine.parameter_shapes, engine.parameter_shardings)
         cache = engine.state_shapes(12).cache.layers
         pages = resident_bytes(cache, engine.state_shardings.cache.layers)

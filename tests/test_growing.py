@@ -12,8 +12,8 @@ from benchmarks import growing
 from benchmarks.growing import Arm, Run, page_rows, read_run
 from benchmarks.pages import replace_table, table
 from earl_jax.config_file import load_config_file, make_config
-from earl_jax.engine.config import RolloutConfig
 from earl_jax.loop import foresee
+from earl_jax.rollout.config import RolloutConfig
 from earl_jax.run import run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.table import TRUSTED, ThroughputTable, train_key

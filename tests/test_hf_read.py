@@ -317,7 +317,6 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "rollout": {
             "num_slots": 16,
             "episodes_per_step": 16,
-            "model_logprobs": True,
             "context_buckets": (64,),
         },
         "train": {"ratio": "model"},

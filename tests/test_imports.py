@@ -28,7 +28,8 @@ ARROWS = {
     "telemetry": {"trajectory"},
     "selector": {"settings", "sharding", "telemetry"},
     "dispatch": {"sharding", "trajectory"},
-    "rollout": {"models", "envs", "settings", "sharding", "trajectory", "telemetry"},
+    "engine": {"models", "sharding", "trajectory"},
+    "rollout": {"engine", "models", "envs", "settings", "sharding", "trajectory", "telemetry"},
     "algorithms": {"settings", "sharding", "trajectory"},
     "train": {
         "algorithms",
@@ -44,7 +45,7 @@ ARROWS = {
 }
 # `placement` acts on all stages, as loop.py does; nothing that a stage needs may import it.
 STAGES = (ARROWS.keys() - {"settings", "trajectory", "weights"}) | {"placement"}
-JETSTREAM_GATE = "earl_jax/engine/_jetstream.py"
+JETSTREAM_GATE = "earl_jax/serving/_jetstream.py"
 ARRAY_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 
@@ -152,7 +153,7 @@ def test_the_checker_catches(path, source, expected):
         ("earl_jax/loop.py", "from earl_jax.train.step import TrainState\nimport jax"),
         ("earl_jax/train/step.py", "from earl_jax.train.config import TrainConfig"),
         ("earl_jax/train/step.py", "from . import optimizer\nfrom ..models import decoder"),
-        ("earl_jax/engine/_jetstream.py", "from jetstream.core import orchestrator"),
+        ("earl_jax/serving/_jetstream.py", "from jetstream.core import orchestrator"),
         ("earl_jax/envs/games.py", "import pyspiel\nnote = 'import jax'"),
     ],
 )

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.engine import _jetstream
-from earl_jax.engine import engine as engine_module
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import MAX_SEED
+from earl_jax.serving import _jetstream
+from earl_jax.serving import jetstream_engine as engine_module
+from earl_jax.serving.jetstream_engine import MAX_SEED
 from tests.support.caches import rows_of
 from tests.support.continuations import (
     MAX_PREFILL,
@@ -70,7 +70,7 @@ sys.modules["tiktoken"] = mine = types.ModuleType("tiktoken")
 root = logging.getLogger()
 root.setLevel(logging.ERROR)
 before = list(root.handlers)
-from earl_jax.engine import _jetstream
+from earl_jax.serving import _jetstream
 from earl_jax.engine import engine
 print(json.dumps({
     "modules": [n for n in sys.modules if n.split(".")[0] in ("tensorflow", "seqio", "tiktoken")],
@@ -115,7 +115,7 @@ def test_the_engine_implements_the_whole_interface(engine):
     assert engine.max_concurrent_decodes == NUM_SLOTS
     assert engine.max_prefill_length == MAX_PREFILL
     assert engine.samples_per_slot == 1
-    assert engine.mesh is engine.layout.mesh
+    assert engine.mesh is engine.engine.layout.mesh
     assert engine.colocated_cpus is None
     served = engine.build_tokenizer(engine.get_tokenizer())
     assert served.stop_tokens == {tokenizer().eos_token_id, tokenizer().pad_token_id}

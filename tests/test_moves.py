@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.engine.config import Limits, Sampling
+from earl_jax.engine.config import Sampling
 from earl_jax.loop import play, train
+from earl_jax.rollout.config import Limits
 from earl_jax.world import World
 from tests.support.episodes import assert_same_episodes
 from tests.support.placements import (
@@ -40,7 +41,6 @@ ROLLOUT = {
     "context_buckets": BUCKETS,
     # Rounds wait for every answer.
     "patience_s": 60.0,
-    "model_logprobs": True,
 }
 SETTINGS = given(ROLLOUT, (D8, D4T2), (D8, F8)) | {
     "num_steps": len(LONGEST),

@@ -16,7 +16,7 @@ import pytest
 from earl_jax.config_file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import pages_for
-from earl_jax.engine.round_inputs import pack_inputs
+from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.loop import expected_tokens, foresee
 from earl_jax.placement import placement as placement_module
@@ -262,13 +262,13 @@ def live_inputs(engine, **changes):
         "chunk": chunk,
         "count": np.full(slots, 2),
         "restart": np.ones(slots, np.int32),
-        "speak": np.ones(slots, np.int32),
+        "begin_turn": np.ones(slots, np.int32),
         "seed": 1000 + np.arange(slots),
         "row": np.arange(slots),
         "sampling": sampling_rows(Sampling(temperature=0.0), slots),
         "version": 3,
     }
-    return pack_inputs(**{**inputs, **changes})
+    return RoundInputs(**{**inputs, **changes})
 
 
 def live_session(world, placement):
@@ -293,7 +293,7 @@ def with_pages(session):
 def go_on(session):
     """Two more greedy tokens of the turns that are not over."""
     nothing = np.zeros(session.engine.config.num_slots, np.int32)
-    inputs = live_inputs(session.engine, count=nothing, restart=nothing, speak=nothing)
+    inputs = live_inputs(session.engine, count=nothing, restart=nothing, begin_turn=nothing)
     return session.engine.play(session.policy.params, session.state, inputs)
 
 

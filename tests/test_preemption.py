@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.engine.config import SpeculationConfig
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
@@ -32,8 +31,7 @@ from earl_jax.rollout.preemption import (
 )
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.topology import CHIPS, chip_of
-from tests.support.controls import Script, furthest, swap_to
-from tests.support.environments import Talker, lecture
+from tests.support.environments import Talker
 from tests.support.episodes import CONFIG, NUM_DEVICES, Rooms, check_rows, collect, engine, tasks
 from tests.support.hlo import COLLECTIVE
 
@@ -48,7 +46,7 @@ def player(
     """The engine of test_collect with another cache."""
     config = engine(burst=burst).config
     config = dataclasses.replace(config, kv_dtype=kv_dtype, page_size=page_size or config.page_size)
-    return PolicyEngine(config, make_layout(mesh))
+    return Engine(config, make_layout(mesh))
 
 
 # The price.
@@ -311,7 +309,7 @@ def test_where_tokens_are_guessed_it_is_the_same_to_the_bit_too(pool):
     """What wrong guesses leave behind a slot's last token may go along, or not."""
     guesses = {"ngram": 1, "draft": 3}
     some = {"player": engine(burst=1, **guesses), "burst": 1, "preemption": "host"}
-    some |= {"speculation": SpeculationConfig(mode="on", **guesses)}
+    some |= {"num_draft_tokens": 3}
     whole = collect(pool, tasks(40), **some)
     assert whole.stats.drafted_tokens > 0 == whole.stats.preempted_episodes
     preempted = collect(pool, tasks(40), **some, pages=5, make_room=Rooms(most_pages=5))
@@ -350,36 +348,6 @@ def test_what_costs_less_is_done_and_said(pool, monkeypatch):
     ]
 
 
-# Weights, aborts.
-
-
-@pytest.mark.slow_except("(4,)-recompute")
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
-@pytest.mark.parametrize("rounds", [(4,), (3, 7, 8, 12)], ids=str)
-def test_new_weights_find_the_cache_that_the_policy_says(pool, cache, rounds):
-    """Of who is preempted as of who plays: read again by them, or kept as old weights left it."""
-    script = {number: swap_to(1 + i, cache) for i, number in enumerate(rounds)}
-    rollout = collect(
-        pool,
-        tasks(40),
-        lecture,
-        max_tokens=64,
-        pages=8,
-        make_room=Rooms(most_pages=8),
-        player=player(MESHES[0], burst=1),
-        control=Script(script),
-        burst=1,
-        preemption="host",
-        patience_s=60.0,
-    )
-    check_rows(rollout, 40)
-    assert rollout.stats.preempted_host_bytes > 0
-    assert (rollout.stats.recomputed_tokens > 0) == (cache == "recompute")
-    assert all(t.stop_reason == "win" for t in rollout.trajectories)
-    if cache == "recompute":
-        assert furthest(rollout.trajectories) < 1e-5
-
-
 # Who is preempted, and how often.
 
 
@@ -411,7 +379,9 @@ class WatchedRoom(BlockManager):
         super()._preempt(session, shard)
         [preempted] = [slot for slot in playing if self._episode(slot).preempted]
         begun = {slot for slot in playing if not self._is_new(slot)}
-        assert preempted not in begun or self._rank(preempted) == min(map(self._rank, begun))
+        assert preempted not in begun or self._priority(preempted) == min(
+            map(self._priority, begun)
+        )
         assert begun != {preempted}, "the longest goes on"
         if preempted in begun:
             self.log[shard].append(self._episode(preempted).row)

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from earl_jax.dispatch.weights import program_of, publish
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_tokens
@@ -293,8 +293,8 @@ INT8 = dataclasses.replace(CONFIG, weight_dtype="int8")
 
 
 @functools.cache
-def engine_on(shape: MeshShape, config: EngineConfig = INT8) -> PolicyEngine:
-    return PolicyEngine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
+def engine_on(shape: MeshShape, config: EngineConfig = INT8) -> Engine:
+    return Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
 
 
 @functools.cache

@@ -13,9 +13,9 @@ import jax
 import pytest
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
-from earl_jax.engine.scheduler import make_rows
+from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, lower_relocation, relocate
 from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
@@ -47,10 +47,10 @@ TOUR = [0, 1, 0, 2, 0, 3, 1, 2, 1, 3, 2, 3]
 
 
 @functools.cache
-def player(mesh: MeshShape, kv_dtype: str = "compute") -> PolicyEngine:
+def player(mesh: MeshShape, kv_dtype: str = "compute") -> Engine:
     """The engine of tests.support.episodes, on this mesh."""
     config = dataclasses.replace(make_engine().config, kv_dtype=kv_dtype)
-    return PolicyEngine(config, make_layout(mesh))
+    return Engine(config, make_layout(mesh))
 
 
 def test_the_tour_goes_from_every_mesh_to_every_other():
@@ -158,7 +158,7 @@ def test_six_devices_in_two_row_shards_and_in_three():
         make_engine().config, model=model, vocab_size=318, num_slots=6, num_rows=12
     )
     ours, theirs = (
-        PolicyEngine(config, make_layout(shape, jax.devices()[:6]))
+        Engine(config, make_layout(shape, jax.devices()[:6]))
         for shape in (MeshShape(data=2, tensor=3), MeshShape(data=3, tensor=2))
     )
     for here, there in ((ours, theirs), (theirs, ours)):
@@ -171,7 +171,7 @@ def test_six_devices_in_two_row_shards_and_in_three():
         assert contents(moved) == contents(session)
 
 
-def numbered_session(engine: PolicyEngine, pool: Pool) -> Session:
+def numbered_session(engine: Engine, pool: Pool) -> Session:
     """Pools in which page z of every layer is full of z + 1."""
     state = engine.empty_state(32, pool)
 
@@ -218,7 +218,7 @@ CUTS = [
 
 
 @functools.cache
-def large_engine(mesh: MeshShape, num_slots: int = 8) -> PolicyEngine:
+def large_engine(mesh: MeshShape, num_slots: int = 8) -> Engine:
     rows = make_rows(num_rows=num_slots, num_slots=num_slots, num_devices=8)
     config = dataclasses.replace(
         make_engine().config,
@@ -228,7 +228,7 @@ def large_engine(mesh: MeshShape, num_slots: int = 8) -> PolicyEngine:
         page_size=64,
         step_rows=0,
     )
-    return PolicyEngine(config, make_layout(mesh))
+    return Engine(config, make_layout(mesh))
 
 
 @functools.cache
@@ -266,7 +266,7 @@ def test_one_episode_of_eight_devices_memory_is_played_in_one_slot(pool, num_slo
     mesh, tokens = CUTS[-2], 8 * 64
     engine = large_engine(mesh, num_slots)
 
-    def pool_bytes(on: PolicyEngine, cut: Pool) -> int:
+    def pool_bytes(on: Engine, cut: Pool) -> int:
         layers = on.state_shapes(64, cut).cache.layers
         return resident_bytes(layers, on.state_shardings.cache.layers)
 
@@ -299,7 +299,7 @@ def test_slots_need_not_divide_over_the_devices(pool, num_slots, meshes):
     alone = collect(pool, tasks(20))
     for mesh in meshes:
         rollout = collect(
-            pool, tasks(20), player=PolicyEngine(config, make_layout(mesh)), num_slots=num_slots,
+            pool, tasks(20), player=Engine(config, make_layout(mesh)), num_slots=num_slots,
             episodes_per_step=24, num_devices=8,
         )  # fmt: skip
         assert rollout.rows == rows

@@ -5,14 +5,14 @@
 import numpy as np
 import pytest
 
-from earl_jax.engine.round_inputs import Report
+from earl_jax.engine.round_inputs import RoundOutputs
 from earl_jax.rollout.stats import RolloutStats
 
 
-def report(count, passes=None, steps=None) -> Report:
+def report(count, passes=None, steps=None) -> RoundOutputs:
     counts = np.array(count)
     nothing = np.zeros((len(counts), 4), np.int32)
-    return Report(
+    return RoundOutputs(
         tokens=nothing,
         logprobs=nothing.astype(np.float32),
         count=counts,

@@ -88,7 +88,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
 
     first = played(open_session(placement, position, 0))
     (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
-    assert first.stats.guest_episodes == 4
+    assert first.stats.borrowed_slots == 4
     assert first.stats.shared_tokens == 0 and len(prompt) > world().config.rollout.chunk_size
     placement.sessions.keep(first.session)
     second = played(open_session(placement, position, 0))

@@ -213,8 +213,7 @@ def test_a_run_that_guesses_tokens_goes_on_bit_for_bit(cache, tmp_path):
     """And says in its metrics what came of its guesses."""
     guessing = {
         "num_steps": 6,
-        "rollout.speculation.mode": "on",
-        "rollout.speculation.ngram": 1,
+        "rollout.num_draft_tokens": 4,
         # One program of each kind.
         "rollout.context_buckets": "(48,)",
         "selector.rollout_meshes": "('data=8',)",
@@ -236,7 +235,7 @@ def test_a_run_that_guesses_tokens_goes_on_bit_for_bit(cache, tmp_path):
     ):
         np.testing.assert_array_equal(left, right)
     steps = [row for row in first if "eval" not in row]
-    assert all(row["drafting_rounds"] > 0 for row in steps)
+    assert all(row["tokens_per_pass"] >= 1 for row in steps)
     guessed = [row for row in steps if row.get("drafted_tokens", 0) > 0]
     assert guessed and all(0 <= row["draft_acceptance"] < 1 for row in guessed)
     assert all("draft_acceptance" not in row for row in steps if row not in guessed)

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from earl_jax.dispatch.pack import dispatch
-from earl_jax.engine.config import Sampling, SpeculationConfig
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.session import Policy, empty_session
@@ -26,6 +26,7 @@ from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.loop import sample_starts
 from earl_jax.rollout.collect import Collector, Rollout
+from earl_jax.rollout.config import CacheRules
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
@@ -73,19 +74,21 @@ def collect(
     max_tokens: int = ROOM,
     rooms: Rooms | None = None,
     max_context: int = NO_LIMIT,
-    player: PolicyEngine | None = None,
+    player: Engine | None = None,
+    cache_rules: CacheRules | None = None,
     **changes,
 ) -> Rollout:
     player = player or engine()
     pool = EnvironmentPool(2, timeout_s=60.0)
     collector = Collector(
-        dataclasses.replace(CONFIG, **{"share_prefixes": True, **changes}),
+        dataclasses.replace(CONFIG, **changes),
         lambda: Conversation(forgetful_renderer(), history),
         pool,
         lambda task: Quiz(task.episode),
         rooms or Rooms(),
         num_devices=NUM_DEVICES,
         max_context=max_context,
+        cache_rules=cache_rules,
     )
     shards, policy = player.layout.num_row_shards, Policy(params=weights(), version=2)
     session = empty_session(player, policy, max_tokens, Pool(shards, 4 * NUM_DEVICES // shards))
@@ -101,8 +104,7 @@ def forked() -> Rollout:
 
 @pytest.mark.slow
 def test_samples_are_the_same_where_tokens_are_guessed_from_those_before(forked):
-    speculation = SpeculationConfig(mode="on", ngram=1, draft=2)
-    guessed = collect("fork", player=engine(ngram=1, draft=2), speculation=speculation)
+    guessed = collect("fork", player=engine(ngram=1, draft=2), num_draft_tokens=2)
     check_rows(guessed, NUM_TASKS)
     assert_same_episodes(forked.trajectories, guessed.trajectories)
     assert guessed.stats.drafted_tokens > 0
@@ -202,7 +204,9 @@ def test_a_fork_of_a_parked_episode_leaves_what_was_parked_behind(forked, preemp
     """Room for one sample a data shard of two slots; environments answer meanwhile."""
     longest = forked.stats.tokens_in_flight_max // NUM_DEVICES + 2 * CONFIG.chunk_size
     preempted = collect(
-        "fork", rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)), preemption=preemption
+        "fork",
+        rooms=Rooms(most_pages=-(-longest // CONFIG.page_size)),
+        cache_rules=CacheRules(preemption=preemption),
     )
     check_rows(preempted, NUM_TASKS)
     assert preempted.stats.preempted_episodes > 0

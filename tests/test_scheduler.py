@@ -9,20 +9,21 @@ import numpy as np
 import pytest
 
 from earl_jax.engine.row_copies import RowCopies, RowMove
-from earl_jax.engine.scheduler import Rows, SlotScheduler, make_rows
+from earl_jax.engine.rows import Rows, make_rows
+from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience
 
-ROWS = Rows(data_shards=2, homes=3, guests=2)
+ROWS = Rows(data_shards=2, own=3, spare=2)
 
 
 def test_rows_are_at_home_lane_by_lane_with_those_for_guests_behind():
     assert make_rows(num_rows=6, num_slots=4, num_devices=2) == ROWS
     assert ROWS.total == 10
-    assert [ROWS.home(row) for row in range(6)] == [0, 1, 2, 5, 6, 7]
-    assert [ROWS.guest(slot) for slot in range(4)] == [3, 4, 8, 9]
+    assert [ROWS.own_row(row) for row in range(6)] == [0, 1, 2, 5, 6, 7]
+    assert [ROWS.spare_row(slot) for slot in range(4)] == [3, 4, 8, 9]
     assert make_rows(num_rows=6, num_slots=4, num_devices=1) == Rows(1, 6, 0)
-    assert make_rows(num_rows=6, num_slots=4, num_devices=2, guests=False) == Rows(2, 3, 0)
+    assert make_rows(num_rows=6, num_slots=4, num_devices=2, spare=False) == Rows(2, 3, 0)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_without_rows_for_guests_and_where_a_lane_is_crowded_rows_wait_at_home()
 
 def test_guests_go_where_their_group_has_begun():
     """Shards of four rows; rows 2 to 5 are one group, at home in the first two."""
-    rows = Rows(data_shards=3, homes=4, guests=2)
+    rows = Rows(data_shards=3, own=4, spare=2)
     data_shards = scheduler([0, 1, 2, 2, 2, 2, 3, 3], rows, num_slots=6)
     # Row 2 and not row 7, the last: the second data shard has begun its group.
     assert data_shards.assign([2]) == {2: 4} and data_shards.assign([2]) == {2: 5}
@@ -75,7 +76,7 @@ def test_guests_go_where_their_group_has_begun():
 
 
 def test_guests_that_know_no_lane_go_to_the_emptiest():
-    rows = Rows(data_shards=3, homes=4, guests=2)
+    rows = Rows(data_shards=3, own=4, spare=2)
     data_shards = scheduler(range(4), rows, num_slots=6)
     assert data_shards.assign([0, 3, 4, 5]) == {0: 0, 4: 3, 3: 2, 5: 1}
 
@@ -104,9 +105,12 @@ def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
     before = experience(layout)
     kept = jax.tree.map(np.array, before)
     copies = RowCopies(layout, jax.tree.map(lambda field: field.sharding, before), num_slots=4)
-    moves = [RowMove(ROWS.guest(0), ROWS.home(4), 3), RowMove(ROWS.guest(3), ROWS.home(2), 4)]
-    after = copies.bring_home(State(before), moves).experience  # pyright: ignore
-    home = copies.at_home(after, ROWS)
+    moves = [
+        RowMove(ROWS.spare_row(0), ROWS.own_row(4), 3),
+        RowMove(ROWS.spare_row(3), ROWS.own_row(2), 4),
+    ]
+    after = copies.move_rows(State(before), moves).experience  # pyright: ignore
+    home = copies.in_order(after, ROWS)
     for name in ("tokens", "turn_ids", "logprobs", "versions"):
         old, new = getattr(kept, name), np.array(getattr(after, name))
         expected = old.copy()
@@ -123,8 +127,8 @@ def test_rows_go_from_device_to_device_in_one_collective_and_none_is_needed_to_c
     state = experience(layout)
     copies = RowCopies(layout, jax.tree.map(lambda field: field.sharding, state), num_slots=4)
     moves = np.zeros((4, 3), np.int32)
-    text = copies._bring_home.lower(state, moves).compile().as_text()
+    text = copies._move_rows.lower(state, moves).compile().as_text()
     assert text.count(" all-reduce(") == 1
     assert not any(name in text for name in ("all-gather(", "permute(", "all-to-all("))
-    text = copies._at_home.lower(state, ROWS).compile().as_text()
+    text = copies._in_order.lower(state, ROWS).compile().as_text()
     assert not any(name in text for name in ("all-reduce(", "all-gather(", "permute("))

@@ -19,11 +19,11 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2
 
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import MAX_SEED
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import _context_tokens, serve_command
+from earl_jax.serving.jetstream_engine import MAX_SEED
 from earl_jax.serving.scores import Scores
 from earl_jax.serving.serve_flags import parse_flags
 from tests.support import ROOT
@@ -140,13 +140,13 @@ def test_a_request_says_how_its_reply_is_drawn_whoever_is_beside_it(server):
     ]
     ids = prompt(50, 12)
 
-    def ask(wishes):
-        return server.stub.Decode(request(ids, 40), metadata=sampling_metadata(**wishes))
+    def ask(options):
+        return server.stub.Decode(request(ids, 40), metadata=sampling_metadata(**options))
 
-    alone = [ids_of(ask(wishes)) for wishes in asked]
+    alone = [ids_of(ask(options)) for options in asked]
     assert len({tuple(sampled) for sampled in alone}) == len(asked)
     assert all(
-        sampled == drawn(ids, 40, wishes) for sampled, wishes in zip(alone, asked, strict=True)
+        sampled == drawn(ids, 40, options) for sampled, options in zip(alone, asked, strict=True)
     )
     rng = np.random.default_rng(0)
     order = rng.permutation([*range(len(asked))] * 2 + [-1] * 6)
@@ -166,16 +166,16 @@ def draw(logits_V, seed, place, rows):
     return sample(uniform, logits_V[None], rows)[0][0]
 
 
-def drawn(ids, count: int, wishes) -> list[int]:
+def drawn(ids, count: int, options) -> list[int]:
     """What a seeded request must be answered: a full forward pass for each token."""
     model, params = loaded()
     forward = logits_step(model, CONTEXT)
-    draws = {name: value for name, value in wishes.items() if name != "seed"}
+    draws = {name: value for name, value in options.items() if name != "seed"}
     rows = sampling_rows(Sampling(**draws), 1)
     row, sampled = np.zeros(CONTEXT, np.int32), []
     row[: len(ids)] = ids
     for place in range(len(ids), len(ids) + count):
-        token = int(draw(forward(params, row, place), wishes["seed"], place, rows))
+        token = int(draw(forward(params, row, place), options["seed"], place, rows))
         if token in end_ids():
             break
         row[place] = token
@@ -198,11 +198,11 @@ def test_a_token_id_of_the_request_ends_its_reply(server):
     assert ids_of(beside) == whole and finish_reason(beside) == "max_tokens"
 
 
-def narrowed(ids, count: int, may_follow, wishes) -> list[int]:
+def narrowed(ids, count: int, may_follow, options) -> list[int]:
     """What a request must be answered, where `may_follow(said)` are the ids that may come next."""
     model, params = loaded()
     forward = logits_step(model, CONTEXT)
-    draws = {name: value for name, value in wishes.items() if name != "seed"}
+    draws = {name: value for name, value in options.items() if name != "seed"}
     rows = sampling_rows(Sampling(**draws), 1)
     row, sampled = np.zeros(CONTEXT, np.int32), []
     row[: len(ids)] = ids
@@ -210,7 +210,7 @@ def narrowed(ids, count: int, may_follow, wishes) -> list[int]:
         allowed = np.full(VOCAB, -np.inf, np.float32)
         allowed[sorted(may_follow(sampled))] = 0
         logits = forward(params, row, place) + allowed
-        token = int(draw(logits, wishes.get("seed", 0), place, rows))
+        token = int(draw(logits, options.get("seed", 0), place, rows))
         if token in end_ids():
             break
         row[place] = token
@@ -237,13 +237,13 @@ def test_a_reply_is_one_of_the_choices_of_its_request(server):
 
     asked = [{"temperature": 100, "top_k": 0, "seed": seed} for seed in range(16)]
     calls = [
-        server.stub.Decode(request(ids, 30), metadata=sampling_metadata(choices=CHOICES, **wishes))
-        for wishes in asked
+        server.stub.Decode(request(ids, 30), metadata=sampling_metadata(choices=CHOICES, **options))
+        for options in asked
     ]
     beside = server.stub.Decode(request(ids, 30))
     sampled = [ids_of(call) for call in calls]
     assert {tuple(reply) for reply in sampled} == {tuple(reply[:-1]) for reply in replies}
-    assert sampled == [narrowed(ids, 30, may_follow, wishes) for wishes in asked]
+    assert sampled == [narrowed(ids, 30, may_follow, options) for options in asked]
     assert {finish_reason(call) for call in calls} == {"end_of_turn"}
     assert ids_of(beside) == expected(ids, 30)
     greedy = server.stub.Decode(
@@ -257,16 +257,16 @@ def test_a_reply_is_one_of_the_choices_of_its_request(server):
 
 def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
     ids, allowed = prompt(61, 12), [7, 40, 41, 300]
-    for count, may, wishes in (
+    for count, may, options in (
         (30, allowed, {"temperature": 50, "top_k": 0, "seed": 1}),
         (30, allowed, {"temperature": 0}),
         (60, [*allowed, *end_ids()], {"temperature": 50, "top_k": 0, "seed": 2}),
     ):
         call = server.stub.Decode(
-            request(ids, count), metadata=sampling_metadata(allowed_token_ids=may, **wishes)
+            request(ids, count), metadata=sampling_metadata(allowed_token_ids=may, **options)
         )
         sampled = ids_of(call)
-        assert sampled == narrowed(ids, count, lambda _, may=may: may, wishes)
+        assert sampled == narrowed(ids, count, lambda _, may=may: may, options)
         ends = "max_tokens" if may == allowed else "end_of_turn"
         assert set(sampled) <= set(allowed) and finish_reason(call) == ends
 
@@ -301,12 +301,12 @@ def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server
         {"temperature": 2, "top_k": 0, "seed": 4},
     ]
     calls = [
-        server.stub.Decode(request(ids, 9), metadata=sampling_metadata(**wishes))
-        for wishes in asked
+        server.stub.Decode(request(ids, 9), metadata=sampling_metadata(**options))
+        for options in asked
     ]
     model, params = loaded()
     forward = logits_step(model, CONTEXT)
-    for wishes, call in zip(asked, calls, strict=True):
+    for options, call in zip(asked, calls, strict=True):
         row = np.zeros(CONTEXT, np.int32)
         row[: len(ids)] = ids
         scores = scores_of(call)
@@ -315,18 +315,18 @@ def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server
             token = told.pop("token")
             logits = np.asarray(forward(params, row, place), np.float64)
             row[place] = token
-            heated = logits / (wishes["temperature"] or 1)
-            if "allowed_token_ids" in wishes:
-                heated = heated[wishes["allowed_token_ids"]]
-            elif wishes.get("top_k"):
-                heated = np.sort(heated)[-wishes["top_k"] :]
-            drawn_from = logits[token] / (wishes["temperature"] or 1) - np.logaddexp.reduce(heated)
+            heated = logits / (options["temperature"] or 1)
+            if "allowed_token_ids" in options:
+                heated = heated[options["allowed_token_ids"]]
+            elif options.get("top_k"):
+                heated = np.sort(heated)[-options["top_k"] :]
+            drawn_from = logits[token] / (options["temperature"] or 1) - np.logaddexp.reduce(heated)
             expected = {
                 "logprob": drawn_from,
                 "model_logprob": logits[token] - np.logaddexp.reduce(logits),
             }
             assert told == pytest.approx(
-                {name: expected[name] for name in expected if wishes.get(f"{name}s")}, abs=1e-4
+                {name: expected[name] for name in expected if options.get(f"{name}s")}, abs=1e-4
             )
 
 
@@ -526,8 +526,7 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--max_context=1"], r"--max_context=1; it must lie between 2"),
         (["--cache_tokens=0"], r"--cache_tokens=0; it must lie between 1"),
         (["--max_prompt_tokens=100"], r"powers of two: choose one from 16 to 1073741824"),
-        (["--speculation_draft=2"], r"--speculation_draft: no tokens are guessed; set --specul"),
-        (["--speculation=on", "--speculation_ngram=0"], r"--speculation_ngram is 0; it must be at"),
+        (["--num_draft_tokens=-1"], r"--num_draft_tokens=-1; it must lie between 0"),
         (["--max_context=192"], r"--max_context=192; that of .* is 128 tokens: lower it"),
         (["--max_prompt_tokens=128", "--max_context=64"], r"of 64 tokens; choose at most 64"),
         (["--mesh=data=2", "--num_slots=3"], r"--num_slots=3 does not divide over the mesh data=2"),

@@ -3,7 +3,6 @@
 """python -m earl_jax.serve: runs, families of models and meshes; over gRPC, from real processes."""
 
 import contextlib
-import dataclasses
 import json
 import shutil
 import threading
@@ -13,11 +12,11 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.engine._jetstream import padded_length
-from earl_jax.engine.config import Sampling, SpeculationConfig
+from earl_jax.engine.config import Sampling
 from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.serve import serve_command
-from earl_jax.serving.serve_flags import parse_flags, sampling, speculation
+from earl_jax.serving._jetstream import padded_length
+from earl_jax.serving.serve_flags import parse_flags, sampling
 from tests.support.references import REFERENCE, reference
 from tests.support.served import (
     MODEL,
@@ -48,22 +47,6 @@ from tests.support.served import (
 )
 def test_flags_come_before_what_the_models_files_say(flags, told, drawn):
     assert sampling(parse_flags(["--model=x", *flags]), told) == drawn
-
-
-def test_tokens_are_guessed_as_the_flags_say_and_else_as_the_run_does():
-    run = SpeculationConfig(mode="auto", ngram=2, draft=6)
-    for flags, told, guesses in (
-        ((), run, run),
-        ((), SpeculationConfig(), SpeculationConfig()),
-        (("--speculation=off",), run, dataclasses.replace(run, mode="off")),
-        (
-            ("--speculation=on", "--speculation_ngram=1"),
-            run,
-            SpeculationConfig(mode="on", ngram=1, draft=6),
-        ),
-        (("--speculation_draft=2",), run, dataclasses.replace(run, draft=2)),
-    ):
-        assert speculation(parse_flags(["--model=x", *flags]), told) == guesses
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ import jax
 import pytest
 from jetstream.core.proto import jetstream_pb2
 
-from earl_jax.engine import engine as engine_module
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import main
+from earl_jax.serving import jetstream_engine
 from tests.support.served import (
     MODEL,
     SAYING,
@@ -41,7 +41,7 @@ def parrot(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "parrot"
     save_parrot(folder)
     # Whose steps say several tokens, where it says what it has said before.
-    flags = ("--max_prompt_tokens=16", "--speculation=on", "--speculation_ngram=1")
+    flags = ("--max_prompt_tokens=16", "--num_draft_tokens=4")
     flags += (f"--max_waiting={MAX_WAITING}", "--max_choice_tokens=0")
     with serving(
         cache, f"--model={folder}", f"--num_slots={NUM_SLOTS}", "--temperature=0", *flags
@@ -67,8 +67,8 @@ def test_a_stop_string_ends_a_reply_and_its_ids_say_where(parrot):
     """
     tokenizer, sampled = load_tokenizer(MODEL), saying()
 
-    def ask(what, count=100, **wishes):
-        call = parrot.stub.Decode(request(what, count), metadata=sampling_metadata(**wishes))
+    def ask(what, count=100, **options):
+        call = parrot.stub.Decode(request(what, count), metadata=sampling_metadata(**options))
         samples = [r.stream_content.samples[0] for r in call]
         ids = [i for sample in samples for i in sample.token_ids]
         return "".join(sample.text for sample in samples), ids, finish_reason(call)
@@ -92,10 +92,10 @@ def test_replies_that_stop_give_their_slots_back(parrot):
     """Each would take thousands of tokens more."""
     tokenizer = load_tokenizer(MODEL)
     [x] = tokenizer.encode("x")
-    for wishes in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
+    for options in ({"stop_strings": ["xxxx"]}, {"stop_token_ids": [x]}):
         for _ in range(2 * NUM_SLOTS):
-            call = parrot.stub.Decode(request("x", 8000), metadata=sampling_metadata(**wishes))
-            assert ids_of(call) == ([x] * 4 if "stop_strings" in wishes else [])
+            call = parrot.stub.Decode(request("x", 8000), metadata=sampling_metadata(**options))
+            assert ids_of(call) == ([x] * 4 if "stop_strings" in options else [])
     all_slots_answer(parrot)
 
 
@@ -197,8 +197,12 @@ POISON, FATAL = 5, 6
 def serve_faulty(model: str) -> None:
     """The command with an engine that fails at certain prompts, as a device might."""
 
-    class FaultyEngine(engine_module.PolicyEngine):
+    class FaultyEngine(jetstream_engine.JetStreamEngine):
         doomed = False
+
+        def __init__(self, engine, *given):
+            engine.repack = no_memory
+            super().__init__(engine, *given)
 
         def prefill(self, *, padded_tokens, **given):
             if padded_tokens[0] == POISON:
@@ -211,13 +215,13 @@ def serve_faulty(model: str) -> None:
                 raise RuntimeError("the device is lost\nand more")
             return super().generate(params, decode_state, **given)
 
-        def grow_served(self, *given):
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: others have the memory")
+    def no_memory(*given):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: others have the memory")
 
-    engine_module.PolicyEngine = FaultyEngine
+    jetstream_engine.JetStreamEngine = FaultyEngine
     sys.argv[1:] = [f"--model={model}", "--port=0", "--temperature=0", "--num_slots=2"]
     # Slots then begin with room for half of the model's context.
-    sys.argv += ["--speculation=on", "--speculation_ngram=1"]
+    sys.argv += ["--num_draft_tokens=4"]
     sys.argv += ["--max_choice_tokens=0", "--max_prompt_tokens=16"]
     main()
 

@@ -5,17 +5,16 @@
 import dataclasses
 import functools
 import re
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from earl_jax.engine._jetstream import token_utils
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.drafting import BLOCK_ROUNDS, TRIAL, Drafting
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
+from earl_jax.engine.engine import Engine
+from earl_jax.serving._jetstream import token_utils
+from earl_jax.serving.jetstream_engine import JetStreamEngine
+from earl_jax.serving.step_tokens import Failure, ScoredToken, StepTokens, step_tokens
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.continuations import (
     continuations,
@@ -32,18 +31,18 @@ NUM_SLOTS, PLACES, PAGE_SIZE = 8, 96, 8
 
 
 @functools.cache
-def tight_engine(mesh: MeshShape, contexts: int, *, draft: int = 0, **serving) -> PolicyEngine:
+def tight_engine(mesh: MeshShape, contexts: int, *, draft: int = 0, **serving) -> JetStreamEngine:
     """Every row shard has pages for so many whole contexts. With a `draft`, tokens are guessed."""
-    config = make_engine().config
-    layout = make_layout(mesh)
+    made = make_engine()
+    config, layout = made.engine.config, make_layout(mesh)
     serving = {"cache_tokens": contexts * PLACES * layout.num_row_shards, **serving}
     config = dataclasses.replace(
         config,
-        serving=dataclasses.replace(config.serving, context_tokens=PLACES, **serving),
         page_size=PAGE_SIZE,
-        rules=config.rules._replace(ngram=min(draft, 1), draft=draft),
+        rules=config.rules._replace(ngram=1, draft=draft),
     )
-    return PolicyEngine(config, layout)
+    serving = dataclasses.replace(made.serving, context_tokens=PLACES, **serving)
+    return JetStreamEngine(Engine(config, layout), serving)
 
 
 def tokens_at(result, slot: int) -> list[int]:
@@ -61,9 +60,9 @@ COLD = Sampling(temperature=0.3, top_k=20)
 def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, draft):
     """Eight requests of 65 to 86 tokens in two data shards of 96: most wait, some in host memory.
 
-    Every other one is told log-probs. And where steps guess tokens, both ways by the clock.
+    Every other one has log-probs.
     """
-    engine = tight_engine(mesh, 1, draft=draft, speculation="auto")
+    engine = tight_engine(mesh, 1, draft=draft)
     params = load_params(engine)
     prompts = [prompt(number, 5 + 7 * number) for number in range(NUM_SLOTS)]
     wanted = [60 - 4 * number for number in range(NUM_SLOTS)]
@@ -111,67 +110,37 @@ def test_requests_wait_for_pages_and_say_what_they_say_with_room_for_all(mesh, d
     assert [room.pages.num_free(data_shard) for data_shard in (0, 1)] == [PLACES // PAGE_SIZE] * 2
 
 
-@pytest.mark.parametrize("slow", [True, False], ids=["guessing", "plain"])
-def test_the_kind_of_step_that_is_slower_is_left(monkeypatch, slow):
-    """Steps that guess, or those that do not, are held up; what is said is the same."""
-    engine = tight_engine(MeshShape(data=2, tensor=2), 1, draft=3, speculation="auto")
-    params, state, ids = load_params(engine), engine.init_decode_state(), prompt(4, 9)
-    step, kinds = engine._generate[slow], []
-
-    def held_up(*given):
-        time.sleep(0.05)
-        return step(*given)
-
-    monkeypatch.setattr(engine, "_drafting", Drafting("auto"))
-    monkeypatch.setitem(engine._generate, slow, held_up)
-    note = engine._drafting.note
-
-    def noted(program, drafts, **what):
-        kinds.append(drafts)
-        note(program, drafts, **what)
-
-    monkeypatch.setattr(engine._drafting, "note", noted)
-    prefix = engine.prefill(
-        params=params, padded_tokens=padded(ids), true_length=9, sampling=COLD, max_tokens=40
-    )
-    state, sampled = engine.insert(prefix, state, 0), []
-    for _ in range(2 + len(TRIAL) * BLOCK_ROUNDS + 20):
-        state, result = engine.generate(params, state)
-        sampled += tokens_at(result, 0)
-    assert set(kinds) == {True, False} and set(kinds[-20:]) == {not slow}
-    [expected] = continuations([ids], [int(prefix.seed[0])], 40, COLD).tolist()
-    assert sampled[:40] == expected
-
-
-@pytest.mark.parametrize("drafts", [False, True])
-def test_a_step_has_the_collectives_of_one_pass(drafts):
+@pytest.mark.parametrize("draft", [0, 3])
+def test_a_step_has_the_collectives_of_one_pass(draft):
     """As `test_engine` counts them for rounds: none for sampling, log-probs or guesses."""
-    engine = tight_engine(MeshShape(data=2, tensor=2), 1, draft=3, speculation="auto")
-    state, moving = engine.init_decode_state(), engine.place_rows(np.ones(NUM_SLOTS, np.int32))
-    lowered = engine._generate[drafts].lower(load_params(engine), state, moving, engine._key_data)
-    lines = [x for x in lowered.compile().as_text().splitlines() if COLLECTIVE.search(x)]
+    engine = tight_engine(MeshShape(data=2, tensor=2), 1, draft=draft)
+    moving = engine.engine.place_rows(np.ones(NUM_SLOTS, np.int32))
+    given = (load_params(engine), engine.init_decode_state(), moving, engine.engine.key_data)
+    text = engine._generate.lower(*given).compile().as_text()
+    lines = [line for line in text.splitlines() if COLLECTIVE.search(line)]
     reduces = sum(" all-reduce" in line for line in lines)
     gathers = sum(" all-gather" in line for line in lines)
     assert (reduces, gathers) == (1 + 2 * MODEL.num_layers, 1)
     assert len(lines) == reduces + gathers
 
 
-class _Scarce(PolicyEngine):
+class _Scarce(Engine):
     """An engine on devices whose memory others have, now and then."""
 
     scarce = True
 
-    def grow_served(self, *given):
+    def repack(self, *given):
         if self.scarce:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
-        return super().grow_served(*given)
+        return super().repack(*given)
 
 
 @pytest.mark.slow
 def test_room_grows_with_the_longest_request_or_it_alone_fails():
     """From 48 places to 96, where one of two comes to more than 48."""
-    config = tight_engine(MeshShape(data=1), 1, first_room=48, cache_tokens=1).config
-    engine = _Scarce(config, make_layout(MeshShape(data=1), jax.devices()[:1]))
+    roomy = tight_engine(MeshShape(data=1), 1, first_context_tokens=48, cache_tokens=1)
+    layout = make_layout(MeshShape(data=1), jax.devices()[:1])
+    engine = JetStreamEngine(_Scarce(roomy.engine.config, layout), roomy.serving)
     params, state = load_params(engine), engine.init_decode_state()
     room, seeds, short = engine._served, [], prompt(1, 5)
     assert (room.max_tokens, room.pages.pool.pages) == (48, 6)
@@ -285,7 +254,5 @@ def test_jetstream_reads_as_many_tokens_as_a_step_has_of_a_slot():
 )
 def test_the_pool_holds_a_context_a_lane_and_no_more_than_all_slots(tokens, pages):
     engine = tight_engine(MeshShape(data=2), 1)
-    config = engine.config
-    serving = dataclasses.replace(config.serving, cache_tokens=tokens)
-    engine = PolicyEngine(dataclasses.replace(config, serving=serving), engine.layout)
-    assert engine.serving_pool == (2, pages)
+    serving = dataclasses.replace(engine.serving, cache_tokens=tokens)
+    assert JetStreamEngine(engine.engine, serving).first_pool == (2, pages)

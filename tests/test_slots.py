@@ -15,13 +15,7 @@ import pytest
 
 from earl_jax.engine import decode_state
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.round_inputs import (
-    NO_PAGE,
-    NO_ROW,
-    pack_inputs,
-    unpack_inputs,
-    unpack_report,
-)
+from earl_jax.engine.round_inputs import NO_PAGE, NO_ROW, RoundInputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.models.decoder import forward_chunk
 from earl_jax.models.kv_cache import empty_cache
@@ -202,7 +196,7 @@ def test_slots_that_take_turns_in_decode_steps_say_the_same(played):
 
     def watched(state, inputs):
         state, report = play(state, inputs)
-        passes = report.count - np.asarray(unpack_inputs(jnp.asarray(inputs)).speak)
+        passes = report.count - inputs.begin_turn
         idle.append(int(report.steps[0] * step_rows - passes.sum()))
         most.append(int(passes.max()) * NUM_SLOTS - int(passes.sum()))
         assert (report.steps == report.steps[0]).all()
@@ -253,8 +247,8 @@ def in_dtype(dtype: str, step_rows: int = 0):
     jitted = jitted_round(model, RULES)
 
     def play(state, inputs):
-        state, packed = jitted(weights, state, inputs, jax.random.key(7))
-        return state, unpack_report(np.asarray(packed))
+        state, packed = jitted(weights, state, pack_inputs(inputs), jax.random.key(7))
+        return state, unpack_outputs(np.asarray(packed))
 
     return play, decode_state.empty_state(model, NUM_SLOTS, NUM_SLOTS, PLACES, page_size=PAGE_SIZE)
 
@@ -326,11 +320,11 @@ def test_a_slot_that_is_taken_over_in_mid_turn_forgets(played):
     state = empty()
     # One round of another episode, whose turn goes on when slot 0 is given away.
     talker = Script(seed=2, row=1, messages=((5,),))
-    inputs = pack_inputs(
+    inputs = RoundInputs(
         chunk=np.full((NUM_SLOTS, CHUNK), 5, np.int32),
         count=np.eye(1, NUM_SLOTS, dtype=np.int32)[0],
         restart=np.ones(NUM_SLOTS, np.int32),
-        speak=np.ones(NUM_SLOTS, np.int32),
+        begin_turn=np.ones(NUM_SLOTS, np.int32),
         seed=np.full(NUM_SLOTS, talker.seed, np.int32),
         row=np.full(NUM_SLOTS, talker.row, np.int32),
         sampling=sampling_rows(Sampling(), NUM_SLOTS),
@@ -351,7 +345,7 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
     zeros, ones = np.zeros(NUM_SLOTS, np.int32), np.ones(NUM_SLOTS, np.int32)
     columns = {
         "restart": ones,
-        "speak": ones,
+        "begin_turn": ones,
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
@@ -361,17 +355,17 @@ def test_what_is_taken_over_from_another_slot_is_as_if_it_had_been_read():
 
     def say(state, part, count, **changes):
         chunk = np.tile(part, (NUM_SLOTS, 1))
-        return play(state, pack_inputs(**{**columns, "chunk": chunk, "count": count, **changes}))
+        return play(state, RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes}))
 
     play = play_on_one_device(RULES._replace(append_rows=3))
-    state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, speak=zeros)
+    state, _ = say(empty(), prompt[:CHUNK], ones * CHUNK, begin_turn=zeros)
     read, expected = say(state, prompt[CHUNK:], ones * CHUNK, restart=zeros)
 
     reader = 2
     at_reader = np.eye(NUM_SLOTS, dtype=np.int32)[reader]
     # The reader's row will be an episode's that takes over nothing but its own beginning.
     before = at_reader * (NUM_SLOTS - 1)
-    state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, speak=zeros, row=before)
+    state, _ = say(empty(), prompt[:CHUNK], at_reader * CHUNK, begin_turn=zeros, row=before)
     sources = np.array([2, 1, 0, -1, -1, -3, -4, -2])
     # What is taken over is less than a page: the reader keeps its own, the others copy it.
     own = np.asarray(state.cache.table)[reader, 0]
@@ -403,13 +397,13 @@ def test_who_takes_over_from_one_that_begins_in_the_same_round_gets_its_new_ids(
             chunk[slot, : len(ids)], count[slot], row[slot] = ids, len(ids), rows[slot]
         inputs = {
             "restart": (count > 0).astype(np.int32),
-            "speak": zeros,
+            "begin_turn": zeros,
             "seed": zeros,
             "sampling": sampling_rows(Sampling(), NUM_SLOTS),
             "version": 0,
             **changes,
         }
-        return play(state, pack_inputs(chunk=chunk, count=count, row=row, **inputs))[0]
+        return play(state, RoundInputs(chunk=chunk, count=count, row=row, **inputs))[0]
 
     play = play_on_one_device()
     state = say(empty(), {5: prompt, 2: other}, {5: 6, 2: 7})
@@ -466,7 +460,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
     columns = {
         "restart": np.zeros(NUM_SLOTS, np.int32),
         "fork": np.zeros(NUM_SLOTS, np.int32),
-        "speak": np.ones(NUM_SLOTS, np.int32),
+        "begin_turn": np.ones(NUM_SLOTS, np.int32),
         "seed": np.arange(NUM_SLOTS, dtype=np.int32),
         "row": np.arange(NUM_SLOTS, dtype=np.int32),
         "sampling": sampling_rows(Sampling(), NUM_SLOTS),
@@ -478,7 +472,7 @@ def test_a_sample_begun_anew_stands_behind_the_pending_token_and_sees_nothing_be
         chunk = np.zeros((NUM_SLOTS, CHUNK), np.int32)
         chunk[:, : len(ids)] = ids
         count = np.full(NUM_SLOTS, len(ids), np.int32)
-        inputs = pack_inputs(**{**columns, "chunk": chunk, "count": count, **changes})
+        inputs = RoundInputs(**{**columns, "chunk": chunk, "count": count, **changes})
         return play(state, inputs)
 
     play = play_on_one_device(RULES._replace(burst=6))

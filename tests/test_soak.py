@@ -14,14 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.engine.config import Limits, SpeculationConfig
 from earl_jax.engine.pages import pages_for
-from earl_jax.engine.session import Policy
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.collect import Collector
-from earl_jax.rollout.control import RolloutControl
+from earl_jax.rollout.config import Limits
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,
@@ -48,13 +46,11 @@ ENDS = {
     "garbage": 2,
     "unencodable": 2,
     "at start": 2,
-    "aborted": 2,
     "hangs": 0.3,
     "hangs at start": 0.3,
 }
 REASONS = {
     "done": "win",
-    "aborted": "aborted",
     "unencodable": "unencodable",
     "hangs": "environment_timeout",
 }
@@ -63,29 +59,23 @@ REASONS = {
 class Shape:
     """An environment drawn at random: how long it talks, how it ends, how fast it is.
 
-    Some change the policy's weights while they are at it, and some never answer.
+    Some never answer.
     """
 
-    def __init__(
-        self, episode: int, control: RolloutControl, released: threading.Event, *, endless: bool
-    ):
+    def __init__(self, episode: int, released: threading.Event, *, endless: bool):
         rng = random.Random(episode)
-        self.control, self.released, self.episode = control, released, episode
+        self.released, self.episode = released, episode
         self.endless = endless
         (self.end,) = rng.choices(list(ENDS), list(ENDS.values()))
         self.lengths = [rng.choice([1, 2, 9, 20]) for _ in range(rng.randrange(1, 5))]
         self.limits = self._draw_limits(rng)
         self.stop_reason = self._foresee()
         self.delay_s = rng.choice([0, 0, 0, 0.001])
-        self.swaps = None if endless else rng.choice([None] * 80 + ["keep", "recompute"])
         self.started = 0
 
     def _draw_limits(self, rng: random.Random) -> Limits | None:
-        """Of a turn or of the episode; None where the config's do not cut it.
-
-        Who is aborted has none: it could be cut before that is obeyed.
-        """
-        if self.end == "aborted" or rng.random() < 0.8:
+        """Limits of a turn or of the episode; None where the config's do not cut it."""
+        if rng.random() < 0.8:
             return None
         turn = rng.choice([1, 2, 4, 9])
         return Limits(max_turn_tokens=turn, max_episode_tokens=rng.choice([0, 12, 25, 40]))
@@ -121,12 +111,6 @@ class Shape:
 
     def step(self, reply: str) -> StepResult:
         time.sleep(self.delay_s)
-        if self.swaps:
-            version = self.episode % 1000
-            self.control.swap(
-                lambda player: Policy(params=placed(version % 2, True), version=version),
-                cache=self.swaps,
-            )
         if self.lengths:
             return StepResult(text=self.say(), reward=0.5, done=False)
         if self.end == "raises":
@@ -137,10 +121,6 @@ class Shape:
             return {"text": reply}  # pyright: ignore[reportReturnType]
         if self.end == "unencodable":
             return StepResult(text="\ud800", reward=0.5, done=False)
-        if self.end == "aborted":
-            self.control.abort(self.episode)
-            # It would go on for ever, were it not aborted.
-            return StepResult(text="8", reward=0.5, done=False)
         return StepResult(reward=0.5, done=True, stop_reason="win")
 
 
@@ -174,7 +154,7 @@ def check_nothing_is_held(collector: Collector) -> None:
     Pages are free or held for what an idle slot has read: without it every page is free.
     """
     assert not any(collector._slots)
-    room, pages = collector._room, collector._room._pages
+    room, pages = collector._blocks, collector._blocks._pages
     for slot in range(len(collector._slots)):
         assert pages.num_held(slot) <= pages_for(LONGEST, CONFIG.page_size)
         pages.keep(slot, 0)
@@ -183,17 +163,15 @@ def check_nothing_is_held(collector: Collector) -> None:
     assert free == [pages.pool.pages] * pages.pool.shards
     host = room._host
     assert (host.held_bytes, host.slots, host._leaving, room._leaving) == (0, [], [], {})
-    assert not collector._guests._leaving
+    assert not collector._spare_rows._pending
 
 
 def play(number: int, pool: EnvironmentPool):
     """One rollout of random shape; its environments by episode, and who collected it."""
-    control, made, collectors, released = RolloutControl(), {}, [], threading.Event()
+    made, collectors, released = {}, [], threading.Event()
     rng, endless = random.Random(number), number == NUM_ROLLOUTS - 1
     todo = tasks(rng.randrange(EPISODES - 40, EPISODES + 1), first=1000 * number)
-    shapes = {
-        task.episode: Shape(task.episode, control, released, endless=endless) for task in todo
-    }
+    shapes = {task.episode: Shape(task.episode, released, endless=endless) for task in todo}
 
     def make(task):
         assert task.episode not in made, "it began twice"
@@ -211,10 +189,9 @@ def play(number: int, pool: EnvironmentPool):
         make_room=Rooms(most_pages=0),
         num_slots=NUM_SLOTS,
         player=player(),
-        control=control,
         collectors=collectors,
         episodes_per_step=EPISODES,
-        speculation=SpeculationConfig(mode="on", ngram=1, draft=2),
+        num_draft_tokens=2,
         share_prefixes=number % 2 == 0,
         copy_prefixes="on",
         preemption=("auto", "host", "recompute")[number % 3],
@@ -249,7 +226,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
         counts.update(
             {
                 name: getattr(rollout.stats, name)
-                for name in ("preempted_episodes", "preempted_host_bytes", "guest_episodes")
+                for name in ("preempted_episodes", "preempted_host_bytes", "borrowed_slots")
                 + ("drafted_tokens", "accepted_tokens", "recomputed_tokens", "shared_tokens")
                 + ("copied_tokens",)
             }
@@ -261,7 +238,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
     assert live[-1] == live[NUM_ROLLOUTS // 2], "arrays are left on the devices"
     assert sum(reasons.values()) > 2000
     assert set(reasons) == {
-        "win", "aborted", "unencodable", "environment_error", "environment_timeout",
+        "win", "unencodable", "environment_error", "environment_timeout",
         "turn_too_long", "episode_too_long",
     }  # fmt: skip
     # Those that hung have been let go.

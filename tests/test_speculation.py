@@ -13,8 +13,8 @@ import pytest
 from earl_jax.engine import decode_state
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.drafts import look_up
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.round_inputs import Report, pack_inputs, unpack_report
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs, pack_inputs, unpack_outputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.engines import CANDIDATES, CONFIG, NUM_SLOTS, UNSHARDED, weights_on
@@ -56,7 +56,7 @@ class Counter:
     passes: int = 0
     drafted: int = 0
 
-    def __call__(self, state, inputs) -> tuple[object, Report]:
+    def __call__(self, state, inputs) -> tuple[object, RoundOutputs]:
         state, report = self.play(state, inputs)
         assert (report.passes <= report.count).all()
         assert (report.count - report.passes <= report.drafted).all()
@@ -138,7 +138,7 @@ def test_a_text_that_repeats_itself_costs_fewer_passes_than_tokens():
     state, sampled, rounds = empty(), [], []
     for first in (True, False, False):
         begins = one * first
-        inputs = pack_inputs(count=CHUNK * begins, restart=begins, speak=begins, **columns)
+        inputs = RoundInputs(count=CHUNK * begins, restart=begins, begin_turn=begins, **columns)
         state, report = play(state, inputs)
         sampled += report.tokens[0, : report.count[0]].tolist()
         rounds.append((report.count[0], report.passes[0], report.drafted[0]))
@@ -188,18 +188,18 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
     play = jitted_round(MODEL, rules)
     state = decode_state.empty_state(MODEL, number, number, 16, page_size=PAGE_SIZE)
     ones = np.ones(number, np.int32)
-    inputs = pack_inputs(
+    inputs = RoundInputs(
         chunk=np.tile(np.int32(prompt), (number, 1)),
         count=length * ones,
         restart=ones,
-        speak=ones,
+        begin_turn=ones,
         seed=np.arange(number),
         row=np.arange(number),
         sampling=sampling_rows(Sampling(), number),
         version=0,
     )
-    _, packed = play(params(), state, inputs, jax.random.key(7))
-    report = unpack_report(np.asarray(packed), drafts=True)
+    _, packed = play(params(), state, pack_inputs(inputs), jax.random.key(7))
+    report = unpack_outputs(np.asarray(packed), drafts=True)
     behind = full_forward([[*prompt, token] for token in range(VOCAB)], VOCAB).astype(np.float64)
     chances = np.exp(behind - np.logaddexp.reduce(behind, axis=-1, keepdims=True))
     first, second = chances[0, length - 1], chances[:, length]
@@ -227,40 +227,40 @@ def test_pairs_of_tokens_come_as_often_as_the_model_says():
 
 
 @functools.cache
-def engine_on(shape: MeshShape) -> PolicyEngine:
-    config = dataclasses.replace(CONFIG, rules=GUESSING)
-    return PolicyEngine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
+def engine_on(shape: MeshShape, rules=GUESSING) -> Engine:
+    config = dataclasses.replace(CONFIG, rules=rules)
+    return Engine(config, make_layout(shape, jax.devices()[: shape.num_devices]))
 
 
-def talk_on(shape: MeshShape, *, drafts: bool):
-    play = Counter(functools.partial(engine_on(shape).play, weights_on(shape), drafts=drafts))
+def talk_on(player: Engine, play):
     scripts = {
         slot: dataclasses.replace(script, row=slot // 2 * 4 + slot % 2 + 1)
         for slot, script in make_scripts(NUM_SLOTS, turns=2).items()
     }
     state, heard = converse(
         play,
-        engine_on(shape).empty_state(PLACES),
+        player.empty_state(PLACES),
         scripts,
         num_slots=NUM_SLOTS,
         turn_limits=LIMITS,
         temperature=TEMPERATURE,
     )
-    return state, heard, scripts, play
+    return state, heard, scripts
 
 
 @functools.cache
 def unsharded():
-    """Token by token on one device, by an engine that could guess."""
-    _, heard, _, play = talk_on(UNSHARDED, drafts=False)
-    assert play.passes == play.tokens and not play.drafted
+    """Token by token on one device."""
+    player = engine_on(UNSHARDED, RULES)
+    _, heard, _ = talk_on(player, functools.partial(player.play, weights_on(UNSHARDED)))
     return heard
 
 
 @pytest.mark.slow_except("data=4,tensor=2")
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
-    state, heard, scripts, play = talk_on(shape, drafts=True)
+    play = Counter(functools.partial(engine_on(shape).play, weights_on(shape)))
+    state, heard, scripts = talk_on(engine_on(shape), play)
     assert_same(unsharded(), heard)
     check_logprobs(heard, TEMPERATURE)
     check_rows(state.experience, heard, scripts)

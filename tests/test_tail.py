@@ -8,12 +8,13 @@ import itertools
 import pytest
 
 from earl_jax.config_file import make_config
-from earl_jax.engine.config import Limits, Sampling
+from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.loop import rl_step
 from earl_jax.placement.programs import play_key
+from earl_jax.rollout.config import Limits
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.world import World
 from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks

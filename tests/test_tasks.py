@@ -107,9 +107,7 @@ def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_c
 
 
 def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():
-    plain = dict(
-        RATIO_RUN, rollout={**RATIO_RUN["rollout"], "top_k": 0, "model_logprobs": False}, train={}
-    )
+    plain = dict(RATIO_RUN, rollout={**RATIO_RUN["rollout"], "top_k": 0}, train={})
     for given, message in ((RATIO_RUN, ""), (plain, "config.train.ratio = 'model'")):
         world = World(make_config(given))
         asked = [dataclasses.replace(task, sampling=WAYS[2]) for task in world.training_tasks(0)]

@@ -15,19 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.rollout.answering import answer_jobs
 from benchmarks.rollout.work import MAX_POSITIONS, MODEL, VOCAB_SIZE, Message, renderer, tokenizer
 from earl_jax.dispatch.weights import publish
-from earl_jax.engine.config import Limits, RolloutConfig, Sampling
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import dense_pool, roomier_pages
-from earl_jax.engine.round_inputs import Report
+from earl_jax.engine.round_inputs import RoundInputs, RoundOutputs
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
@@ -37,6 +34,7 @@ from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
 from earl_jax.rollout.collect import Collector, Rollout
+from earl_jax.rollout.config import Limits, RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
@@ -116,7 +114,7 @@ class CutTurns(Conversation):
         return super().reply(ids, before_stop)[0], True
 
 
-class TimedEngine(PolicyEngine):
+class TimedEngine(Engine):
     """Notes the seconds of each round."""
 
     def __init__(self, config: EngineConfig, layout: Layout):
@@ -124,8 +122,8 @@ class TimedEngine(PolicyEngine):
         self.rounds: list[float] = []
 
     def play(
-        self, params: Any, state: DecodeState, inputs: np.ndarray, **options: bool
-    ) -> tuple[DecodeState, Report]:
+        self, params: Any, state: DecodeState, inputs: RoundInputs, **options: bool
+    ) -> tuple[DecodeState, RoundOutputs]:
         """Runs one round."""
         start_s = time.perf_counter()
         state, report = super().play(params, state, inputs, **options)
@@ -160,7 +158,7 @@ class Player:
         return TimedEngine(config, self.layout)
 
     @functools.cache  # noqa: B019
-    def policy(self, engine: PolicyEngine) -> Policy:
+    def policy(self, engine: Engine) -> Policy:
         """Returns the weights in this engine's layout and types."""
         shapes, shardings = engine.parameter_shapes, engine.parameter_shardings
         return Policy(params=publish(self._master, shapes, shardings).params, version=0)

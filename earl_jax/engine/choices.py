@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns that must be one of some replies: a tree of token ids, walked on the devices.
+"""Turns restricted to certain replies or tokens: a tree of token ids, walked on the devices.
 
-The host sends the tree of a turn's replies with the order to speak; from then on the devices know
-which tokens may come next, for as many bursts as the turn takes.
+The host sends the tree of a turn's replies with the inputs that begin the turn; from then on the
+devices know which tokens may come next, for as many bursts as the turn takes.
 
 Example: the replies (5, 0), (5, 7, 0) and (6, 0), of which 0 ends a turn, are the branches
 
     0: from 0 by 5 to 1    1: from 1 by 0 to 2    2: from 1 by 7 to 3    3: from 3 by 0 to 4
     4: from 0 by 6 to 5    5: from 5 by 0 to 6
 
-Or of certain tokens only: their branches lead from the node ALWAYS to itself.
+A turn of certain tokens only has branches that lead from the node ALWAYS to itself.
 """
 
 import functools
@@ -23,19 +23,19 @@ import numpy as np
 
 from earl_jax.engine.sampling import SamplingRows, sample
 
-# A turn that may be anything is at no node; places of a row without a branch leave from no node.
+# The node of an unrestricted turn; and the parent of an unused branch.
 FREE = -1
 _NO_BRANCH = -2
-# Where a turn stands, and stays, that may have certain tokens only.
+# The node of a turn of certain tokens only, which it never leaves.
 ALWAYS = -3
 
 
 class Choices(NamedTuple):
-    """What each of B slots may say: trees of at most J branches, i32[B,J] and i32[B].
+    """The allowed replies of B slots: trees of at most J branches, i32[B,J] and i32[B].
 
     Branch j leaves from node `parents[j]` by token `tokens[j]`, and leads to node j + 1; node 0 is
-    the root. Of branches that leave from one node those of lower tokens come first. `node` is where
-    the turn stands, FREE where it may be anything.
+    the root. Branches that leave from one node are in the order of their tokens. `node` is the
+    turn's own, FREE where it is unrestricted.
     """
 
     parents: Any
@@ -44,7 +44,7 @@ class Choices(NamedTuple):
 
 
 def no_choices(slots: int, branches: int) -> Choices:
-    """Every slot may say anything, as numpy arrays."""
+    """Returns unrestricted choices for every slot, as numpy arrays."""
     return Choices(
         parents=np.full((slots, branches), _NO_BRANCH, np.int32),
         tokens=np.zeros((slots, branches), np.int32),
@@ -54,7 +54,7 @@ def no_choices(slots: int, branches: int) -> Choices:
 
 @functools.lru_cache(maxsize=4096)
 def choice_tree(replies: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The branches of the tree of these replies: `parents` and `tokens`, see `Choices`."""
+    """Returns the branches of the tree of these replies: `parents` and `tokens`, see `Choices`."""
     nodes: dict[tuple[int, int], int] = {}
     for reply in sorted(replies):
         node = 0
@@ -64,40 +64,40 @@ def choice_tree(replies: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.nd
     return branches[:, 0], branches[:, 1]
 
 
-def check_choices(replies: tuple[tuple[int, ...], ...], room: int) -> None:
-    """Raises ValueError unless the tree of these replies has at most `room` branches."""
+def check_choices(replies: tuple[tuple[int, ...], ...], most: int) -> None:
+    """Raises ValueError unless the tree of these replies has at most so many branches."""
     branches = len(choice_tree(replies)[0])
-    if branches > room:
+    if branches > most:
         raise ValueError(
             f"the replies that the environment allows make a tree of {branches} branches; the "
-            f"engine has room for {room} (SlotRules.choice_branches)"
+            f"engine takes {most} (SlotRules.choice_branches)"
         )
 
 
-def check_allowed(token_ids: tuple[int, ...], room: int, vocab_size: int) -> None:
-    """Raises ValueError unless these are ids, and at most `room` of them."""
+def check_allowed(token_ids: tuple[int, ...], most: int, vocab_size: int) -> None:
+    """Raises ValueError unless these are ids, and at most so many of them."""
     strange = [token for token in token_ids if not 0 <= token < vocab_size]
     if strange:
         raise ValueError(
             f"the environment's allowed_token_ids hold {strange[0]}; ids go from 0 to "
             f"{vocab_size - 1}"
         )
-    if len(token_ids) > room:
+    if len(token_ids) > most:
         raise ValueError(
             f"the environment's allowed_token_ids are {len(token_ids)} with the end of turn; the "
-            f"engine has room for {room} (SlotRules.choice_branches)"
+            f"engine takes {most} (SlotRules.choice_branches)"
         )
 
 
 def set_choices(choices: Choices, slot: int, replies: tuple[tuple[int, ...], ...]) -> None:
-    """Writes the tree of one slot, for which there is room, into rows on the host."""
+    """Writes the tree of one slot into rows on the host."""
     parents, tokens = choice_tree(replies)
     choices.parents[slot, : len(parents)], choices.tokens[slot, : len(tokens)] = parents, tokens
     choices.node[slot] = 0
 
 
 def set_allowed(choices: Choices, slot: int, token_ids: Iterable[int]) -> None:
-    """Writes the only tokens of one slot, for which there is room, into rows on the host."""
+    """Writes the only allowed tokens of one slot into rows on the host."""
     tokens = sorted(set(token_ids))
     choices.parents[slot, : len(tokens)], choices.node[slot] = ALWAYS, ALWAYS
     choices.tokens[slot, : len(tokens)] = tokens
@@ -109,7 +109,7 @@ def set_turn(
     replies: tuple[tuple[int, ...], ...],
     token_ids: tuple[int, ...],
 ) -> None:
-    """`set_choices` or `set_allowed`, whichever there are, or nothing."""
+    """Calls `set_choices` or `set_allowed` for a turn that is restricted."""
     if choices is not None and replies:
         set_choices(choices, slot, replies)
     elif choices is not None and token_ids:
@@ -121,14 +121,14 @@ def draw(
     logits_BV: jax.Array,
     choices: Choices | None,
     settings: SamplingRows,
-    asked: jax.Array | None = None,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`sampling.sample`, of the tokens alone that may come next where a slot is at a node.
+    """Runs `sampling.sample`; a slot that is at a node draws from its allowed tokens alone.
 
-    The logits of these few are gathered and drawn from: no mask is laid over the vocabulary, who
-    may say anything keeps every bit, and where all may nothing is computed.
+    The logits of these few are gathered: no mask is laid over the vocabulary, unrestricted slots
+    keep every bit, and where all are unrestricted nothing is computed.
     """
-    anything = sample(uniform_B, logits_BV, settings, asked)
+    anything = sample(uniform_B, logits_BV, settings, wanted)
     if choices is None:
         return anything
     held_B = choices.node != FREE
@@ -136,9 +136,9 @@ def draw(
     def among() -> tuple[jax.Array, jax.Array]:
         next_BJ = choices.parents == choices.node[:, None]
         logits_BJ = jnp.take_along_axis(logits_BV, choices.tokens, axis=1)
-        # Who may say anything is drawn here too, from whatever there is, and for nothing.
+        # Unrestricted slots are drawn here too, from arbitrary tokens, and the result is dropped.
         logits_BJ = jnp.where(next_BJ | ~held_B[:, None], logits_BJ, -jnp.inf)
-        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, asked)
+        position_B, logprobs_B = sample(uniform_B, logits_BJ, settings, wanted)
         tokens_B = jnp.take_along_axis(choices.tokens, position_B[:, None], axis=1)[:, 0]
         return (
             jnp.where(held_B, tokens_B, anything[0]),
@@ -149,10 +149,10 @@ def draw(
 
 
 def walk(choices: Choices, tokens_B: jax.Array, moving_B: jax.Array) -> Choices:
-    """The `moving` slots have said these tokens, which were allowed.
+    """Moves the nodes of the `moving` slots along the tokens that they sampled.
 
-    Behind the end of a reply anything may come: nothing does, but where a server decodes on until
-    it has seen the end.
+    Behind the end of a reply the slot is unrestricted: a server decodes on until it has seen the
+    end.
     """
     taken_BJ = (choices.parents == choices.node[:, None]) & (choices.tokens == tokens_B[:, None])
     node_B = jnp.argmax(taken_BJ, axis=1).astype(jnp.int32) + 1

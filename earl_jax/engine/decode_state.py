@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine holds on the devices: slots, their pages, and the rows that they write."""
+"""The state of an engine on the devices: slots, their pages, and the rows that they write."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -19,21 +19,21 @@ from earl_jax.trajectory import Experience
 
 
 class Scores(NamedTuple):
-    """Log-probs of B pending tokens, which a server's clients `asked` [B] for, or not.
+    """Log-probs of B pending tokens, for the slots whose clients `wanted` [B] them.
 
     `logprob` f32[B] under the distribution that the token was drawn from, `model_logprob` f32[B]
     under the model itself.
     """
 
-    asked: Any
+    wanted: Any
     logprob: Any
     model_logprob: Any
 
 
 def no_scores(slots: int) -> Scores:
-    """Nobody asks."""
+    """Returns the scores of slots whose clients want none."""
     zeros = jnp.zeros((slots,), jnp.float32)
-    return Scores(asked=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
+    return Scores(wanted=jnp.zeros((slots,), bool), logprob=zeros, model_logprob=zeros)
 
 
 @jax.tree_util.register_dataclass
@@ -41,13 +41,13 @@ def no_scores(slots: int) -> Scores:
 class DecodeState:
     """B slots and the N rows of experience that they write, one data shard's part or the whole.
 
-    `cached` counts the tokens in the cache; with `origin`, the place in the row where the sample
-    began that is in the cache, it gives the place of `pending` (i32). `turn` and `turn_tokens`
+    `cached` counts the tokens in the cache; with `origin`, the position in the row where the sample
+    began that is in the cache, it gives the position of `pending` (i32). `turn` and `turn_tokens`
     count turns and the tokens of this turn, which is cut at `turn_limit` and ends behind each of
     `stop_ids` [B, MAX_STOP_IDS] too. `active` slots are in the middle of a turn. `row` is the
-    episode's row in `experience`, NO_ROW where nothing is written down. `choices` say what this
-    turn may be, None where every turn may be anything. `scores` are there where JetStream serves:
-    rollouts write log-probs down in `experience`.
+    episode's row in `experience`, NO_ROW where nothing is recorded. `choices` restrict the turn,
+    None where the engine was not built for them. `scores` are there where JetStream serves:
+    rollouts record log-probs in `experience`.
     """
 
     cache: PagedCache
@@ -80,9 +80,9 @@ def empty_state(
     model_logprobs: bool = False,
     choice_branches: int = 0,
 ) -> DecodeState:
-    """Nothing in any slot, nothing written down. `places` is the room per episode, in tokens.
+    """Returns empty slots and rows, of `max_tokens` tokens an episode.
 
-    Without a `pool` every slot has its own pages, in order; with one, who has which is said later.
+    Without a `pool` every slot has its own pages, in order; with one, they are assigned later.
     """
 
     def numbers(*shape: int) -> jax.Array:
@@ -120,7 +120,7 @@ def empty_state(
 
 
 def _first_table(pool: Pool, slots: int, pages: int) -> jax.Array:
-    """Pages from the beginning of every slot's row shard on: its own, if each slot is a shard."""
+    """Returns the first pages of every slot's row shard: its own, if each slot is a shard."""
     first = jnp.arange(slots, dtype=jnp.int32) // (slots // pool.shards) * pool.pages
     return first[:, None] + jnp.arange(pages, dtype=jnp.int32)[None, :]
 
@@ -137,7 +137,7 @@ def repack(layers: list[LayerCache], source_Z: jax.Array) -> list[LayerCache]:
 
 
 def widen(experience: Experience, max_tokens: int) -> Experience:
-    """Returns the same rows with room for `places` tokens an episode."""
+    """Returns the same rows with `max_tokens` tokens an episode."""
     return jax.tree.map(
         lambda field: jnp.pad(field, ((0, 0), (0, max_tokens - field.shape[1]))), experience
     )

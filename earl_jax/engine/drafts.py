@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Guesses at what a row says next: what it said, or heard, the last time its ids ended alike.
+"""Drafting by prompt lookup: the tokens that followed the last few ids of a row before.
 
-Prompt lookup, or n-gram, drafting: no second model, a comparison of a row's ids with its last few.
-Games, tool transcripts and code repeat themselves.
+It needs no second model, only a comparison of a row's ids with its last n-gram. Games, tool
+transcripts and code repeat themselves.
 """
 
 import jax
@@ -13,10 +13,10 @@ import jax.numpy as jnp
 def look_up(
     ids_BP: jax.Array, lengths_B: jax.Array, *, ngram: int, draft: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The ids that followed the last `ngram` ids of each row where these stood before.
+    """Returns the ids that followed the last `ngram` ids of each row where these stood before.
 
-    Of several such places it is the latest that `draft` ids follow; where none has so many behind
-    it, the earliest, behind which are the most.
+    Where they stood several times it is the latest time with `draft` ids behind it; where there is
+    none, the earliest, which has the most ids behind it.
 
     Example: behind the row 5 6 7 8 5 6, with an `ngram` of 2, 5 6 stood at its beginning, where
     7 8 5 6 followed: a `draft` of 3 is 7 8 5, one of 8 is 7 8 5 6.
@@ -33,7 +33,7 @@ def look_up(
     """
     width = ids_BP.shape[1]
     positions_1P, last_B1 = jnp.arange(width)[None, :], lengths_B[:, None] - 1
-    # Place p is where the n-gram ended before: its first id must lie in the row, and one behind it.
+    # Position p is an earlier end of the n-gram, with its first id in the row and an id behind it.
     same_BP = (positions_1P >= ngram - 1) & (positions_1P < last_B1)
     for back in range(ngram):
         id_B1 = jnp.take_along_axis(ids_BP, last_B1 - back, axis=1, mode="clip")

@@ -1,16 +1,15 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""PolicyEngine: JetStream's `Engine` over our decoder.
+"""An engine: the programs of one model on one rollout layout, over slots with a paged KV cache.
 
-Serving uses prefill / insert / generate, as JetStream's Driver does. Rollouts use what RoundEngine
-has: `play`. Both run on the same DecodeState.
+A rollout plays rounds: one dispatch and one read a round for all slots (`Engine.play`), with
+answers appended to live slots, and log-probs and versions recorded beside the KV cache. The
+JetStream adapter (serving/jetstream_engine.py) puts steps of its own on the same state.
 """
 
 import dataclasses
 import functools
-import threading
-import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,368 +17,324 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.engine import prompts, slots
-from earl_jax.engine._jetstream import Engine, ResultTokens, ServedTokenizer, tokenizer_parameters
-from earl_jax.engine.choices import Choices, no_choices
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.decode_state import DecodeState, Scores, no_scores
-from earl_jax.engine.drafting import Drafting
-from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.pages import Pool, dense_pool, pages_for
-from earl_jax.engine.prompts import Prefix
-from earl_jax.engine.round_engine import RoundEngine
-from earl_jax.engine.sampling import sampling_rows
-from earl_jax.engine.step_tokens import step_tokens
-from earl_jax.models.kv_cache import PagedCache, empty_cache, place_pages
-from earl_jax.models.parameters import Params
-from earl_jax.serving.block_manager import ServingBlockManager
+from earl_jax.engine import decode_state, slots
+from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.decoding import Decoder
+from earl_jax.engine.page_copies import PageCopies
+from earl_jax.engine.pages import NO_SOURCE, Pool
+from earl_jax.engine.round_inputs import (
+    RoundInputs,
+    RoundOutputs,
+    inputs_width,
+    pack_inputs,
+    unpack_outputs,
+)
+from earl_jax.engine.row_copies import RowCopies
+from earl_jax.models.kv_cache import PagedCache, place_pages
+from earl_jax.models.parameters import Params, parameter_shardings
+from earl_jax.models.quantization import engine_shapes, engine_specs
 from earl_jax.sharding.layout import Layout
+from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.reshard import reshard
 
-# A prompt's own seed lies in 1 to MAX_SEED; those that are named begin behind it.
-MAX_SEED = 2**30 - 1
-# Longer prompts are read in pieces of so many tokens, between which others' tokens are decoded.
-PROMPT_CHUNK = 1024
 
+class Engine:
+    """One model on one rollout layout: makes states of slots, and plays rounds on them.
 
-class PolicyEngine(RoundEngine, Engine):
-    """The engine for one model on one rollout layout, to serve from and to play with."""
+    Slots and experience are split over `data`; heads and vocabulary over `tensor`, experts over
+    `expert`, pages of the KV cache and chunks over `context` (page_shares.py). Each data shard
+    decodes on its own (`shard_map` over `data`): no collective crosses it, and a shard whose slots
+    have all ended their turn stops early whatever the others do.
+    """
 
-    def __init__(self, config: EngineConfig, layout: Layout, tokenizer: Any = None) -> None:
+    def __init__(self, config: EngineConfig, layout: Layout) -> None:
         """Builds the jitted programs; nothing is compiled before its first call.
 
-        `tokenizer` (transformers) is what JetStream's server asks for; rollouts bring ids.
-
-        Raises as `RoundEngine`.
+        Raises:
+            ValueError: the slots or rows do not divide over the layout's data axis, or a page over
+                its context axis.
         """
-        super().__init__(config, layout)
-        self._tokenizer = tokenizer
-        self._num_prefills = 0
-        # By their room, and whether it is whole on each device: see `_reader`.
-        self._readers: dict[Hashable, Any] = {}
-        self._room: ServingBlockManager | None = None
-        self._drafting = Drafting(config.serving.speculation if config.rules.ngram else "off")
-        # JetStream calls from several threads. Programs that hold collectives must reach all
-        # devices in one order.
-        self._dispatching = threading.Lock()
+        _check_divides(config, layout)
+        self.config, self.layout = config, layout
+        # A row shard's part of the rows of a decode step.
+        step_rows = -(-config.step_rows // layout.num_row_shards)
+        self._rules = config.rules._replace(step_rows=step_rows)
+        # The manual axes: one of size 1 would leave collectives of nothing.
+        cut_pages = layout.shape.context > 1
+        self._manual = {*layout.row_axes, *(("context",) if cut_pages else ())}
+        self.key_data = jax.random.key_data(jax.random.key(config.seed))
+        specs = engine_specs(config.model, config.vocab_size, config.weight_dtype)
+        self.parameter_shardings = parameter_shardings(specs, layout)
+        self.parameter_shapes = engine_shapes(specs, config.model.compute_dtype)
+        self.row_sharding = layout.activations("B")
+        self.state_shardings = self._place_state(layout.activations)
+        # All of a state but its cache is cut by rows.
+        rows: Any = P(layout.row_axes)
+        pages = self._place_state(self.manual_spec).cache.layers
+        fields = dict.fromkeys((field.name for field in dataclasses.fields(DecodeState)), rows)
+        cache = PagedCache(layers=pages, table=rows)
+        self.state_specs = DecodeState(**{**fields, "cache": cache})
+        self._build_programs()
+
+    def _place_state(self, place: Callable[[str], Any]) -> DecodeState:
+        """Returns `place` of the axes of each array of a state."""
+        shapes = self.state_shapes(1)
+        pages = [place_pages(layer, place) for layer in shapes.cache.layers]
+        by_rows = jax.tree.map(lambda leaf: place("B"), shapes)
+        return dataclasses.replace(by_rows, cache=dataclasses.replace(by_rows.cache, layers=pages))
+
+    def manual_spec(self, letters: str) -> P:
+        """Returns the part of an array's partition spec that is over the manual axes."""
+
+        def by_hand(axes: Any) -> Any:
+            names = (axes,) if isinstance(axes, str) else axes or ()
+            return axes if self._manual.issuperset(names) else None
+
+        return P(*map(by_hand, self.layout.activation_spec(letters)))
 
     def _build_programs(self) -> None:
-        super()._build_programs()
-        rules = self.config.rules
-        scores = Scores(asked=self._rows, logprob=self._rows, model_logprob=self._rows)
-        served = dataclasses.replace(self.state_shardings, scores=scores)
-        # By whether they guess.
-        self._generate = {
-            drafts: jax.jit(
-                self._decoding(slots.generate, rules if drafts else rules._replace(ngram=0)),
-                donate_argnums=1,
-                out_shardings=(served, self._rows),
-            )
-            for drafts in (False, True)
+        def play_with(rules: SlotRules) -> Any:
+            program = self.decoding_program(slots.play, rules)
+            out = (self.state_shardings, self.row_sharding)
+            return jax.jit(program, donate_argnums=1, out_shardings=out)
+
+        self._play = play_with(self._rules)
+        # Compiled for the first episode that wants them, where they are not recorded for all.
+        self._play_scored = play_with(self._rules._replace(model_logprobs=True))
+        self._empty = jax.jit(
+            self.new_state,
+            static_argnums=(0, 1),
+            out_shardings=self.state_shardings,
+        )
+        self._empty_slots = jax.jit(
+            lambda max_tokens: dataclasses.replace(self.new_state(max_tokens, None), cache=None),
+            static_argnums=0,
+            out_shardings=dataclasses.replace(self.state_shardings, cache=None),
+        )
+        # Not donated: live episodes survive a lack of memory.
+        layers = self.state_specs.cache.layers
+        repack = {
+            True: self.over_rows(decode_state.repack, (layers, P(self.layout.row_axes)), layers),
+            False: decode_state.repack,
         }
-        # A prompt is one row: every row shard reads it alike.
-        prefix = self._prefix_specs
-        self._prefill = jax.jit(
-            self._over_rows(
-                functools.partial(prompts.read, self.config.model, self.layout),
-                (P(), prefix, P(), P(), P()),
-                prefix,
-            )
-        )
-        self._insert = jax.jit(
-            prompts.put,
-            donate_argnums=1,
-            out_shardings=dataclasses.replace(served, cache=None),
-        )
-        self._empty_served = jax.jit(
-            self._new_served_state, static_argnums=(0, 1), out_shardings=served
+        # By whether no page goes from one row shard to another.
+        self._repack = {
+            is_local: jax.jit(function, out_shardings=self.state_shardings.cache.layers)
+            for is_local, function in repack.items()
+        }
+        self._widen = jax.jit(
+            decode_state.widen, static_argnums=1, out_shardings=self.state_shardings.experience
         )
 
-    def _new_served_state(self, max_tokens: int, pool: Pool) -> DecodeState:
-        """Every slot has a row for its ids where tokens are guessed from them, else none has."""
-        config = self.config
-        rows = config.num_slots if config.rules.ngram else self.layout.num_row_shards
-        state = self._new_state(max_tokens, pool, rows)
-        return dataclasses.replace(state, scores=no_scores(config.num_slots))
+    def decoding_program(self, function: Any, rules: SlotRules) -> Any:
+        """Returns a step such as `slots.play` on every row shard: of params, state, inputs, key.
 
-    @property
-    def _prefix_specs(self) -> Any:
-        """Of a Prefix: its pages are cut over `context` as those of the slots are."""
-        pages = [
-            place_pages(layer, lambda letters: self._manual_spec(letters.replace("Z", ".")))
-            for layer in self._state_specs.cache.layers
-        ]
-        whole: Any = P()
-        return Prefix(
-            cache=PagedCache(layers=pages, table=whole),
-            cached=whole,
-            pending=whole,
-            seed=whole,
-            sampling=whole,
-            scores=whole,
-            turn_limit=whole,
-            choices=whole,
-            tokens=whole,
+        `function` takes a Decoder, the shard's state and inputs, and the shard's number. The
+        program is manual over rows and pages; the other axes stay automatic and follow the weights'
+        placement.
+        """
+        model, layout = self.config.model, self.layout
+
+        def on_shard(params: Params, state: DecodeState, inputs: jax.Array, key_data: jax.Array):
+            key = jax.random.wrap_key_data(key_data)
+            decoder = Decoder(model, rules, params, key, _replicate, layout)
+            state = _in_parts(state, layout.shape.context)
+            state, packed = function(decoder, state, inputs, jax.lax.axis_index(layout.row_axes))
+            return _in_parts(state, 1), packed
+
+        rows, state = P(layout.row_axes), self.state_specs
+        return self.over_rows(on_shard, (P(), state, rows, P()), (state, rows))
+
+    def over_rows(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """Returns `function` mapped over the row shards, and over `context`."""
+        return jax.shard_map(
+            function,
+            mesh=self.layout.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=self._manual,
+            check_vma=False,
         )
 
     def load_params(self, params: Params) -> Params:
-        """Places weights, such as `publish` makes, where this engine wants them, on the devices."""
+        """Moves weights, such as `publish` makes, to this engine's placement on the devices."""
         return reshard(params, self.parameter_shardings)
 
-    def prefill(
-        self,
-        *,
-        params: Params,
-        existing_prefix: Prefix | None = None,
-        padded_tokens: jax.Array | np.ndarray,
-        true_length: int,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        choices: Choices | None = None,
-        logprobs: bool = False,
-        max_tokens: int | None = None,
-    ) -> Prefix:
-        """Reads a prompt, and samples the token behind it.
+    def state_shapes(self, max_tokens: int, pool: Pool | None = None) -> DecodeState:
+        """Returns a DecodeState for `max_tokens` tokens an episode, as shapes for tracing."""
+        return jax.eval_shape(lambda: self.new_state(max_tokens, pool))
 
-        Args:
-            params: as `load_params` places them.
-            existing_prefix: what the tokens continue; its pending token is replaced.
-            padded_tokens: i32[T], of which the first `true_length` count.
-            true_length: how many.
-            sampling: how the reply is drawn; as the prefix, or else `config.serving`, says.
-            seed: of the reply, 0 to MAX_SEED: the same prompt then has the same reply. That of the
-                prefix, or else one that no other prompt has.
-            choices: what the reply may be, from its first token on, in one row with room for
-                `rules.choice_branches`; None: anything.
-            logprobs: whether its tokens come with their log-probs (`step_tokens.ScoredToken`).
-            max_tokens: behind so many of the reply nothing is guessed, so that no step hands out
-                more; None: it ends where the room does.
-
-        Raises:
-            ValueError: the prompt is empty, or with its prefix longer than `max_prefill_length`;
-                a seed out of range.
-        """
-        read = 0 if existing_prefix is None else int(existing_prefix.cached[0])
-        max_tokens, limit = len(padded_tokens), self.max_prefill_length
-        if not 0 < true_length <= max_tokens <= limit or read + true_length > limit:
-            raise ValueError(
-                f"a prompt of {true_length} tokens padded to {max_tokens}, behind {read} tokens "
-                f"read before; the engine takes 1 to {limit} in all"
-            )
-        if seed is not None and not 0 <= seed <= MAX_SEED:
-            raise ValueError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
-        with self._dispatching:
-            room = pages_for(read + max_tokens, self.config.page_size)
-            prefix = prompts.with_room(existing_prefix or self._empty_prefix(room), room)
-        limit = max(1, self.config.serving.context_tokens + 1 - read - true_length)
-        prefix = dataclasses.replace(
-            prefix,
-            turn_limit=jnp.full((1,), min(limit, max_tokens or limit), jnp.int32),
-            scores=prefix.scores._replace(asked=jnp.full((1,), logprobs)),
-        )
-        if seed is not None:
-            prefix = dataclasses.replace(prefix, seed=_named_seed(seed))
-        if sampling is not None:
-            prefix = dataclasses.replace(prefix, sampling=sampling_rows(sampling, 1))
-        return self._read(params, prefix, np.asarray(padded_tokens, np.int32), true_length, choices)
-
-    def _read(
-        self,
-        params: Params,
-        prefix: Prefix,
-        tokens: np.ndarray,
-        true_length: int,
-        choices: Choices | None,
-    ) -> Prefix:
-        """The prompt piece by piece. What is sampled behind all but the last is forgotten."""
-        if len(tokens) > PROMPT_CHUNK:
-            tokens = np.pad(tokens, (0, -len(tokens) % PROMPT_CHUNK))
-            # Where each piece leaves it, so that one program reads all of them.
-            prefix = jax.device_put(prefix, self.get_prefix_destination_sharding())
-        branches = self.config.rules.choice_branches
-        for first in range(0, true_length, PROMPT_CHUNK):
-            piece = tokens[first : first + PROMPT_CHUNK]
-            count = min(len(piece), true_length - first)
-            if branches:
-                prefix = dataclasses.replace(prefix, choices=choices or no_choices(1, branches))
-            given = (params, prefix, piece, np.int32(count), self._key_data)
-            read = self._reader(*given) if len(tokens) > PROMPT_CHUNK else self._prefill
-            with self._dispatching:
-                prefix = read(*given)
-            if first + len(piece) < true_length:
-                # Else steps that are dispatched meanwhile would wait for all pieces.
-                jax.block_until_ready(prefix.pending)
-        return prefix
-
-    def _reader(self, params: Params, prefix: Prefix, *rest: Any) -> Any:
-        """`_prefill` for a piece of a long prompt, compiled for its room.
-
-        Not by its first call, which would have every step wait for the compiler: the next one is
-        dispatched only when nobody else dispatches.
-        """
-        pages = jax.tree.leaves(prefix.cache.layers)[0]
-        room = (prefix.cache.num_pages, pages.sharding.is_fully_replicated)
-        if room not in self._readers:
-            self._readers[room] = self._prefill.lower(params, prefix, *rest).compile()
-        return self._readers[room]
-
-    def _empty_prefix(self, pages: int) -> Prefix:
-        """No prompt yet, so many pages, and a seed that no other one has, nor is given."""
-        self._num_prefills = self._num_prefills % MAX_SEED + 1
-        zero = jnp.zeros((1,), jnp.int32)
+    def new_state(self, max_tokens: int, pool: Pool | None, rows: int | None = None) -> DecodeState:
+        """Returns an empty state with so many rows of experience (None: `num_rows`); traceable."""
         config = self.config
-        guesses = config.rules.ngram > 0
-        return Prefix(
-            cache=empty_cache(
-                config.model, 1, pages * config.page_size, config.page_size, config.kv_dtype
-            ),
-            cached=zero,
-            pending=zero,
-            seed=zero + self._num_prefills,
-            sampling=sampling_rows(config.serving.sampling, 1),
-            scores=no_scores(1),
-            turn_limit=zero,
-            tokens=jnp.zeros((1, pages * config.page_size), jnp.int32) if guesses else None,
+        return decode_state.empty_state(
+            config.model,
+            config.num_slots,
+            rows or config.num_rows,
+            max_tokens,
+            page_size=config.page_size,
+            pool=pool,
+            kv_dtype=config.kv_dtype,
+            model_logprobs=config.rules.model_logprobs,
+            choice_branches=config.rules.choice_branches,
         )
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Puts a prompt that was read into a slot, as soon as there are pages for it.
+    def empty_state(self, max_tokens: int, pool: Pool | None = None) -> DecodeState:
+        """Returns empty slots for `max_tokens` tokens an episode, made on the devices.
 
-        Donates `decode_state`, not `prefix`.
+        Without a `pool` of pages every slot has its own; with one, `give_pages` assigns them.
         """
-        with self._dispatching:
-            self._served.insert(prefix, slot)
-        return decode_state
+        return self._empty(max_tokens, pool)
 
-    @property
-    def _served(self) -> ServingBlockManager:
-        """Who has which page of the state that is served."""
-        assert self._room is not None, "there is no state to serve before init_decode_state"
-        return self._room
+    def renew(self, state: DecodeState) -> DecodeState:
+        """Returns empty slots and rows over the caches of `state`, whose other parts are void then.
 
-    def put_prompt(
-        self, state: DecodeState, prefix: Prefix, slot: int, pages: Sequence[int]
+        Its experience stays as it is.
+        """
+        slots = self._empty_slots(state.experience.tokens.shape[1])
+        return dataclasses.replace(slots, cache=state.cache)
+
+    def repack(
+        self, state: DecodeState, max_tokens: int, old: Pool, source: np.ndarray | None = None
     ) -> DecodeState:
-        """Puts a prompt into a slot and into these pages of its row shard. Donates `state`."""
-        copies = self.page_copies
-        number = prefix.cache.num_pages
-        numbers = np.zeros((copies.num_shards, number), np.int32)
-        counts = np.zeros(copies.num_shards, np.int32)
-        shard = self._served.pages.shard(slot)
-        numbers[shard, : len(pages)], counts[shard] = pages, len(pages)
-        state = copies.put_row(state, prefix.cache.layers, numbers, counts)
-        rows = dataclasses.replace(prefix, cache=None)
-        small = self._insert(rows, dataclasses.replace(state, cache=None), slot)
-        return dataclasses.replace(small, cache=state.cache)
+        """Returns the state for `max_tokens` tokens an episode, and with other pages.
 
-    def free_resource(self, slot: int) -> None:
-        """The slot's request is over, if one was in it: its pages are others'."""
-        with self._dispatching:
-            if self._room is not None:
-                self._room.free(slot)
-
-    def generate(
-        self, params: Params, decode_state: DecodeState, *, drafts: bool | None = None
-    ) -> tuple[DecodeState, ResultTokens]:
-        """The next token of every slot, or tokens where guesses are right.
-
-        Slots that wait for pages have none. `drafts`: whether tokens are guessed; None: as
-        `config.serving` says, or the clock. Donates `decode_state`.
+        `source` is that of `PageTable.regroup` from the pool `old`; None: the pages stay as they
+        are. The number of this layout's row shards should divide that of both pools: then no page
+        leaves its row shard. The table of pages is that of the next `give_pages`. Donates nothing.
         """
-        with self._dispatching:
-            room = self._served
-            state, moving = room.prepare(decode_state)
-            program = (room.max_tokens, room.pages.pool)
-            chosen = self._drafting.choose(program) if drafts is None else drafts
-            is_timed = drafts is None and self._drafting.is_trying(program)
-            if is_timed:
-                jax.block_until_ready(state.pending)
-            start_s = time.perf_counter()
-            state, data = self._generate[chosen](params, state, moving, self._key_data)
-            tokens = step_tokens(data, room.asleep, room.failed)
-            room.note(tokens)
-            if is_timed:
-                # Only then is a step waited for.
-                sampled, seconds = room.settle(), time.perf_counter() - start_s
-            else:
-                sampled, seconds = 1, 0.0
-            if drafts is None:
-                self._drafting.note(program, chosen, tokens=sampled, seconds=seconds)
-            return state, tokens
+        experience, layers = state.experience, state.cache.layers
+        if experience.tokens.shape[1] != max_tokens:
+            experience = self._widen(experience, max_tokens)
+        if source is not None:
+            is_local = self._is_local(old.shards, len(source))
+            placed = jax.device_put(self._local_source(old, source), self.row_sharding)
+            layers = self._repack[is_local](layers, placed)
+        return dataclasses.replace(
+            state, experience=experience, cache=dataclasses.replace(state.cache, layers=layers)
+        )
 
-    @property
-    def step_kinds(self) -> tuple[bool, ...]:
-        """Whether steps guess tokens: what `generate` may choose between."""
-        guesses = self.config.rules.ngram > 0
-        by_the_clock = guesses and self.config.serving.speculation == "auto"
-        return (False, True) if by_the_clock else (guesses,)
+    def _is_local(self, *shards: int) -> bool:
+        """Returns whether this layout's row shards divide pools of these numbers of shards."""
+        return not any(number % self.layout.num_row_shards for number in shards)
 
-    def init_decode_state(self) -> DecodeState:
-        """Empty slots for serving. One state at a time: the engine knows who has which page."""
-        pool, max_tokens = self.serving_pool, self.config.serving.first_context_tokens
-        with self._dispatching:
-            self._room = ServingBlockManager(self, pool, max_tokens)
-            return self._empty_served(max_tokens, pool)
+    def _local_source(self, old: Pool, source: np.ndarray) -> np.ndarray:
+        """Returns `source` i32[Z] by numbers within a row shard, if no page leaves its own."""
+        if not self._is_local(old.shards, len(source)):
+            return source.reshape(-1)
+        parts = self.layout.num_row_shards
+        first = np.arange(parts)[:, None] * (old.total // parts)
+        apart = source.reshape(parts, -1)
+        return np.where(apart == NO_SOURCE, NO_SOURCE, apart - first).astype(np.int32).reshape(-1)
 
-    def grow_served(
-        self, state: DecodeState, max_tokens: int, old: Pool, source: np.ndarray | None
-    ) -> DecodeState:
-        """Returns `repack` of a state for serving, when it is done.
+    def place_rows(self, numbers: np.ndarray) -> jax.Array:
+        """Puts one number a slot on the slots' row shards."""
+        return jax.device_put(numbers, self.row_sharding)
 
-        Raises:
-            JaxRuntimeError: there is no memory for it; `state` is as it was.
+    def give_pages(self, state: DecodeState, table: np.ndarray) -> DecodeState:
+        """Returns the state in which slots have the pages of `table` i32[num_slots, Y]."""
+        placed = jax.device_put(table, self.row_sharding)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, table=placed))
+
+    @functools.cached_property
+    def page_copies(self) -> PageCopies:
+        """The programs that copy pages out of the pools, and back."""
+        return PageCopies(self.layout, self.state_shardings.cache.layers, self.config.page_size)
+
+    @functools.cached_property
+    def row_copies(self) -> RowCopies:
+        """The programs that copy rows of experience between row shards."""
+        return RowCopies(self.layout, self.state_shardings.experience, self.config.num_slots)
+
+    def play(
+        self,
+        params: Params,
+        state: DecodeState,
+        inputs: RoundInputs,
+        *,
+        model_logprobs: bool = False,
+    ) -> tuple[DecodeState, RoundOutputs]:
+        """Plays one round (`slots.play`): one array goes to the devices, one comes back.
+
+        Donates `state`. With `model_logprobs` the outputs have these even if the rules record none.
         """
-        return jax.block_until_ready(self.repack(state, max_tokens, old, source))
+        scored = model_logprobs or self._rules.model_logprobs
+        play = (
+            self._play_scored if model_logprobs and not self._rules.model_logprobs else self._play
+        )
+        sent = jax.device_put(pack_inputs(inputs), self.row_sharding)
+        state, packed = play(params, state, sent, self.key_data)
+        # Reading what a failed round left ends the process (jaxlib 0.10.2); waiting for it raises.
+        jax.block_until_ready(packed)
+        return state, unpack_outputs(
+            np.asarray(packed),
+            model_logprobs=scored,
+            drafts=self._rules.draft > 0,
+            steps=self.step_rows < self._slots_a_shard,
+        )
 
     @property
-    def serving_pool(self) -> Pool:
-        """The pages that a state for serving begins with."""
-        serving, size = self.config.serving, self.config.page_size
-        shards = self.layout.num_row_shards
-        pool = dense_pool(shards, self.config.num_slots, serving.context_tokens, size)
-        if not serving.cache_tokens:
-            return pool
-        least = pages_for(serving.first_context_tokens, size)
-        pages = max(least, serving.cache_tokens // (shards * size))
-        return pool._replace(pages=min(pool.pages, pages))
-
-    def get_prefix_destination_sharding(self) -> Any:
-        """Where a prefix made by another engine is to be put before `insert`: on every device."""
-        return self.layout.activations("")
-
-    def get_tokenizer(self) -> Any:
-        """The vocabulary's facts, for JetStream's server."""
-        return tokenizer_parameters()
-
-    def build_tokenizer(self, metadata: Any) -> Any:
-        """JetStream's view of our tokenizer."""
-        return ServedTokenizer(self._tokenizer, self.config.rules.end_of_turn_ids)
+    def _slots_a_shard(self) -> int:
+        return self.config.num_slots // self.layout.num_row_shards
 
     @property
-    def max_concurrent_decodes(self) -> int:
-        """How many slots there are."""
-        return self.config.num_slots
+    def step_rows(self) -> int:
+        """Rows of a decode step on one row shard."""
+        return min(self._rules.step_rows or self._slots_a_shard, self._slots_a_shard)
 
-    @property
-    def samples_per_slot(self) -> int:
-        """Always 1."""
-        return 1
+    def lower_repack(self, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool) -> list[Any]:
+        """Returns the programs of `repack` to `new_max_tokens` and `new`, lowered from shapes."""
+        state, lowered = self._placed_shapes(max_tokens, old), []
+        if new_max_tokens != max_tokens:
+            lowered.append(self._widen.lower(state.experience, new_max_tokens))
+        if new != old:
+            source = jax.ShapeDtypeStruct((new.total,), jnp.int32, sharding=self.row_sharding)
+            program = self._repack[self._is_local(old.shards, new.shards)]
+            lowered.append(program.lower(state.cache.layers, source))
+        return lowered
 
-    @property
-    def max_prefill_length(self) -> int:
-        """The longest prompt that `prefill` takes, in tokens."""
-        return self.config.serving.max_prefill_length
+    def _placed_shapes(self, max_tokens: int, pool: Pool | None) -> DecodeState:
+        return placed_shapes(self.state_shapes(max_tokens, pool), self.state_shardings)
 
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """The mesh of the rollout layout."""
-        return self.layout.mesh  # pyright: ignore[reportReturnType]
+    def lower_play(self, max_tokens: int, pool: Pool | None = None) -> Any:
+        """Returns a round's program lowered from shapes alone, for memory analysis and tests."""
+        width = inputs_width(self.config.chunk_size, self.config.rules.choice_branches)
+        return self._play.lower(
+            placed_shapes(self.parameter_shapes, self.parameter_shardings),
+            self._placed_shapes(max_tokens, pool),
+            jax.ShapeDtypeStruct(
+                (self.config.num_slots, width), jnp.int32, sharding=self.row_sharding
+            ),
+            jax.ShapeDtypeStruct(self.key_data.shape, self.key_data.dtype),
+        )
 
-    @property
-    def colocated_cpus(self) -> None:
-        """None: hosts are not addressed by this engine."""
-        return None
+
+def _check_divides(config: EngineConfig, layout: Layout) -> None:
+    """Raises ValueError unless slots, rows and pages divide over the layout."""
+    shards, context = layout.num_row_shards, layout.shape.context
+    for name, number, divisor in (
+        ("config.rollout.num_slots", config.num_slots, shards),
+        ("config.rollout.episodes_per_step", config.num_rows, shards),
+        ("config.rollout.page_size", config.page_size, context),
+    ):
+        if number % divisor:
+            raise ValueError(
+                f"{name} is {number}, which does not divide over {layout}; choose a multiple of "
+                f"{divisor}"
+            )
 
 
-def _named_seed(seed: int) -> jax.Array:
-    return jnp.full((1,), MAX_SEED + 1 + seed, jnp.int32)
+def _in_parts(state: DecodeState, parts: int) -> DecodeState:
+    """Returns the state whose pages count as so many parts, 1 outside of the manual program."""
+    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, parts=parts))
+
+
+def _replicate(logits_BV: jax.Array) -> jax.Array:
+    """Puts all logits on every device of their row shard.
+
+    Else XLA cuts the sampling over `tensor`, with collective-permutes. These wait for every device
+    of the mesh: shards that decode unequally long would hang. One all-gather within the shard is
+    also fewer collectives (16 without it).
+    """
+    return jax.lax.with_sharding_constraint(logits_BV, P(*[None] * logits_BV.ndim))

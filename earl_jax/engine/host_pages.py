@@ -1,27 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of preempted slots in host memory: what was copied out of the pools, and is copied back.
+"""Pages of preempted slots in host memory: copied out of the pools, and back again.
 
 Copies leave a device while its next round runs, and are waited for a round later. A slot's pages
 may go back to other pages, and to another mesh: they are kept in pieces as they lay on the devices,
-each with its corner: the first of its heads, and of its places.
+each with its corner: the first of its heads, and of its positions.
 """
 
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.page_copies import LEAVE, SLEEP, WAKE
 from earl_jax.engine.session import Session
 from earl_jax.models.kv_cache import LayerCache
-
-if TYPE_CHECKING:
-    from earl_jax.engine.engine import PolicyEngine
 
 _HOST_MEMORY = "pinned_host"
 # The axes of a piece [L,P,K,...]: those from K on may be cut.
@@ -46,8 +44,8 @@ class HostPages:
     def __init__(self, limit_bytes: int, *, pinned: bool | None = None) -> None:
         """Holds at most `limit_bytes`.
 
-        `pinned` says whether to hold them as arrays in the backend's own host memory, which links
-        reach without a detour; None: where the devices are no CPUs, and know of such memory.
+        With `pinned` they are arrays in the backend's own host memory, which links reach without a
+        detour; None: where the devices are no CPUs, and have such memory.
         """
         self._limit_bytes, self._pinned = limit_bytes, pinned
         self._slots: dict[int, list[_Part]] = {}
@@ -60,29 +58,29 @@ class HostPages:
 
     @property
     def slots(self) -> list[int]:
-        """Whose pages are here, in their order."""
+        """The slots whose pages are here, in their order."""
         return sorted(self._slots)
 
     def block_bytes(self, session: Session) -> int:
-        """Bytes of a block of one row shard, over all of that shard's devices."""
+        """Returns the bytes of a block of one row shard, over all of that shard's devices."""
         pools = jax.tree.leaves(session.state.cache.layers)
         page_bytes = sum(pool.size // pool.shape[0] * pool.dtype.itemsize for pool in pools)
         return session.engine.page_copies.pages_a_call * page_bytes
 
     def has_room(self, session: Session, num_pages: Sequence[int]) -> bool:
-        """Whether slots with so many pages each may come too."""
+        """Returns whether slots with so many pages each fit too."""
         size = session.engine.page_copies.pages_a_call
         blocks = sum(-(-number // size) for number in num_pages)
         return self.held_bytes + blocks * self.block_bytes(session) <= self._limit_bytes
 
     def drop(self, slot: int) -> None:
-        """The slot's pages are worth nothing any more; there may be none."""
+        """Drops the slot's pages, if there are any."""
         for part in self._slots.pop(slot, ()):
             self.held_bytes -= _bytes_of(part)
             self._leaving = [other for other in self._leaving if other is not part]
 
     def settle(self) -> None:
-        """Lets go of the devices' copies of what has left them."""
+        """Waits for copies that leave the devices, and frees the devices' own."""
         for part in self._leaving:
             part.pieces = [
                 {corner: _to_numpy(piece) for corner, piece in pieces.items()}
@@ -119,9 +117,9 @@ class HostPages:
     def copy_back(
         self, session: Session, pages: Mapping[int, Sequence[int]], awake: Mapping[int, bool]
     ) -> Session:
-        """Writes what is held of these slots to other pages, as many as there were.
+        """Writes the pages that are held of these slots to other pages, as many as there were.
 
-        Those that are `awake` go on in the middle of a turn. Donates the pools of `session.state`.
+        Slots that are `awake` go on in the middle of a turn. Donates the pools of `session.state`.
         """
         if not pages:
             return session
@@ -146,7 +144,7 @@ class HostPages:
         marks = {slot: WAKE if awake[slot] else SLEEP for slot in pages}
         return _mark(dataclasses.replace(session, state=state), marks)
 
-    def _keeps_pinned(self, engine: "PolicyEngine") -> bool:
+    def _keeps_pinned(self, engine: Engine) -> bool:
         if self._pinned is not None:
             return self._pinned
         device = next(iter(engine.layout.activations("").device_set))
@@ -169,7 +167,7 @@ def _batched(pages: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def _by_shard(session: Session, todo: Mapping[int, list[Any]]) -> dict[int, collections.deque]:
-    """(slot, what to do) for every row shard, in the order of its slots."""
+    """Returns (slot, entry) for every row shard, in the order of its slots."""
     slots_a_shard = session.engine.config.num_slots // session.engine.page_copies.num_shards
     queues: dict[int, collections.deque] = collections.defaultdict(collections.deque)
     for slot, entries in todo.items():
@@ -178,13 +176,13 @@ def _by_shard(session: Session, todo: Mapping[int, list[Any]]) -> dict[int, coll
 
 
 def _in_turn(queues: Mapping[int, collections.deque]) -> Any:
-    """One entry of every row shard that has any left, until none has."""
+    """Yields one entry of every row shard that has any left, until none has."""
     while any(queues.values()):
         yield {shard: queue.popleft() for shard, queue in queues.items() if queue}
 
 
 def _pieces(block: LayerCache, shard: int, size: int, pinned: bool) -> list[dict[_Corner, Any]]:
-    """What row shard `shard` has of a block, on its way to the host."""
+    """Returns row shard `shard`'s pieces of a block, on their way to the host."""
     found = []
     for leaf in jax.tree.leaves(block):
         pieces = {}
@@ -203,17 +201,17 @@ def _pieces(block: LayerCache, shard: int, size: int, pinned: bool) -> list[dict
 
 
 def _corner(piece: Any) -> _Corner:
-    """Where a device's piece of an array begins, along the axes from K on."""
+    """Returns where a device's piece of an array begins, along the axes from K on."""
     return tuple(along.start or 0 for along in piece.index[_HEADS:])
 
 
 def _to_numpy(piece: Any) -> np.ndarray:
-    """The piece in memory of the host's own: on a CPU `asarray` would hold the device's."""
+    """Returns the piece in the host's own memory: on a CPU `asarray` would hold the device's."""
     return np.array(piece)
 
 
 def _fill(blank: LayerCache, shardings: LayerCache, parts: Mapping[int, _Part]) -> LayerCache:
-    """A block with the parts of these row shards; that of the others is blank."""
+    """Returns a block with the parts of these row shards, blank for the others."""
     leaves, structure = jax.tree.flatten(blank)
     filled = []
     for number, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
@@ -234,7 +232,7 @@ def _fill(blank: LayerCache, shardings: LayerCache, parts: Mapping[int, _Part]) 
 def _window(
     pieces: Mapping[_Corner, Any], corner: _Corner, shape: tuple[int, ...], device: Any
 ) -> Any:
-    """From a corner on, what is so large along the axes from K on, for this device."""
+    """Returns the window of this shape from a corner on, along the axes from K on, for a device."""
     whole = pieces.get(corner)
     if whole is not None and whole.shape[_HEADS:] == shape:
         is_near = isinstance(whole, np.ndarray) or whole.devices() == {device}

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages out of the pools into blocks, and back: small programs of fixed shape.
+"""Small programs of fixed shape that copy pages out of the pools into blocks, and back.
 
 A block holds some pages of every layer for each row shard, [L, R * P, K, ...]: the pages that row
 shard r names are at r * P. Each shard copies its own pages, every device its own heads: no
-collective, and nothing that one shard has to wait for another for. `send` alone has one, because
+collective, and no shard waits for another. `send` alone has one, because
 its pages go from one shard to others.
 """
 
@@ -22,13 +22,13 @@ from earl_jax.models.kv_cache import LayerCache, place_pages
 from earl_jax.sharding.layout import Layout
 
 # Large enough that a long context takes few calls, small enough that the last is not much waste.
-PLACES_A_CALL = 256
+TOKENS_A_CALL = 256
 # What `mark` does to a slot.
 LEAVE, SLEEP, WAKE = 0, 1, 2
 
 
 def take_pages(layers: list[LayerCache], pages_P: jax.Array) -> LayerCache:
-    """The contents of these pages of every layer, stacked: [L,P,K,...]."""
+    """Returns the contents of these pages of every layer, stacked: [L,P,K,...]."""
     return jax.tree.map(
         lambda *pools: jnp.stack([pool.at[pages_P].get(mode="clip") for pool in pools]), *layers
     )
@@ -37,9 +37,9 @@ def take_pages(layers: list[LayerCache], pages_P: jax.Array) -> LayerCache:
 def put_pages(
     layers: list[LayerCache], block: list[LayerCache], pages_P: jax.Array, count: jax.Array
 ) -> list[LayerCache]:
-    """The pools with the first `count` pages of a block, [P,K,...] a layer, where `pages_P` says.
+    """Returns the pools with the first `count` pages of a block, [P,K,...] a layer, at `pages_P`.
 
-    One page after the other, because then they are written where they lie.
+    The pages are written one after the other, because then they are written in place.
     """
 
     def put_one(index: jax.Array, layers: list[LayerCache]) -> list[LayerCache]:
@@ -53,7 +53,7 @@ def put_pages(
 
 
 def _from_one(block: LayerCache, is_source: jax.Array, row_axes: tuple[str, ...]) -> LayerCache:
-    """The block of the row shard that is the source, on all of them."""
+    """Returns the block of the row shard that is the source, on all row shards."""
 
     def add_zeros(side: jax.Array) -> jax.Array:
         # In types that every backend adds, and that hold every number of the narrower ones.
@@ -77,7 +77,7 @@ class PageCopies:
         """`pool_shardings` as of `DecodeState.cache.layers`."""
         self.layout = layout
         self.num_shards = layout.num_row_shards
-        self.pages_a_call = max(1, PLACES_A_CALL // page_size)
+        self.pages_a_call = max(1, TOKENS_A_CALL // page_size)
         self.block_shardings = place_pages(
             pool_shardings[0], lambda letters: layout.activations("." + letters)
         )
@@ -136,17 +136,17 @@ class PageCopies:
         return take_pages(layers, jnp.zeros(self.num_shards * self.pages_a_call, jnp.int32))
 
     def blank(self, state: DecodeState) -> LayerCache:
-        """A block of zeros."""
+        """Returns a block of zeros."""
         return self._blank(state.cache.layers)
 
     def take(self, state: DecodeState, pages: np.ndarray) -> LayerCache:
-        """A block with these pages, i32[R,P], each numbered within its row shard."""
+        """Returns a block with these pages, i32[R,P], each numbered within its row shard."""
         return self._take(state.cache.layers, self._placed(pages.reshape(-1)))
 
     def put(
         self, state: DecodeState, block: LayerCache, pages: np.ndarray, counts: np.ndarray
     ) -> DecodeState:
-        """The state with the first `counts[r]` pages of row shard r where `pages` i32[R,P] says.
+        """Returns the state with the first `counts[r]` pages of row shard r at `pages` i32[R,P].
 
         Donates the pools of `state`.
         """
@@ -157,7 +157,7 @@ class PageCopies:
     def put_row(
         self, state: DecodeState, row: list[LayerCache], pages: np.ndarray, counts: np.ndarray
     ) -> DecodeState:
-        """`put` for the pages of one row that every shard has: [P,K,...] a layer."""
+        """Runs `put` for the pages of one row that every shard has: [P,K,...] a layer."""
         placed = self._placed(pages), self._placed(counts)
         layers = self._put_row(state.cache.layers, row, *placed)
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
@@ -170,7 +170,7 @@ class PageCopies:
         pages: np.ndarray,
         counts: np.ndarray,
     ) -> DecodeState:
-        """The state with the first `counts[r]` of the pages `sent` where row shard r wants them.
+        """Returns the state with the first `counts[r]` of the pages `sent` in pages of row shard r.
 
         `sent` are at most `pages_a_call`, numbered within row shard `source`, and `pages` i32[R,P]
         within row shard r. Donates the pools of `state`.
@@ -187,7 +187,7 @@ class PageCopies:
         return dataclasses.replace(state, cache=dataclasses.replace(state.cache, layers=layers))
 
     def mark(self, state: DecodeState, marks: np.ndarray) -> DecodeState:
-        """The state with slots in the middle of a turn (WAKE), in none (SLEEP), or as they were."""
+        """Returns the state with slots in a turn (WAKE), in none (SLEEP), or as before (LEAVE)."""
         return dataclasses.replace(
             state, active=self._mark(state.active, self._placed(marks.astype(np.int32)))
         )

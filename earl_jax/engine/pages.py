@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot has which pages of the KV cache: the host's view, plain arithmetic.
+"""The table of pages of the KV cache by slot: the host's view, plain arithmetic.
 
 The pool is cut into as many parts as the mesh has row shards, and a slot has pages of its own row
-shard only. Within a shard pages are cut over heads (`tensor`) and places (`context`), so that the
-longest episode that fits a budget grows with both. Pages are counted: slots whose prompts begin
-alike hold the same ones, and a page is free when nobody holds it. A change of the mesh may change
-the number of row shards: `PageTable.regroup` says which page then has the contents of which.
+shard only. Within a shard pages are cut over heads (`tensor`) and positions (`context`), so that
+the longest episode that fits a budget grows with both. Pages are counted: slots whose prompts begin
+alike hold the same ones, and a page is free when no slot holds it. A change of the mesh may change
+the number of row shards: `PageTable.regroup` returns which page then has the contents of which.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# In `PageTable.regroup`: of a page that is a copy of none.
+# In `PageTable.regroup`: the source of a page that is a copy of none.
 NO_SOURCE = -1
 
 
@@ -32,7 +32,7 @@ class Pool(NamedTuple):
 
 
 def pages_for(max_tokens: int, page_size: int) -> int:
-    """Pages that hold so many places."""
+    """Returns the number of pages that hold so many tokens."""
     return -(-max_tokens // page_size)
 
 
@@ -42,10 +42,10 @@ def dense_pool(shards: int, slots: int, max_tokens: int, page_size: int) -> Pool
 
 
 def roomier_pages(pages: int) -> int:
-    """A quarter more pages than so many, or up to 7/8 more: the next on a scale of sizes.
+    """Returns a quarter more pages than so many, or up to 7/8 more: the next on a scale of sizes.
 
-    Each is half as large again as the one before. Rollouts that grow by other pages come to the
-    same sizes, for which programs are there.
+    Each is half as large again as the one before. Rollouts that grow by different pages come to the
+    same sizes, for which programs are compiled.
     """
     size = 1
     while 4 * size < 5 * pages:
@@ -55,21 +55,21 @@ def roomier_pages(pages: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageCopy:
-    """The contents of page `source` are to be in page `target`; numbers of the whole pool."""
+    """A copy of page `source` to page `target`; numbers of the whole pool."""
 
     source: int
     target: int
 
 
 class PageTable:
-    """The pages of every slot, in the order of their places. Numbers within the slot's row shard.
+    """The pages of every slot, in the order of their tokens. Numbers within the slot's row shard.
 
     A slot is idle from `end` until `hold` or `begin`: its pages are kept for other slots' prompts,
     and `regroup` may drop them.
     """
 
     def __init__(self, pool: Pool, *, num_slots: int, page_size: int) -> None:
-        """Nobody holds a page."""
+        """Begins with all pages free."""
         assert num_slots % pool.shards == 0, f"{num_slots} slots over {pool.shards} row shards"
         self.pool, self._page_size = pool, page_size
         self._slots_a_shard = num_slots // pool.shards
@@ -82,36 +82,36 @@ class PageTable:
         self._idle: set[int] = set()
 
     def shard(self, slot: int) -> int:
-        """The row shard of a slot."""
+        """Returns the row shard of a slot."""
         return slot // self._slots_a_shard
 
     def slots_of(self, shard: int) -> range:
-        """The slots of a row shard."""
+        """Returns the slots of a row shard."""
         return range(shard * self._slots_a_shard, (shard + 1) * self._slots_a_shard)
 
     def num_free(self, shard: int) -> int:
-        """Pages of the row shard that nobody holds."""
+        """Returns the number of free pages of the row shard."""
         return len(self._free[shard])
 
     def num_held(self, slot: int) -> int:
-        """Pages of the slot."""
+        """Returns the number of pages of the slot."""
         return len(self._pages[slot])
 
     def pages_of(self, slot: int, tokens: int) -> list[int]:
-        """The pages that hold the slot's first so many tokens, numbered within its row shard."""
+        """Returns the pages of the slot's first so many tokens, numbered within its row shard."""
         return self._pages[slot][: pages_for(tokens, self._page_size)]
 
     def missing(self, slot: int, tokens: int) -> int:
-        """How many more pages the slot needs to hold so many tokens."""
+        """Returns how many more pages the slot needs to hold so many tokens."""
         return max(0, pages_for(tokens, self._page_size) - len(self._pages[slot]))
 
     def has_alone(self, slot: int, tokens: int) -> bool:
-        """Whether nobody else has the page in which the slot's first so many tokens end."""
+        """Returns whether the slot alone has the page in which its first so many tokens end."""
         page = self._pages[slot][pages_for(tokens, self._page_size) - 1]
         return self._holders[self.shard(slot), page] == 1
 
     def hold(self, slot: int, tokens: int) -> None:
-        """The slot has room for so many tokens. There must be pages enough (`missing`)."""
+        """Gives the slot pages for so many tokens. There must be pages enough (`missing`)."""
         shard = self.shard(slot)
         self._idle.discard(slot)
         for _ in range(self.missing(slot, tokens)):
@@ -120,14 +120,14 @@ class PageTable:
             self._pages[slot].append(page)
 
     def keep(self, slot: int, tokens: int) -> None:
-        """The slot gives up the pages behind its first so many tokens."""
+        """Frees the slot's pages behind its first so many tokens."""
         number = pages_for(tokens, self._page_size)
         for page in self._pages[slot][number:]:
             self._let_go(self.shard(slot), page)
         del self._pages[slot][number:]
 
     def begin(self, slot: int, source: int, tokens: int) -> PageCopy | None:
-        """The slot begins anew with the first `tokens` tokens in the cache of slot `source`.
+        """Begins the slot anew with the first `tokens` tokens in the cache of slot `source`.
 
         Whole pages are shared from now on. The tokens behind them will be in a page of the slot's
         own, for which there must be a free one: what to copy into it before anything is appended,
@@ -145,7 +145,7 @@ class PageTable:
         if partial is None:
             return None
         if self._holders[shard, partial] == 1:
-            # It was the slot's own, and nobody else's.
+            # It was the slot's own, and no other slot's.
             self._pages[slot].append(partial)
             return None
         self._pinned.append((shard, partial))
@@ -157,7 +157,7 @@ class PageTable:
         return PageCopy(source=self._number(shard, origin), target=self._number(shard, target))
 
     def pin(self, slot: int, tokens: int) -> list[int]:
-        """`pages_of`, which until `end_round` stay as they are, whoever lets them go."""
+        """Returns `pages_of`, which keep their contents until `end_round` even if freed."""
         pages, shard = self.pages_of(slot, tokens), self.shard(slot)
         for page in pages:
             self._holders[shard, page] += 1
@@ -165,13 +165,13 @@ class PageTable:
         return pages
 
     def end_round(self) -> None:
-        """What was to be copied has been."""
+        """Frees the pages that were pinned for copies of the round."""
         for shard, page in self._pinned:
             self._let_go(shard, page)
         self._pinned, self._copied = [], {}
 
     def end(self, slot: int, tokens: int) -> None:
-        """The slot's episode is over: it is idle, with the pages of its first so many tokens."""
+        """Ends the slot's episode: the slot is idle, with the pages of its first so many tokens."""
         self.keep(slot, tokens)
         self._idle.add(slot)
 
@@ -198,7 +198,7 @@ class PageTable:
 
         Returns:
             The table, and `source` i32[shards, pages]: the number in the whole old pool of the page
-            that each new one is a copy of; NO_SOURCE for those that nobody holds.
+            that each new one is a copy of; NO_SOURCE for free ones.
 
         Raises:
             ValueError: the pool has fewer pages than `least_pages`.
@@ -234,7 +234,7 @@ class PageTable:
         return table, source
 
     def _extend(self, smaller: "PageTable") -> None:
-        """Takes over all that a table of as many shards with no more pages says."""
+        """Copies a table of as many shards with no more pages."""
         more = self.pool.pages - smaller.pool.pages
         self._pages = [list(pages) for pages in smaller._pages]
         self._holders = np.pad(smaller._holders, ((0, 0), (0, more)))
@@ -242,7 +242,7 @@ class PageTable:
         self._free = [[*added, *free] for free in smaller._free]
 
     def as_array(self, pages_per_row: int) -> np.ndarray:
-        """i32[num_slots, pages_per_row]: numbers in the whole pool; none is the shard's first."""
+        """Returns i32[num_slots, pages_per_row], numbers of the pool; unused: the shard's first."""
         table = np.zeros((len(self._pages), pages_per_row), np.int32)
         for slot, pages in enumerate(self._pages):
             table[slot, : len(pages)] = pages
@@ -250,7 +250,7 @@ class PageTable:
         return table
 
     def holders(self) -> Sequence[Sequence[int]]:
-        """How many slots hold each page, shard by shard; for checks."""
+        """Returns how many slots hold each page, shard by shard; for checks."""
         return self._holders.tolist()
 
     def _let_go(self, shard: int, page: int) -> None:

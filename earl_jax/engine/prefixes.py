@@ -1,20 +1,21 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which slot has read the beginning of a prompt already: the host's view of the caches.
+"""An index of the prompts that slots have read: the host's view of the caches.
 
 Episodes that begin alike (a group's prompt, a system message, descriptions of tools) need their
-common beginning computed once: whoever comes later takes it over from a slot's cache, a finished
+common beginning computed once: later episodes take it over from a slot's cache, a finished
 episode's too, because a cache stays as it is until its slot is used again. Pages are shared with
 slots of the same row shard only; from those of another they are copied, where that costs less than
 reading (shard_copies.py).
 
-What is taken over was read as a prompt, and leaves the last token to append, which the policy's
-first word needs: a group's prompt is read once, and each of its other episodes appends one token.
-A beginning shorter than a chunk is not worth it: a chunk costs the same however full it is.
+Only tokens that were read as a prompt are taken over, and the last token is left to append, whose
+logits give the first sampled token: a group's prompt is read once, and each of its other episodes
+appends one token. A beginning shorter than a chunk is not worth it: a chunk costs the same however
+full it is.
 
-An episode's tokens do not depend on who was there before it: a chunk's places are rows of the same
-matrix products as the slots are, and attention adds up a row in the same blocks wherever a chunk
-begins (paged_attention.py). What was sampled is not taken over: a decode step is another
+An episode's tokens do not depend on the episodes before it: a chunk's positions are rows of the
+same matrix products as the slots are, and attention adds up a row in the same blocks wherever a
+chunk begins (paged_attention.py). Sampled tokens are not taken over: a decode step is another
 program than a chunk, which may round otherwise.
 """
 
@@ -28,16 +29,16 @@ _NOTHING = np.zeros(0, np.int32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shared:
-    """The first `length` tokens of the prompt are in the cache of slot `source`, of any shard."""
+    """A beginning of a prompt: its first `length` tokens are in the cache of slot `source`."""
 
     source: int
     length: int
 
 
 class PrefixIndex:
-    """The prompt in every slot's cache: what was read of it, and what is still to be appended.
+    """The prompt in every slot's cache: the tokens read, and those still to be appended.
 
-    All of one policy version: it lives as long as weights do, over several rollouts.
+    All are of one policy version: the index lives as long as weights do, over several rollouts.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PrefixIndex:
         chunk_size: int,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """`is_worth_sending` says whether so many tokens are copied from another shard."""
+        """`is_worth_sending` returns whether so many tokens are copied from another shard."""
         self._is_worth_sending = is_worth_sending
         self._slots_a_shard = num_slots // num_shards
         self._chunk_size = chunk_size
@@ -57,19 +58,19 @@ class PrefixIndex:
         self._coming = [_NOTHING] * num_slots
         # Slots whose ids are in no row: they were read in a rollout before this one.
         self._unwritten: set[int] = set()
-        # Slots that begin in this round: what they take over is there when it is over.
+        # Slots that begin in this round: their shared tokens are there behind it.
         self._beginning: set[int] = set()
 
     def regroup(self, num_shards: int) -> None:
-        """The mesh has another number of row shards now; what is in the caches stays the same."""
+        """Changes the number of row shards; the caches stay the same."""
         self._slots_a_shard = len(self._cached) // num_shards
 
     def find(self, slot: int, prompt: Sequence[int]) -> Shared | None:
-        """What this slot can take over for the prompt now; None: it had better wait.
+        """Returns the tokens that this slot can take over for the prompt now; None: it should wait.
 
         It waits for a slot that is about to append more of the same than there is now.
         """
-        # Who asks has not begun: nobody must wait for what it was to append before.
+        # This slot has not begun: no other must wait for the prompt that it had before.
         self.stop(slot)
         ids = np.asarray(prompt, np.int32)
         first = slot - slot % self._slots_a_shard
@@ -84,7 +85,7 @@ class PrefixIndex:
         return self._find_elsewhere(shard, ids, Shared(source=source, length=have[source]))
 
     def _find_elsewhere(self, shard: range, ids: np.ndarray, found: Shared) -> Shared | None:
-        """What other shards have or are about to have (None), if it is worth a copy; or `found`."""
+        """Returns a better source in another shard, None to wait for one, or else `found`."""
         own = ahead = found.length
         if not self._is_worth_sending(len(ids) - 1 - own):
             return found
@@ -101,52 +102,52 @@ class PrefixIndex:
         return None if waits else found
 
     def begin(self, slot: int, prompt: Sequence[int], shared: Shared) -> None:
-        """The slot begins with a prompt, of which it takes over a part; its ids are in its row."""
+        """Begins a slot with a prompt, of which it takes over a part; its ids are in its row."""
         self._unwritten.discard(slot)
         self._beginning.add(slot)
         ids = np.asarray(prompt, np.int32)
         self._cached[slot], self._coming[slot] = ids[: shared.length], ids[shared.length :]
 
     def append(self, slot: int, number: int) -> None:
-        """So many more tokens are in the slot's cache; those behind the prompt do not matter."""
+        """Notes so many more tokens in the slot's cache; those behind the prompt do not count."""
         coming = self._coming[slot]
         if number and len(coming):
             self._cached[slot] = np.concatenate([self._cached[slot], coming[:number]])
             self._coming[slot] = coming[number:]
 
     def end_inputs(self) -> None:
-        """The slots that began have what they took over."""
+        """Notes that the slots that began have the tokens that they took over."""
         self._beginning.clear()
 
     def stop(self, slot: int) -> None:
-        """The slot appends no more of its prompt."""
+        """Notes that the slot appends no more of its prompt."""
         self._coming[slot] = _NOTHING
 
     def num_kept(self, slot: int) -> int:
-        """How many tokens in the slot's cache others could take over."""
+        """Returns how many tokens in the slot's cache others could take over."""
         return len(self._cached[slot])
 
     def forget(self, slot: int) -> None:
-        """There is nothing in the slot's cache any more."""
+        """Forgets the slot's cache."""
         self._cached[slot] = self._coming[slot] = _NOTHING
         self._unwritten.discard(slot)
 
     def lose_rows(self) -> None:
-        """The rollout is over: another one has rows of its own."""
+        """Ends the rollout: the next one has rows of its own."""
         self._coming = [_NOTHING] * len(self._coming)
         self._unwritten = {slot for slot, cached in enumerate(self._cached) if len(cached)}
 
     def has_row(self, slot: int) -> bool:
-        """Whether the ids in the slot's cache are in a row on the devices, too."""
+        """Returns whether the ids in the slot's cache are in a row on the devices, too."""
         return slot not in self._unwritten
 
     def _common_ahead(self, slot: int, ids: np.ndarray) -> int:
-        """`_common` with the slot's cache as soon as it has read its prompt; 0 where it has."""
+        """Returns `_common` with the slot's cache behind its whole prompt; 0 where that is read."""
         coming = self._coming[slot]
         return self._common(np.concatenate([self._cached[slot], coming]), ids) if len(coming) else 0
 
     def _common(self, cached: np.ndarray, ids: np.ndarray) -> int:
-        """Tokens of a prompt that can be taken over from a cache of these."""
+        """Returns how many tokens of a prompt can be taken over from a cache of these."""
         length = min(len(cached), len(ids) - 1)
         if length < self._chunk_size or cached[0] != ids[0]:
             return 0

@@ -1,161 +1,161 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between host and devices in a round: the host's orders, and what came of them."""
+"""The inputs and outputs of a round: the records on both sides, and the one array each way."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.choices import Choices
-from earl_jax.engine.config import MAX_STOP_IDS
-from earl_jax.engine.sampling import SamplingRows
+from earl_jax.engine.choices import Choices, no_choices
+from earl_jax.engine.config import MAX_STOP_IDS, Sampling
+from earl_jax.engine.sampling import SamplingRows, sampling_rows
 
 NO_ROW = NO_PAGE = NO_ID = -1
 NO_LIMIT = 2**31 - 1
-ORDER_COLUMNS = 14 + MAX_STOP_IDS
 
 
 class RoundInputs(NamedTuple):
-    """The host's orders for one round, packed as i32[B, order_width] by `pack_orders`.
+    """The host's inputs to one round: B slots, chunks of C tokens. All i32 but `sampling`.
 
-    `chunk` i32[B,C] and `count` (how many of them) are appended; `restart` empties the slot first
-    and takes `seed`, `row`, `sampling` and `stop_ids` over; `fork` empties its cache alone: the
-    episode goes on in its row, behind the pending token, with a sample that begins with the chunk.
-    Behind either, with `shared` above 0, the slot begins with the first `shared` tokens in the
-    cache of the slot `source` places further on (of the same data shard; 0 is the slot itself), and
-    the chunk comes behind these. Its table has their whole pages already; `copied` is the page,
-    numbered in the whole pool, to copy the tokens behind these from, NO_PAGE if none is. Where the
-    ids of what is taken over are `written` in the slot's row already, none are copied. So it goes
-    behind `rewind`, which empties the cache of a sample that is to be read again, by other weights
-    or because its pages were given up. `speak` lets the policy begin a turn of at most `turn_limit`
-    tokens behind the chunk, `resume` go on with the one it was in when its sample was rewound. A
-    slot with nothing to append goes on with its turn where it is in one. `halt` comes before all
-    else: it ends the turn of the last round, as if its last `given_up` tokens had not been sampled.
-    With `choices` (where the engine has room for them) the turn that begins must be one of these.
+    On the host a field may be a number that holds for all slots. `pack_inputs` makes one array of
+    the record, `unpack_inputs` the record again on the devices.
 
-    Sources' ids are read slot by slot, in their order: a slot that took something over has it for
-    those behind it.
+    - `chunk` [B,C], `count` [B]: the first `count` tokens of the chunk are appended.
+    - `restart`: the slot is emptied first, and takes over `seed`, `row`, `sampling` and `stop_ids`.
+    - `fork`: only the cache is emptied. The episode goes on in its row, behind the pending token,
+      with a sample that begins with the chunk.
+    - `rewind`: the cache of a sample is emptied that is to be read again, because its pages were
+      given up.
+    - `source`, `shared`, `copied`: behind any of these three, with `shared` above 0, the slot
+      begins with the first `shared` tokens in the cache of the slot `source` places further on (of
+      the same data shard; 0 is the slot itself), and the chunk follows. Its table has their whole
+      pages already; `copied` is the page of the whole pool to copy the tokens behind these from,
+      NO_PAGE if there are none. Sources are read slot by slot, in their order: a slot that took
+      tokens over has them for the slots behind it.
+    - `written`: the ids of the shared tokens are in the slot's row already, so none are copied.
+    - `begin_turn`: a turn of at most `turn_limit` tokens begins behind the chunk. `resume_turn`: it
+      goes on that the sample was in when it was rewound. A slot without a chunk goes on with its
+      turn where it is in one.
+    - `end_turn`: before all else, the turn of the last round ends as if its last `discarded` tokens
+      had not been sampled.
+    - `version`: of the weights. `choices`: the replies to which the turn that begins is restricted;
+      present exactly if the engine was built for them (`SlotRules.choice_branches`).
     """
 
-    chunk: jax.Array
-    count: jax.Array
-    restart: jax.Array
-    fork: jax.Array
-    rewind: jax.Array
-    speak: jax.Array
-    resume: jax.Array
-    halt: jax.Array
-    written: jax.Array
-    given_up: jax.Array
-    seed: jax.Array
-    row: jax.Array
-    source: jax.Array
-    shared: jax.Array
-    copied: jax.Array
-    turn_limit: jax.Array
-    stop_ids: jax.Array
+    chunk: Any
+    count: Any
+    restart: Any
+    begin_turn: Any
+    seed: Any
+    row: Any
     sampling: SamplingRows
-    version: jax.Array
-    choices: Choices | None
+    version: Any
+    fork: Any = 0
+    rewind: Any = 0
+    resume_turn: Any = 0
+    end_turn: Any = 0
+    discarded: Any = 0
+    written: Any = 0
+    source: Any = 0
+    shared: Any = 0
+    copied: Any = NO_PAGE
+    turn_limit: Any = NO_LIMIT
+    stop_ids: Any = NO_ID
+    choices: Choices | None = None
 
 
-_RESTART, _SPEAK, _FORK, _REWIND, _RESUME, _HALT, _WRITTEN = 1, 2, 4, 8, 16, 32, 64
+def idle_inputs(
+    num_slots: int, chunk_size: int, choice_branches: int, sampling: Sampling, version: int
+) -> RoundInputs:
+    """Returns inputs that append nothing, as numpy arrays to write into."""
+
+    def full(value: int, *shape: int) -> np.ndarray:
+        return np.full((num_slots, *shape), value, np.int32)
+
+    zeros = {name: full(0) for name in ("count", "seed", "discarded", "source", "shared")}
+    flags = {name: full(0) for name in _FLAGS}
+    return RoundInputs(
+        chunk=full(0, chunk_size),
+        row=full(NO_ROW),
+        copied=full(NO_PAGE),
+        turn_limit=full(NO_LIMIT),
+        stop_ids=full(NO_ID, MAX_STOP_IDS),
+        sampling=sampling_rows(sampling, num_slots),
+        version=version,
+        choices=no_choices(num_slots, choice_branches) if choice_branches else None,
+        **zeros,
+        **flags,
+    )
 
 
-def pack_inputs(
-    *,
-    chunk: np.ndarray,
-    count: np.ndarray,
-    restart: np.ndarray,
-    speak: np.ndarray,
-    seed: np.ndarray,
-    row: np.ndarray,
-    sampling: SamplingRows,
-    version: int,
-    fork: np.ndarray | int = 0,
-    rewind: np.ndarray | int = 0,
-    resume: np.ndarray | int = 0,
-    source: np.ndarray | int = 0,
-    shared: np.ndarray | int = 0,
-    copied: np.ndarray | int = NO_PAGE,
-    turn_limit: np.ndarray | int = NO_LIMIT,
-    stop_ids: np.ndarray | int = NO_ID,
-    halt: np.ndarray | int = 0,
-    written: np.ndarray | int = 0,
-    given_up: np.ndarray | int = 0,
-    choices: Choices | None = None,
-) -> np.ndarray:
-    """One i32 array per round, because each array sent costs more than its bytes.
+# The fields of one bit, packed into one column in this order.
+_FLAGS = ("restart", "begin_turn", "fork", "rewind", "resume_turn", "end_turn", "written")
 
-    `choices` are there exactly if the engine has room for them (`SlotRules.choice_branches`).
+
+def pack_inputs(inputs: RoundInputs) -> np.ndarray:
+    """Returns i32[B, inputs_width]: one array a round, because an array costs more than its bytes.
+
+    The first columns are `_COLUMNS`.
     """
-    flags = restart * _RESTART + speak * _SPEAK + fork * _FORK + rewind * _REWIND
-    flags = flags + resume * _RESUME + halt * _HALT + written * _WRITTEN
-    numbers = (version, source, shared, copied, turn_limit, given_up)
-    same = [np.broadcast_to(number, count.shape) for number in numbers]
-    drawn = [np.asarray(column).view(np.int32) for column in sampling]
-    columns = np.stack([count, flags, seed, row, *same, *drawn], axis=1)
-    stops = np.broadcast_to(stop_ids, (len(count), MAX_STOP_IDS))
-    trees = () if choices is None else (choices.parents, choices.tokens, choices.node[:, None])
-    return np.concatenate([columns, stops, chunk, *trees], axis=1).astype(np.int32)
+    num_slots = len(inputs.count)
+    flags = sum(np.asarray(getattr(inputs, name)) << bit for bit, name in enumerate(_FLAGS))
+    numbers = [flags, *(getattr(inputs, name) for name in _COLUMNS)]
+    columns = [np.broadcast_to(number, num_slots) for number in numbers]
+    columns += [np.asarray(column).view(np.int32) for column in inputs.sampling]
+    stops = np.broadcast_to(inputs.stop_ids, (num_slots, MAX_STOP_IDS))
+    trees = inputs.choices
+    trees = () if trees is None else (trees.parents, trees.tokens, trees.node[:, None])
+    packed = [np.stack(columns, axis=1), stops, inputs.chunk, *trees]
+    return np.concatenate(packed, axis=1).astype(np.int32)
 
 
-def order_width(chunk_size: int, choice_branches: int = 0) -> int:
-    """Columns of packed orders."""
-    return ORDER_COLUMNS + chunk_size + (2 * choice_branches + 1 if choice_branches else 0)
+_COLUMNS = ("count", "seed", "row", "version", "source", "shared")
+_COLUMNS += ("copied", "turn_limit", "discarded")
+# In front of a packed chunk: the flags, the columns, the fields of SamplingRows, the stop ids.
+INPUT_COLUMNS = 1 + len(_COLUMNS) + len(SamplingRows._fields) + MAX_STOP_IDS
+
+
+def inputs_width(chunk_size: int, choice_branches: int = 0) -> int:
+    """Returns the number of columns of packed inputs."""
+    return INPUT_COLUMNS + chunk_size + (2 * choice_branches + 1 if choice_branches else 0)
 
 
 def unpack_inputs(packed: jax.Array, choice_branches: int = 0) -> RoundInputs:
-    """The inverse of `pack_orders`, on the devices."""
+    """The inverse of `pack_inputs`, on the devices."""
     choices = None
     if choice_branches:
         packed, parents, tokens, node = jnp.split(
             packed, packed.shape[1] - np.array([2 * choice_branches + 1, choice_branches + 1, 1]), 1
         )
         choices = Choices(parents=parents, tokens=tokens, node=node[:, 0])
-    first_stop = ORDER_COLUMNS - MAX_STOP_IDS
-    columns = packed[:, :first_stop].T
-    count, flags, seed, row, version, source, shared, copied, *others = columns
-    turn_limit, given_up, *drawn = others
-    bits = SamplingRows(*drawn)
+    first_stop = INPUT_COLUMNS - MAX_STOP_IDS
+    flags, *columns = packed[:, :first_stop].T
+    numbers = dict(zip(_COLUMNS, columns, strict=False))
+    bits = SamplingRows(*columns[len(_COLUMNS) :])
     return RoundInputs(
-        chunk=packed[:, ORDER_COLUMNS:],
-        count=count,
-        restart=flags & _RESTART > 0,
-        fork=flags & _FORK > 0,
-        rewind=flags & _REWIND > 0,
-        speak=flags & _SPEAK > 0,
-        resume=flags & _RESUME > 0,
-        halt=flags & _HALT > 0,
-        written=flags & _WRITTEN > 0,
-        given_up=given_up,
-        seed=seed,
-        row=row,
-        source=source,
-        shared=shared,
-        copied=copied,
-        turn_limit=turn_limit,
-        stop_ids=packed[:, first_stop:ORDER_COLUMNS],
+        chunk=packed[:, INPUT_COLUMNS:],
+        **{name: (flags >> bit) & 1 > 0 for bit, name in enumerate(_FLAGS)},
+        **numbers,
+        stop_ids=packed[:, first_stop:INPUT_COLUMNS],
         sampling=SamplingRows(
             temperature=jax.lax.bitcast_convert_type(bits.temperature, jnp.float32),
             top_k=bits.top_k,
             top_p=jax.lax.bitcast_convert_type(bits.top_p, jnp.float32),
             min_p=jax.lax.bitcast_convert_type(bits.min_p, jnp.float32),
         ),
-        version=version,
         choices=choices,
     )
 
 
-class Report(NamedTuple):
-    """What a round sampled: `tokens` [B,K], `logprobs` f32[B,K], the first `count` of each row.
+class RoundOutputs(NamedTuple):
+    """The tokens that a round sampled: `tokens` [B,K], `logprobs` f32[B,K], `count` of each row.
 
-    `model_logprobs` f32[B,K] as in `Experience`, where the engine writes them down. Where it may
-    guess tokens: `passes` [B] of the model that these took, and the `drafted` [B] guesses in them;
-    each pass says one token of its own, and the others were guessed. Where slots take turns in
-    decode steps: the `steps` [B] of the slot's data shard.
+    `active` [B]: the turn goes on. `model_logprobs` f32[B,K] as in `Experience`, where the engine
+    records them. Where it drafts tokens: the `passes` [B] of the model that a slot took, each of
+    which samples one token of its own, and the `drafted` [B] tokens that they scored beside it.
+    Where slots take turns in decode steps: the `steps` [B] of the slot's data shard.
     """
 
     tokens: np.ndarray
@@ -168,7 +168,7 @@ class Report(NamedTuple):
     steps: np.ndarray | None = None
 
 
-def pack_report(
+def pack_outputs(
     tokens: jax.Array,
     logprobs: jax.Array,
     count: jax.Array,
@@ -177,10 +177,10 @@ def pack_report(
     drafts: tuple[jax.Array, jax.Array] | None = None,
     steps: jax.Array | None = None,
 ) -> jax.Array:
-    """One i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`.
+    """Returns one i32 array for the host: [B, 2K + 2], or [B, 3K + 2] with `model_logprobs`.
 
     With `steps` there is one column more, with `drafts`, which are the `passes` and the `drafted`
-    of a Report, two.
+    of RoundOutputs, two.
     """
     floats = [logprobs] if model_logprobs is None else [logprobs, model_logprobs]
     bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in floats]
@@ -189,21 +189,21 @@ def pack_report(
     return jnp.concatenate([tokens, *bits, jnp.stack(columns, axis=1)], 1)
 
 
-def unpack_report(
+def unpack_outputs(
     packed: np.ndarray,
     *,
     model_logprobs: bool = False,
     drafts: bool = False,
     steps: bool = False,
-) -> Report:
-    """The inverse of `pack_report`, on the host."""
+) -> RoundOutputs:
+    """The inverse of `pack_outputs`, on the host."""
     columns = 2 + 2 * drafts + steps
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:
         return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
 
-    return Report(
+    return RoundOutputs(
         tokens=packed[:, :width],
         logprobs=floats(width),
         count=packed[:, -2],

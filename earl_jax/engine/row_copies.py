@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of experience between slots, and from the host: small programs.
+"""Small programs that copy rows of experience between row shards, and ids from the host.
 
-A guest's row goes home from device to device in one all-reduce, to which every device but the
+A spare row is copied from device to device in one all-reduce, to which every device but the
 writer's adds zeros. It is a program of its own, in which all devices take part alike, and not part
 of a round, whose shards decode unequally long.
 """
@@ -18,13 +18,13 @@ from jax.sharding import PartitionSpec as P
 
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.round_inputs import NO_ID
-from earl_jax.engine.scheduler import Rows
+from earl_jax.engine.rows import Rows
 from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
 
 
 class RowMove(NamedTuple):
-    """The first `tokens` places of a row go to another; places in the whole buffer."""
+    """A copy of the first `tokens` positions of buffer row `source` to buffer row `target`."""
 
     source: int
     target: int
@@ -32,19 +32,19 @@ class RowMove(NamedTuple):
 
 
 class RowIds(NamedTuple):
-    """These ids are to be in row `row` of the whole buffer from place `first` on."""
+    """Token ids to write into buffer row `row` from position `first` on."""
 
     row: int
     first: int
     ids: Sequence[int]
 
 
-# Of a place in a call that has nothing to move, or to write.
+# Fills a call that moves fewer rows than it could.
 _NOTHING = RowMove(-1, -1, 0)
 
 
 class RowCopies:
-    """The programs for one engine; each is compiled once for a room."""
+    """The programs for one engine; each is compiled once for a number of max tokens."""
 
     def __init__(self, layout: Layout, row_shardings: Experience, num_slots: int) -> None:
         """`row_shardings` as of `DecodeState.experience`; a call moves up to `num_slots` rows."""
@@ -53,7 +53,7 @@ class RowCopies:
 
         def on_shard(experience: Experience, moves_K3: jax.Array) -> Experience:
             first = jax.lax.axis_index(layout.row_axes) * experience.tokens.shape[0]
-            return _bring_home(experience, moves_K3, first, layout.row_axes)
+            return _move_rows(experience, moves_K3, first, layout.row_axes)
 
         def write_on_shard(tokens: jax.Array, packed: jax.Array) -> jax.Array:
             first = jax.lax.axis_index(layout.row_axes) * tokens.shape[0]
@@ -70,22 +70,22 @@ class RowCopies:
             )
             return jax.jit(mapped, donate_argnums=0, out_shardings=out)
 
-        self._bring_home = over_rows(on_shard, row_shardings)
+        self._move_rows = over_rows(on_shard, row_shardings)
         self._write_ids = over_rows(write_on_shard, row_shardings.tokens)
-        self._at_home = jax.jit(_at_home, static_argnums=1, out_shardings=row_shardings)
+        self._in_order = jax.jit(_in_order, static_argnums=1, out_shardings=row_shardings)
 
-    def bring_home(self, state: DecodeState, moves: Sequence[RowMove]) -> DecodeState:
-        """The state with rows where they are at home. Donates the experience of `state`.
+    def move_rows(self, state: DecodeState, moves: Sequence[RowMove]) -> DecodeState:
+        """Returns the state with rows copied and their sources cleared.
 
-        What a guest wrote down beside its tokens is cleared; these stay, for whoever takes a prompt
-        over from its slot.
+        The token ids of a source stay, for slots that share its prompt. Donates the experience of
+        `state`.
         """
         packed = np.array([*moves, *[_NOTHING] * (self._num_slots - len(moves))], np.int32)
         sent = jax.device_put(packed, self._everywhere)
-        return dataclasses.replace(state, experience=self._bring_home(state.experience, sent))
+        return dataclasses.replace(state, experience=self._move_rows(state.experience, sent))
 
     def write_ids(self, state: DecodeState, writes: Sequence[RowIds]) -> DecodeState:
-        """The state with these ids in its rows. Donates the tokens of `state`."""
+        """Returns the state with these ids in its rows. Donates the tokens of `state`."""
         tokens = state.experience.tokens
         packed = np.full((self._num_slots, 1 + tokens.shape[1]), NO_ID, np.int32)
         for line, (row, first, ids) in zip(packed, writes, strict=False):
@@ -94,15 +94,15 @@ class RowCopies:
         experience = dataclasses.replace(state.experience, tokens=tokens)
         return dataclasses.replace(state, experience=experience)
 
-    def at_home(self, experience: Experience, rows: Rows) -> Experience:
-        """The episodes' rows in their order, without those for guests. Moves nothing."""
-        return self._at_home(experience, rows) if rows.guests else experience
+    def in_order(self, experience: Experience, rows: Rows) -> Experience:
+        """Returns the tasks' rows in their order, without the spare ones. Moves nothing."""
+        return self._in_order(experience, rows) if rows.spare else experience
 
 
-def _bring_home(
+def _move_rows(
     experience: Experience, moves_K3: jax.Array, first_row: jax.Array, row_axes: tuple[str, ...]
 ) -> Experience:
-    """`RowCopies.bring_home` for the shard whose rows begin at `first_row`."""
+    """`RowCopies.move_rows` for the shard whose rows begin at `first_row`."""
     num_rows, max_tokens = experience.tokens.shape
     sources_K, targets_K, counts_K = moves_K3.T
     sources_K = _local(sources_K, first_row, num_rows)
@@ -134,7 +134,7 @@ def _write_ids(tokens: jax.Array, packed: jax.Array, first_row: jax.Array) -> ja
 
 
 def _local(rows_K: jax.Array, first_row: jax.Array, num_rows: int) -> jax.Array:
-    """Numbers of rows in this shard; one past its end for rows of others."""
+    """Returns row numbers within this shard; one past its end for rows of other shards."""
     here_K = (rows_K >= first_row) & (rows_K < first_row + num_rows)
     return jnp.where(here_K, rows_K - first_row, num_rows)
 
@@ -143,9 +143,9 @@ def _bits(field: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(field, jnp.int32)
 
 
-def _at_home(experience: Experience, rows: Rows) -> Experience:
+def _in_order(experience: Experience, rows: Rows) -> Experience:
     def cut(field: jax.Array) -> jax.Array:
-        apart = field.reshape(rows.data_shards, rows.homes + rows.guests, -1)
-        return apart[:, : rows.homes].reshape(rows.data_shards * rows.homes, -1)
+        apart = field.reshape(rows.data_shards, rows.own + rows.spare, -1)
+        return apart[:, : rows.own].reshape(rows.data_shards * rows.own, -1)
 
     return jax.tree.map(cut, experience)

@@ -30,7 +30,7 @@ class SamplingRows(NamedTuple):
 
 
 def sampling_rows(settings: Sampling, rows: int) -> SamplingRows:
-    """The same settings for every row, as numpy arrays."""
+    """Returns the same settings for every row, as numpy arrays."""
     return SamplingRows(
         temperature=np.full(rows, settings.temperature, np.float32),
         top_k=np.full(rows, settings.top_k, np.int32),
@@ -49,9 +49,9 @@ def sample(
     uniform_B: jax.Array,
     logits_BV: jax.Array,
     settings: SamplingRows,
-    asked: jax.Array | None = None,
+    wanted: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One token per row, and its log-prob.
+    """Draws one token per row. Returns it with its log-prob.
 
     A row's token depends on its own numbers only, whatever the other rows' settings are.
 
@@ -59,7 +59,7 @@ def sample(
         uniform_B: f32 in [0, 1), one per row.
         logits_BV: f32.
         settings: per row.
-        asked: whether anybody wants log-probs; where not, they are 0 and cost nothing. None: yes.
+        wanted: whether log-probs are wanted; where not, they are 0 and cost nothing. None: yes.
 
     Returns:
         tokens_B i32, and logprobs_B f32: under the distribution that the token was drawn from, or,
@@ -77,32 +77,34 @@ def sample(
         chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
         return chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
 
-    return tokens_B, _if_asked(asked, logprobs, len(tokens_B))
+    return tokens_B, _if_wanted(wanted, logprobs, len(tokens_B))
 
 
 def model_logprobs(
-    logits_BV: jax.Array, tokens_B: jax.Array, asked: jax.Array | None = None
+    logits_BV: jax.Array, tokens_B: jax.Array, wanted: jax.Array | None = None
 ) -> jax.Array:
-    """Log-probs of tokens under the model itself: untempered, nothing cut off. f32[B].
+    """Returns log-probs of tokens under the model itself: untempered, nothing cut off. f32[B].
 
-    `asked` as in `sample`.
+    `wanted` as in `sample`.
     """
 
     def logprobs() -> jax.Array:
         chosen_B = jnp.take_along_axis(logits_BV, tokens_B[:, None], axis=-1)[:, 0]
         return chosen_B - jax.nn.logsumexp(logits_BV, axis=-1)
 
-    return _if_asked(asked, logprobs, len(tokens_B))
+    return _if_wanted(wanted, logprobs, len(tokens_B))
 
 
-def _if_asked(asked: jax.Array | None, compute: Callable[[], jax.Array], number: int) -> jax.Array:
-    if asked is None:
+def _if_wanted(
+    wanted: jax.Array | None, compute: Callable[[], jax.Array], number: int
+) -> jax.Array:
+    if wanted is None:
         return compute()
-    return jax.lax.cond(asked, compute, lambda: jnp.zeros((number,), jnp.float32))
+    return jax.lax.cond(wanted, compute, lambda: jnp.zeros((number,), jnp.float32))
 
 
 def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:
-    """The mass with what `top_k`, `top_p` and `min_p` cut off set to 0.
+    """Returns the mass, 0 where `top_k`, `top_p` and `min_p` cut it off.
 
     `mass_BV` is relative to the likeliest token, whose mass is 1. Rows that cut nothing keep every
     bit, and where no row cuts anything nothing is computed.
@@ -134,7 +136,7 @@ def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:
 
 
 def _keep(mass_BV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The mass above the highest threshold at which what is kept is `enough(kept_BV)`.
+    """Returns the mass above the highest threshold at which it is `enough(kept_BV)`.
 
     Bisects the bits of the threshold, highest first. A threshold of 0 keeps all and is taken
     unasked.
@@ -152,7 +154,7 @@ def _keep(mass_BV: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.A
 
 
 def _inverse_cdf(uniform_B: jax.Array, mass_BV: jax.Array) -> jax.Array:
-    """The first entry at which the running sum of the mass exceeds uniform x total."""
+    """Returns the first entry at which the running sum of the mass exceeds uniform x total."""
     rows, vocab = mass_BV.shape
     mass_BPQ = jnp.pad(mass_BV, ((0, 0), (0, -vocab % BLOCK_SIZE))).reshape(rows, -1, BLOCK_SIZE)
     mass_BP = jnp.sum(mass_BPQ, axis=-1)
@@ -168,7 +170,7 @@ def _inverse_cdf(uniform_B: jax.Array, mass_BV: jax.Array) -> jax.Array:
 
 
 def _first_above(sums_BP: jax.Array, mass_BP: jax.Array, threshold_B: jax.Array) -> jax.Array:
-    """The first entry with mass whose running sum is above the threshold, else the last with mass.
+    """Returns the first entry with a running sum above the threshold, else the last with mass.
 
     Only entries with mass, because XLA adds in a tree: a running sum may rise, or fall, by a
     rounding error where nothing was added.
@@ -180,7 +182,7 @@ def _first_above(sums_BP: jax.Array, mass_BP: jax.Array, threshold_B: jax.Array)
 
 
 def token_uniforms(key: jax.Array, seeds_B: jax.Array, positions_B: jax.Array) -> jax.Array:
-    """A token's random number depends on its episode's seed and its place, on nothing else."""
+    """Returns a token's random number, which only its episode's seed and its position decide."""
 
     def one(seed: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, seed), position))

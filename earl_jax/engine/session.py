@@ -1,22 +1,19 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rollout runs, and with which weights; and how live episodes move elsewhere."""
+"""A session: an engine with weights and the state of its slots, and its move to other meshes."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.prefixes import PrefixIndex
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.reshard import lower_moves, reshard
-
-if TYPE_CHECKING:
-    # The engine moves pages between sessions of its own.
-    from earl_jax.engine.engine import PolicyEngine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +26,9 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The prompts in a session's caches behind a rollout, which weights of this version have read.
+    """The prompts in a session's caches behind a rollout, read by weights of this version.
 
-    The next rollout takes them over and changes them, so they are good for one.
+    The next rollout takes them over and changes them, so they can be used once.
     """
 
     prefixes: PrefixIndex
@@ -40,14 +37,14 @@ class Kept:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Session:
-    """Where a rollout runs: an engine, the policy on its layout, and the state of its slots.
+    """An engine, the policy on its layout, and the state of its slots: where a rollout runs.
 
-    The state has room for `places` tokens an episode. `pages` says which slot has which page: the
-    host's view of the state's cache, whose pool has as many parts as the layout has row shards.
-    `kept` says which prompts are in pages of idle slots; None: none that count.
+    The state has `max_tokens` tokens an episode. `pages` is the host's table of the state's cache,
+    whose pool has as many parts as the layout has row shards. `kept` are the prompts in pages of
+    idle slots; None: none that count.
     """
 
-    engine: "PolicyEngine"
+    engine: Engine
     policy: Policy
     state: DecodeState
     max_tokens: int
@@ -61,12 +58,12 @@ class Session:
 
     @property
     def pool(self) -> Pool:
-        """The pages that there are."""
+        """The pool of pages."""
         return self.pages.pool
 
 
-def empty_session(engine: "PolicyEngine", policy: Policy, max_tokens: int, pool: Pool) -> Session:
-    """Returns a session with nobody in any slot."""
+def empty_session(engine: Engine, policy: Policy, max_tokens: int, pool: Pool) -> Session:
+    """Returns a session with empty slots."""
     return Session(
         engine=engine,
         policy=policy,
@@ -76,22 +73,22 @@ def empty_session(engine: "PolicyEngine", policy: Policy, max_tokens: int, pool:
     )
 
 
-def _no_pages(engine: "PolicyEngine", pool: Pool) -> PageTable:
+def _no_pages(engine: Engine, pool: Pool) -> PageTable:
     config = engine.config
     return PageTable(pool, num_slots=config.num_slots, page_size=config.page_size)
 
 
 def vacate(session: Session) -> Session:
-    """What a rollout leaves for the next under the same weights: its caches, no weights, no rows.
+    """Returns the caches of a rollout for the next under the same weights, without weights or rows.
 
-    `session` is good for nothing more, but its experience stays as it is.
+    `session` is void then, but its experience stays as it is.
     """
-    nobody = dataclasses.replace(session.policy, params=None)
-    return dataclasses.replace(session, policy=nobody, state=session.engine.renew(session.state))
+    policy = dataclasses.replace(session.policy, params=None)
+    return dataclasses.replace(session, policy=policy, state=session.engine.renew(session.state))
 
 
 def open_session(
-    engine: "PolicyEngine",
+    engine: Engine,
     policy: Policy,
     max_tokens: int,
     pool: Pool,
@@ -99,7 +96,7 @@ def open_session(
 ) -> Session:
     """Returns a session for a rollout: the vacant one (`vacate`) where it fits, else an empty one.
 
-    It is good for the same version of the policy on the same engine, if it has no more room.
+    The vacant one fits the same version of the policy on the same engine, if it is not larger.
     """
     if (
         vacant is None
@@ -115,23 +112,23 @@ def open_session(
 
 def relocate(
     session: Session,
-    engine: "PolicyEngine",
+    engine: Engine,
     max_tokens: int,
     pool: Pool,
     *,
     chunk_bytes: int | None = None,
 ) -> Session:
-    """Moves live episodes and their weights: to another engine, more room, another pool.
+    """Moves live episodes and their weights: to another engine, more tokens, another pool.
 
-    Nothing comes to the host. `session` stays as it is, so that its episodes outlive a lack of
-    memory; what both have in common they share. Devices hold the old pool, the new one, and where
+    Nothing comes to the host. `session` stays as it is, so that its episodes survive a lack of
+    memory; arrays that both have are shared. Devices hold the old pool, the new one, and where
     both the mesh and the pool change one more beside them. Pages are gathered on the layout that
     has fewer row shards, where none leaves its own if one number divides the other.
 
     Args:
-        session: where they are, between two rounds.
-        engine: where they go on, with as many slots.
-        max_tokens: room for so many tokens an episode, no less than there is.
+        session: the session to move, between two rounds.
+        engine: the engine to move to, with as many slots.
+        max_tokens: tokens an episode, no fewer than before.
         pool: at least `session.pages.least_pages(pool.shards)` pages in each of the row shards of
             `engine`. Prompts that idle slots keep are given up where there are not enough for them.
         chunk_bytes: as for `reshard`.
@@ -143,10 +140,10 @@ def relocate(
         ValueError: the pool does not hold the live episodes.
         JaxRuntimeError: there is too little memory.
     """
-    assert max_tokens >= session.max_tokens, f"{max_tokens} places, {session.max_tokens} before"
+    assert max_tokens >= session.max_tokens, f"{max_tokens} tokens, {session.max_tokens} before"
     pages, source = session.pages.regroup(pool)
 
-    def repack(on: "PolicyEngine", state: DecodeState) -> DecodeState:
+    def repack(on: Engine, state: DecodeState) -> DecodeState:
         if (max_tokens, pool) == (session.max_tokens, session.pool):
             return state
         state = on.repack(state, max_tokens, session.pool, source if pool != session.pool else None)
@@ -169,18 +166,19 @@ def relocate(
 
 
 def lower_relocation(
-    here: "PolicyEngine", there: "PolicyEngine", max_tokens: int, old: Pool, room: int, new: Pool
+    here: Engine, there: Engine, max_tokens: int, old: Pool, new_max_tokens: int, new: Pool
 ) -> list[Any]:
-    """The programs of `relocate` from `places` and `old` to `room` and `new`, from shapes alone.
+    """Returns the programs of `relocate`, lowered from shapes, to compile before the move.
 
-    Without chunks. They are to be compiled before the move; there may be none.
+    The move is from `max_tokens` and `old` to `new_max_tokens` and `new`, without chunks. There may
+    be no programs.
     """
     late = new.shards < old.shards
-    lowered = (there if late else here).lower_repack(max_tokens, old, room, new)
+    lowered = (there if late else here).lower_repack(max_tokens, old, new_max_tokens, new)
     if here is there:
         return lowered
     params = placed_shapes(here.parameter_shapes, here.parameter_shardings)
-    shapes = here.state_shapes(max_tokens, old) if late else here.state_shapes(room, new)
+    shapes = here.state_shapes(max_tokens, old) if late else here.state_shapes(new_max_tokens, new)
     state = placed_shapes(shapes, here.state_shardings)
     return [
         *lowered,

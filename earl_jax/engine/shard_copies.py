@@ -1,17 +1,16 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What one row shard has read goes into the pages of others, which then need not read it.
+"""Copies of prompts that one row shard has read into pages of others, which need not read them.
 
-An episode has pages of its own row shard. So a beginning that another one has read is copied: from
-devices to devices, in one all-reduce for so many pages, to which all but the shard that has them
-add zeros. It is a program of its own, which runs between two rounds, because in a round shards
+An episode has pages of its own row shard. So a beginning that another shard has read is copied:
+from devices to devices, in one all-reduce for so many pages, to which all but the shard that has
+them add zeros. It is a program of its own, which runs between two rounds, because in a round shards
 decode unequally long.
 
-Whether it is worth it is a matter of cost, as it is for preempted pages (preemption.py): the copy
-against reading so many tokens chunk by chunk, both by the chip's data sheet. Row shards that read
-the same at the same time need no longer for it than one of them does; but nor do those that wait
-for it, whose other slots go on meanwhile, and which begin when the other slots of the first shard
-do.
+Whether a copy is worth it is a matter of cost, as it is for preempted pages (preemption.py): the
+copy against reading so many tokens chunk by chunk, both by the chip's data sheet. Row shards that
+read the same at the same time need no longer for it than one of them does. But neither do the
+shards that wait for it: their other slots go on, and they begin when the first shard's do.
 """
 
 import collections
@@ -24,7 +23,7 @@ from earl_jax.engine.session import Session
 
 
 class ShardCopies:
-    """The copies that are made before the next round. Host-side state only.
+    """The copies to make before the next round. Host-side state only.
 
     `tokens` counts those that were copied.
     """
@@ -38,7 +37,7 @@ class ShardCopies:
     def plan(
         self, source: int, source_pages: list[int], slot: int, pages: list[int], tokens: int
     ) -> None:
-        """The first so many tokens of `source` go to a slot of another row shard.
+        """Plans a copy of the first so many tokens of `source` to a slot of another row shard.
 
         Both have so many pages for them, numbered within their shards; those of `source` stay as
         they are until the round.
@@ -49,7 +48,7 @@ class ShardCopies:
         self.tokens += tokens
 
     def carry_out(self, session: Session) -> Session:
-        """The session in which they are made. Donates the pools of `session.state`."""
+        """Makes the copies. Donates the pools of `session.state`."""
         state, copies = session.state, session.engine.page_copies
         size = copies.pages_a_call
         slots_a_shard = session.engine.config.num_slots // copies.num_shards
@@ -71,7 +70,7 @@ class ShardCopies:
 
 
 def _waves(slots: Sequence[int], slots_a_shard: int) -> list[list[int]]:
-    """The slots, of each row shard one at a time."""
+    """Returns the slots in groups with one slot of each row shard at most."""
     queues: dict[int, list[int]] = collections.defaultdict(list)
     for slot in slots:
         queues[slot // slots_a_shard].append(slot)

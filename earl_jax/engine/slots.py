@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine does on the devices: pure functions over a DecodeState.
+"""The rounds of an engine on the devices: pure functions over a DecodeState.
 
 A slot holds one live episode: its KV cache, and the row of the experience buffers that it writes.
 The token sampled last is *pending*: recorded, but not yet in the cache. It goes in at the head of
 whatever comes next (the next decode step, or the environment's answer), so a turn's last token
 costs no forward pass of its own.
 
-`play` is one round: append the chunk that the host gives to each slot, then decode until every slot
-has ended its turn or had `burst` forward passes (decoding.py), each of which says a token, or with
-drafts some. Where slots take turns in decode steps, a round ends behind `burst` steps as soon as
-fewer slots speak than a step has rows. The host's orders for a round travel as one array, and so
-does what came of them.
+`play` is one round: it appends the chunk that the host gives to each slot, then decodes until every
+slot has ended its turn or had `burst` forward passes (decoding.py), each of which samples a token,
+or with drafts some. Where slots take turns in decode steps, a round ends behind `burst` steps as
+soon as fewer slots decode than a step has rows. The inputs of a round travel as one array, and so
+do its outputs (round_inputs.py).
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from earl_jax.engine.config import SlotRules
 from earl_jax.engine.decode_state import DecodeState
 from earl_jax.engine.decoding import (
     Decoder,
     Sampled,
-    SlotRules,
     decode_drafted,
     decode_plain,
     decode_some,
@@ -37,36 +37,33 @@ from earl_jax.engine.round_inputs import (
     NO_PAGE,
     NO_ROW,
     RoundInputs,
-    pack_report,
+    pack_outputs,
     unpack_inputs,
 )
 from earl_jax.models.decoder import head_weights
 from earl_jax.models.kv_cache import PagedCache
 from earl_jax.trajectory import Experience
 
-# Of each token that `generate` hands out, beside what it says of the slot.
-STEP_COLUMNS = 4
-
 
 def play(
     decoder: Decoder, state: DecodeState, packed_inputs: jax.Array, shard: jax.Array | int
 ) -> tuple[DecodeState, jax.Array]:
-    """One round for one data shard, the how-many-th of equal ones `shard` says.
+    """Plays one round of data shard number `shard`, of equal ones.
 
     Returns:
-        The new state, and the packed Report.
+        The new state, and the packed RoundOutputs.
     """
     rules = decoder.rules
     inputs = unpack_inputs(packed_inputs, rules.choice_branches)
     first_row = shard * state.experience.tokens.shape[0]
-    state = _shift(state, -first_row, -shard * state.cache.num_pages)
-    state = _give_up(rules, state, inputs)
+    state = shift_rows_and_pages(state, -first_row, -shard * state.cache.num_pages)
+    state = _discard(rules, state, inputs)
     state = _restart(_take_over(state, inputs, shard), inputs, first_row)
     slots = state.cached.shape[0]
     sampled = nothing_sampled(slots, rules.round_tokens, model_logprobs=rules.model_logprobs)
     # A loop of at most one pass and not a `cond`, whose branches cannot share the caller's buffers:
     # XLA for GPUs then holds the whole KV cache twice, and copies it twice a round (9.7 GiB of
-    # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 places, 2 of 8 H100s a shard).
+    # temporaries against 2.7, Qwen2.5-7B with 32 slots of 8192 tokens, 2 of 8 H100s a shard).
     waiting = jnp.any(inputs.count > 0)
     _, (state, sampled) = jax.lax.while_loop(
         lambda loop: loop[0],
@@ -74,7 +71,7 @@ def play(
         (waiting, (state, sampled)),
     )
     steps, state, sampled = _decode(decoder, state, sampled)
-    report = pack_report(
+    outputs = pack_outputs(
         sampled.tokens,
         sampled.logprobs,
         sampled.count,
@@ -83,40 +80,40 @@ def play(
         (sampled.passes, sampled.drafted) if rules.draft else None,
         jnp.broadcast_to(steps, slots) if takes_turns(rules, slots) else None,
     )
-    return _shift(state, first_row, shard * state.cache.num_pages), report
+    return shift_rows_and_pages(state, first_row, shard * state.cache.num_pages), outputs
 
 
 def takes_turns(rules: SlotRules, slots: int) -> bool:
-    """Whether a data shard of so many slots has fewer rows in a decode step than slots."""
+    """Returns whether a decode step of a data shard has fewer rows than the shard has slots."""
     return 0 < rules.step_rows < slots
 
 
 def _decode(
     decoder: Decoder, state: DecodeState, sampled: Sampled
 ) -> tuple[jax.Array, DecodeState, Sampled]:
-    """The decode steps of a round; how many there were, and what they said."""
+    """Runs the decode steps of a round. Returns their number, the state and the sampled tokens."""
     rules = decoder.rules
-    step = functools.partial(decode_drafted if rules.ngram else decode_plain, decoder)
+    step = functools.partial(decode_drafted if rules.draft else decode_plain, decoder)
     turns = takes_turns(rules, state.cached.shape[0])
     if turns:
         step = functools.partial(decode_some, step, rules.step_rows)
 
-    def speaks(state: DecodeState, sampled: Sampled) -> jax.Array:
+    def decoding(state: DecodeState, sampled: Sampled) -> jax.Array:
         # A slot that begins its turn with its chunk has had one pass of its burst already.
         return state.active & (sampled.passes < rules.burst)
 
     def goes_on(loop: Any) -> jax.Array:
         steps, state, sampled = loop
-        speaking = speaks(state, sampled)
+        slots_B = decoding(state, sampled)
         if not turns:
-            return jnp.any(speaking)
+            return jnp.any(slots_B)
         # Rows that cannot be filled any more are filled in the next round, beside others.
-        full = jnp.sum(speaking) >= rules.step_rows
-        return jnp.any(speaking) & (full | (steps < rules.burst))
+        full = jnp.sum(slots_B) >= rules.step_rows
+        return jnp.any(slots_B) & (full | (steps < rules.burst))
 
     def take_step(loop: Any) -> Any:
         steps, state, sampled = loop
-        return steps + 1, *step(state, sampled, speaks(state, sampled))
+        return steps + 1, *step(state, sampled, decoding(state, sampled))
 
     return jax.lax.while_loop(goes_on, take_step, (jnp.int32(0), state, sampled))
 
@@ -124,17 +121,17 @@ def _decode(
 def _append_chunks(
     decoder: Decoder, inputs: RoundInputs, state: DecodeState, sampled: Sampled
 ) -> tuple[DecodeState, Sampled]:
-    """The orders' chunks into the cache, and the first token of the turns that begin with them."""
+    """Appends the chunks, and samples the first token of the turns that begin behind them."""
     logits_BV, cache = _append(decoder, state, inputs)
     experience = _record_chunk(state, inputs)
-    begins = inputs.speak & (inputs.count > 0)
-    speaks_now = begins | inputs.resume & (inputs.count > 0)
+    begins = inputs.begin_turn & (inputs.count > 0)
+    decoding = begins | inputs.resume_turn & (inputs.count > 0)
     state = dataclasses.replace(
         state,
         cache=cache,
         experience=experience,
         cached=state.cached + inputs.count,
-        active=state.active | speaks_now,
+        active=state.active | decoding,
         turn=state.turn + begins,
         turn_tokens=jnp.where(begins, 0, state.turn_tokens),
         turn_limit=jnp.where(begins, inputs.turn_limit, state.turn_limit),
@@ -144,12 +141,14 @@ def _append_chunks(
             state.choices,
         ),
     )
-    sampled = sampled._replace(passes=sampled.passes + speaks_now)
-    return sample_next(decoder, state, logits_BV, speaks_now, sampled)
+    sampled = sampled._replace(passes=sampled.passes + decoding)
+    return sample_next(decoder, state, logits_BV, decoding, sampled)
 
 
-def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) -> DecodeState:
-    """Global rows and pages to those of this shard's buffers, or back."""
+def shift_rows_and_pages(
+    state: DecodeState, rows: jax.Array | int, pages: jax.Array | int
+) -> DecodeState:
+    """Changes global row and page numbers to those of this shard's buffers, or back."""
     return dataclasses.replace(
         state,
         row=jnp.where(state.row == NO_ROW, NO_ROW, state.row + rows),
@@ -157,30 +156,30 @@ def _shift(state: DecodeState, rows: jax.Array | int, pages: jax.Array | int) ->
     )
 
 
-def _give_up(rules: SlotRules, state: DecodeState, inputs: RoundInputs) -> DecodeState:
+def _discard(rules: SlotRules, state: DecodeState, inputs: RoundInputs) -> DecodeState:
     """Ends turns as if their last tokens had not been sampled.
 
-    Their keys and values stay in the cache, behind `cached`, where nobody reads.
+    The keys and values of these tokens stay in the cache, behind `cached`, where nothing is read.
     """
-    cached = state.cached - inputs.given_up
-    place = state.origin + cached
+    cached = state.cached - inputs.discarded
+    position = state.origin + cached
     offsets_BK = jnp.arange(rules.round_tokens)[None, :]
     rows_BK = jnp.where(
-        offsets_BK < inputs.given_up[:, None],
-        rows_or_drop(state, inputs.halt)[:, None],
+        offsets_BK < inputs.discarded[:, None],
+        rows_or_drop(state, inputs.end_turn)[:, None],
         state.experience.tokens.shape[0],
     )
-    positions_BK = place[:, None] + 1 + offsets_BK
-    kept = state.experience.tokens[jnp.maximum(state.row, 0), place]
+    positions_BK = position[:, None] + 1 + offsets_BK
+    kept = state.experience.tokens[jnp.maximum(state.row, 0), position]
     return dataclasses.replace(
         state,
         experience=jax.tree.map(
             lambda field: field.at[rows_BK, positions_BK].set(0, mode="drop"), state.experience
         ),
         cached=cached,
-        pending=jnp.where(inputs.halt & (state.row >= 0), kept, state.pending),
-        active=state.active & ~inputs.halt,
-        turn_tokens=state.turn_tokens - inputs.given_up,
+        pending=jnp.where(inputs.end_turn & (state.row >= 0), kept, state.pending),
+        active=state.active & ~inputs.end_turn,
+        turn_tokens=state.turn_tokens - inputs.discarded,
     )
 
 
@@ -189,7 +188,7 @@ def _restart(state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int
         return jnp.where(inputs.restart, new, old)
 
     zero = jnp.zeros_like(state.cached)
-    origin, row = _new_place(state, inputs, first_row)
+    origin, row = _new_origin_and_row(state, inputs, first_row)
     return dataclasses.replace(
         state,
         origin=origin,
@@ -204,11 +203,11 @@ def _restart(state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int
     )
 
 
-def _new_place(
+def _new_origin_and_row(
     state: DecodeState, inputs: RoundInputs, first_row: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
-    """Each slot's origin and row once the orders to restart and to fork are carried out."""
-    # A new sample stands behind the pending token, which is written down and ends the one before.
+    """Returns each slot's origin and row after its restart or fork."""
+    # A new sample begins behind the pending token, which is recorded and ends the one before.
     origin = jnp.where(inputs.fork, state.origin + state.cached + 1, state.origin)
     row = jnp.where(inputs.row == NO_ROW, NO_ROW, inputs.row - first_row)
     return (
@@ -218,15 +217,15 @@ def _new_place(
 
 
 def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) -> DecodeState:
-    """Writes down the ids that are taken over, and copies the page that they end in.
+    """Records the ids that are taken over, and copies the page that they end in.
 
-    Whole pages are not copied: the slot's table has them already. One slot after the other, because
-    then the pages are written where they lie.
+    Whole pages are not copied: the slot's table has them already. The copies are made one slot
+    after the other, because then the pages are written in place.
     """
     takes = inputs.shared > 0
     order_B = jnp.argsort(~takes, stable=True)
     first_row = shard * state.experience.tokens.shape[0]
-    origins, rows = _new_place(state, inputs, first_row)
+    origins, rows = _new_origin_and_row(state, inputs, first_row)
     offsets = jnp.arange(state.experience.tokens.shape[1])
     table, page_size = state.cache.table, state.cache.page_size
     copied_B = inputs.copied - shard * state.cache.num_pages
@@ -268,7 +267,7 @@ def _take_over(state: DecodeState, inputs: RoundInputs, shard: jax.Array | int) 
 def _append(
     decoder: Decoder, state: DecodeState, inputs: RoundInputs
 ) -> tuple[jax.Array, PagedCache]:
-    """The chunks into the cache, `rules.append_rows` slots at a time, those without one left out.
+    """Appends the chunks to the cache, for `rules.append_rows` slots with a chunk at a time.
 
     Returns:
         logits_BV behind each chunk, and the cache.
@@ -301,53 +300,8 @@ def _append(
     return logits_BV, dataclasses.replace(state.cache, layers=layers)
 
 
-def generate(
-    decoder: Decoder, state: DecodeState, moving: jax.Array, shard: jax.Array | int
-) -> tuple[DecodeState, jax.Array]:
-    """JetStream's step: hands out `moving` slots' pending tokens, and samples those after them.
-
-    Where tokens are guessed, those that were right are handed out too, but for the last, which is
-    pending now. `moving` [B] is above 0 where a slot moves; `state.scores` are there.
-
-    Returns:
-        The new state, and i32[B, STEP_COLUMNS * K + 2], K tokens at most of each slot: these; 1
-        where one is valid, those before all others; how many tokens the slot has handed out, with
-        the first of these; 1 where log-probs were asked for; the bits of these, and of those under
-        the model. Tokens are not valid once the slot has no room to remember them.
-    """
-    scores = state.scores
-    assert scores is not None, "a state for serving has them"
-    first_row, first_page = shard * state.experience.tokens.shape[0], shard * state.cache.num_pages
-    state = _shift(state, -first_row, -first_page)
-    number, max_tokens = 1 + decoder.rules.draft, state.experience.tokens.shape[1]
-    decoder = decoder._replace(rules=decoder.rules._replace(model_logprobs=True))
-    nothing = nothing_sampled(len(state.cached), number, model_logprobs=True)
-    decode = decode_drafted if decoder.rules.ngram else decode_plain
-    new, sampled = decode(decoder, state, nothing, moving > 0)
-    offsets_1K = jnp.arange(number)[None, :]
-    valid_BK = offsets_1K < sampled.count[:, None]
-    valid_BK &= state.cached[:, None] + offsets_1K <= max_tokens
-    last_B1 = jnp.maximum(sampled.count - 1, 0)[:, None]
-
-    def hand_out(pending_B: jax.Array, sampled_BK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is handed out; what is pending then."""
-        newest_B = jnp.take_along_axis(sampled_BK, last_B1, axis=1)[:, 0]
-        handed_BK = jnp.concatenate([pending_B[:, None], sampled_BK[:, :-1]], axis=1)
-        return handed_BK, jnp.where(sampled.count > 0, newest_B, pending_B)
-
-    assert sampled.model_logprobs is not None
-    tokens_BK, _ = hand_out(state.pending, sampled.tokens)
-    drawn_BK, drawn = hand_out(scores.logprob, sampled.logprobs)
-    model_BK, model = hand_out(scores.model_logprob, sampled.model_logprobs)
-    bits = [jax.lax.bitcast_convert_type(values, jnp.int32) for values in (drawn_BK, model_BK)]
-    facts = jnp.stack([state.turn_tokens, scores.asked.astype(jnp.int32)], axis=1)
-    scores = scores._replace(logprob=drawn, model_logprob=model)
-    new = _shift(dataclasses.replace(new, scores=scores), first_row, first_page)
-    return new, jnp.concatenate([tokens_BK, valid_BK.astype(jnp.int32), facts, *bits], axis=1)
-
-
 def _record_chunk(state: DecodeState, inputs: RoundInputs) -> Experience:
-    """Writes the appended ids. The first of a later turn is the pending token, written already."""
+    """Records the appended ids; the pending token in front of a later turn is recorded already."""
     offsets_BC = jnp.arange(inputs.chunk.shape[1])[None, :]
     rows_BC = jnp.where(
         offsets_BC < inputs.count[:, None],

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """XLA's bytes of a plan's programs, from the compiler of chips that need not be here.
 
-The programs are those that a run compiles (`Learner.lower`, `PolicyEngine.lower_play`), lowered
+The programs are those that a run compiles (`Learner.lower`, `Engine.lower_play`), lowered
 from shapes alone.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 import jax
 
 from earl_jax.config import Config
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import make_engine_config
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.main import start_jax
 from earl_jax.models.config import ModelConfig
 from earl_jax.placement.observations import with_failure, with_program_bytes
+from earl_jax.rollout.config import make_engine_config
 from earl_jax.selector.hardware import Hardware
 from earl_jax.selector.memory import program_bytes, unless_out_of_memory
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
@@ -120,6 +120,7 @@ class _Compiler:
             self.vocab_size,
             num_devices=len(self.players),
             seed=self.config.seed,
+            model_logprobs=self.config.train.ratio == "model",
         )
-        engine = PolicyEngine(config, make_layout(mesh, self.players))
+        engine = Engine(config, make_layout(mesh, self.players))
         return engine.lower_play(max_tokens, Pool(mesh.data, plan.pages))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from earl_jax.config import Config
+from earl_jax.engine.config import APPEND_ROWS
 from earl_jax.envs.tokenizer import build_tokenizer
 from earl_jax.models.attention.kernels import context_obstacle
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
@@ -131,7 +132,7 @@ def workload(config: Config) -> Workload:
         logprob_chunk=train.logprob_chunk,
         epochs=train.epochs,
         chunk_size=rollout.chunk_size,
-        append_rows=rollout.append_rows,
+        append_rows=APPEND_ROWS,
         step_rows=rollout.step_rows,
         burst=rollout.burst,
         page_size=rollout.tokens_a_page,
@@ -186,9 +187,7 @@ def make_problem(
         num_rollout=config.devices.num_rollout,
         num_processes=num_processes,
         can_offload=can_offload,
-        preempted_bytes=0
-        if rollout.preemption == "recompute"
-        else int(rollout.preemption_host_gib * 2**30),
+        preempted_bytes=int(rollout.preemption_host_gib * 2**30),
     )
 
 

@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Room in the KV cache for the episodes of a rollout: pages, prompts taken over, and preemption.
+"""The block manager of a rollout: pages of the KV cache for its episodes, and preemption.
 
 Every round each episode that takes part gets the pages that it may need. Where a row shard has too
-few, slots that nobody plays in give up what they keep for others; then the cache grows; and where
+few, slots without an episode give up the prompts that they keep; then the cache grows; and where
 the budget does not let it grow, episodes are preempted: they give up their pages, and go on when
-there are some. What they had read is in host memory until then, or is read again (preemption.py).
+there are some. The tokens that they had read are in host memory until then, or are read again
+(preemption.py).
 
-Who goes on is a matter of rank: whoever has begun comes before whoever has not, then the longer
-before the shorter. The lowest in a row shard is preempted, the highest of the preempted goes on
-first, and none overtakes it. So the highest of a shard is never preempted: a shard always has an
+Priority decides which episodes go on: one that has begun comes before one that has not, then the
+longer before the shorter. The lowest of a row shard is preempted, the highest of the preempted goes
+on first, and none overtakes it. So the highest of a shard is never preempted: a shard always has an
 episode that goes on, which ends, and so all of them do. And none is preempted again and again: it
-goes on only where there is room for all that it has to read and two rounds more, and that room is
+goes on only where there are pages for all that it has to read and two rounds more, and these are
 there again only when another of its shard ends or begins anew, the cache grows, or the mesh
 changes. Between two such times an episode is preempted at most once.
 """
@@ -19,18 +20,15 @@ changes. Between two such times an episode is preempted at most once.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from earl_jax.engine.config import RolloutConfig
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.prefixes import PrefixIndex, Shared
 from earl_jax.engine.round_inputs import NO_PAGE
-from earl_jax.engine.row_copies import RowIds
 from earl_jax.engine.session import Kept, Session
-from earl_jax.engine.shard_copies import ShardCopies
+from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode
 from earl_jax.rollout.preemption import (
     Work,
@@ -39,25 +37,13 @@ from earl_jax.rollout.preemption import (
     rates_of,
     work_of,
 )
+from earl_jax.rollout.shared_prompts import Beginning, SharedPrompts
+from earl_jax.rollout.stats import RolloutStats
 
-# make_room(session, tokens, pages): a session whose rows hold so many tokens (`relocate`), with so
-# many pages in each row shard of the session's pool, or as many in all, if the budget allows. It
-# has pages for one whole episode a row shard, and for what the live ones hold
-# (`PageTable.least_pages`).
-MakeRoom = Callable[[Session, int, int], Session]
-
-
-class Beginning(NamedTuple):
-    """What a slot begins with: `shared` tokens of slot `source`, page `copied` among them.
-
-    Where it is the slot itself, what is shared may have come from elsewhere. The ids of it may be
-    `written` in the slot's row already.
-    """
-
-    source: int
-    shared: int
-    copied: int
-    written: bool
+# grow(session, tokens, pages): a session for episodes of so many tokens (`relocate`), with so many
+# pages in each row shard of the session's pool, or as many in all, if the budget allows. It has
+# pages for one whole episode a row shard, and for the live ones' tokens (`PageTable.least_pages`).
+Grow = Callable[[Session, int, int], Session]
 
 
 class BlockManager:
@@ -66,57 +52,52 @@ class BlockManager:
     def __init__(
         self,
         config: RolloutConfig,
+        rules: CacheRules,
         session: Session,
         slots: Sequence[LiveEpisode | None],
-        make_room: MakeRoom,
+        grow: Grow,
     ) -> None:
-        """`slots` is the caller's list, which says who plays where."""
-        self._config, self._slots, self._make_room = config, slots, make_room
+        """`slots` is the caller's list of the live episodes."""
+        self._config, self._rules, self._slots, self._grow = config, rules, slots, grow
         self._page_size = session.engine.config.page_size
-        # What other weights have read is worth nothing.
-        kept = (
-            session.kept
-            if session.kept and session.kept.version == session.policy.version
-            else None
-        )
         self._pages = session.pages
-        if not kept:
-            for slot in range(len(slots)):
-                self._pages.keep(slot, 0)
         self._given: np.ndarray | None = None
-        # Pages of each row shard that nobody wants in this round.
+        # Pages of each row shard that no episode needs in this round.
         self._spare: list[int] = []
-        # Slots that give up their pages, and must be told before the next round.
+        # Slots that give up their pages, which the next round has to rewind.
         self.stopped: set[int] = set()
         self._host = HostPages(int(config.preemption_host_gib * 2**30))
-        # What is copied to the host before the next round: the pages of slots that were preempted.
+        # Pages of preempted slots that are copied to the host before the next round.
         self._leaving: dict[int, list[int]] = {}
-        self.num_preempted, self.recomputed_tokens, self.preemption = 0, 0, ""
-        self._shard_copies = ShardCopies()
-        self._is_worth_sending = functools.partial(
-            is_worth_sending,
-            setting=config.copy_prefixes,
-            work=self._work(session),
-            rates=rates_of(session.engine),
+        self._num_preempted, self._recomputed_tokens, self._preemption = 0, 0, ""
+        self._prompts = SharedPrompts(self._open_prefixes(session), slots)
+
+    def _open_prefixes(self, session: Session) -> PrefixIndex:
+        """Returns the prompts that the session keeps, if its weights have read them; else none."""
+        kept = session.kept
+        if kept is not None and kept.version == session.policy.version:
+            return kept.prefixes
+        for slot in range(len(self._slots)):
+            self._pages.keep(slot, 0)
+        return PrefixIndex(
+            num_slots=len(self._slots),
+            num_shards=self._pages.pool.shards,
+            chunk_size=self._config.chunk_size,
+            is_worth_sending=functools.partial(
+                is_worth_sending,
+                setting=self._rules.copy_prefixes,
+                work=self._work(session),
+                rates=rates_of(session.engine),
+            ),
         )
-        if kept:
-            self._prefixes = kept.prefixes
-        else:
-            self._forget_prompts()
-        # Ids that the host writes down for slots that begin in this round; and slots whose rows are
-        # in use in this round for what was there before.
-        self._ids: dict[int, list[int]] = {}
-        self._rows_in_use: set[int] = set()
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of preempted pages that were copied to host memory, and back."""
-        return self._host.moved_bytes
-
-    @property
-    def copied_tokens(self) -> int:
-        """Tokens that came from other row shards' pages."""
-        return self._shard_copies.tokens
+    def count(self, stats: RolloutStats) -> None:
+        """Writes the counts of the rollout."""
+        stats.copied_tokens = self._prompts.copied_tokens
+        stats.preempted_episodes = self._num_preempted
+        stats.recomputed_tokens = self._recomputed_tokens
+        stats.preempted_host_bytes = self._host.moved_bytes
+        stats.preemption = self._preemption
 
     @property
     def crowded(self) -> set[int]:
@@ -128,28 +109,10 @@ class BlockManager:
         }
         return {slot for shard in shards for slot in self._pages.slots_of(shard)}
 
-    def new_weights(self, *, recompute: bool) -> None:
-        """What old weights have read is not for episodes that begin under new ones.
-
-        With `recompute` it is for nobody, who is preempted among them.
-        """
-        self._forget_prompts()
-        if recompute:
-            for slot in self._host.slots:
-                self._host.drop(slot)
-
-    def _forget_prompts(self) -> None:
-        self._prefixes = PrefixIndex(
-            num_slots=len(self._slots),
-            num_shards=self._pages.pool.shards,
-            chunk_size=self._config.chunk_size,
-            is_worth_sending=self._is_worth_sending,
-        )
-
     # Before a round.
 
     def resume(self) -> None:
-        """Preempted episodes go on where there are pages for all that they have to read."""
+        """Lets preempted episodes go on where there are pages for all that they have to read."""
         for shard in range(self._pages.pool.shards):
             slots = [slot for slot in self._pages.slots_of(shard) if self._slots[slot] is not None]
             if not any(self._episode(slot).preempted for slot in slots):
@@ -158,22 +121,22 @@ class BlockManager:
                 # It has nothing to lose, and lines up.
                 self._episode(slot).preempted |= self._is_new(slot) and self._episode(slot).has_work
             preempted = [slot for slot in slots if self._episode(slot).preempted]
-            for slot in sorted(preempted, key=self._rank, reverse=True):
+            for slot in sorted(preempted, key=self._priority, reverse=True):
                 alone = all(self._episode(other).preempted for other in slots)
                 if not alone and self._short(shard, self._in_full(slot)) > 0:
                     break
                 self._episode(slot).preempted = False
 
     def fit(self, session: Session) -> Session:
-        """A session with room for the next round of every episode that is not preempted."""
+        """Returns a session with pages for the next round of episodes that are not preempted."""
         self._host.settle()
         self._adopt(session)
         live = [episode for episode in self._slots if episode is not None]
-        tokens = max((self._room_for(episode) for episode in live), default=0)
+        tokens = max((self._tokens_after_round(episode) for episode in live), default=0)
         short = max(self._short(shard) for shard in range(session.pool.shards))
         if tokens > session.max_tokens or short > 0:
             pages = session.pool.pages + max(0, short)
-            session = self._make_room(session, max(tokens, session.max_tokens), pages)
+            session = self._grow(session, max(tokens, session.max_tokens), pages)
             self._adopt(session)
         self._spare = []
         for shard in range(session.pool.shards):
@@ -187,36 +150,33 @@ class BlockManager:
         if session.pages is self._pages:
             return
         before, self._pages, self._given = self._pages, session.pages, None
-        self._prefixes.regroup(session.pool.shards)
-        for slot in range(len(self._slots)):
-            if before.num_held(slot) and not self._pages.num_held(slot):
-                self._prefixes.forget(slot)
+        self._prompts.move(before, session.pages)
 
     def _copy(self, session: Session) -> Session:
-        """Carries out what was decided: pages leave for the host, and come back from there."""
+        """Copies pages to the host and back, as was decided."""
         session = self._host.copy_out(session, self._leaving)
         self._leaving = {}
         coming, awake = {}, {}
         for slot in self._host.slots:
             episode = self._episode(slot)
             if episode.begins:
-                # A new sample knows nothing of what was read.
+                # A new sample needs nothing of the old cache.
                 self._host.drop(slot)
             elif not episode.preempted:
                 self._pages.hold(slot, episode.num_written)
                 coming[slot] = self._pages.pages_of(slot, episode.num_written)
-                awake[slot] = episode.speaking and not episode.queue
+                awake[slot] = episode.in_turn and not episode.queue
         return self._host.copy_back(session, coming, awake)
 
-    def _room_for(self, episode: LiveEpisode) -> int:
+    def _tokens_after_round(self, episode: LiveEpisode) -> int:
         return min(episode.length + self._most_sampled(episode), episode.most_tokens)
 
     def _most_sampled(self, episode: LiveEpisode) -> int:
-        """Tokens that the episode may say in a round."""
+        """Returns the most tokens that the episode may generate in a round."""
         return min(self._config.round_tokens, episode.limits.max_turn_tokens)
 
     def _wanted(self, slot: int, episode: LiveEpisode) -> int:
-        """Pages that the episode may need for a round, beyond those that it has."""
+        """Returns how many pages the episode may need for a round beyond those that it has."""
         tokens = episode.num_cached + min(len(episode.queue), self._config.chunk_size)
         tokens = min(tokens + self._most_sampled(episode), episode.most_tokens)
         if episode.begins:
@@ -224,7 +184,7 @@ class BlockManager:
         return self._pages.missing(slot, tokens)
 
     def _in_full(self, slot: int) -> int:
-        """Pages that the episode lacks for all that it has to read, and for two rounds."""
+        """Returns how many pages the episode lacks for all it has to read, and for two rounds."""
         episode = self._episode(slot)
         tokens = episode.num_cached + len(episode.queue) + 2 * self._most_sampled(episode)
         tokens = min(tokens, episode.most_tokens)
@@ -233,10 +193,10 @@ class BlockManager:
         return self._pages.missing(slot, tokens)
 
     def _short(self, shard: int, resuming: int | None = None) -> int:
-        """Pages that the row shard lacks for the next round; idle slots give up theirs before.
+        """Returns how many pages the row shard lacks for the next round, idle slots' included.
 
-        For an episode that is to go on with `resuming` pages nothing is counted upon that others
-        of the shard still need to have read what they read before.
+        For an episode that is to go on with `resuming` pages, the pages count as taken that others
+        of the shard still need to read again what they had read.
         """
         slots = self._pages.slots_of(shard)
         playing = [
@@ -258,7 +218,7 @@ class BlockManager:
         return wanted - self._pages.num_free(shard)
 
     def _needs_pages(self, slot: int) -> bool:
-        """Whether the slot's episode plays the next round, or comes back from the host before it.
+        """Returns whether the slot's episode plays the next round, or comes back from the host.
 
         It comes back while its environment is still at work, too.
         """
@@ -267,10 +227,10 @@ class BlockManager:
 
     def _give_up(self, slot: int) -> None:
         self._pages.keep(slot, 0)
-        self._prefixes.forget(slot)
+        self._prompts.forget(slot)
 
     def _preempt(self, session: Session, shard: int) -> None:
-        """The lowest in rank of the shard's episodes gives up its pages, or its wish for some."""
+        """Preempts the episode of the shard with the lowest priority."""
         slots = self._pages.slots_of(shard)
         playing = [
             slot
@@ -279,40 +239,40 @@ class BlockManager:
             if self._needs_pages(slot) or self._pages.num_held(slot)
         ]
         assert len(playing) > 1, "a pool holds at least one episode a row shard"
-        slot = min(playing, key=self._rank)
+        slot = min(playing, key=self._priority)
         episode = self._episode(slot)
         episode.preempted = True
         if slot in self._host:
             # It was about to come back.
             return
-        self.num_preempted += not self._is_new(slot)
+        self._num_preempted += not self._is_new(slot)
         if self._goes_to_host(session, slot):
             self._leaving[slot] = self._pages.pages_of(slot, episode.num_written)
         else:
-            self.recomputed_tokens += episode.rewind()
+            self._recomputed_tokens += episode.rewind()
             self.stopped.add(slot)
         self._give_up(slot)
 
-    def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Who goes on rather than others of the row shard is higher."""
+    def _priority(self, slot: int) -> tuple[bool, int, int]:
+        """Returns the priority of the slot's episode in its row shard."""
         return not self._is_new(slot), self._episode(slot).length, -slot
 
     def _is_new(self, slot: int) -> bool:
-        """Whether the episode has nothing to lose."""
+        """Returns whether the episode has read nothing yet."""
         return self._episode(slot).fresh
 
     def _goes_to_host(self, session: Session, slot: int) -> bool:
-        """Whether its pages are copied to the host, and not read again."""
-        config, tokens = self._config, self._episode(slot).num_written
-        if config.preemption == "recompute" or not tokens:
+        """Returns whether its pages are copied to the host, and not read again."""
+        tokens = self._episode(slot).num_written
+        if self._rules.preemption == "recompute" or not tokens:
             return False
         pages = [*map(len, self._leaving.values()), pages_for(tokens, self._page_size)]
         if not self._host.has_room(session, pages):
             return False
-        if config.preemption == "host":
+        if self._rules.preemption == "host":
             return True
         choice = choose_preemption(tokens, self._work(session), rates_of(session.engine))
-        self.preemption = choice.reason
+        self._preemption = choice.reason
         return choice.where == "host"
 
     def _work(self, session: Session) -> Work:
@@ -324,48 +284,19 @@ class BlockManager:
         assert episode is not None
         return episode
 
-    # While a round's orders are made.
+    # While a round's inputs are made.
 
     def begin(self, slot: int) -> Beginning | None:
-        """The slot begins anew with its episode's queue. None: it waits for who reads the same."""
-        source, length, prompt = slot, 0, self._episode(slot).queue
-        if self._config.share_prefixes:
-            shared = self._prefixes.find(slot, prompt)
-            if shared is None:
-                return None
-            if self._can_share(slot, shared):
-                source, length = shared.source, shared.length
-            if length and (self._is_far(slot, source) or not self._prefixes.has_row(source)):
-                if slot in self._rows_in_use:
-                    return None
-                self._ids[slot] = prompt[:length]
-            self.use_row(source)
-            self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
-        written = slot in self._ids
-        if self._is_far(slot, source):
-            self._bring(slot, source, length)
-            return Beginning(slot, length, NO_PAGE, written)
-        copy = self._pages.begin(slot, source, length)
-        return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
-
-    def _is_far(self, slot: int, source: int) -> bool:
-        return self._pages.shard(slot) != self._pages.shard(source)
-
-    def _bring(self, slot: int, source: int, tokens: int) -> None:
-        """The slot begins anew with so many tokens of a slot of another row shard."""
+        """Begins the slot anew with its episode's queue. None: it waits for a slot's prompt."""
+        if self._rules.share_prefixes:
+            return self._prompts.begin(slot, self._pages, self._episode(slot).queue, self._fits)
         self._pages.begin(slot, slot, 0)
-        self._pages.hold(slot, tokens)
-        pages = self._pages.pages_of(slot, tokens)
-        self._shard_copies.plan(source, self._pages.pin(source, tokens), slot, pages, tokens)
+        return Beginning(slot, 0, NO_PAGE, written=False)
 
-    def use_row(self, slot: int) -> None:
-        """In this round the row is still read, or written, for what the slot played before."""
-        self._rows_in_use.add(slot)
-
-    def _can_share(self, slot: int, shared: Shared) -> bool:
-        """Whether there are pages for it: copying a part of one may need more than reading anew."""
+    def _fits(self, slot: int, shared: Shared) -> bool:
+        """Returns whether there are pages to share: copying one may need more than reading anew."""
         config, shard, episode = self._config, self._pages.shard(slot), self._episode(slot)
-        length, is_far = shared.length, self._is_far(slot, shared.source)
+        length, is_far = shared.length, self._pages.shard(slot) != self._pages.shard(shared.source)
         if not length % self._page_size and not is_far:
             return True
         if shared.source == slot and self._pages.has_alone(slot, length):
@@ -375,7 +306,7 @@ class BlockManager:
         tokens = min(length + part + self._most_sampled(episode), episode.most_tokens)
         own = pages_for(tokens, self._page_size)
         if not is_far:
-            # The page that is copied stays for the round, whoever lets it go.
+            # The page that is copied stays for the round, even if its slot gives it up.
             own += 1 - length // self._page_size
         more = own - self._wanted(slot, episode)
         if more > self._spare[shard]:
@@ -383,32 +314,24 @@ class BlockManager:
         self._spare[shard] -= max(0, more)
         return True
 
+    def use_row(self, slot: int) -> None:
+        """Notes that the slot's row is still read or written in this round."""
+        self._prompts.use_row(slot)
+
     def hold(self, slot: int) -> None:
-        """The slot has pages for what its episode appends and says in this round."""
+        """Gives the slot pages for the tokens that its episode adds in this round."""
         episode = self._episode(slot)
         tokens = min(episode.num_cached + self._most_sampled(episode), episode.most_tokens)
         self._pages.hold(slot, tokens)
 
     def end_inputs(self, counts: Sequence[int]) -> None:
-        """So many tokens are appended to the slots in this round."""
-        # Only now: no slot takes over what is appended in the same round.
-        for slot, number in enumerate(counts):
-            self._prefixes.append(slot, number)
+        """Notes that so many tokens are appended to the slots in this round."""
+        self._prompts.end_inputs(counts)
         self._pages.end_round()
-        self._prefixes.end_inputs()
-        self._rows_in_use.clear()
 
     def give(self, session: Session) -> Session:
-        """The session in which slots have their pages, and rows the ids that the host writes."""
-        session = self._shard_copies.carry_out(session)
-        if self._ids:
-            writes = [
-                RowIds(self._episode(slot).place, self._episode(slot).origin, ids)
-                for slot, ids in sorted(self._ids.items())
-            ]
-            self._ids = {}
-            state = session.engine.row_copies.write_ids(session.state, writes)
-            session = dataclasses.replace(session, state=state)
+        """Returns the session in which slots have their pages, and the ids of shared prompts."""
+        session = self._prompts.carry_out(session)
         table = self._pages.as_array(pages_for(session.max_tokens, self._page_size))
         if self._given is not None and np.array_equal(table, self._given):
             return session
@@ -418,12 +341,10 @@ class BlockManager:
     # When an episode is over.
 
     def end(self, slot: int) -> None:
-        """The slot keeps its prompt for who begins alike, and gives up the rest."""
+        """Ends the slot's episode: its prompt is kept for others, its other pages are free."""
         self._host.drop(slot)
-        self._prefixes.stop(slot)
-        self._pages.end(slot, self._prefixes.num_kept(slot))
+        self._pages.end(slot, self._prompts.end(slot))
 
     def keep(self, version: int) -> Kept:
-        """The rollout is over: what its caches hold for the next under the same weights."""
-        self._prefixes.lose_rows()
-        return Kept(prefixes=self._prefixes, version=version)
+        """Ends the rollout. Returns its prompts for the next one under the same weights."""
+        return self._prompts.keep(version)

@@ -1,17 +1,18 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""An episode while it is played: what was said, and what of it still has to be appended."""
+"""An episode while it is played: its turns, and the tokens that still have to be appended."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from earl_jax.engine.config import Limits, Sampling, Stops
-from earl_jax.engine.round_inputs import NO_LIMIT, Report
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
 from earl_jax.envs.chat_template import Content, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
 from earl_jax.envs.text_stream import StopWatch
+from earl_jax.rollout.config import Limits, Stops
 from earl_jax.trajectory import Trajectory, Turn
 
 
@@ -20,11 +21,10 @@ class Task:
     """One episode to play. `args` are what its environment is made with, beside the config's.
 
     Its tokens are drawn with `seed`; without one that is the number of the episode, so that no two
-    of a run draw alike.
-    `limits`, `sampling` and `stops` are this episode's own; None: those of the rollout. Who trains
-    on episodes with a sampling of their own sets config.train.ratio to "model". With
-    `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does not
-    write them down for all.
+    of a run draw alike. `limits`, `sampling` and `stops` are this episode's own; None: those of the
+    rollout. To train on episodes with a sampling of their own, set config.train.ratio to "model".
+    With `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does
+    not record them for all.
     """
 
     episode: int
@@ -52,7 +52,7 @@ class Task:
 
     @property
     def token_seed(self) -> int:
-        """What its tokens are drawn with."""
+        """The seed that its tokens are drawn with."""
         return self.episode if self.seed is None else self.seed
 
 
@@ -60,22 +60,26 @@ class Task:
 class LiveEpisode:
     """An episode in a slot.
 
-    It is row `row` of the rollout, and is written down at `place` in the whole buffer of rows.
-    `waits`: its environment is at work, and the policy has nothing to say until that answers.
-    `queue` holds ids that are still to be appended; the first `again` of them are no news: the
-    token sampled last, which goes into the cache now, or what other weights have read before.
-    `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample. `rewinds`:
-    the queue begins with all of this sample again. `preempted`: it takes no part, because there are
-    too few pages; what was read may be in host memory. `speaking`: in the middle of a turn.
-    `length` counts the episode's tokens, the first `origin` of which belong to earlier samples.
-    `choices` are the ids of what its next turn may be, or `allowed` those that it is made of; both
-    are () where that may be anything. A sample holds `max_context` tokens at most. `scored`:
-    log-probs under the model itself are taken down.
+    It is row `row` of the rollout, and is recorded in `buffer_row` of the whole buffer.
+
+    - `waits`: its environment is at work; the policy has nothing to answer until that does.
+    - `queue`: ids that are still to be appended. The first `again` of them are not new: the token
+      sampled last, which goes into the cache now, or ids that are read again.
+    - `fresh`: nothing was appended yet. `forks`: the queue is the prompt of a new sample.
+      `rewinds`: the queue begins with all of this sample again.
+    - `preempted`: it takes no part, because there are too few pages; the cache may be in host
+      memory.
+    - `in_turn`: the policy is in the middle of a turn; `reply` and its log-probs are of this turn.
+    - `length`: the episode's tokens, the first `origin` of which belong to earlier samples. A
+      sample holds `max_context` tokens at most.
+    - `choices`: ids of the replies to which the next turn is restricted, or `allowed`: its possible
+      ids; both are () where the turn may be anything.
+    - `scored`: log-probs under the model itself are recorded.
     """
 
     task: Task
     row: int
-    place: int
+    buffer_row: int
     conversation: Conversation
     limits: Limits
     stops: Stops
@@ -93,7 +97,7 @@ class LiveEpisode:
     forks: bool = False
     rewinds: bool = False
     preempted: bool = False
-    speaking: bool = False
+    in_turn: bool = False
     origin: int = 0
     length: int = 0
     reply: list[int] = dataclasses.field(default_factory=list)
@@ -111,52 +115,52 @@ class LiveEpisode:
 
     @property
     def most_tokens(self) -> int:
-        """What the episode may come to, whoever writes it, if no other sample begins."""
+        """The most tokens of the episode, of both sides, if no other sample begins."""
         return self._most_tokens(self.origin)
 
     def _most_tokens(self, origin: int) -> int:
         return min(self.limits.max_episode_tokens or NO_LIMIT, origin + self.max_context)
 
-    def leaves_room(self, heard: Heard) -> bool:
-        """Whether the policy could say anything to this."""
-        most = self._most_tokens(self.length if heard.forks else self.origin)
-        return self.length + len(heard.ids) < most
+    def fits(self, message: Heard) -> bool:
+        """Returns whether the policy could answer anything to this message within the limits."""
+        most = self._most_tokens(self.length if message.forks else self.origin)
+        return self.length + len(message.ids) < most
 
-    def hear(self, content: Content, heard: Heard) -> None:
-        """The environment said something: to be appended, behind the pending token.
+    def append_message(self, content: Content, message: Heard) -> None:
+        """Appends an environment's message behind the pending token.
 
-        Or to begin a new sample, which knows of no pending token.
+        Or begins a new sample with it, which knows of no pending token.
         """
         self.waits = False
-        if heard.forks:
+        if message.forks:
             # What was to be read again is left behind with the sample before.
             self.queue, self.again, self.rewinds, self.forks = [], 0, False, True
         elif self.turns:
             self.queue = [*self.queue, self.turns[-1].token_ids[-1]]
             self.again += 1
-        self.queue = [*self.queue, *heard.ids]
-        messages = tuple((message.role, message.text) for message in messages_of(content))
+        self.queue = [*self.queue, *message.ids]
+        messages = tuple((each.role, each.text) for each in messages_of(content))
         self.turns.append(
             Turn(
                 author="environment",
                 text="\n".join(text for _, text in messages),
-                token_ids=heard.ids,
+                token_ids=message.ids,
                 messages=() if isinstance(content, str) else messages,
-                forks=heard.forks,
+                forks=message.forks,
             )
         )
-        if heard.forks:
+        if message.forks:
             self.origin = self.length
-        self.length += len(heard.ids)
+        self.length += len(message.ids)
 
     @property
     def has_work(self) -> bool:
-        """Whether it takes part in the next round."""
-        return not self.preempted and (self.speaking or bool(self.queue))
+        """Returns whether it takes part in the next round."""
+        return not self.preempted and (self.in_turn or bool(self.queue))
 
     @property
     def begins(self) -> bool:
-        """Whether its slot is to begin anew with the queue."""
+        """Returns whether its slot is to begin anew with the queue."""
         return self.fresh or self.forks or self.rewinds
 
     @property
@@ -170,25 +174,25 @@ class LiveEpisode:
         pending = self.waits or not self.queue
         return 0 if self.begins else self.num_cached - pending
 
-    def speak(self, report: Report, slot: int, version: int) -> int:
-        """The policy said what the report has of this slot.
+    def append_sampled(self, outputs: RoundOutputs, slot: int, version: int) -> int:
+        """Appends the tokens that its slot sampled in a round.
 
-        Returns how many of these tokens are given up: those behind a stop string.
+        Returns how many of these are discarded: those behind a stop string.
         """
-        sampled = report.tokens[slot, : report.count[slot]].tolist()
+        sampled = outputs.tokens[slot, : outputs.count[slot]].tolist()
         count = self._count_until_stop(sampled)
         self.reply += sampled[:count]
-        self.logprobs += report.logprobs[slot, :count].tolist()
-        if self.scored and report.model_logprobs is not None:
-            self.model_logprobs += report.model_logprobs[slot, :count].tolist()
+        self.logprobs += outputs.logprobs[slot, :count].tolist()
+        if self.scored and outputs.model_logprobs is not None:
+            self.model_logprobs += outputs.model_logprobs[slot, :count].tolist()
         self.versions += [version] * count
         self.length += count
         found = self.stop_watch is not None and self.stop_watch.found
-        self.speaking = bool(report.active[slot]) and not found
+        self.in_turn = bool(outputs.active[slot]) and not found
         return len(sampled) - count
 
     def _count_until_stop(self, sampled: list[int]) -> int:
-        """How many of these are said until a stop string is complete."""
+        """Returns how many of these tokens come until a stop string is complete."""
         if not self.stops.strings:
             return len(sampled)
         if self.stop_watch is None:
@@ -196,7 +200,7 @@ class LiveEpisode:
         return self.stop_watch.push(sampled)
 
     def end_turn(self) -> tuple[str, bool]:
-        """The policy says no more. Returns its text, and whether it said all that it wanted."""
+        """Ends the policy's turn. Returns its text, and whether it is whole, not cut by a limit."""
         before_stop = None
         if self.stop_watch is not None and self.stop_watch.found:
             before_stop = self.stop_watch.text
@@ -207,7 +211,7 @@ class LiveEpisode:
         return text, whole
 
     def take(self, number: int) -> tuple[list[int], int]:
-        """The next so many ids off the queue, for the cache; and how many of them are news."""
+        """Takes the next so many ids off the queue. Returns them, and how many of them are new."""
         part, self.queue = self.queue[:number], self.queue[number:]
         again = min(self.again, len(part))
         self.again -= again
@@ -216,35 +220,25 @@ class LiveEpisode:
         return part, len(part) - again
 
     def rewind(self) -> int:
-        """Its cache is worth nothing any more: all that was read is to be read again.
+        """Queues all of this sample to be read again, because its cache is gone.
 
         Returns how many ids that are.
         """
         if self.fresh or self.forks:
             return 0
-        # The end of the queue is news; what stands before it was read, or was to be again.
-        news = len(self.queue) - self.again
+        # The end of the queue is new; the ids before it were read, or were to be read again.
+        num_new = len(self.queue) - self.again
         ids = [token for turn in self.turns for token in turn.token_ids][self.origin :]
         ids += self.reply
         # An answer brings the token before it along, when it comes.
         self.queue = ids[:-1] if self.waits else ids
-        self.again = len(self.queue) - news
+        self.again = len(self.queue) - num_new
         self.rewinds = True
         return self.again
 
-    def abort(self) -> None:
-        """What was said and not answered, by whomever, is given up."""
-        self.queue = []
-        if self.reply:
-            self.close_turn(self.conversation.reply(self.reply)[0])
-        if self.turns and self.turns[-1].author == "environment":
-            self.turns.pop()
-        if len(self.rewards) < sum(turn.author == "policy" for turn in self.turns):
-            self.rewards.append(0.0)
-
     def close_turn(self, text: str) -> None:
-        """The policy's turn is over."""
-        self.speaking, self.stop_watch = False, None
+        """Adds the policy's turn to the turns."""
+        self.in_turn, self.stop_watch = False, None
         self.turns.append(
             Turn(
                 author="policy",
@@ -258,9 +252,9 @@ class LiveEpisode:
         self.reply, self.logprobs, self.versions, self.model_logprobs = [], [], [], []
 
     def cut(self, unfinished_reward: float) -> tuple[str, str]:
-        """Its limits end it: the last turn has no end, or is answered by more than there is room.
+        """Ends it by its limits: the last turn has no end, or its answer leaves no tokens for more.
 
-        Returns the stop reason, and words.
+        Returns the stop reason, and a sentence.
         """
         answered = len(self.rewards) == sum(turn.author == "policy" for turn in self.turns)
         if not answered:
@@ -272,7 +266,7 @@ class LiveEpisode:
         return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
 
     def finish(self, stop_reason: str, detail: str = "") -> Trajectory:
-        """The episode is over."""
+        """Returns the trajectory of the episode, which is over."""
         return Trajectory(
             episode=self.task.episode,
             group=self.task.group,

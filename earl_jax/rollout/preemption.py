@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a preempted episode's pages: copied to host memory, or computed again. Pure.
+"""Cost of preemption and of copied prompts: what is cheaper, copying or computing again. Pure.
 
-And whether what another row shard has read is copied from its devices, or read here too. All are
-priced by a roofline of what the chip's data sheet says, and the cheaper is taken. Nothing is
-measured: two runs of one config choose alike, and log-probs of what is read again differ by
-rounding from those of what was kept.
+A preempted episode's pages are copied to host memory, or read again; a prompt that another row
+shard has read is copied from its devices, or read here too. All are priced by a roofline of the
+chip's data sheet, and the cheaper is taken. Nothing is measured: two runs of one config choose
+alike, and log-probs of tokens that are read again differ by rounding from those that were kept.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine import Engine
 from earl_jax.models.parameters import ParameterSpec, is_spec
 from earl_jax.models.quantization import engine_specs
 from earl_jax.sharding.topology import CHIPS, Chip, chip_of
@@ -24,7 +24,7 @@ Where = Literal["host", "recompute"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Of one device, per second; and the seconds that a call takes to start."""
+    """Rates of one device, per second; and the seconds that a call takes to start."""
 
     flops: float
     memory_bytes: float
@@ -33,8 +33,8 @@ class Rates:
     call_s: float
 
 
-# Of one of eight virtual devices on two cores, by the order of magnitude. There "host memory" is
-# where the device's own is.
+# One of eight virtual devices on two cores, by the order of magnitude. There "host memory" is the
+# same as the device's own.
 ON_CPU = Rates(flops=1e10, memory_bytes=5e9, host_bytes=2e9, link_bytes=2e9, call_s=5e-4)
 # An all-reduce sends a block's bytes twice, in fp32 (`PageCopies.send`): of bf16 twice as many.
 SENT_TIMES = 4
@@ -47,11 +47,11 @@ _LIKE = {"gpu": "h100", "tpu": "v5e"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an engine's device has to do, for one row shard.
+    """The work of an engine's device, for one row shard.
 
-    `weights` are numbers that a token is multiplied with, `weight_bytes` all that are read for a
-    chunk, `pair_flops` those of a query and a key it looks at, over all layers and heads;
-    `block_bytes` those of one copy of `block_tokens` tokens.
+    A token is multiplied with `weights` numbers, a chunk reads `weight_bytes`, a query and a key
+    take `pair_flops` over all layers and heads; one copy of `block_tokens` tokens has
+    `block_bytes`.
     """
 
     weights: float
@@ -63,14 +63,14 @@ class Work:
 
 
 class Choice(NamedTuple):
-    """Where to, and why in words."""
+    """Where preempted pages go, and why in words."""
 
     where: Where
     reason: str
 
 
 def choose_preemption(tokens: int, work: Work, rates: Rates) -> Choice:
-    """The cheaper way to have the cache of so many tokens again.
+    """Returns the cheaper way to have the cache of so many tokens again.
 
     Example: 1000 tokens in 4 blocks of 32 MB over a link of 64 GB/s are 4 ms, out and back; by
     chunks of 100 with weights of 2 GB at 2 TB/s they are 10 ms.
@@ -84,13 +84,13 @@ def choose_preemption(tokens: int, work: Work, rates: Rates) -> Choice:
 
 
 def copying_s(tokens: int, work: Work, rates: Rates) -> float:
-    """Seconds of a device's link for copies to the host and back."""
+    """Returns the seconds of a device's link for copies to the host and back."""
     blocks = math.ceil(tokens / work.block_tokens)
     return 2 * blocks * (work.block_bytes / rates.host_bytes + rates.call_s)
 
 
 def reading_s(tokens: int, work: Work, rates: Rates) -> float:
-    """Seconds of a device for prefilling so many tokens, chunk by chunk, beside others' rounds."""
+    """Returns the seconds of a device for prefilling so many tokens, chunk by chunk."""
     chunks = math.ceil(tokens / work.chunk_tokens)
     matrices = 2 * work.weights * work.chunk_tokens / rates.flops
     attention = work.pair_flops * tokens**2 / 2 / rates.flops
@@ -100,9 +100,9 @@ def reading_s(tokens: int, work: Work, rates: Rates) -> float:
 def is_worth_sending(
     tokens: int, setting: Literal["auto", "off", "on"], work: Work, rates: Rates
 ) -> bool:
-    """Whether so many tokens come from another row shard's devices, and are not read.
+    """Returns whether so many tokens are copied from another row shard, and not read.
 
-    With "on" a chunk and more, with "auto" what comes sooner than it is read.
+    "on" copies a chunk and more, "auto" copies where that is sooner done than reading.
 
     Example: 1000 tokens in 4 blocks of 32 MB, which are twice as much in fp32 and go over a link of
     450 GB/s and back in an all-reduce, are 1.1 ms; by chunks of 100 with weights of 2 GB at 2 TB/s
@@ -115,8 +115,8 @@ def is_worth_sending(
     return tokens > 0 and sent < reading_s(tokens, work, rates)
 
 
-def rates_of(engine: PolicyEngine) -> Rates:
-    """The rates of the devices that an engine is on."""
+def rates_of(engine: Engine) -> Rates:
+    """Returns the rates of the devices that an engine is on."""
     device = next(iter(engine.layout.activations("").device_set))
     if device.platform not in _LIKE:
         return ON_CPU
@@ -130,8 +130,8 @@ def rates_of(engine: PolicyEngine) -> Rates:
     )
 
 
-def work_of(engine: PolicyEngine, block_bytes: int, block_tokens: int) -> Work:
-    """What reading again and copying mean on this engine; `block_bytes` over all devices of one."""
+def work_of(engine: Engine, block_bytes: int, block_tokens: int) -> Work:
+    """Returns the work on this engine; `block_bytes` is over all devices of a row shard."""
     config, shape = engine.config, engine.layout.shape
     model = config.model
     specs = jax.tree.leaves(

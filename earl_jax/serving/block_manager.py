@@ -1,43 +1,44 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Room in the KV cache for the requests that JetStream serves: pages as their replies need them.
+"""The block manager of serving: pages of the KV cache for requests, as their replies need them.
 
 A request has the pages of its tokens, from a pool that may hold fewer than all slots could fill.
-Where a row shard has too few for the next step, the shortest of its requests waits: its pages go to
-host memory, or its prompt is not put into its slot yet. Its step then has no token, which JetStream
-takes for nothing. The longest goes on, so that one after the other ends; who waits for pages comes
-back to all that was read, in the order of length.
+Where a row shard has too few for the next step, the shortest of its requests is preempted: its
+pages go to host memory, or its prompt is not put into its slot yet. Its step then has no token,
+which JetStream takes for nothing. The longest goes on, so that requests end one after the other; a
+preempted request comes back with all that was read, the longest first.
 
-The room of slots and the pool begin small and grow, the pool where the longest request has it for
+The tables of slots and the pool begin small and grow, the pool where the longest request has it for
 itself and needs more. Where there is no memory for that, this request ends, and the others go on.
 
-Steps that guess say several tokens, how many is known when they are done. The next one is
-dispatched before: until then a request counts as if all guesses had been right.
+A step with drafts generates several tokens; their number is known when it is done. The next step is
+dispatched before that: until then a request counts as if all drafts had been accepted.
 """
 
 import collections
 import sys
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from earl_jax.engine.decode_state import DecodeState
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool, pages_for
 from earl_jax.engine.session import Policy, Session
-from earl_jax.engine.step_tokens import StepTokens
+from earl_jax.serving.prompts import Prefix
+from earl_jax.serving.step_tokens import StepTokens
 
-if TYPE_CHECKING:
-    from earl_jax.engine.engine import PolicyEngine
-
-# Whoever comes back has room for so many tokens more.
+# A request that comes back has pages for at least so many tokens more.
 LEAST_TOKENS = 32
+# put_prompt(state, prefix, slot, pages): the state with a prompt in these pages of a slot's shard.
+PutPrompt = Callable[[DecodeState, Prefix, int, Sequence[int]], DecodeState]
 
 
 class _Step(NamedTuple):
-    """A step that was dispatched: who took part, as which request of its slot."""
+    """A step that was dispatched: the number of the request in each slot that took part."""
 
     requests: dict[int, int]
     tokens: StepTokens
@@ -46,22 +47,30 @@ class _Step(NamedTuple):
 class ServingBlockManager:
     """The pages of JetStream's slots. Host-side state only.
 
-    `places` of a slot and the pool of `pages` are what the state has now. `failed` says why the
-    requests of some slots end: for want of memory.
+    The state has `max_tokens` tokens a slot and the pool of `pages` now. `failed` holds the reason
+    why the requests of some slots end: a lack of memory.
     """
 
-    def __init__(self, engine: "PolicyEngine", pool: Pool, max_tokens: int) -> None:
-        """Nobody is in any slot of a state with these pages and places."""
+    def __init__(
+        self,
+        engine: Engine,
+        pool: Pool,
+        max_tokens: int,
+        *,
+        most_tokens: int,
+        put_prompt: PutPrompt,
+    ) -> None:
+        """Begins with empty slots; a request may grow to `most_tokens`."""
         self._engine, self.max_tokens = engine, max_tokens
-        self._most = engine.config.serving.context_tokens
+        self._most, self._put_prompt = most_tokens, put_prompt
         # The most tokens of a step.
-        self._says = 1 + (engine.config.rules.draft if engine.config.rules.ngram else 0)
+        self._step_tokens = 1 + engine.config.rules.draft
         self._page_size = engine.config.page_size
         self.pages = PageTable(pool, num_slots=engine.config.num_slots, page_size=self._page_size)
         self.failed: dict[int, str] = {}
         # Tokens in the cache of each slot that a request is in: the most there can be by now.
         self._lengths: dict[int, int] = {}
-        # Which request of its slot that is, and steps of which it is not known what they said.
+        # The number of the request in each slot, and the steps whose tokens are not counted yet.
         self._tickets: collections.Counter[int] = collections.Counter()
         self._steps: collections.deque[_Step] = collections.deque()
         # Prompts that are not in their slots yet.
@@ -75,18 +84,18 @@ class ServingBlockManager:
 
     @property
     def asleep(self) -> frozenset[int]:
-        """Slots whose requests take no part in the step that was prepared last."""
+        """The slots whose requests take no part in the step that was prepared last."""
         return frozenset(self._asleep)
 
     def insert(self, prompt: Any, slot: int) -> None:
-        """A prompt is in the slot before the next step, or as soon as there are pages for it."""
+        """Queues a prompt for the slot: it is there before the first step with pages for it."""
         self.free(slot)
         self._lengths[slot], self._prompts[slot] = int(prompt.cached[0]), prompt
         self._tickets[slot] += 1
         self._asleep.add(slot)
 
     def free(self, slot: int) -> None:
-        """The slot's request is over; there may be none."""
+        """Frees the pages of the slot's request; there may be none."""
         self._lengths.pop(slot, None)
         self._prompts.pop(slot, None)
         self._asleep.discard(slot)
@@ -95,25 +104,22 @@ class ServingBlockManager:
         self.pages.keep(slot, 0)
 
     def note(self, tokens: StepTokens) -> None:
-        """What the step hands out that was prepared last."""
-        if self._says > 1:
+        """Takes the result of the step that was prepared last."""
+        if self._step_tokens > 1:
             awake = self._lengths.keys() - self._asleep
             self._steps.append(_Step({slot: self._tickets[slot] for slot in awake}, tokens))
 
-    def settle(self, in_flight: int = 0) -> int:
-        """Learns how many tokens steps have said, but for the last `in_flight`; their sum."""
-        sampled = 0
+    def settle(self, in_flight: int = 0) -> None:
+        """Counts the tokens of all steps but the last `in_flight`. Waits for these steps."""
         while len(self._steps) > in_flight:
             requests, tokens = self._steps.popleft()
             counts = tokens.num_tokens()
             for slot, ticket in requests.items():
-                sampled += int(counts[slot])
                 if slot in self._lengths and self._tickets[slot] == ticket:
-                    self._lengths[slot] -= self._says - int(counts[slot])
-        return sampled
+                    self._lengths[slot] -= self._step_tokens - int(counts[slot])
 
     def prepare(self, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-        """The state in which everybody who takes part has pages for a step, and who does.
+        """Returns the state in which all slots that take part have pages for a step, and these.
 
         Donates `state`.
         """
@@ -141,13 +147,13 @@ class ServingBlockManager:
         if self._awake is None or not np.array_equal(awake, self._awake):
             self._awake, self._moving = awake, self._engine.place_rows(awake)
         for slot in np.flatnonzero(awake).tolist():
-            self._lengths[slot] += self._says
+            self._lengths[slot] += self._step_tokens
         return self._give(state), self._moving
 
     def _grow(self, state: DecodeState, pages: int) -> DecodeState:
-        """The state with room for the next step, and so many pages a row shard at least.
+        """Returns the state with tables for the next step, and at least `pages` a row shard.
 
-        Who has too little where there is no memory for more fails.
+        Where there is no memory for them, the requests fail that need them.
         """
         awake = self._lengths.keys() - self._asleep
         max_tokens = max((self._tokens(slot) for slot in awake), default=0)
@@ -164,7 +170,9 @@ class ServingBlockManager:
         new = old._replace(pages=min(pages, max(old.pages, pages_for(self._most, size))))
         table, source = self.pages.regroup(new)
         try:
-            state = self._engine.grow_served(state, max_tokens, old, source if new != old else None)
+            moved = source if new != old else None
+            # Waits: a lack of memory is raised here, and `state` is as it was.
+            state = jax.block_until_ready(self._engine.repack(state, max_tokens, old, moved))
         except jax.errors.JaxRuntimeError as error:
             self._fail(awake, str(error).splitlines()[0])
             return state
@@ -187,11 +195,11 @@ class ServingBlockManager:
                 )
 
     def _length(self, slot: int) -> int:
-        """Tokens in the slot's cache."""
+        """Returns the number of tokens in the slot's cache."""
         return min(self._lengths[slot], self._most)
 
     def _wake(self, shard: int, slots: list[int]) -> None:
-        """Who waits takes part where there are pages, the longest first; none overtakes it."""
+        """Resumes waiting requests where there are pages: the longest first, none before it."""
         waiting = self._asleep.intersection(slots) - self.failed.keys()
         for slot in sorted(waiting, key=self._rank, reverse=True):
             alone = self._asleep.issuperset(slots)
@@ -202,7 +210,7 @@ class ServingBlockManager:
             self._asleep.discard(slot)
 
     def _wanted(self, slots: list[int]) -> int:
-        """Pages that those of the slots who are awake lack for a step."""
+        """Returns how many pages those of the slots that take part lack for a step."""
         return sum(
             self.pages.missing(slot, self._tokens(slot))
             for slot in slots
@@ -210,15 +218,15 @@ class ServingBlockManager:
         )
 
     def _tokens(self, slot: int) -> int:
-        """In the slot's cache after a step."""
-        return min(self._lengths[slot] + self._says, self._most)
+        """Returns the most tokens in the slot's cache after a step."""
+        return min(self._lengths[slot] + self._step_tokens, self._most)
 
     def _rank(self, slot: int) -> tuple[bool, int, int]:
-        """Who goes on rather than others of the row shard is higher; a prompt has least to lose."""
+        """Returns the slot's priority in its row shard; a prompt has the least to lose."""
         return slot not in self._prompts, self._lengths[slot], -slot
 
     def _copy(self, state: DecodeState, leaving: dict[int, list[int]]) -> DecodeState:
-        """Pages leave for the host and come back; prompts come in; everybody has room to go on."""
+        """Copies pages to the host and back, puts prompts into slots, and assigns pages."""
         session = Session(
             engine=self._engine,
             policy=Policy(params=None, version=0),
@@ -236,11 +244,11 @@ class ServingBlockManager:
         state = self.host.copy_back(session, coming, dict.fromkeys(coming, True)).state
         for slot in sorted(self._prompts.keys() - self._asleep):
             pages = self.pages.pages_of(slot, self._length(slot))
-            state = self._engine.put_prompt(state, self._prompts.pop(slot), slot, pages)
+            state = self._put_prompt(state, self._prompts.pop(slot), slot, pages)
         return state
 
     def _give(self, state: DecodeState) -> DecodeState:
-        """The state in which slots have their pages."""
+        """Returns the state in which slots have their pages."""
         table = self.pages.as_array(pages_for(self.max_tokens, self._page_size))
         if self._given is not None and np.array_equal(table, self._given):
             return state

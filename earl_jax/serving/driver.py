@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""JetStream's Driver for one PolicyEngine, which outlives its mistakes and lets requests go.
+"""JetStream's Driver for one JetStreamEngine, which survives errors and lets requests go.
 
 The Driver as it comes answers any exception in its threads with SIGKILL, decodes on for clients
 that are gone, and leaves callers waiting when it stops. Its threads and queues are used unchanged.
@@ -16,32 +16,32 @@ from typing import Any
 import grpc
 import numpy as np
 
-from earl_jax.engine._jetstream import orchestrator, padded_length
-from earl_jax.engine.engine import PROMPT_CHUNK, PolicyEngine
-from earl_jax.serving.requests import RequestError, Wishes
+from earl_jax.serving._jetstream import orchestrator, padded_length
+from earl_jax.serving.jetstream_engine import PROMPT_CHUNK, JetStreamEngine
+from earl_jax.serving.requests import RequestError, RequestOptions
 
 
 class _PrefillEngine:
-    """The engine as JetStream's prefill thread knows it: `prefill` heeds the request at hand."""
+    """The engine for JetStream's prefill thread: `prefill` uses the options of the request."""
 
-    def __init__(self, engine: PolicyEngine) -> None:
+    def __init__(self, engine: JetStreamEngine) -> None:
         self._engine = engine
-        self.wishes: Wishes | None = None
+        self.options: RequestOptions | None = None
         self.max_tokens = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def prefill(self, **prompt: Any) -> Any:
-        wishes = self.wishes
-        if wishes is None:
+        options = self.options
+        if options is None:
             return self._engine.prefill(**prompt)
         return self._engine.prefill(
             **prompt,
-            sampling=wishes.sampling,
-            seed=wishes.seed,
-            choices=wishes.allowed,
-            logprobs=wishes.scored,
+            sampling=options.sampling,
+            seed=options.seed,
+            choices=options.allowed,
+            logprobs=options.scored,
             max_tokens=self.max_tokens,
         )
 
@@ -50,14 +50,14 @@ class PromptQueue(queue.Queue):
     """JetStream's queue of prompts that wait to be read.
 
     Its generate thread makes no step while this is not `empty` and a slot is free: it waits for the
-    prompt that is being read, so that steps have full batches. A long one, of several pieces, is
-    not worth the wait: while it is the next to be read, or is read, replies go on.
+    prompt that is being read, so that steps have full batches. A long prompt, of several pieces,
+    would hold them up: while it is the next to be read, or is read, replies go on.
     """
 
     is_reading_long = False
 
     def empty(self) -> bool:
-        """Whether replies go on: nothing waits, or what is next or at hand is long."""
+        """Returns whether replies go on: no prompt waits, or the next or present one is long."""
         with self.mutex:
             return self.is_reading_long or not self.queue or _is_long(self.queue[0])
 
@@ -69,9 +69,9 @@ class PromptQueue(queue.Queue):
 
 
 class _FreeSlots(queue.Queue):
-    """JetStream's queue of free slots; the engine hears of each."""
+    """JetStream's queue of free slots; the engine frees the pages of each."""
 
-    def __init__(self, size: int, engine: PolicyEngine) -> None:
+    def __init__(self, size: int, engine: JetStreamEngine) -> None:
         super().__init__(size)
         self._engine = engine
 
@@ -81,21 +81,21 @@ class _FreeSlots(queue.Queue):
 
 
 class PolicyDriver(orchestrator.Driver):
-    """Open requests are known by the name that the servicer gives them as their `history_path`.
+    """A driver whose open requests have a name, given by the servicer as their `history_path`.
 
-    A prompt that cannot be read fails its own request with INTERNAL. What goes wrong later, with
-    every slot's state on the devices, fails all of them; then `failure` says what it was, and
-    `on_failure` is called from the thread that failed.
+    A prompt that cannot be read fails its own request with INTERNAL. A later error, with every
+    slot's state on the devices, fails all of them; then `failure` holds it, and `on_failure` is
+    called from the thread that failed.
     """
 
     def __init__(
-        self, engine: PolicyEngine, params: Any, on_failure: Callable[[], None] = lambda: None
+        self, engine: JetStreamEngine, params: Any, on_failure: Callable[[], None] = lambda: None
     ) -> None:
-        """Starts the threads. `params` lie where the engine wants them."""
+        """Starts the threads. `params` are placed as `load_params` does."""
         self.failure: BaseException | None = None
         self._on_failure = on_failure
         self._open: dict[str, Any] = {}
-        self._wishes: dict[str, Wishes] = {}
+        self._options: dict[str, RequestOptions] = {}
         self._engine = engine
         self._prefill_engine = _PrefillEngine(engine)
         self._opening = threading.Lock()
@@ -111,7 +111,7 @@ class PolicyDriver(orchestrator.Driver):
 
     @property
     def _generate_slots(self) -> list[queue.Queue]:
-        """As JetStream's threads know them."""
+        """The queues of free slots, by JetStream's name."""
         return self._free_slots
 
     @_generate_slots.setter
@@ -120,7 +120,7 @@ class PolicyDriver(orchestrator.Driver):
 
     @property
     def _prefill_backlog(self) -> queue.Queue:
-        """As JetStream's threads know it."""
+        """The queue of prompts, by JetStream's name."""
         return self._prompts
 
     @_prefill_backlog.setter
@@ -129,18 +129,18 @@ class PolicyDriver(orchestrator.Driver):
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no request is in."""
+        """The number of slots without a request."""
         return self._generate_slots[0].qsize()
 
     # Called by the servicer.
 
-    def expect(self, name: str, wishes: Wishes) -> None:
-        """Says how the request of this name, which is about to be placed, is drawn."""
+    def expect(self, name: str, options: RequestOptions) -> None:
+        """Sets the options of the request of this name, which is about to be placed."""
         with self._opening:
-            self._wishes[name] = wishes
+            self._options[name] = options
 
     def place_request_on_prefill_queue(self, request: Any) -> None:
-        """Called by JetStream's servicer for a request that was checked."""
+        """Takes a request that was checked, from JetStream's servicer."""
         # JetStream pads arrays; at a list, which its own servicer makes of ids, it fails.
         request.prefill_content = np.asarray(request.prefill_content, np.int32)
         with self._opening:
@@ -148,27 +148,27 @@ class PolicyDriver(orchestrator.Driver):
         super().place_request_on_prefill_queue(request)
 
     def withdraw(self, name: str) -> None:
-        """Lets go of a request, whoever ended it; one that is complete is only forgotten.
+        """Withdraws a request; one that is complete is only forgotten.
 
         A waiting prompt is not read. A slot is free after the step that it is in, and the 8 at most
         that were decoded ahead of their reading.
         """
         with self._opening:
-            self._wishes.pop(name, None)
+            self._options.pop(name, None)
             request = self._open.pop(name, None)
         if request is None:
             return
         waiting = self._prefill_backlog
         with waiting.mutex:
             # By identity: requests hold arrays, which have no truth value when compared.
-            found = [place for place, other in enumerate(waiting.queue) if other is request]
-            for place in found:
-                del waiting.queue[place]
+            found = [index for index, other in enumerate(waiting.queue) if other is request]
+            for index in found:
+                del waiting.queue[index]
         # The Driver takes a request for complete when it has more tokens than this.
         request.max_tokens = 0
 
     def fail(self, name: str, error: RequestError) -> None:
-        """Ends a request with this error; what it was sent before stays sent."""
+        """Ends a request with this error, behind the tokens that it was sent."""
         with self._opening:
             request = self._open.get(name)
         if request is not None:
@@ -189,7 +189,7 @@ class PolicyDriver(orchestrator.Driver):
     ) -> Any:
         self._in_prefill = request.history_path
         with self._opening:
-            self._prefill_engine.wishes = self._wishes.pop(self._in_prefill, None)
+            self._prefill_engine.options = self._options.pop(self._in_prefill, None)
             self._prefill_engine.max_tokens = request.max_tokens
         # JetStream's own padding knows no length above 32,768.
         ids = request.prefill_content
@@ -241,7 +241,7 @@ class PolicyDriver(orchestrator.Driver):
 
 
 def _is_long(request: Any) -> bool:
-    """Whether its prompt is read in several pieces; None is JetStream's word for the end."""
+    """Returns whether its prompt is read in several pieces; None is JetStream's end of queue."""
     return request is not None and len(request.prefill_content) > PROMPT_CHUNK
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What JetStream may be asked: requests are checked here, before any of its threads sees them."""
+"""Checks of requests, before any of JetStream's threads sees them, and their options."""
 
 import dataclasses
 import difflib
@@ -14,15 +14,15 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from earl_jax.engine.choices import Choices, choice_tree, no_choices, set_turn
 from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import MAX_SEED
+from earl_jax.serving.jetstream_engine import MAX_SEED
 
-# The key of the metadata that says how a reply is drawn and where it stops, as JSON.
+# The key of the metadata with a request's options, as JSON.
 SAMPLING_KEY = "sampling"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Prompts of 1 to `max_prompt_tokens` ids, `places` ids together with the reply."""
+    """Limits of requests: 1 to `max_prompt_tokens` ids, `context_tokens` ids with the reply."""
 
     vocab_size: int
     max_prompt_tokens: int
@@ -30,15 +30,15 @@ class RequestLimits:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """How one reply is drawn and where it stops, beside what ends every reply.
+class RequestOptions:
+    """Options of one request: its sampling, its stops, its log-probs.
 
     `seed` None: one that no other request has. The reply ends before the first of
-    `stop_token_ids`, and its text before the first of `stop_strings`. It is one of `choices`, or of
-    `allowed_token_ids` alone, where there are any: `allowed` is what the engine is told of it. Its
-    tokens come with their log-probs: with `logprobs` under the distribution that each was drawn
-    from (at temperature 0 that of the model), with `model_logprobs` under the model itself,
-    untempered and with nothing cut off or forbidden.
+    `stop_token_ids`, and its text before the first of `stop_strings`, besides the end of turn. It
+    is one of `choices`, or of `allowed_token_ids` alone, where there are any; `allowed` is the
+    engine's form of these. Its tokens come with their log-probs: with `logprobs` under the
+    distribution that each was drawn from (at temperature 0 that of the model), with
+    `model_logprobs` under the model itself, untempered and with nothing cut off or forbidden.
     """
 
     sampling: Sampling
@@ -53,12 +53,12 @@ class Wishes:
 
     @property
     def scored(self) -> bool:
-        """Whether any log-probs are asked for."""
+        """Returns whether any log-probs are wanted."""
         return self.logprobs or self.model_logprobs
 
 
 class RequestError(Exception):
-    """Ends one request: the status, and a sentence, for the one who sent it."""
+    """Ends one request, with a status and a sentence for its client."""
 
     def __init__(self, code: grpc.StatusCode, words: str) -> None:
         super().__init__(words)
@@ -67,15 +67,15 @@ class RequestError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Unreadable:
-    """Stands for bytes that are no message."""
+    """Bytes that are no message, and the reason."""
 
     reason: str
 
 
 def reader(message: Any) -> Callable[[bytes], Any]:
-    """Bytes to a message of this type, or `Unreadable`.
+    """Returns a parser of bytes to a message of this type, or `Unreadable`.
 
-    gRPC would answer what its own reader raises with INTERNAL and no word of the reason.
+    gRPC would answer an exception of its own parser with INTERNAL and without the reason.
     """
 
     def read(data: bytes) -> Any:
@@ -88,7 +88,7 @@ def reader(message: Any) -> Callable[[bytes], Any]:
 
 
 def check_fields(request: Any, limits: RequestLimits) -> None:
-    """All that can be said of a DecodeRequest without encoding its text.
+    """Checks a DecodeRequest as far as that needs no encoding of its text.
 
     Raises RequestError.
     """
@@ -125,7 +125,7 @@ def check_fields(request: Any, limits: RequestLimits) -> None:
 
 
 def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> None:
-    """A prompt's ids, and the room behind them. Raises RequestError."""
+    """Checks a prompt's ids, and the tokens left behind them. Raises RequestError."""
     count = len(ids)
     if not count:
         raise _invalid("the prompt has no tokens; the policy needs a prompt to go on from")
@@ -137,7 +137,7 @@ def check_ids(ids: Sequence[int], max_tokens: int, limits: RequestLimits) -> Non
     if count + max_tokens > limits.context_tokens:
         raise _invalid(
             f"the prompt's {count} tokens and max_tokens={max_tokens} need "
-            f"{count + max_tokens} places; there are {limits.context_tokens}: "
+            f"a context of {count + max_tokens}; this server has {limits.context_tokens}: "
             + (
                 f"lower max_tokens to at most {limits.context_tokens - count}"
                 if count < limits.context_tokens
@@ -169,14 +169,14 @@ _LISTS = ("stop_strings", "stop_token_ids", "choices", "allowed_token_ids")
 _EXAMPLE = '{"temperature": 0.7, "seed": 1, "stop_strings": ["\\n"]}'
 
 
-def read_wishes(metadata: Any, default: Sampling, vocab_size: int) -> Wishes:
-    """What the metadata of a request ask for; `default` where they say nothing.
+def read_options(metadata: Any, default: Sampling, vocab_size: int) -> RequestOptions:
+    """Returns the options in the metadata of a request; `default` is its sampling without any.
 
     Raises RequestError.
     """
     texts = [value for key, value in metadata or () if key == SAMPLING_KEY]
     if not texts:
-        return Wishes(sampling=default)
+        return RequestOptions(sampling=default)
     if len(texts) > 1:
         raise _invalid(f"the metadata have {len(texts)} values of '{SAMPLING_KEY}'; send one")
     try:
@@ -187,16 +187,16 @@ def read_wishes(metadata: Any, default: Sampling, vocab_size: int) -> Wishes:
         ) from None
     if not isinstance(given, dict):
         raise _invalid(f"the metadata's '{SAMPLING_KEY}' must be an object such as {_EXAMPLE}")
-    return _wishes(given, default, vocab_size)
+    return _options(given, default, vocab_size)
 
 
-def _wishes(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> Wishes:
+def _options(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> RequestOptions:
     fields = {name: _field(name, value) for name, value in given.items()}
     drawn = {
         name: fields.pop(name)
         for name in ("temperature", "top_k", "top_p", "min_p") & fields.keys()
     }
-    # Who wants the likeliest token wants nothing of the server's own cuts.
+    # At temperature 0 the server's own cuts have no effect.
     sampling = dataclasses.replace(
         Sampling() if drawn.get("temperature") == 0 else default, **drawn
     )
@@ -204,31 +204,31 @@ def _wishes(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> Wis
         sampling.validate(f"{SAMPLING_KEY}.")
     except ValueError as error:
         raise _invalid(str(error)) from None
-    wishes = Wishes(sampling=sampling, **fields)
-    if wishes.seed is not None:
-        if not 0 <= wishes.seed <= MAX_SEED:
+    options = RequestOptions(sampling=sampling, **fields)
+    if options.seed is not None:
+        if not 0 <= options.seed <= MAX_SEED:
             raise _invalid(
-                f"{SAMPLING_KEY}.seed is {wishes.seed}; it must lie between 0 and {MAX_SEED}"
+                f"{SAMPLING_KEY}.seed is {options.seed}; it must lie between 0 and {MAX_SEED}"
             )
         if sampling.temperature == 0:
             raise _invalid(
                 f"{SAMPLING_KEY}.seed has no effect at temperature 0, which draws nothing; remove "
                 "it, or set a temperature"
             )
-    _check_lists(wishes, given, vocab_size)
-    return wishes
+    _check_lists(options, given, vocab_size)
+    return options
 
 
-def _check_lists(wishes: Wishes, given: Mapping[str, Any], vocab_size: int) -> None:
+def _check_lists(options: RequestOptions, given: Mapping[str, Any], vocab_size: int) -> None:
     for name in ("stop_strings", "choices"):
-        if "" in getattr(wishes, name):
+        if "" in getattr(options, name):
             raise _invalid(f"{SAMPLING_KEY}.{name} holds an empty string; remove it")
-    if any("\ud800" <= letter <= "\udfff" for text in wishes.choices for letter in text):
+    if any("\ud800" <= letter <= "\udfff" for text in options.choices for letter in text):
         raise _invalid(
             f"{SAMPLING_KEY}.choices holds a lone surrogate, which no text can have; remove it"
         )
     for name in ("stop_token_ids", "allowed_token_ids"):
-        strange = [token for token in getattr(wishes, name) if not 0 <= token < vocab_size]
+        strange = [token for token in getattr(options, name) if not 0 <= token < vocab_size]
         if strange:
             raise _invalid(
                 f"{SAMPLING_KEY}.{name} holds {strange[0]}; ids go from 0 to {vocab_size - 1}"
@@ -239,24 +239,27 @@ def _check_lists(wishes: Wishes, given: Mapping[str, Any], vocab_size: int) -> N
                 f"{SAMPLING_KEY}.{name} is an empty list, which allows no reply; give some, or "
                 "leave it out"
             )
-    if wishes.choices and wishes.allowed_token_ids:
+    if options.choices and options.allowed_token_ids:
         raise _invalid(
-            f"{SAMPLING_KEY}.choices and {SAMPLING_KEY}.allowed_token_ids each say what the reply "
-            "may be; send one of them"
+            f"{SAMPLING_KEY}.choices and {SAMPLING_KEY}.allowed_token_ids each restrict the "
+            "reply; send one of them"
         )
 
 
 def allow(
-    wishes: Wishes, max_tokens: int, branches: int, ids_of: Callable[[str], tuple[int, ...]]
-) -> Wishes:
-    """The wishes with what the engine, which has room for so many `branches`, is told of them.
+    options: RequestOptions,
+    max_tokens: int,
+    branches: int,
+    ids_of: Callable[[str], tuple[int, ...]],
+) -> RequestOptions:
+    """Returns the options with `allowed`, for an engine of at most so many `branches`.
 
-    `ids_of` gives the ids of a whole reply that says a text, its end included. Raises RequestError.
+    `ids_of` returns the ids of a whole reply of a text, its end included. Raises RequestError.
     """
-    if not wishes.choices and not wishes.allowed_token_ids:
-        return wishes
-    replies = tuple(dict.fromkeys(map(ids_of, wishes.choices)))
-    tokens = tuple(dict.fromkeys(wishes.allowed_token_ids))
+    if not options.choices and not options.allowed_token_ids:
+        return options
+    replies = tuple(dict.fromkeys(map(ids_of, options.choices)))
+    tokens = tuple(dict.fromkeys(options.allowed_token_ids))
     longest = max(map(len, replies), default=0) - 1
     if longest > max_tokens:
         raise _invalid(
@@ -265,7 +268,7 @@ def allow(
         )
     what = "choices" if replies else "allowed_token_ids"
     possible = {token for reply in replies for token in reply}.union(tokens)
-    idle = [token for token in wishes.stop_token_ids if token not in possible]
+    idle = [token for token in options.stop_token_ids if token not in possible]
     if idle:
         raise _invalid(
             f"{SAMPLING_KEY}.stop_token_ids holds {idle[0]}, which {SAMPLING_KEY}.{what} never "
@@ -275,15 +278,15 @@ def allow(
     if needed > branches:
         raise _invalid(
             f"{SAMPLING_KEY}.{what} takes {needed} different continuations, token by token; this "
-            f"server has room for {branches} (--max_choice_tokens when it was started)"
+            f"server takes {branches} (--max_choice_tokens when it was started)"
         )
     allowed = no_choices(1, branches)
     set_turn(allowed, 0, replies, tokens)
-    return dataclasses.replace(wishes, allowed=allowed)
+    return dataclasses.replace(options, allowed=allowed)
 
 
 def _field(name: str, value: Any) -> Any:
-    """A field's value as `Wishes` holds it. Raises RequestError for another type."""
+    """Returns a field's value for `RequestOptions`. Raises RequestError for another type."""
     if name not in _SAMPLING_FIELDS:
         near = difflib.get_close_matches(name, _SAMPLING_FIELDS, 1)
         raise _invalid(

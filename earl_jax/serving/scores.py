@@ -10,7 +10,7 @@ They are two more fields of a sample, which clients of JetStream's own messages 
     }
 
 A client reads `Scores.FromString(sample.SerializeToString())`, with a Scores of its own or this
-one. A sample has those that its request asked for.
+one. A sample has the fields that its request wants.
 """
 
 from typing import Any

@@ -1,28 +1,25 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of `python -m earl_jax.serve`, and what is wrong with them."""
+"""The flags of `python -m earl_jax.serve`, and their checks."""
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from earl_jax.engine.config import SpeculationConfig
-
 if TYPE_CHECKING:
     from earl_jax.models.config import ModelConfig
     from earl_jax.sharding.layout import MeshShape
 
-# How a token is drawn where neither a flag nor the model says it.
+# The sampling where neither a flag nor the model sets it.
 DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-# Of the KV cache a slot, where the devices do not say how much memory they have.
+# KV cache a slot, where the devices do not report their memory.
 DEFAULT_SLOT_TOKENS = 2048
 _HELP = """\
 Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
 HealthCheck), on this machine alone unless --host says otherwise. There is no password and no
-encryption: whoever reaches the address may use it.
+encryption: every client that reaches the address may use it.
 
 examples:
   python -m earl_jax.serve --workdir=runs/tictactoe_tiny_cpu
@@ -42,7 +39,7 @@ Where there are no more (--cache_tokens) the shortest requests wait, their pages
 go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
 cut but one for which there is no memory, which is told so with RESOURCE_EXHAUSTED.
 
-A request draws its reply in its own way with metadata: `sampling`, a JSON object with any of
+A request sets its own sampling with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
 stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
 (of which it is made). One that says nothing is drawn as the flags say, and where these say nothing
@@ -57,7 +54,7 @@ the devices failed.
 
 
 def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
-    """The flags. Exits with status 2 for one that does not exist."""
+    """Parses the flags. Exits with status 2 for one that does not exist."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.serve",
         description=_HELP,
@@ -92,14 +89,14 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cache_tokens",
         type=int,
-        help="tokens that the KV cache has room for at first, over all slots (default: what the "
+        help="tokens of the KV cache at first, over all slots (default: what the "
         f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
     parser.add_argument(
         "--max_choice_tokens",
         type=int,
         default=256,
-        help="room for the choices of a request, token by token, or for its allowed tokens; each "
+        help="most choices of a request, token by token, or allowed tokens; each "
         "step looks at so many for every slot (%(default)s)",
     )
     for name, kind, text in (
@@ -133,19 +130,11 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         help="type that the KV cache is kept in (default: the run's; for a model compute)",
     )
     parser.add_argument(
-        "--speculation",
-        choices=("off", "on", "auto"),
-        help="whether tokens are guessed from what the request says already: the same tokens in "
-        "fewer steps where text repeats itself; auto goes by the clock (default: the run's; for a "
-        "model off)",
+        "--num_draft_tokens",
+        type=int,
+        help="drafted tokens a step, looked up in the request's own text: the same tokens in fewer "
+        "steps where text repeats itself; 0: no speculation (default: the run's; for a model 0)",
     )
-    for name, text in (
-        ("ngram", "what follows the last so many ids where they stood before is guessed"),
-        ("draft", "so many tokens are guessed at most"),
-    ):
-        default = getattr(SpeculationConfig, name)
-        words = f"{text} (default: the run's; for a model {default})"
-        parser.add_argument(f"--speculation_{name}", type=int, help=words)
     parser.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu", "tpu"),
@@ -155,8 +144,8 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def check_flags(flags: argparse.Namespace) -> None:
-    """What needs no model. Raises ValueError."""
-    from earl_jax.engine._jetstream import LEAST_PREFILL, padded_length
+    """Checks the flags as far as that needs no model. Raises ValueError."""
+    from earl_jax.serving._jetstream import LEAST_PREFILL, padded_length
     from earl_jax.serving.server import check_address
 
     for name, low, high in (
@@ -167,6 +156,7 @@ def check_flags(flags: argparse.Namespace) -> None:
         ("max_context", 2, 2**30),
         ("cache_tokens", 1, 2**40),
         ("seed", 0, 2**31 - 1),
+        ("num_draft_tokens", 0, 2**10),
     ):
         value = getattr(flags, name)
         if value is not None and not low <= value <= high:
@@ -188,7 +178,6 @@ def check_flags(flags: argparse.Namespace) -> None:
             "one of the two"
         )
     sampling(flags, {})
-    speculation(flags, SpeculationConfig(mode="auto") if flags.workdir else SpeculationConfig())
     check_address(flags.host, flags.port)
 
 
@@ -200,11 +189,11 @@ def check_against_model(
     vocab_size: int,
     max_context: int | None,
 ) -> None:
-    """What of the flags this model cannot do on this mesh, before its weights are read.
+    """Checks the flags against the model on this mesh, before its weights are read.
 
     Raises ValueError.
     """
-    from earl_jax.engine.engine_config import EngineConfig
+    from earl_jax.engine.config import EngineConfig
     from earl_jax.models.parameters import check_tensor_axis
     from earl_jax.sharding.layout import ROLLOUT_ROWS
 
@@ -228,8 +217,8 @@ def check_against_model(
 
 
 def check_prompt(flags: argparse.Namespace, context_tokens: int | None) -> None:
-    """Raises ValueError for a longest prompt beyond a context of `places` tokens, if these end."""
-    from earl_jax.engine._jetstream import padded_length
+    """Raises ValueError for a longest prompt beyond `context_tokens`, None: without a limit."""
+    from earl_jax.serving._jetstream import padded_length
 
     prompt = flags.max_prompt_tokens
     if context_tokens and prompt and prompt > padded_length(context_tokens):
@@ -239,32 +228,17 @@ def check_prompt(flags: argparse.Namespace, context_tokens: int | None) -> None:
         )
 
 
-def speculation(flags: argparse.Namespace, told: SpeculationConfig) -> SpeculationConfig:
-    """Whether tokens are guessed: by the flags, and else as `told`. Raises ValueError."""
-    names = {"speculation": "mode", "speculation_ngram": "ngram", "speculation_draft": "draft"}
-    given = {names[n]: getattr(flags, n) for n in names if getattr(flags, n) is not None}
-    chosen = dataclasses.replace(told, **given)
-    chosen.validate("--speculation_")
-    idle = [f"--speculation_{name}" for name in ("ngram", "draft") if name in given]
-    if chosen.mode == "off" and idle:
-        raise ValueError(
-            f"{' and '.join(idle)}: no tokens are guessed; set --speculation=on or auto, or remove "
-            "what has no effect"
-        )
-    return chosen
+def sampling(flags: argparse.Namespace, of_model: Mapping[str, float]) -> Any:
+    """Returns the sampling of requests that set none: by the flags, and else `of_model`.
 
-
-def sampling(flags: argparse.Namespace, told: Mapping[str, float]) -> Any:
-    """How tokens are drawn for who does not say: by the flags, and else as the model is `told`.
-
-    Who wants the likeliest token wants no cuts of the model's; who wants cuts, not its likeliest
-    token. Raises ValueError.
+    Greedy flags drop the model's cuts, and cuts in flags drop a greedy model's temperature. Raises
+    ValueError.
     """
     from earl_jax.engine.config import Sampling
 
     given = {name: getattr(flags, name) for name in DRAWN if getattr(flags, name) is not None}
-    if given and 0 in (given.get("temperature"), told.get("temperature")):
-        told = {}
-    chosen = Sampling(**{**told, **given})
+    if given and 0 in (given.get("temperature"), of_model.get("temperature")):
+        of_model = {}
+    chosen = Sampling(**{**of_model, **given})
     chosen.validate("--")
     return chosen

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m earl_jax.serve` serves: a run's policy, or a checkpoint of `transformers`."""
+"""The policy that `python -m earl_jax.serve` serves: a run's, or a checkpoint of `transformers`."""
 
 import argparse
 import dataclasses
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from earl_jax.engine.config import SpeculationConfig
 from earl_jax.main import start_jax
 from earl_jax.serving.serve_flags import DRAWN, check_against_model
 
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServedPolicy:
-    """What is served. `max_context` of the model, in tokens; None where nothing says it.
+    """A policy to serve. `max_context` is the model's, in tokens; None where its files have none.
 
-    `load` gives the parameters, fp32 with layers stacked; they may lie on the layout given, or
-    elsewhere. `told` is how the model's own files say that tokens are drawn.
+    `load` returns the parameters, fp32 with layers stacked, on the layout given or elsewhere.
+    `sampling` are the settings of sampling in the model's own files.
     """
 
     name: str
@@ -33,12 +32,12 @@ class ServedPolicy:
     weight_dtype: Literal["compute", "int8"]
     kv_dtype: Literal["compute", "int8"]
     load: Callable[[Any], Any]
-    speculation: SpeculationConfig = SpeculationConfig()
-    told: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    num_draft_tokens: int = 0
+    sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def run_policy(flags: argparse.Namespace) -> ServedPolicy:
-    """The newest checkpoint of a run."""
+    """Returns the newest checkpoint of a run."""
     from earl_jax.config_file import read_workdir_config
 
     config = read_workdir_config(flags.workdir)
@@ -58,12 +57,12 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
         weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
         kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
         load=lambda layout: params,
-        speculation=config.rollout.speculation,
+        num_draft_tokens=config.rollout.num_draft_tokens,
     )
 
 
 def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
-    """A checkpoint of `transformers`, for this mesh if its devices are CPUs. Raises ValueError."""
+    """Returns a checkpoint of `transformers`, for this mesh on CPUs. Raises ValueError."""
     from earl_jax.envs.tokenizer import load_tokenizer
     from earl_jax.models.checkpoints.generation import read_generation_settings
     from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
@@ -79,7 +78,7 @@ def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
             f"{checkpoint.vocab_size}"
         )
     generation = read_generation_settings(folder)
-    told = _told(generation)
+    sampling = _file_sampling(generation)
     check_against_model(
         flags, mesh, flags.model, checkpoint.model, checkpoint.vocab_size, checkpoint.max_context
     )
@@ -95,22 +94,25 @@ def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
         weight_dtype=flags.weight_dtype or "compute",
         kv_dtype=flags.kv_dtype or "compute",
         load=lambda layout: load_parameters(checkpoint, layout),
-        told=told,
+        sampling=sampling,
     )
 
 
-def _told(generation: Any) -> dict[str, float]:
-    """How the model's files say that tokens are drawn; what else they say is told the user.
+def _file_sampling(generation: Any) -> dict[str, float]:
+    """Returns the settings of sampling in the model's files, and prints which of them are used.
 
     Raises ValueError naming the file.
     """
     from earl_jax.engine.config import Sampling
 
-    told = generation.drawn_by()
-    Sampling(**told).validate(f"{generation.path}: ")
+    settings = generation.drawn_by()
+    Sampling(**settings).validate(f"{generation.path}: ")
     unused = {name: v for name, v in generation.sampling.items() if name not in DRAWN}
-    for word, fields in (("taken for requests that say nothing", told), ("not used", unused)):
+    for word, fields in (
+        ("taken for requests that say nothing", settings),
+        ("not used", unused),
+    ):
         if fields:
             named = ", ".join(f"{name}={value!r}" for name, value in fields.items())
             print(f"{generation.path}: {named} {word}", file=sys.stderr)
-    return told
+    return settings

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""JetStream's gRPC service over a PolicyEngine: requests checked, ended, counted.
+"""JetStream's gRPC service over a JetStreamEngine: requests checked, ended, counted.
 
 JetStream's own servicer and Driver do the work, in token ids alone; text is made of ids and ids of
 text here, because JetStream decodes token by token, which breaks characters of several tokens.
@@ -18,28 +18,28 @@ from typing import Any
 import grpc
 import numpy as np
 
-from earl_jax.engine._jetstream import LEAST_PREFILL, jetstream_pb2, orchestrator
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.step_tokens import Failure, ScoredToken
 from earl_jax.envs.text_stream import StopStrings, TextStream
+from earl_jax.serving._jetstream import LEAST_PREFILL, jetstream_pb2, orchestrator
 from earl_jax.serving.driver import PolicyDriver
+from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.requests import (
     RequestError,
     RequestLimits,
-    Wishes,
+    RequestOptions,
     allow,
     check_fields,
     check_ids,
-    read_wishes,
+    read_options,
     reader,
 )
 from earl_jax.serving.scores import LOGPROB, MODEL_LOGPROB, add_scores
+from earl_jax.serving.step_tokens import Failure, ScoredToken
 
-# Of a request: so many for each token of the longest prompt, but in all at least and at most.
+# The size of a request: for each token of the longest prompt, and in all at least and at most.
 BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 32, 2**20, 2**28
-# The key of the trailing metadata that says why a reply ended.
+# The key of the trailing metadata with the reason why a reply ended.
 FINISH_KEY = "finish-reason"
-# A client whose machine is gone without a word is noticed after the sum of these.
+# A client whose machine vanished is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
 LAST_CALL_S, GRACE_S = 0.2, 5.0
 # Prompts up to so many tokens find their programs compiled.
@@ -47,46 +47,48 @@ WARM_UP_TOKENS = 1024
 
 
 class _Reply:
-    """What one request has been sent, and whether it stops here."""
+    """The part of one reply that was sent, and whether it stops here."""
 
     def __init__(
-        self, wishes: Wishes, decode: Callable[[Sequence[int]], str], *, is_text: bool
+        self, options: RequestOptions, decode: Callable[[Sequence[int]], str], *, is_text: bool
     ) -> None:
         self.stopped_by, self.count = "", 0
-        self._wishes, self._is_text = wishes, is_text
-        self._stops = StopStrings(wishes.stop_strings)
-        # Ids alone need no text, but where text ends them.
-        self._stream = TextStream(decode) if is_text or wishes.stop_strings else None
+        self._options, self._is_text = options, is_text
+        self._stops = StopStrings(options.stop_strings)
+        # Ids need text only where a stop string may end them.
+        self._stream = TextStream(decode) if is_text or options.stop_strings else None
 
     def take(self, token: int) -> Any:
-        """The message for a token, with its text; None where it is not to be sent.
+        """Returns the message for a token, with its text; None where it is not to be sent.
 
-        Raises RequestError where it stands for a failure.
+        Raises RequestError for a token that is a failure.
         """
         if isinstance(token, Failure):
             raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, token.words)
-        if token in self._wishes.stop_token_ids:
+        if token in self._options.stop_token_ids:
             self.stopped_by = "stop_token_id"
             return None
         self.count += 1
-        told = "" if self._stream is None else self._told(self._stream.push([token]))
-        return _message(told, [int(token)], self._scores(token))
+        text = "" if self._stream is None else self._until_stop(self._stream.push([token]))
+        return _message(text, [int(token)], self._scores(token))
 
     def _scores(self, token: int) -> dict[str, float]:
-        """The log-probs that the request asked for."""
-        if not self._wishes.scored:
+        """Returns the log-probs that the request wants."""
+        if not self._options.scored:
             return {}
-        assert isinstance(token, ScoredToken), "the engine was told"
-        asked = {LOGPROB: self._wishes.logprobs, MODEL_LOGPROB: self._wishes.model_logprobs}
-        return {name: getattr(token, name) for name, wanted in asked.items() if wanted}
+        assert isinstance(token, ScoredToken), "prefill was called with logprobs"
+        fields = {LOGPROB: self._options.logprobs, MODEL_LOGPROB: self._options.model_logprobs}
+        return {name: getattr(token, name) for name, wanted in fields.items() if wanted}
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the reply."""
+        """Returns the text that was held back, at the end of the reply."""
         if self._stream is None or self._stops.found is not None:
             return ""
-        return self._told(self._stream.flush()) + (self._stops.flush() if self._is_text else "")
+        return self._until_stop(self._stream.flush()) + (
+            self._stops.flush() if self._is_text else ""
+        )
 
-    def _told(self, text: str) -> str:
+    def _until_stop(self, text: str) -> str:
         text = self._stops.push(text)
         if self._stops.found is not None:
             self.stopped_by = "stop_string"
@@ -94,23 +96,23 @@ class _Reply:
 
 
 class PolicyServicer(orchestrator.LLMOrchestrator):
-    """JetStream's servicer behind the checks.
+    """JetStream's servicer, with checks in front.
 
     `max_waiting` requests may be open beside those that the slots hold.
     """
 
-    def __init__(self, driver: PolicyDriver, engine: PolicyEngine, max_waiting: int) -> None:
+    def __init__(self, driver: PolicyDriver, engine: JetStreamEngine, max_waiting: int) -> None:
         super().__init__(driver)
-        serving = engine.config.serving
+        config, serving = engine.engine.config, engine.serving
         self._sampling = serving.sampling
         self._limits = RequestLimits(
-            vocab_size=engine.config.vocab_size,
+            vocab_size=config.vocab_size,
             max_prompt_tokens=serving.max_prefill_length,
             context_tokens=serving.context_tokens,
         )
-        self._choice_branches = engine.config.rules.choice_branches
+        self._choice_branches = config.rules.choice_branches
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
-        self._max_open = engine.config.num_slots + max_waiting
+        self._max_open = config.num_slots + max_waiting
         self._open: set[str] = set()
         self._names = map(str, itertools.count(1))
         # One thread: a long text must not hold up the loop, nor many the machine.
@@ -119,13 +121,13 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
         self.closed: RequestError | None = None
 
     async def Decode(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """The reply, a message for each token; text too where the prompt is text."""
+        """Yields the reply, a message for each token; with text where the prompt is text."""
         try:
             check_fields(request, self._limits)
             metadata = context.invocation_metadata()
-            wishes = read_wishes(metadata, self._sampling, self._limits.vocab_size)
-            wishes = allow(
-                wishes, request.max_tokens, self._choice_branches, self._tokenizer.reply_ids
+            options = read_options(metadata, self._sampling, self._limits.vocab_size)
+            options = allow(
+                options, request.max_tokens, self._choice_branches, self._tokenizer.reply_ids
             )
             name = self._enter(context)
             # The driver works in ids, and knows the request by its session_cache.
@@ -133,9 +135,9 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
             checked.token_content.token_ids.extend(await self._prompt_ids(request))
             if self.closed:
                 raise self.closed
-            self._driver.expect(name, wishes)
+            self._driver.expect(name, options)
             is_text = request.HasField("text_content")
-            reply = _Reply(wishes, self._tokenizer.decode, is_text=is_text)
+            reply = _Reply(options, self._tokenizer.decode, is_text=is_text)
             async with contextlib.aclosing(super().Decode(checked, context)) as steps:
                 async for tokens in steps:
                     for token in tokens:
@@ -155,22 +157,22 @@ class PolicyServicer(orchestrator.LLMOrchestrator):
             await context.abort(error.code, error.words)
 
     def process_client_side_tokenization_response(self, response: Any) -> Any:
-        """The tokens of a step as they are, without a message around them: `Decode` makes them."""
+        """Returns the tokens of a step; `Decode` makes their message."""
         [sample] = response
         return sample.token_ids
 
     async def HealthCheck(self, request: Any, context: Any = None) -> Any:  # noqa: N802
-        """Whether requests are taken."""
+        """Returns whether requests are taken."""
         is_live = self.closed is None and self._driver.live
         return jetstream_pb2.HealthCheckResponse(is_live=is_live)
 
     def close(self, error: RequestError) -> None:
-        """Ends open requests and all that come later with this error."""
+        """Ends open requests and all later ones with this error."""
         self.closed = error
         self._driver.fail_all(error)
 
     def _enter(self, context: Any) -> str:
-        """The name of a request that is let in until its RPC ends, however it ends."""
+        """Admits a request until its RPC ends. Returns its name."""
         if self.closed:
             raise self.closed
         if len(self._open) >= self._max_open:
@@ -207,26 +209,25 @@ def _message(text: str, ids: Sequence[int] = (), scores: Mapping[str, float] | N
     return jetstream_pb2.DecodeResponse(stream_content=content)
 
 
-def warm_up(engine: PolicyEngine, params: Any) -> None:
-    """Compiles what serving runs, and sees that it fits into memory.
+def warm_up(engine: JetStreamEngine, params: Any) -> None:
+    """Compiles the programs of serving, and checks that they fit into memory.
 
-    But for prompts of more than WARM_UP_TOKENS, which are compiled for when the first comes.
+    Prompts of more than WARM_UP_TOKENS are compiled for when the first comes.
     """
     state, length = engine.init_decode_state(), LEAST_PREFILL
     while length <= min(engine.max_prefill_length, WARM_UP_TOKENS):
         tokens = np.zeros(length, np.int32)
-        # In half of the room, so that nothing grows yet.
-        count = max(1, min(length, engine.config.serving.first_context_tokens // 2))
+        # Within half of the table, so that nothing grows yet.
+        count = max(1, min(length, engine.serving.first_slot_tokens // 2))
         prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=count)
         state = engine.insert(prefix, state, 0)
-        for drafts in engine.step_kinds:
-            state, result = engine.generate(params, state, drafts=drafts)
-            result.convert_to_numpy()
+        state, result = engine.generate(params, state)
+        result.convert_to_numpy()
         length *= 2
 
 
 async def serve(
-    engine: PolicyEngine,
+    engine: JetStreamEngine,
     params: Any,
     *,
     host: str,
@@ -237,8 +238,8 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then ends open requests with UNAVAILABLE.
 
     Args:
-        engine: whose `serving` says what is taken and how tokens are drawn.
-        params: where the engine wants them.
+        engine: the adapter, with the settings of serving.
+        params: as `load_params` places them.
         host: an address of this machine.
         port: 0 for any that is free.
         max_waiting: how many requests may wait for a slot.
@@ -246,7 +247,7 @@ async def serve(
 
     Raises:
         ValueError: the address cannot be used.
-        RuntimeError: the devices or JetStream failed; open requests were told.
+        RuntimeError: the devices or JetStream failed; open requests have ended with INTERNAL.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     most_bytes = min(MOST_BYTES, max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_prefill_length))
@@ -282,18 +283,18 @@ async def serve(
                 "the server is being stopped; send the request again later",
             )
         )
-        # For requests that are on their way: gRPC would end them with CANCELLED and no word.
+        # For requests that are on their way: gRPC would end them with CANCELLED and no reason.
         await asyncio.sleep(LAST_CALL_S)
         await server.stop(GRACE_S)
     finally:
-        # Last, because its threads speak to the loop.
+        # Last, because its threads call the loop.
         await loop.run_in_executor(None, driver.stop)
     if driver.failure is not None:
         raise RuntimeError("the server failed; see above") from driver.failure
 
 
 def _handlers(servicer: PolicyServicer) -> Any:
-    """JetStream's methods, as its own registration has them but for `reader`."""
+    """Returns JetStream's methods as its own registration does, but with `reader`."""
     return grpc.method_handlers_generic_handler(
         "jetstream_proto.Orchestrator",
         {
@@ -334,5 +335,5 @@ def _unusable(host: str, port: int, error: Exception) -> str:
 
 
 def address(host: str, port: int) -> str:
-    """As gRPC wants it: 127.0.0.1:9000, [::1]:9000."""
+    """Returns the address in gRPC's form: 127.0.0.1:9000, [::1]:9000."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

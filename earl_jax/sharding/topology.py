@@ -7,7 +7,7 @@ an optional extra; `make_layout` takes them, and what is then lowered from place
 
     jax.config.update("jax_platforms", "cpu")  # first of all: else plugins look for their chips
     layout = make_layout(MeshShape(data=4, tensor=4), make_topology("v5e:4x4").devices())
-    PolicyEngine(config, layout).lower_play(places).compile().memory_analysis()
+    Engine(config, layout).lower_play(places).compile().memory_analysis()
 
 Seen to leave the CPU backend of the same process as it was, on jax 0.10.2 and 0.12.0.
 """

@@ -25,8 +25,8 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
     "content": text}`; the policy is "assistant"), sample_starts (where several samples begin among
     the tokens; not there for one), and four flat lists of one entry per token: token_ids, wrote
     ("e" environment, "p" policy), logprobs and versions (null where the environment wrote); a
-    fifth, model_logprobs, where these were written down (config.rollout.model_logprobs). A log-prob
-    that is not finite is the string "nan", "inf" or "-inf".
+    fifth, model_logprobs, where these were recorded (config.train.ratio "model"). A log-prob that
+    is not finite is the string "nan", "inf" or "-inf".
 
     Example: prompt ids (9, 8) and reply (4,) give token_ids [9, 8, 4], wrote ["e", "e", "p"],
     logprobs [null, null, -0.5], versions [null, null, 3].

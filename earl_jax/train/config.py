@@ -44,7 +44,7 @@ class TrainConfig:
     `ratio` says what the policy's probability of a token is compared with. "behaviour": with that
     of the distribution that it was drawn from, both at the sampling temperature; right as long as
     sampling leaves no token out. "model": with that of the untempered model as it was when it
-    sampled (config.rollout.model_logprobs), whatever was cut off or not allowed. Then the ratio is
+    sampled, which the engine records then, whatever was cut off or not allowed. Then the ratio is
     how far the policy has moved, and is 1 before the first update; that its tokens were drawn from
     another distribution is not corrected for: what was cut off is never tried, and what is learnt
     is the untempered policy.

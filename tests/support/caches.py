@@ -8,7 +8,7 @@ import numpy as np
 
 from earl_jax.engine import decode_state
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.engine import PolicyEngine
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import PageTable, dense_pool, pages_for
 from earl_jax.models.kv_cache import PagedCache
 
@@ -39,7 +39,7 @@ def whole_pages(slots: int, max_tokens: int, page_size: int, shards: int = 1) ->
     return table
 
 
-def whole_pages_on(engine: PolicyEngine, max_tokens: int) -> PageTable:
+def whole_pages_on(engine: Engine, max_tokens: int) -> PageTable:
     """`whole_pages` of an engine's slots."""
     config = engine.config
     return whole_pages(config.num_slots, max_tokens, config.page_size, engine.layout.num_row_shards)

@@ -4,9 +4,8 @@
 
 import functools
 
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
-from earl_jax.engine.slots import SlotRules
+from earl_jax.engine.config import EngineConfig, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import CONFIG, MODEL, renderer
@@ -35,7 +34,7 @@ def engine_for(
         seed=3,
         step_rows=step_rows,
     )
-    return PolicyEngine(config, make_layout(mesh or MeshShape(data=8)))
+    return Engine(config, make_layout(mesh or MeshShape(data=8)))
 
 
 class Words:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.config import Sampling
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig, Serving
+from earl_jax.engine.config import EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.sampling import model_logprobs, sample, sampling_rows, token_uniforms
-from earl_jax.engine.slots import SlotRules
 from earl_jax.models.decoder import forward_rows
 from earl_jax.models.parameters import is_spec, parameter_specs, unstack_layers
+from earl_jax.serving.config import ServingConfig
+from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, tokenizer
 
@@ -37,7 +37,7 @@ def stacked_params():
     return {**values, "embed": embed, "head": head}
 
 
-def make_engine() -> PolicyEngine:
+def make_engine() -> JetStreamEngine:
     rules = SlotRules(burst=4, end_of_turn_ids=(tokenizer().eos_token_id,))
     config = EngineConfig(
         model=MODEL,
@@ -47,12 +47,13 @@ def make_engine() -> PolicyEngine:
         chunk_size=4,
         rules=rules,
         seed=SEED,
-        serving=Serving(max_prefill_length=MAX_PREFILL, context_tokens=ROOM),
     )
-    return PolicyEngine(config, make_layout(MeshShape(data=8)), tokenizer())
+    serving = ServingConfig(max_prefill_length=MAX_PREFILL, context_tokens=ROOM)
+    engine = Engine(config, make_layout(MeshShape(data=8)))
+    return JetStreamEngine(engine, serving, tokenizer())
 
 
-def load_params(engine: PolicyEngine):
+def load_params(engine: JetStreamEngine):
     values = unstack_layers(stacked_params(), MODEL.num_layers)
     return engine.load_params(jax.tree.map(jnp.asarray, values))
 

@@ -7,8 +7,8 @@ import functools
 
 import jax
 
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import EngineConfig
+from earl_jax.engine.engine import Engine
 from earl_jax.models.parameters import check_tensor_axis
 from earl_jax.selector.candidates import rollout_candidates
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -34,8 +34,8 @@ CANDIDATES = rollout_candidates(
 
 
 @functools.cache
-def engine_on(shape: MeshShape) -> PolicyEngine:
-    return PolicyEngine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
+def engine_on(shape: MeshShape) -> Engine:
+    return Engine(CONFIG, make_layout(shape, jax.devices()[: shape.num_devices]))
 
 
 @functools.cache

@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.config import RolloutConfig, Sampling
-from earl_jax.engine.engine import PolicyEngine
-from earl_jax.engine.engine_config import EngineConfig
+from earl_jax.engine.config import APPEND_ROWS, EngineConfig, Sampling, SlotRules
+from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool, pages_for
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.engine.scheduler import make_rows
+from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, open_session, relocate
-from earl_jax.engine.slots import SlotRules
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
@@ -26,6 +24,7 @@ from earl_jax.envs.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
 from earl_jax.rollout.collect import Collector
+from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import Task
 from earl_jax.sharding.layout import MeshShape, make_layout
 
@@ -40,11 +39,11 @@ CONFIG = RolloutConfig(
     unfinished_reward=-0.5,
     # Rounds wait for every environment, so that their number does not depend on the machine.
     patience_s=60.0,
-    # Where nobody takes anything over, an episode's rounds are a matter of its own length.
-    share_prefixes=False,
     context_buckets=(16, 24, 32),
     page_size=8,
 )
+# Where nobody takes anything over, an episode's rounds are a matter of its own length.
+CACHE_RULES = CacheRules(share_prefixes=False)
 ROOM = CONFIG.context_buckets[-1]
 
 
@@ -67,7 +66,7 @@ def renderer() -> ChatRenderer:
 
 
 def num_rows(num_slots: int, episodes: int) -> int:
-    """Rows of experience, with those for guests where there are slots for all data shards."""
+    """Rows of experience, with spare ones where there are slots for all data shards."""
     devices = NUM_DEVICES if num_slots % NUM_DEVICES == 0 else 1
     rows = make_rows(num_rows=episodes, num_slots=num_slots, num_devices=devices)
     return rows.total
@@ -77,15 +76,15 @@ def num_rows(num_slots: int, episodes: int) -> int:
 def engine(
     num_slots: int = CONFIG.num_slots,
     mesh: MeshShape = MeshShape(data=8),  # noqa: B008
-    append_rows: int = CONFIG.append_rows,
+    append_rows: int = APPEND_ROWS,
     burst: int = CONFIG.burst,
     model_logprobs: bool = False,
-    ngram: int = 0,
+    ngram: int = 1,
     draft: int = 0,
     model: ModelConfig = MODEL,
     episodes: int = CONFIG.episodes_per_step,
     step_rows: int = 0,
-) -> PolicyEngine:
+) -> Engine:
     rules = SlotRules(
         burst=burst,
         end_of_turn_ids=renderer().end_of_turn_ids,
@@ -94,7 +93,7 @@ def engine(
         ngram=ngram,
         draft=draft,
     )
-    return PolicyEngine(
+    return Engine(
         EngineConfig(
             model=model,
             vocab_size=320,
@@ -174,6 +173,9 @@ class Rooms:
         return relocate(session, session.engine, max_tokens, pool)
 
 
+_RULE_NAMES = {field.name for field in dataclasses.fields(CacheRules)}
+
+
 def collect(
     pool,
     todo,
@@ -186,18 +188,17 @@ def collect(
     pages=0,
     make_room=None,
     player=None,
-    control=None,
     sampling=Sampling(),  # noqa: B008
     num_devices=NUM_DEVICES,
     collectors=None,
     max_context=NO_LIMIT,
-    drafting=None,
     thin_out=None,
     vacant=None,
     **changes,
 ):
     """Plays the tasks; the Collector that does is added to `collectors`."""
     player = player or engine(num_slots)
+    rules = {name: changes.pop(name) for name in _RULE_NAMES & changes.keys()}
     collector = Collector(
         dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
         lambda: Conversation(renderer()),
@@ -206,8 +207,8 @@ def collect(
         make_room or Rooms(),
         num_devices=num_devices,
         max_context=max_context,
-        drafting=drafting,
         thin_out=thin_out,
+        cache_rules=dataclasses.replace(CACHE_RULES, **rules),
     )
     if collectors is not None:
         collectors.append(collector)
@@ -216,7 +217,7 @@ def collect(
     pages = pages or pages_for(max_tokens, size) * num_slots // shards
     policy = Policy(params=player.load_params(params or weights()), version=version)
     session = open_session(player, policy, max_tokens, Pool(shards, pages), vacant)
-    return collector.collect(session, todo, sampling=sampling, control=control)
+    return collector.collect(session, todo, sampling=sampling)
 
 
 def check_rows(rollout, num_tasks: int) -> None:
@@ -287,7 +288,6 @@ RATIO_RUN = {
         "episodes_per_step": 16,
         "temperature": 1.5,
         "top_k": 3,
-        "model_logprobs": True,
     },
     "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     "train": {"ratio": "model", "epochs": 2},

@@ -15,11 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine import decode_state, slots
-from earl_jax.engine.config import Sampling
+from earl_jax.engine.config import Sampling, SlotRules
 from earl_jax.engine.decoding import Decoder
-from earl_jax.engine.round_inputs import NO_ROW, Report, pack_inputs, unpack_report
+from earl_jax.engine.round_inputs import (
+    NO_ROW,
+    RoundInputs,
+    RoundOutputs,
+    pack_inputs,
+    unpack_outputs,
+)
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.engine.slots import SlotRules
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_logits
@@ -78,7 +83,7 @@ class Heard:
 
 
 def converse(
-    play: Callable[[Any, np.ndarray], tuple[Any, Report]],
+    play: Callable[[Any, RoundInputs], tuple[Any, RoundOutputs]],
     state: Any,
     scripts: Mapping[int, Script],
     *,
@@ -98,7 +103,7 @@ def converse(
         columns = {
             "count": np.zeros(num_slots, np.int32),
             "restart": np.zeros(num_slots, np.int32),
-            "speak": np.zeros(num_slots, np.int32),
+            "begin_turn": np.zeros(num_slots, np.int32),
             "seed": np.zeros(num_slots, np.int32),
             "row": np.full(num_slots, NO_ROW, np.int32),
             "sampling": sampling_rows(Sampling(), num_slots),
@@ -109,7 +114,7 @@ def converse(
             columns["turn_limit"][slot] = (turn_limits or {}).get(slot, MAX_TURN_TOKENS)
             columns["sampling"].temperature[slot] = temperature[slot] if temperature else 1.0
             give_chunk(columns, slot, heard[slot], scripts[slot])
-        state, report = play(state, pack_inputs(**columns, version=version(round_index)))
+        state, report = play(state, RoundInputs(**columns, version=version(round_index)))
         for slot, h in heard.items():
             if report.count[slot]:
                 take_down(report, slot, h, scripts[slot], version(round_index))
@@ -126,12 +131,12 @@ def give_chunk(columns: dict[str, np.ndarray], slot: int, h: Heard, script: Scri
     columns["chunk"][slot, : len(part)] = part
     columns["count"][slot] = len(part)
     columns["seed"][slot], columns["row"][slot] = script.seed, script.row
-    columns["restart"][slot], columns["speak"][slot] = h.fresh, not h.queue
+    columns["restart"][slot], columns["begin_turn"][slot] = h.fresh, not h.queue
     h.turn += not h.queue
     h.fresh = False
 
 
-def take_down(report: Report, slot: int, h: Heard, script: Script, version: int) -> None:
+def take_down(report: RoundOutputs, slot: int, h: Heard, script: Script, version: int) -> None:
     count = int(report.count[slot])
     tokens, logprobs = report.tokens[slot, :count], report.logprobs[slot, :count]
     h.note(tokens.tolist(), h.turn, logprobs.tolist(), version)
@@ -180,7 +185,7 @@ def jitted_play(rules: SlotRules = RULES) -> Any:
 
 
 def jitted_round(model: ModelConfig, rules: SlotRules) -> Any:
-    """A round on one device: of weights, state, orders and key."""
+    """A round on one device: of weights, state, inputs and key."""
     return jax.jit(
         lambda weights, state, inputs, key: slots.play(
             Decoder(model, rules, weights, key), state, inputs, 0
@@ -191,8 +196,8 @@ def jitted_round(model: ModelConfig, rules: SlotRules) -> Any:
 def play_on_one_device(rules: SlotRules = RULES, weights: Any = None):
     def play(state, inputs):
         key = jax.random.key(7)
-        state, packed = jitted_play(rules)(weights or params(), state, inputs, key)
-        report = unpack_report(
+        state, packed = jitted_play(rules)(weights or params(), state, pack_inputs(inputs), key)
+        report = unpack_outputs(
             np.asarray(packed),
             model_logprobs=rules.model_logprobs,
             drafts=rules.draft > 0,

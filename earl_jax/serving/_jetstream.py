@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The one gate through which JetStream comes in. No other file imports `jetstream`.
+"""The only file that imports `jetstream`.
 
 JetStream 0.2.2 imports two names of seqio, which would bring TensorFlow (2.5 GB), and sets the root
 logger to DEBUG; its orchestrator calls `jax.tree_map`, which JAX removed, and answers any exception
-in its threads by killing the process. What is mended here is only that.
+in its threads by killing the process. Only this is mended here.
 """
 
 import copy
@@ -87,7 +87,7 @@ LEAST_PREFILL = 16
 
 
 def padded_length(tokens: int) -> int:
-    """The length to which a prompt of so many tokens is padded."""
+    """Returns the length to which a prompt of so many tokens is padded."""
     return max(LEAST_PREFILL, 1 << (tokens - 1).bit_length())
 
 
@@ -97,15 +97,15 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
         self._tokenizer, self._end_ids = tokenizer, tuple(end_ids)
         self._codec = TextCodec(tokenizer)
-        # What is underneath can be used by several threads at once, but for its settings: each
-        # encoding of the tokenizer itself, as of a `ChatRenderer`, may leave others behind.
+        # Several threads may use the backend at once, but for its settings: each encoding of the
+        # tokenizer itself, as of a `ChatRenderer`, may change these.
         self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.encode_special_tokens = False
         self._backend.no_truncation()
         self._backend.no_padding()
 
     def ids_of(self, text: str) -> list[int]:
-        """Ids of a text that is taken as it is; control tokens in it are what they say.
+        """Returns the ids of a text; control tokens in it become their ids.
 
         A beginning-of-text token is put before it where the tokenizer is made so, and the text does
         not begin with it.
@@ -115,20 +115,20 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         return self._backend.encode(text, add_special_tokens=not whole).ids
 
     def reply_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a reply that says this and ends, as the tokenizer writes it behind text."""
+        """Returns the ids of a whole reply of this text, as the tokenizer writes it behind text."""
         end = self._end_ids[0] if self._end_ids else self.eos_id
         ends = () if end is None else (end,)
         return (*self._codec.encode_reply(text), *ends)
 
     def encode(self, s: str, **kwargs: Any) -> tuple[Any, int]:
-        """Ids padded to the next of JetStream's prefill lengths, and how many count."""
+        """Returns ids padded to the next of JetStream's prefill lengths, and how many count."""
         # The Driver would put a beginning-of-text token before every text.
         kwargs["is_bos"] = False
         ids = np.asarray(self.ids_of(s), np.int32)
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
-        """The text of these ids, whatever they are.
+        """Returns the text of any ids.
 
         Control tokens are visible; bytes that are no UTF-8, and ids that are no tokens (a model's
         vocabulary is often padded), become U+FFFD.
@@ -137,26 +137,26 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def pad_id(self) -> int:
-        """Id of the padding token, or of any other: what pads is never looked at."""
+        """The id of the padding token, or any other: padding is never read."""
         return self._tokenizer.pad_token_id or 0
 
     @property
     def eos_id(self) -> int | None:
-        """Id that ends a text, where there is one."""
+        """The id that ends a text, where there is one."""
         return self._tokenizer.eos_token_id
 
     @property
     def bos_id(self) -> int:
-        """JetStream wants a number; it is not used, see `encode`."""
+        """A number, which JetStream wants and does not use, see `encode`."""
         return self.pad_id
 
     @property
     def stop_tokens(self) -> set[int]:
-        """Ids that end a reply: the ends of turn, and what ends or pads a text."""
+        """The ids that end a reply: the ends of turn, of a text, and the padding."""
         ends = {*self._end_ids, self.eos_id, self._tokenizer.pad_token_id}
         return {token for token in ends if token is not None}
 
 
 def tokenizer_parameters() -> Any:
-    """The message in which JetStream describes a tokenizer."""
+    """Returns the message in which JetStream describes a tokenizer."""
     return tokenizer_pb2.TokenizerParameters(path="earl_jax")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""JetStream's prompts: what has been read of one, and how it comes into a slot. Pure functions."""
+"""JetStream's prompts: reading one, and putting it into a slot. Pure functions."""
 
 import dataclasses
 
@@ -24,9 +24,9 @@ class Prefix:
     """A prompt that was read: the cache of one row, its length, and the token sampled behind it.
 
     That token, and those behind it, are drawn with `seed` by `sampling`, of one row; `scores` are
-    its log-probs, if they are asked for. The reply has `turn_limit` tokens at most. `choices`, of
-    one row too, are what may be said behind the token; None where the engine has no room for any.
-    `tokens` i32[1,S] are the prompt's ids; None where nothing is guessed from them.
+    its log-probs, if they are wanted. The reply has `turn_limit` tokens at most. `choices`, of one
+    row too, restrict the reply; None where the engine was not built for them. `tokens` i32[1,S] are
+    the prompt's ids; None where nothing is drafted from them.
     """
 
     cache: PagedCache
@@ -40,8 +40,8 @@ class Prefix:
     tokens: jax.Array | None = None
 
 
-def with_room(prefix: Prefix, pages: int) -> Prefix:
-    """The same with so many pages at least."""
+def with_pages(prefix: Prefix, pages: int) -> Prefix:
+    """Returns the prefix with at least so many pages."""
     more = pages - prefix.cache.num_pages
     if more <= 0:
         return prefix
@@ -67,7 +67,7 @@ def read(
     true_length: jax.Array,
     key_data: jax.Array,
 ) -> Prefix:
-    """The prefix with the first `true_length` ids behind it, and the token sampled behind these."""
+    """Returns the prefix with the first `true_length` ids and the token sampled behind them."""
     count = jnp.asarray(true_length, jnp.int32)[None]
     cache = dataclasses.replace(prefix.cache, parts=layout.shape.context)
     logits_BV, cache = forward_chunk(
@@ -75,18 +75,18 @@ def read(
     )
     cached, tokens = prefix.cached + count, prefix.tokens
     if tokens is not None:
-        max_tokens = prefix.cached + jnp.arange(tokens_T.shape[0])
-        tokens = tokens.at[0, max_tokens].set(tokens_T, mode="drop")
+        positions_T = prefix.cached + jnp.arange(tokens_T.shape[0])
+        tokens = tokens.at[0, positions_T].set(tokens_T, mode="drop")
     uniform = token_uniforms(jax.random.wrap_key_data(key_data), prefix.seed, cached)
-    choices, asked = prefix.choices, jnp.any(prefix.scores.asked)
-    token, logprob = draw(uniform, logits_BV, choices, prefix.sampling, asked)
+    choices, wanted = prefix.choices, jnp.any(prefix.scores.wanted)
+    token, logprob = draw(uniform, logits_BV, choices, prefix.sampling, wanted)
     return dataclasses.replace(
         prefix,
         cache=dataclasses.replace(cache, parts=1),
         cached=cached,
         pending=token,
         scores=prefix.scores._replace(
-            logprob=logprob, model_logprob=model_logprobs(logits_BV, token, asked)
+            logprob=logprob, model_logprob=model_logprobs(logits_BV, token, wanted)
         ),
         choices=choices and walk(choices, token, jnp.ones((1,), bool)),
         tokens=tokens,
@@ -94,9 +94,9 @@ def read(
 
 
 def put(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
-    """The state with a prompt in a slot, both without their caches.
+    """Returns the state with a prompt in a slot, both without their caches.
 
-    A select over slots instead of a write at `slot`: no shard has to know where the slot is. The
+    It selects over slots instead of writing at `slot`: no shard has to know where the slot is. The
     prompt's ids go to the slot's row, where there is one.
     """
     chosen_B = jnp.arange(state.cached.shape[0]) == slot
@@ -129,7 +129,7 @@ def put(prefix: Prefix, state: DecodeState, slot: jax.Array) -> DecodeState:
 
 
 def _row_of(prefix: Prefix, max_tokens: int) -> jax.Array:
-    """The prompt's ids and the pending token, in a row with so many places."""
+    """Returns the prompt's ids and the pending token, in a row of `max_tokens`."""
     assert prefix.tokens is not None
     width = prefix.tokens.shape[1]
     ids_1P = jnp.pad(prefix.tokens[:, :max_tokens], [(0, 0), (0, max(0, max_tokens - width))])

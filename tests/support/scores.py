@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout controls that act at given rounds, and the log-probs of versions, by hand."""
+"""Log-probs of episodes by the trainer's forward pass."""
 
 import functools
 
@@ -8,39 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.engine.session import Policy
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.logprobs import score_logits
-from earl_jax.rollout.control import RolloutControl
 from earl_jax.sharding.layout import MeshShape, make_layout
 from tests.support.episodes import MODEL, weights
 
 PLACES = 64
-
-
-class Script(RolloutControl):
-    """Does before the round of each number what is written for it."""
-
-    def __init__(self, script):
-        super().__init__()
-        self.script, self.round = script, 0
-
-    def take(self):
-        self.script.get(self.round, lambda control: None)(self)
-        self.round += 1
-        return super().take()
-
-
-def swap_to(seed: int, cache: str):
-    """Weights of this seed, whose version is the seed."""
-
-    def swap(control):
-        control.swap(
-            lambda player: Policy(params=player.load_params(weights(seed)), version=seed),
-            cache=cache,
-        )
-
-    return swap
 
 
 @functools.cache
@@ -70,10 +43,10 @@ def furthest(trajectories) -> float:
         ids[row, : len(whole)], segments[row, : len(whole)] = whole, 1
     worst = 0.0
     for row, trajectory in enumerate(trajectories):
-        place = 0
+        position = 0
         for turn in trajectory.turns:
             for offset, version in enumerate(turn.versions):
-                expected = np.asarray(_scores(version)(ids, segments))[row, place + offset - 1]
+                expected = np.asarray(_scores(version)(ids, segments))[row, position + offset - 1]
                 worst = max(worst, abs(float(expected) - turn.logprobs[offset]))
-            place += len(turn.token_ids)
+            position += len(turn.token_ids)
     return worst

@@ -1,0 +1,318 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the rollout stage, and the engine settings that follow from them."""
+
+import dataclasses
+import math
+from typing import Literal
+
+from earl_jax.engine.config import MAX_STOP_IDS, EngineConfig, Sampling, SlotRules
+from earl_jax.engine.rows import make_rows
+from earl_jax.models.config import ModelConfig
+from earl_jax.settings.choices import check_choices
+
+# Contexts from which on large pages are worth what they waste.
+LONG_CONTEXT = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stops:
+    """The stops of a turn beside its end of turn.
+
+    A turn ends at one of `token_ids`, or at the token that completes one of `strings` in its text.
+    That token, and all of the string's, belong to the turn: they were sampled, are learnt from, and
+    stay in the context, followed by the chat template's end of turn. The environment gets the text
+    in front of the stop. Characters of a token behind a string that it completes are in the ids
+    alone.
+    """
+
+    strings: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        if "" in self.strings:
+            raise ValueError(f"{where}strings holds an empty string; remove it")
+        if len(self.token_ids) > MAX_STOP_IDS or min(self.token_ids, default=0) < 0:
+            raise ValueError(
+                f"{where}token_ids is {self.token_ids}; give at most {MAX_STOP_IDS} ids, which "
+                "begin at 0"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The most tokens of a turn of the policy, and of an episode of both sides (0: no limit)."""
+
+    max_turn_tokens: int
+    max_episode_tokens: int = 0
+
+    def validate(self, where: str) -> None:
+        """Raises ValueError naming the field, after `where`, that breaks a rule."""
+        if self.max_turn_tokens < 1:
+            raise ValueError(
+                f"{where}max_turn_tokens is {self.max_turn_tokens}; it must be at least 1"
+            )
+        if self.max_episode_tokens < 0:
+            raise ValueError(
+                f"{where}max_episode_tokens is {self.max_episode_tokens}; it must be at least 0 "
+                "(0: no limit)"
+            )
+        if 0 < self.max_episode_tokens <= self.max_turn_tokens:
+            raise ValueError(
+                f"{where}max_episode_tokens is {self.max_episode_tokens} and "
+                f"{where}max_turn_tokens {self.max_turn_tokens}; an episode has a first message "
+                "beside its turns, so no turn could be as long: lower max_turn_tokens, or raise "
+                "max_episode_tokens"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheRules:
+    """Rules for the reuse of KV pages. A run has the defaults; tests and benchmarks force a branch.
+
+    With `share_prefixes` the common beginning of prompts is computed once and taken over from slot
+    to slot: within a row shard as it is, and from another shard's devices by `copy_prefixes`: "on"
+    copies whatever is a chunk or more, so that nothing is read twice; "off" has each shard read it;
+    "auto" takes what costs less by the chip's data sheet (rollout/preemption.py). `preemption`
+    decides on the pages of preempted episodes: "recompute" reads their tokens again, "host" copies
+    the pages to host memory and back, "auto" takes what costs less.
+    """
+
+    share_prefixes: bool = True
+    copy_prefixes: Literal["auto", "off", "on"] = "auto"
+    preemption: Literal["auto", "recompute", "host"] = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Settings of the rollout stage.
+
+    **Episodes.** `num_slots` episodes live at once, over all devices; a step plays
+    `episodes_per_step`. Both divide by the data axis of the rollout's mesh: meshes whose data axis
+    does not divide them are not used. The `group_size` episodes of a group share one task: the same
+    side, and the same seed for the environment. A turn is cut, and its episode over, at
+    `max_turn_tokens`, or where the episode comes to `max_episode_tokens` (0: the context of the
+    checkpoint's model, if there is one); a message that leaves no tokens for an answer ends it too.
+    The last turn of an episode that is cut earns `unfinished_reward`, beside its own reward.
+
+    **Rounds.** `chunk_size` tokens of a prompt or a message are appended per slot and round; then
+    at most `burst` forward passes decode. With `num_draft_tokens` above 0 each pass also scores so
+    many drafted tokens: those that followed the episode's last few ids before (speculative decoding
+    by prompt lookup, drafts.py). Tokens and their distribution are those without drafts; log-probs
+    differ in rounding, because a pass over more tokens adds up in another order. The effect is
+    logged as `draft_acceptance` and `tokens_per_pass`. A round goes without the episodes whose
+    environments take longer than `patience_s` seconds: their speed decides who takes part in which
+    round, never an episode's tokens. A decode step computes `step_rows` rows over all devices (0:
+    one for each slot). Where environments are slow, set more slots than rows, such as `num_slots`
+    256 and `step_rows` 64: an episode that waits then holds pages but no row; if more episodes
+    decode than there are rows they take turns. It is one program: a token's log-prob does not
+    depend on how many others decode, to the last bit. Another number of rows rounds otherwise.
+
+    **KV cache.** `context_buckets` are the max tokens per episode that programs are compiled for;
+    beyond the last they double. The cache comes in pages of `page_size` tokens, of which an episode
+    has as many as it needs: large ones are read faster, small ones waste less. 0 takes 128 where
+    the last of `context_buckets` is LONG_CONTEXT or more, else 16. Where the budget holds no more
+    pages, the shortest episodes are preempted: their pages are copied to host memory, of at most
+    `preemption_host_gib` GiB, and back, or their tokens are read again, whichever costs less
+    (preemption.py). With 0 GiB all are read again.
+
+    **Sampling.** `temperature`, `top_k`, `top_p` and `min_p` (see `Sampling`) hold for episodes
+    that bring none of their own, and so do `stop_strings` and `stop_token_ids` (see `Stops`). A
+    token's log-prob is of the distribution that it was drawn from. Tokens that a cut keeps have
+    higher log-probs by the mass that was cut off, which the trainer, who scores under all tokens,
+    would take for a change of the policy. So cuts need config.train.ratio = "model", under which
+    the log-prob of the model itself is recorded too.
+
+    **Precision.** `compute_dtype` is the type of the engine's matrix work and KV cache: "model" is
+    the trainer's, config.model.compute_dtype. `weight_dtype` is that of its matrices: "compute" is
+    the type they are multiplied in, "int8" a byte a number with a scale for each output channel
+    (models/quantization.py). `kv_dtype` is that of the KV cache: "compute", or "int8" with a scale
+    for each token and head. The effect of another precision than the trainer's on log-probs is
+    logged; see `TrainConfig.correction`.
+    """
+
+    num_slots: int = 64
+    episodes_per_step: int = 128
+    group_size: int = 1
+    chunk_size: int = 8
+    step_rows: int = 0
+    burst: int = 4
+    num_draft_tokens: int = 0
+    max_turn_tokens: int = 4
+    max_episode_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    unfinished_reward: float = -1.0
+    patience_s: float = 0.1
+    context_buckets: tuple[int, ...] = (32, 48, 64, 128)
+    page_size: int = 0
+    preemption_host_gib: float = 4.0
+    compute_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    weight_dtype: Literal["compute", "int8"] = "compute"
+    kv_dtype: Literal["compute", "int8"] = "compute"
+
+    def part(self, num_players: int) -> "RolloutConfig":
+        """Returns the settings of each of so many processes that play."""
+        return dataclasses.replace(
+            self,
+            num_slots=self.num_slots // num_players,
+            step_rows=-(-self.step_rows // num_players),
+            episodes_per_step=self.episodes_per_step // num_players,
+        )
+
+    def computes_as(self, model_dtype: str) -> str:
+        """Returns the engine's compute type, for a trainer that computes in `model_dtype`."""
+        return model_dtype if self.compute_dtype == "model" else self.compute_dtype
+
+    def is_precise_as(self, model_dtype: str) -> bool:
+        """Returns whether log-probs differ from such a trainer's by the order of sums alone."""
+        rounded = "int8" in (self.weight_dtype, self.kv_dtype)
+        return not rounded and self.computes_as(model_dtype) == model_dtype
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, "config.rollout")
+        self._check_sizes()
+        self.limits.validate("config.rollout.")
+        self.stops.validate("config.rollout.stop_")
+        if self.episodes_per_step % self.group_size:
+            raise ValueError(
+                f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
+                f"multiple of config.rollout.group_size ({self.group_size})"
+            )
+        if not math.isfinite(self.unfinished_reward):
+            raise ValueError(
+                f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite"
+            )
+        if not 0 <= self.patience_s < math.inf:
+            raise ValueError(
+                f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
+                "at least 0"
+            )
+        if not 0 <= self.preemption_host_gib < math.inf:
+            raise ValueError(
+                f"config.rollout.preemption_host_gib is {self.preemption_host_gib}; it must be "
+                "finite and at least 0 (0: preempted episodes are read again)"
+            )
+        if self.temperature == 0:
+            raise ValueError(
+                f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
+                "sampled tokens, so it must be finite and above 0"
+            )
+        self.sampling.validate("config.rollout.")
+        buckets = self.context_buckets
+        if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 2:
+            raise ValueError(
+                f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
+                "such as (32, 64)"
+            )
+
+    def _check_sizes(self) -> None:
+        """Raises ValueError unless slots, rows, chunks, bursts and pages can be so many."""
+        for field in (
+            "num_slots",
+            "episodes_per_step",
+            "group_size",
+            "chunk_size",
+            "burst",
+        ):
+            if getattr(self, field) < 1:
+                raise ValueError(
+                    f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
+                )
+        if not 0 <= self.step_rows < self.num_slots:
+            raise ValueError(
+                f"config.rollout.step_rows is {self.step_rows}; it must be at least 0, which is a "
+                f"row for each slot, and below config.rollout.num_slots ({self.num_slots})"
+            )
+        if self.page_size < 0:
+            raise ValueError(
+                f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "
+                "lengths of contexts)"
+            )
+        if self.num_draft_tokens < 0:
+            raise ValueError(
+                f"config.rollout.num_draft_tokens is {self.num_draft_tokens}; it must be at least "
+                "0 (0: no speculation)"
+            )
+
+    @property
+    def tokens_a_page(self) -> int:
+        """The value of `page_size`, or the one that 0 stands for."""
+        return self.page_size or (128 if self.context_buckets[-1] >= LONG_CONTEXT else 16)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits of turns and episodes."""
+        return Limits(
+            max_turn_tokens=self.max_turn_tokens, max_episode_tokens=self.max_episode_tokens
+        )
+
+    @property
+    def round_tokens(self) -> int:
+        """The most tokens that a slot generates in a round."""
+        return self.burst * (1 + self.num_draft_tokens)
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling of episodes that bring none of their own."""
+        return Sampling(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+        )
+
+    @property
+    def stops(self) -> Stops:
+        """The stops of episodes that bring none of their own."""
+        return Stops(strings=self.stop_strings, token_ids=self.stop_token_ids)
+
+    def max_tokens_for(self, tokens: int) -> int:
+        """Returns the smallest context bucket that holds so many tokens; the last may double."""
+        max_tokens = next(
+            (b for b in self.context_buckets if b >= tokens), self.context_buckets[-1]
+        )
+        while max_tokens < tokens:
+            max_tokens *= 2
+        return max_tokens
+
+
+def make_engine_config(
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    num_devices: int,
+    seed: int,
+    model_logprobs: bool,
+) -> EngineConfig:
+    """Returns the engine's settings for one process, whose part of a rollout is given.
+
+    With `model_logprobs` log-probs under the model itself are recorded too. The rules end turns at
+    id 0 and allow every reply; the caller replaces that.
+    """
+    rows = make_rows(
+        num_rows=rollout.episodes_per_step, num_slots=rollout.num_slots, num_devices=num_devices
+    )
+    dtype = rollout.computes_as(model.compute_dtype)
+    return EngineConfig(
+        model=dataclasses.replace(model, compute_dtype=dtype),
+        vocab_size=vocab_size,
+        weight_dtype=rollout.weight_dtype,
+        kv_dtype=rollout.kv_dtype,
+        num_slots=rollout.num_slots,
+        num_rows=rows.total,
+        chunk_size=rollout.chunk_size,
+        rules=SlotRules(
+            burst=rollout.burst,
+            end_of_turn_ids=(0,),
+            model_logprobs=model_logprobs,
+            draft=rollout.num_draft_tokens,
+        ),
+        seed=seed,
+        step_rows=rollout.step_rows,
+        page_size=rollout.tokens_a_page,
+    )

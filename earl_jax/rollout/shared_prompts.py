@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that slots of a rollout take over from other slots instead of prefilling them.
+
+Within a row shard a slot takes over whole pages as they are (engine/prefixes.py). From another row
+shard they are copied, where that costs less than reading (engine/shard_copies.py).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from earl_jax.engine.pages import PageTable
+from earl_jax.engine.prefixes import PrefixIndex, Shared
+from earl_jax.engine.round_inputs import NO_PAGE
+from earl_jax.engine.row_copies import RowIds
+from earl_jax.engine.session import Kept, Session
+from earl_jax.engine.shard_copies import ShardCopies
+from earl_jax.rollout.episode import LiveEpisode
+
+
+class Beginning(NamedTuple):
+    """The first tokens of a slot: `shared` tokens of slot `source`, page `copied` among them.
+
+    Where `source` is the slot itself, the tokens may have come from elsewhere. With `written` their
+    ids are in the slot's row already.
+    """
+
+    source: int
+    shared: int
+    copied: int
+    written: bool
+
+
+class SharedPrompts:
+    """The prompts in the caches of one rollout's slots. Host-side state only."""
+
+    def __init__(self, prefixes: PrefixIndex, slots: Sequence[LiveEpisode | None]) -> None:
+        """`slots` is the caller's list of the live episodes."""
+        self._prefixes, self._slots = prefixes, slots
+        self._shard_copies = ShardCopies()
+        # Ids that the host writes for slots that begin in this round; and slots whose rows are in
+        # use in this round for an episode before.
+        self._ids: dict[int, list[int]] = {}
+        self._rows_in_use: set[int] = set()
+
+    @property
+    def copied_tokens(self) -> int:
+        """Tokens that came from other row shards' pages."""
+        return self._shard_copies.tokens
+
+    def move(self, before: PageTable, pages: PageTable) -> None:
+        """Goes on with other pages; prompts whose pages were dropped are forgotten."""
+        self._prefixes.regroup(pages.pool.shards)
+        for slot in range(len(self._slots)):
+            if before.num_held(slot) and not pages.num_held(slot):
+                self._prefixes.forget(slot)
+
+    def begin(
+        self, slot: int, pages: PageTable, prompt: list[int], fits: Callable[[int, Shared], bool]
+    ) -> Beginning | None:
+        """Begins the slot anew with a prompt. None: it waits for a slot that reads the same.
+
+        `fits` returns whether there are pages for a slot to begin so.
+        """
+        shared = self._prefixes.find(slot, prompt)
+        if shared is None:
+            return None
+        source, length = (shared.source, shared.length) if fits(slot, shared) else (slot, 0)
+        is_far = pages.shard(slot) != pages.shard(source)
+        if length and (is_far or not self._prefixes.has_row(source)):
+            if slot in self._rows_in_use:
+                return None
+            self._ids[slot] = prompt[:length]
+        self.use_row(source)
+        self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
+        written = slot in self._ids
+        if is_far:
+            pages.begin(slot, slot, 0)
+            pages.hold(slot, length)
+            own = pages.pages_of(slot, length)
+            self._shard_copies.plan(source, pages.pin(source, length), slot, own, length)
+            return Beginning(slot, length, NO_PAGE, written)
+        copy = pages.begin(slot, source, length)
+        return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
+
+    def use_row(self, slot: int) -> None:
+        """Notes that the row is still read or written in this round for the episode before."""
+        self._rows_in_use.add(slot)
+
+    def end_inputs(self, counts: Sequence[int]) -> None:
+        """Notes that so many tokens are appended to the slots in this round."""
+        # Only now: no slot takes over tokens that are appended in the same round.
+        for slot, number in enumerate(counts):
+            self._prefixes.append(slot, number)
+        self._prefixes.end_inputs()
+        self._rows_in_use.clear()
+
+    def carry_out(self, session: Session) -> Session:
+        """Makes the round's copies between row shards, and writes ids that are taken over."""
+        session = self._shard_copies.carry_out(session)
+        if not self._ids:
+            return session
+        writes = []
+        for slot, ids in sorted(self._ids.items()):
+            episode = self._slots[slot]
+            assert episode is not None
+            writes.append(RowIds(episode.buffer_row, episode.origin, ids))
+        self._ids = {}
+        state = session.engine.row_copies.write_ids(session.state, writes)
+        return dataclasses.replace(session, state=state)
+
+    def end(self, slot: int) -> int:
+        """Ends the slot's episode. Returns how many tokens of its prompt are kept for others."""
+        self._prefixes.stop(slot)
+        return self._prefixes.num_kept(slot)
+
+    def forget(self, slot: int) -> None:
+        """Forgets the prompt of a slot that gives up its pages."""
+        self._prefixes.forget(slot)
+
+    def keep(self, version: int) -> Kept:
+        """Ends the rollout. Returns its prompts for the next one under the same weights."""
+        self._prefixes.lose_rows()
+        return Kept(prefixes=self._prefixes, version=version)
