@@ -179,9 +179,9 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"env": {"game": "connect_four"}}, "config.env.game is no .*; use config.env.name (or"),
-        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is no .*; use config.env.args"),
-        ({"env": {"mask_illegal": True}}, "use config.env.args.mask_illegal"),
+        ({"env": {"game": "connect_four"}}, "config.env.game is now config.env.name (or"),
+        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is now config.env.args"),
+        ({"env": {"mask_illegal": True}}, "is now config.env.args.mask_illegal"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, message):
