@@ -14,12 +14,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.train import learner as learning
+from earl_jax.train.learner import Learner
+from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.placements import D8, F8, given, hungry
 from tests.support.processes import free_port
@@ -64,14 +66,15 @@ def test_a_run_whose_state_is_lost_goes_on_from_its_newest_checkpoint(
     Their program had run before, so that there is no backup of the state.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    run_update, programs = learning._run_update, []
+    update, programs = Learner.update, []
 
-    def short(world, program, state, batch, controls):
-        programs.append(program)
-        program = hungry(donated=0) if len(programs) == failed_update else program
-        return run_update(world, program, state, batch, controls)
+    def short(self, plan, state, batch, controls, *, sft=False):
+        programs.append(self.program(plan, sft=sft))
+        if len(programs) == failed_update:
+            return hungry(donated=0)(state, batch, controls)
+        return update(self, plan, state, batch, controls, sft=sft)
 
-    monkeypatch.setattr(learning, "_run_update", short)
+    monkeypatch.setattr(Learner, "update", short)
     train(make_config(RUN), tmp_path / "run")
 
     notes = capsys.readouterr().out
@@ -105,19 +108,19 @@ RUN_OF_TWO = given(ROLLOUT, (FOUR,), (FOUR, CUT)) | {
 
 
 def short_main() -> None:
-    """`python -m earl_jax.main`, of which process 1 has no memory for its second update, once."""
+    """`python -m earl_jax.main`, of which process 1 has no memory for its third update, once."""
     from earl_jax.main import main
 
-    run_update, updates, was_short = learning._run_update, [], Path(os.environ["WAS_SHORT"])
+    update, plans, was_short = Learner.update, [], Path(os.environ["WAS_SHORT"])
 
-    def short(world, program, state, batch, controls):
-        updates.append(program)
-        if world.cluster.index == 1 and len(updates) == 2 and not was_short.exists():
+    def short(self, plan, state, batch, controls, *, sft=False):
+        plans.append(plan)
+        if jax.process_index() == 1 and len(plans) == 3 and not was_short.exists():
             was_short.touch()
-            program = hungry(donated=0)
-        return run_update(world, program, state, batch, controls)
+            return hungry(donated=0)(state, batch, controls)
+        return update(self, plan, state, batch, controls, sft=sft)
 
-    learning._run_update = short
+    Learner.update = short
     main()
 
 
@@ -181,9 +184,10 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(c
     short, lost = ends[1][2], ends[0][2]
     assert re.search("error: process 1 of 2: train on .* ran out of memory", short)
     assert "most likely another process of the run ended" in lost
-    assert "after step 1 of 3" in ends[0][1]
+    # The checkpoint of step 2 may have been on its way.
+    assert re.search("after step [12] of 3", ends[0][1])
     rows = read_metrics(workdir / "metrics.jsonl")
     steps = [row for row in rows if "eval" not in row]
     assert [row["step"] for row in steps] == [1, 2, 3]
     ways = [(row["train_mesh"], row.get("plan")) for row in steps]
-    assert ways[0] != ways[1] == ways[2]
+    assert ways[0] != ways[2]

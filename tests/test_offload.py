@@ -93,7 +93,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
     """In its third round, without a budget; the step is then the undisturbed one, bit for bit."""
     placement, engine = placed(world), world.stages.engines.engine(D8)
     position = first_position(world, placement)
-    move_state, plays = placement.move_state, engine._play_plain
+    move_state, plays = placement.move_state, engine._play
     offloaded, rounds = [], []
 
     def moving(state, **settings):
@@ -107,8 +107,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
         return (plays if enough else hungry(donated=1))(*arguments)
 
     monkeypatch.setattr(placement, "move_state", moving)
-    # Nothing is guessed in this run.
-    monkeypatch.setattr(engine, "_play_plain", play)
+    monkeypatch.setattr(engine, "_play", play)
     position, record = rl_step(world, placement, position)
     # Two rounds and the failed one beside the moments; then from the first round again.
     assert rounds[:3] == [False] * 3 and set(rounds[3:]) == {True} and len(rounds) > 5

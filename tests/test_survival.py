@@ -206,8 +206,7 @@ def test_rollout_that_runs_out_of_memory_is_played_again(world, monkeypatch, mes
     """The same episodes, token for token."""
     placement = placed(world, rollout_meshes_named=tuple(map(str, meshes)))
     position = first_position(world, placement)
-    # Nothing is guessed in this run.
-    monkeypatch.setattr(world.stages.engines.engine(D8), "_play_plain", hungry(donated=1))
+    monkeypatch.setattr(world.stages.engines.engine(D8), "_play", hungry(donated=1))
     position, record = rl_step(world, placement, position)
     monkeypatch.undo()
     (words,) = placement.take_log().failures
@@ -249,8 +248,7 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
     state = load_moments(offloaded)
     kept = all(map(np.array_equal, before, own(state)))
     if not world.cluster.is_first:
-        # Nothing is guessed in this run.
-        world.stages.engines.engine(four)._play_plain = hungry(donated=1)
+        world.stages.engines.engine(four)._play = hungry(donated=1)
     position = Position(step=0, state=state, history=LoadHistory())
     position, record = rl_step(world, placement, position)
     failures = placement.take_log().failures
