@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 100,
             "devices": {"platform": "cpu"},
-            "env": {"game": "connect_four", "illegal_reward": -2.0},
+            "env": {"name": "connect_four", "args": {"illegal_reward": -2.0}},
             "model": {"path": config_dict.required_placeholder(str)},
             "rollout": {
                 "num_slots": 32,

@@ -16,7 +16,7 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 200,
             "devices": {"platform": "cpu"},
-            "env": {"game": "connect_four", "illegal_reward": -2.0},
+            "env": {"name": "connect_four", "args": {"illegal_reward": -2.0}},
             "model": {"width": 64, "ffn_size": 192},
             "rollout": {
                 "context_buckets": (40, 144),

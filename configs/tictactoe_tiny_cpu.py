@@ -24,7 +24,7 @@ def get_config() -> ConfigDict:
             # Eight virtual devices on 2 cores cost nothing against one, and every sharding is real.
             "devices": {"platform": "cpu", "num_cpu_devices": 8},
             # Worse than a loss: a policy that is to lose must not prefer to break the rules.
-            "env": {"game": "tic_tac_toe", "illegal_reward": -2.0},
+            "env": {"name": "tic_tac_toe", "args": {"illegal_reward": -2.0}},
             "rollout": {
                 "num_slots": 64,
                 "episodes_per_step": 128,

@@ -26,7 +26,7 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 40,
             "devices": {"platform": "cpu", "num_cpu_devices": 8},
-            "env": {"name": "trail", "trail": {"num_stones": 8, "num_steps": 40}},
+            "env": {"name": "trail", "args": {"num_stones": 8, "num_steps": 40}},
             # Looking back over few tokens, it walks as well far from the start as near to it.
             "model": {"num_layers": 1, "num_kv_heads": 4, "ffn_size": 128, "windows": (32,)},
             "rollout": {

@@ -14,7 +14,9 @@ from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
-from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.environment import Chooses, OffersExamples
+from earl_jax.envs.registry import EnvConfig, Played, open_environment
+from earl_jax.envs.tasks import TasksConfig
 from earl_jax.launch.distributed import DistributedConfig
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig
@@ -101,7 +103,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation games: `games` every `every_steps` steps, `final_games` at the end.
+    """Evaluation episodes: `games` every `every_steps` steps, `final_games` at the end.
 
     `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`).
     """
@@ -124,10 +126,9 @@ class EvalConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         for field in ("games", "final_games"):
-            if getattr(self, field) < 2 or getattr(self, field) % 2:
+            if getattr(self, field) < 1:
                 raise ValueError(
-                    f"config.eval.{field} is {getattr(self, field)}; it must be an even number of "
-                    "at least 2: half of the games are played on each side"
+                    f"config.eval.{field} is {getattr(self, field)}; it must be at least 1"
                 )
         if self.every_steps < 1:
             raise ValueError(
@@ -168,6 +169,7 @@ class Config:
     devices: DevicesConfig = DevicesConfig()
     distributed: DistributedConfig = DistributedConfig()
     env: EnvConfig = EnvConfig()
+    tasks: TasksConfig = TasksConfig()
     chat: ChatConfig = ChatConfig()
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -195,6 +197,7 @@ class Config:
                 f"config.rollout.episodes_per_step ({per_update})"
             )
         self._check_algorithm()
+        self._check_environment()
         self._check_ratio()
         if self.checkpoint.export is True and not self.model.path:
             try:
@@ -227,17 +230,35 @@ class Config:
                 f"config.rollout.group_size to {algorithm.min_group_size} or more"
             )
 
+    def open_environment(self) -> Played:
+        """Returns the environment of this run, and its tasks."""
+        num_tasks = self.rollout.episodes_per_step // self.rollout.group_size
+        return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=num_tasks)
+
+    def _check_environment(self) -> None:
+        """Raises ValueError unless the environment can be made, and offers what is asked of it."""
+        played = self.open_environment()
+        environment = played.make(**played.first_args)
+        if self.train.sft_steps and not isinstance(environment, OffersExamples):
+            raise ValueError(
+                f"config.train.sft_steps is {self.train.sft_steps}, and config.env.name "
+                f"{self.env.name!r} offers no examples to learn from (a method example_reply); set "
+                "it to 0"
+            )
+        chooses = isinstance(environment, Chooses) and len(environment.all_choices()) > 0
+        if chooses and self.train.ratio == "behaviour":
+            raise ValueError(
+                f"config.env.name {self.env.name!r} limits replies to choices (mask_illegal) with "
+                "config.train.ratio 'behaviour'; the trainer scores under all tokens, so what is "
+                "not allowed would look like a change of the policy: set config.train.ratio to "
+                "'model'"
+            )
+
     def _check_ratio(self) -> None:
         """Raises ValueError unless the trainer compares like with like."""
         rollout = self.rollout
         if self.train.ratio == "model":
             return
-        if self.env.mask_illegal:
-            raise ValueError(
-                "config.env.mask_illegal is True with config.train.ratio 'behaviour'; the trainer "
-                "scores under all tokens, so what is not allowed would look like a change of the "
-                "policy: set config.train.ratio to 'model'"
-            )
         for field in ("top_k", "top_p", "min_p"):
             value = getattr(rollout, field)
             if value != getattr(Sampling, field):
@@ -263,6 +284,7 @@ class Config:
         """The complete configuration of the run, as written to config.json; not who runs it."""
         settings = dataclasses.asdict(self)
         del settings["distributed"]
+        settings["env"]["args"] = self.env.all_args
         settings["model"] = {name: settings["model"][name] for name in MODEL_SETTINGS}
         return settings
 
@@ -276,7 +298,6 @@ def _check_effects(config: Config) -> None:
     settings = find_algorithm(config.algorithm).settings
     defaults = Config(model=preset_named(config.model.preset), algorithm_args=settings)
     for is_idle, path, reason in (
-        *_idle_environment(config),
         *_idle_model(config),
         *_idle_rollout(config),
         *_idle_training(config),
@@ -287,15 +308,6 @@ def _check_effects(config: Config) -> None:
                 f"config.{path} = {given!r} has no effect in this run, because {reason}; "
                 "remove it, or change the other"
             )
-
-
-def _idle_environment(config: Config) -> Iterator[_Idle]:
-    is_trail = config.env.name == "trail"
-    for field in ("game", "opponent", "mcts_simulations", "show_board"):
-        yield is_trail, f"env.{field}", "config.env.name is 'trail'"
-    for field in ("num_stones", "num_steps"):
-        yield not is_trail, f"env.trail.{field}", f"config.env.name is {config.env.name!r}"
-    yield config.env.mask_illegal, "env.illegal_reward", "config.env.mask_illegal is True"
 
 
 def _idle_model(config: Config) -> Iterator[_Idle]:

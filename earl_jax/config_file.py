@@ -43,7 +43,17 @@ RENAMED_KEYS = {
     "config.train.normalize_advantages": "config.algorithm_args.normalize_advantages",
     "config.train.clip_low": "config.algorithm_args.clip_low",
     "config.train.clip_high": "config.algorithm_args.clip_high",
-}
+    "config.env.game": (
+        "config.env.name (or config.env.args.game with config.env.name='board_game')"
+    ),
+    "config.env.trail": "config.env.args",
+    **{
+        f"config.env.{name}": f"config.env.args.{name}"
+        for name in (
+            "opponent", "mcts_simulations", "illegal_reward", "show_board", "mask_illegal"
+        )
+    },
+}  # fmt: skip
 
 
 def load_config_file(path: str | Path) -> ConfigDict:

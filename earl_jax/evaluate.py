@@ -11,8 +11,9 @@ from pathlib import Path
 from earl_jax.main import exit_status, start_jax
 
 _HELP = """\
-Plays evaluation games with the newest checkpoint of a workdir and prints the outcomes, as fractions
-of the games. Half of the games are played on each side. Nothing in the workdir is changed.
+Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
+means of what the environment reports: of games, the fractions won, drawn and lost. Nothing in the
+workdir is changed.
 
 It takes as many devices as the run had: of a run over several hosts, start it on each of them by
 Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set.
@@ -32,7 +33,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--workdir", type=Path, required=True, help="the folder of a run")
     parser.add_argument(
-        "--games", type=int, help="an even number (default: config.eval.final_games)"
+        "--games", type=int, help="number of episodes (default: config.eval.final_games)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     flags = parser.parse_args(arguments)
@@ -41,8 +42,8 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
     config = read_workdir_config(flags.workdir)
     games = config.eval.final_games if flags.games is None else flags.games
-    if games < 2 or games % 2:
-        raise ValueError(f"--games={games}; it must be an even number of at least 2")
+    if games < 1:
+        raise ValueError(f"--games={games}; it must be at least 1")
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
@@ -54,9 +55,10 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     if flags.json:
         print(json.dumps({"step": step, "eval": evaluation}))
         return
-    print(f"{evaluation['name']}, {evaluation['games']} games, policy after step {step}")
+    plural = config.env.plural
+    print(f"{evaluation['name']}, {evaluation[plural]} {plural}, policy after step {step}")
     for name, value in evaluation.items():
-        if name not in ("name", "games"):
+        if name not in ("name", "episodes", plural):
             print(f"  {name:<16} {value:8.3f}")
 
 

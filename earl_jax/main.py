@@ -115,6 +115,7 @@ def train_command(arguments: Sequence[str]) -> None:
     start_s = time.perf_counter()
     config_path, overrides, workdir = parse_flags(arguments)
     from earl_jax.config_file import load_config_file, make_config
+    from earl_jax.telemetry.progress import shown
 
     config = make_config(load_config_file(config_path), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
@@ -128,12 +129,7 @@ def train_command(arguments: Sequence[str]) -> None:
     if jax.process_index() > 0:
         return
     if evaluation:
-        shown = ", ".join(
-            f"{name} {100 * value:.1f} %"
-            for name, value in evaluation.items()
-            if name in ("win", "draw", "loss", "illegal")
-        )
-        print(f"{evaluation['games']} games of {evaluation['name']}: {shown}")
+        print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
     print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
 
 

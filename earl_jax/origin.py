@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from earl_jax.config import Config
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.envs.repertoire import game_corpus
+from earl_jax.envs.examples import corpus
 from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.models.checkpoints.hf_read import Checkpoint
 from earl_jax.models.config import ModelConfig
 
-CORPUS_GAMES = 300
+CORPUS_EPISODES = 300
 MAX_VOCAB_SIZE = 4096
 # The vocabulary is padded to a multiple of this, so that it divides over any usual tensor axis.
 VOCAB_MULTIPLE = 64
@@ -80,13 +80,23 @@ def _from_checkpoint(config: Config, checkpoint: Checkpoint) -> Origin:
 
 def _from_config(config: Config, folder: Path | None, cluster: Cluster) -> Origin:
     tokenizer = cluster.after_first(
-        lambda: keep_tokenizer(
-            folder, lambda: game_corpus(config.env, CORPUS_GAMES, seed=0), MAX_VOCAB_SIZE
-        ),
+        lambda: keep_tokenizer(folder, lambda: corpus_of(config), MAX_VOCAB_SIZE),
         "the tokenizer",
     )
     vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return Origin(model=config.model, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def corpus_of(config: Config) -> list[str]:
+    """Returns the text that the tokenizer of a run without a checkpoint is trained on."""
+    played = config.open_environment()
+    return corpus(
+        played.make,
+        played.tasks,
+        num_steps=config.num_steps,
+        num_episodes=CORPUS_EPISODES,
+        seed=0,
+    )
 
 
 def max_context(config: Config, checkpoint: Checkpoint | None) -> int:

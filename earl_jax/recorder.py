@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from earl_jax.config import Config
-from earl_jax.envs.repertoire import demonstrated
+from earl_jax.envs.tasks import KeepsState
 from earl_jax.loop import Position, StepRecord, expected_tokens
 from earl_jax.models.checkpoints.export import export_policy, keep_exports
 from earl_jax.models.checkpoints.hf_read import check_weights
@@ -23,6 +23,7 @@ from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.placement.placement import Placement, SwitchLog
 from earl_jax.rollout.evaluation import evaluate
 from earl_jax.telemetry.episodes import (
+    failures_in_words,
     read_trajectories,
     trajectory_lines,
     write_trajectory_lines,
@@ -32,6 +33,7 @@ from earl_jax.telemetry.metrics import MetricsLog, read_metrics
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.report import write_report
 from earl_jax.train.checkpoint import Checkpoints, copy_to_save
+from earl_jax.trajectory import mean_metrics
 from earl_jax.world import World
 
 REPORT_EPISODES = 12
@@ -107,6 +109,8 @@ class Recorder:
                 f"step {step}: its new programs took {line['compile_s']:.2f} s to compile, "
                 f"of which the run waited {line['compile_waited_s']:.2f} s"
             )
+        if failures := failures_in_words(record.trajectories):
+            self.progress.note(f"step {step}: {failures}")
         self._write(line)
         if not last:
             self.ahead.look(self.world, self.placement, position.history)
@@ -173,6 +177,7 @@ class Recorder:
         # A run that is resumed has it not either, and the copy of the weights needs room.
         self.placement.sessions.forget()
         processes, base = self.world.processes, position.state.base
+        tasks = self.world.played.tasks
         prints: list[int | None] = []
         if base is not None:
             own = int(fingerprint(base)) if processes.trains else None
@@ -186,6 +191,7 @@ class Recorder:
                 "history": position.history.as_list(),
                 "throughput": self.placement.observations.table.as_dict(),
                 **({"base_fingerprint": prints[0]} if prints else {}),
+                **({"tasks": tasks.state()} if isinstance(tasks, KeepsState) else {}),
             },
         )
         if not is_copy:
@@ -246,6 +252,7 @@ class Recorder:
             "reward_mean": rewards.mean(),
             "reward_std": rewards.std(),
             "episodes": len(rewards),
+            "env": mean_metrics(outcomes) or None,
             "turns_mean": np.mean([o.num_turns for o in outcomes]),
             "context_tokens_mean": load.context_tokens_mean,
             "context_tokens_max": max(o.num_tokens for o in outcomes),
@@ -303,5 +310,5 @@ def _report_notes(config: Config) -> list[str]:
         return []
     return [
         f"In its first {train.sft_steps} steps the policy was also trained on "
-        f"{demonstrated(config.env)} ({train.sft_updates} supervised updates a step)."
+        f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
     ]

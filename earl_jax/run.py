@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.config import Config
+from earl_jax.envs.tasks import KeepsState
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import find_cluster
 from earl_jax.loop import Position, train
@@ -228,6 +229,9 @@ def _resume(
                 lambda step=step: checkpoints.discard(step), "the damaged checkpoint"
             )
             continue
+        tasks = world.played.tasks
+        if isinstance(tasks, KeepsState):
+            tasks.restore(checkpoints.position(step).get("tasks", {}))
         if world.processes.is_first:
             _drop_after(workdir, step)
         progress.note(f"resuming {workdir} after step {step} of {world.config.num_steps}")

@@ -8,7 +8,7 @@ wrote, and what the trainer learns from. They never pass through the host.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import jax
@@ -51,8 +51,8 @@ class Trajectory:
     `episode` numbers the episodes of a run and seeds the sampling. `group` names the episodes that
     share one task. `role` is the side that the policy played ("x", "o"). `turn_rewards` holds one
     reward per policy turn that was answered (a turn whose environment failed has none), `reward` is
-    their sum. `row` is the row of the device buffers that holds
-    its tokens.
+    their sum. `row` is the row of the device buffers that holds its tokens. `metrics` are what the
+    environment reported (`StepResult.metrics`).
 
     Example: prompt ids (9, 8), reply (4, 2), answer (9, 5, 8), reply (6, 2) is four turns of nine
     tokens; the policy wrote tokens 2, 3, 7 and 8.
@@ -66,6 +66,7 @@ class Trajectory:
     stop_reason: str
     row: int
     detail: str = ""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def reward(self) -> float:
@@ -111,6 +112,7 @@ class Trajectory:
             num_tokens=self.num_tokens,
             sample_starts=self.sample_starts,
             oldest_version=min(versions, default=None),
+            metrics=self.metrics,
         )
 
 
@@ -130,6 +132,7 @@ class Outcome:
     num_tokens: int
     sample_starts: tuple[int, ...]
     oldest_version: int | None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def reward(self) -> float:
@@ -194,10 +197,10 @@ class TrajectoryBatch:
                 )
 
 
-def outcome_fractions(trajectories: Sequence[Trajectory | Outcome]) -> dict[str, float]:
-    """Fraction of episodes per stop reason, in alphabetical order of the reasons."""
-    reasons = sorted({t.stop_reason for t in trajectories})
-    return {
-        reason: sum(t.stop_reason == reason for t in trajectories) / len(trajectories)
-        for reason in reasons
-    }
+def mean_metrics(episodes: Iterable[Trajectory | Outcome]) -> dict[str, float]:
+    """Returns the mean of each metric over the episodes that have it, in the order they come."""
+    values: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(each) / len(each) for name, each in values.items()}

@@ -7,11 +7,10 @@ A World holds no step of a run and no weights. Programs are made per mesh on fir
 
 import dataclasses
 import functools
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from earl_jax.config import Config
 from earl_jax.engine.choices import choice_tree
@@ -19,9 +18,11 @@ from earl_jax.engine.engine import Engine
 from earl_jax.engine.pages import Pool
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import Environment
+from earl_jax.envs.environment import Chooses, Environment
+from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.envs.repertoire import all_replies, make_environment
+from earl_jax.envs.registry import Played
+from earl_jax.envs.tasks import TaskArgs
 from earl_jax.launch.cluster import find_cluster
 from earl_jax.models.attention.kernels import Choice, choose_kernel, pages_in_words
 from earl_jax.models.attention.rows import BLOCK_SIZE
@@ -40,7 +41,7 @@ from earl_jax.train import step as train_step
 from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import has_host_memory
-from earl_jax.train.sft import HostBatch, legal_games
+from earl_jax.train.sft import HostBatch
 from earl_jax.train.step import TrainState
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
@@ -68,6 +69,7 @@ class World:
         self.processes.check_kinds()
         self.own_rollout = config.rollout.part(len(self.processes.players))
         self.pool = EnvironmentPool(config.env.num_workers, config.env.timeout_s)
+        self.played = config.open_environment()
         self.checkpoint = (
             open_checkpoint(find_folder(config.model.path)) if config.model.path else None
         )
@@ -88,7 +90,7 @@ class World:
             layout=self.train_layout,
         )
         self.renderer = ChatRenderer(self.tokenizer, origin.end_ids, config.chat.template_arguments)
-        self.choice_branches = _choice_branches(config, self.renderer)
+        self.choice_branches = _choice_branches(config, self.played, self.renderer)
         budget = device_budget(config.selector.budget_bytes_per_device)
         budgets = self.processes.gather(budget, "the devices' limits")
         self.budget_bytes = min((each for each in budgets if each is not None), default=None)
@@ -250,54 +252,66 @@ class World:
 
     def make_environment(self, task: Task) -> Environment:
         """A fresh environment for this task."""
-        env = self.config.env
-        env = dataclasses.replace(env, trail=env.trail.at(task.episode))
-        return make_environment(env, seed=task.env_seed, player=task.player)
+        return self.played.make(**task.args)
 
     def training_tasks(self, step: int) -> list[Task]:
-        """The episodes of RL step `step`: groups alternate sides, each group shares a seed."""
+        """The episodes of RL step `step`: those of a group play the same task."""
         count, size = self.config.rollout.episodes_per_step, self.config.rollout.group_size
-        first = step * count
-        return [self._task(first + i, (first + i) // size) for i in range(count)]
-
-    def evaluation_tasks(self, games: int) -> list[Task]:
-        """The same evaluation games every time, sides alternating."""
-        return [self._task(FIRST_EVAL_EPISODE + i, FIRST_EVAL_EPISODE + i) for i in range(games)]
-
-    def _task(self, episode: int, group: int) -> Task:
-        seed = np.random.SeedSequence([self.config.seed, group]).generate_state(1)[0]
-        return Task(episode=episode, group=group, env_seed=int(seed), player=group % 2)
-
-    def demonstrations(self, step: int) -> list[HostBatch]:
-        """The supervised batches of RL step `step`: fresh games, none after the first steps."""
-        train = self.config.train
-        if step >= train.sft_steps:
-            return []
-        return [
-            legal_games(
-                self.config.env,
-                self.renderer,
-                rows=self.config.rollout.episodes_per_step,
-                seed=f"{self.config.seed} {step} {update}",
+        tasks = self.played.tasks.batch(step)
+        if len(tasks) != count // size:
+            raise ValueError(
+                f"config.tasks.name {self.config.tasks.name!r} gave {len(tasks)} tasks for step "
+                f"{step}; there must be {count // size} (config.rollout.episodes_per_step / "
+                "group_size)"
             )
-            for update in range(train.sft_updates)
+        first = step * count
+        return [
+            Task(episode=first + i, group=(first + i) // size, args=tasks[i // size])
+            for i in range(count)
         ]
 
+    def evaluation_tasks(self, number: int) -> list[Task]:
+        """The same evaluation episodes every time."""
+        tasks = self.played.tasks.evaluation(number)
+        return [
+            Task(episode=FIRST_EVAL_EPISODE + i, group=FIRST_EVAL_EPISODE + i, args=args)
+            for i, args in enumerate(tasks)
+        ]
 
-def _choice_branches(config: Config, renderer: ChatRenderer) -> int:
-    """Room for the tree of all moves, legal or not; 0 where the policy may say anything.
+    def demonstrations(self, step: int) -> list[HostBatch]:
+        """The supervised batches of RL step `step`: fresh episodes, none after the first steps."""
+        train, rows = self.config.train, self.config.rollout.episodes_per_step
+        if step >= train.sft_steps:
+            return []
+        updates = range(step * train.sft_updates, (step + 1) * train.sft_updates)
+        batches = (self.played.tasks.batch(n % self.config.num_steps) for n in updates)
+        return [self._examples(tasks, rows, n) for n, tasks in zip(updates, batches, strict=True)]
 
-    Raises ValueError where a move is longer than a turn.
+    def _examples(self, tasks: Sequence[TaskArgs], rows: int, number: int) -> HostBatch:
+        rng = random.Random(f"examples {self.config.seed} {number}")
+        environments = (self.played.make(**tasks[row % len(tasks)]) for row in range(rows))
+        found = [example_ids(play_example(each, rng), self.renderer) for each in environments]
+        return HostBatch(
+            token_ids=tuple(tuple(ids) for ids, _ in found),
+            turn_ids=tuple(tuple(turns) for _, turns in found),
+        )
+
+
+def _choice_branches(config: Config, played: Played, renderer: ChatRenderer) -> int:
+    """Room for the tree of all replies that there may be; 0 where the policy may say anything.
+
+    Raises ValueError where one is longer than a turn.
     """
-    env, most = config.env, config.rollout.max_turn_tokens
-    if not env.mask_illegal:
+    environment, most = played.make(**played.first_args), config.rollout.max_turn_tokens
+    choices = environment.all_choices() if isinstance(environment, Chooses) else ()
+    if not choices:
         return 0
-    replies = Conversation(renderer).choices(all_replies(env))
+    replies = Conversation(renderer).choices(choices)
     longest = max(map(len, replies))
     if longest > most:
         raise ValueError(
-            f"config.env.mask_illegal is True, and a move of {env.title} takes {longest} tokens "
-            f"with its end of turn; config.rollout.max_turn_tokens is {most}: raise it"
+            f"a choice of config.env.name {config.env.name!r} takes {longest} tokens with its end "
+            f"of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )
     return len(choice_tree(replies)[0])
 

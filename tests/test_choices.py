@@ -26,8 +26,8 @@ from earl_jax.engine.choices import (
 )
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import SamplingRows, sample, sampling_rows
-from earl_jax.envs.environment import EnvConfig, Start
-from earl_jax.envs.repertoire import all_replies, make_environment
+from earl_jax.envs.board_game import BoardGame
+from earl_jax.envs.environment import Start
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.world import World
@@ -45,7 +45,6 @@ from tests.support.episodes import (
 )
 from tests.support.placements import one_step
 
-MASKED = EnvConfig(mask_illegal=True)
 REPLIES = ((5, 0), (5, 7, 0), (6, 0))
 
 
@@ -315,24 +314,24 @@ def test_no_shard_waits_for_another_in_the_choices():
 @pytest.mark.slow
 def test_no_illegal_move_is_played_where_they_are_masked(pool):
     """Random play loses half of its games to illegal moves where they are not."""
-    replies = tuple(map(renderer().reply, all_replies(MASKED)))
+    replies = tuple(map(renderer().reply, BoardGame(mask_illegal=True).all_choices()))
     assert len(choice_tree(replies)[0]) == BRANCHES
     player = engine_for(BRANCHES)
 
-    def make(env):
-        return lambda task: make_environment(env, seed=task.env_seed, player=task.player)
+    def masked_game(task):
+        return BoardGame(mask_illegal=True, **task.args)
 
-    masked = collect(pool, tasks(40), make(MASKED), player=player)
+    masked = collect(pool, tasks(40), masked_game, player=player)
     check_rows(masked, 40)
     assert {t.stop_reason for t in masked.trajectories} <= {"win", "draw", "loss"}
-    free = collect(pool, tasks(40), make(EnvConfig()), player=player)
+    free = collect(pool, tasks(40), player=player)
     assert sum(t.stop_reason == "illegal" for t in free.trajectories) > 15
 
 
 @pytest.mark.slow
 def test_choices_without_room_end_their_own_episode(pool):
     def make(task):
-        return Words([]) if task.episode % 2 else make_environment(EnvConfig(), seed=1, player=0)
+        return Words([]) if task.episode % 2 else BoardGame(seed=1)
 
     rollout = collect(pool, tasks(8), make)
     for trajectory in rollout.trajectories:
@@ -361,7 +360,7 @@ def test_tokens_that_are_none_end_their_own_episode(pool):
 
 @pytest.mark.slow
 def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
-    given = {**RATIO_RUN, "env": {"mask_illegal": True}}
+    given = {**RATIO_RUN, "env": {"args": {"mask_illegal": True}}}
     record = one_step(World(make_config(given)))
     assert {t.stop_reason for t in record.trajectories} <= {"win", "draw", "loss"}
     assert (
@@ -370,11 +369,11 @@ def test_a_run_with_masked_moves_learns_from_a_ratio_of_one():
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="mask_illegal is True with config.train.ratio 'behav"):
-        make_config({}, ["env.mask_illegal=True"])
-    masked = {**RATIO_RUN, "env": {"mask_illegal": True}}
-    with pytest.raises(ValueError, match="env.illegal_reward = -0.5 has no effect.*mask_illegal"):
-        make_config(masked, ["env.illegal_reward=-0.5"])
+    with pytest.raises(ValueError, match=r"\(mask_illegal\) with config.train.ratio 'behav"):
+        make_config({}, ["env.args.mask_illegal=True"])
+    masked = {**RATIO_RUN, "env": {"args": {"mask_illegal": True}}}
+    with pytest.raises(ValueError, match="illegal_reward is -0.5 but has no effect"):
+        make_config(masked, ["env.args.illegal_reward=-0.5"])
     with pytest.raises(ValueError, match="takes 2 tokens.*config.rollout.max_turn_tokens is 1"):
         World(make_config(masked, ["rollout.max_turn_tokens=1"]))
     assert World(make_config(masked)).choice_branches == 18

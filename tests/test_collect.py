@@ -413,14 +413,14 @@ def test_environments_that_misbehave_end_their_own_episode_only():
 
     def make(task: Task):
         if task.episode not in faults:
-            return Talker(task.env_seed)
+            return Talker(task.args["seed"])
         when, fault, _ = faults[task.episode]
-        return Faulty(task.env_seed, when, fault)
+        return Faulty(task.args["seed"], when, fault)
 
     # Long enough for a sound environment on a busy machine.
     pool = EnvironmentPool(2, timeout_s=2.0)
     try:
-        healthy = collect(pool, tasks(30), lambda task: Talker(task.env_seed))
+        healthy = collect(pool, tasks(30), lambda task: Talker(task.args["seed"]))
         rollout = collect(pool, tasks(30), make)
     finally:
         released.set()
@@ -468,7 +468,7 @@ def test_what_prompts_have_in_common_is_read_once(pool, mesh, copies, monkeypatc
     assert common == 26 and len(prompts[0]) == 29
 
     def lecture(task):
-        return Lecture(task.env_seed)
+        return Lecture(task.args["seed"])
 
     alone = collect(pool, tasks(44), lecture, max_tokens=64)
     player = engine(mesh=mesh, append_rows=1)

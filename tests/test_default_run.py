@@ -44,6 +44,6 @@ def test_both_meshes_change_as_the_policy_learns(tmp_path, monkeypatch, capsys):
         assert meshes == [first] * moved + [last] * (len(lines) - moved)
         assert 0 < moved and stage in lines[moved]["switched"]
         # What the mesh in use would have needed is on the screen, in a line of its own.
-        (reason,) = re.findall(rf"step \d+: {stage} {first} -> {last}.*", printed)
+        (reason,) = re.findall(rf"step \d+: {stage}: {first} -> {last}.*", printed)
         size, unit = re.search(r"needs ([\d.]+) (KiB|MiB)/device", reason).groups()
         assert float(size) * {"KiB": 2**10, "MiB": 2**20}[unit] > budget

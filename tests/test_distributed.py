@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from earl_jax.config_file import make_config
+from earl_jax.config_file import load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.distributed import (
     DistributedConfig,
@@ -29,6 +29,7 @@ from earl_jax.launch.distributed import (
     end_together,
     start_processes,
 )
+from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.models.checkpoints.export import export_policy
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats

@@ -66,7 +66,7 @@ def talk(pool, burst: int, stops: Stops, drafts: int = 0):
     return collect(
         pool,
         tasks(24),
-        lambda task: Talker(task.env_seed),
+        lambda task: Talker(task.args["seed"]),
         params=weights(ends_turns=False),
         player=engine(burst=burst, ngram=1, draft=drafts),
         burst=burst,

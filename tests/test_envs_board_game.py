@@ -9,14 +9,10 @@ import pyspiel
 import pytest
 
 from earl_jax.envs.board_game import MOVE_AGAIN, BoardGame
-from earl_jax.envs.environment import EnvConfig, check_start, check_step
+from earl_jax.envs.environment import check_start, check_step
+from earl_jax.envs.examples import Example, play_example
 from earl_jax.envs.games import load_game
-from earl_jax.envs.repertoire import (
-    Demonstration,
-    demonstrate,
-    game_corpus,
-    make_environment,
-)
+from tests.support.episodes import game_corpus
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 
@@ -49,7 +45,7 @@ def play(environment: BoardGame, replies: list[str]) -> tuple[list[str], float, 
     ],
 )
 def test_hand_played_tic_tac_toe(player, seed, opening, replies, answers, reward, reason):
-    environment = make_environment(EnvConfig(), seed=seed, player=player)
+    environment = BoardGame(seed=seed, index=player)
     texts, got_reward, got_reason = play(environment, list(replies))
     side = "xo"[player]
     assert texts[0] == f"tic_tac_toe. you play {side}. moves are 0 to 8.{opening}"
@@ -57,7 +53,7 @@ def test_hand_played_tic_tac_toe(player, seed, opening, replies, answers, reward
     assert (got_reward, got_reason) == (reward, reason)
 
 
-def referee(player: int, episode: Demonstration) -> set[str]:
+def referee(player: int, episode: Example) -> set[str]:
     """What an own referee allows as outcome, from the messages alone."""
     board = ["."] * 9
     own, other = "xo"[player], "ox"[player]
@@ -90,7 +86,7 @@ def test_own_referee_agrees_with_400_random_games():
     seen = set()
     for seed in range(400):
         player = seed % 2
-        episode = demonstrate(make_environment(EnvConfig(), seed=seed, player=player), rng)
+        episode = play_example(BoardGame(seed=seed, index=player), rng)
         assert episode.stop_reason in referee(player, episode)
         assert episode.reward == {"win": 1.0, "draw": 0.0, "loss": -1.0}[episode.stop_reason]
         seen.add((player, episode.stop_reason))
@@ -101,7 +97,7 @@ def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
     """Of every position of a hundred games; none where the game is over, or nothing is masked."""
     rng = random.Random(2)
     for seed in range(100):
-        environment = make_environment(EnvConfig(mask_illegal=True), seed=seed, player=seed % 2)
+        environment = BoardGame(mask_illegal=True, seed=seed, index=seed % 2)
         content = check_start(environment.start())
         result = None
         while result is None or not result.done:
@@ -109,7 +105,7 @@ def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
             content = result = check_step(environment.step(rng.choice(content.choices)))
             assert result.stop_reason != "illegal"
         assert result.choices == ()
-    free = make_environment(EnvConfig(), seed=0, player=0)
+    free = BoardGame(seed=0, index=0)
     assert free.start().choices == free.step("4").choices == ()
 
 
@@ -117,7 +113,7 @@ def test_the_choices_are_the_legal_moves_where_illegal_ones_are_masked():
     "reply", ["9", "³", "٤", " 4", "4 ", "4\n", "+4", "04", "-1", "", "four", "4<|end|>", "x" * 999]
 )
 def test_only_the_exact_text_of_a_legal_move_is_legal(reply):
-    environment = make_environment(EnvConfig(illegal_reward=-0.5), seed=0, player=0)
+    environment = BoardGame(illegal_reward=-0.5, seed=0, index=0)
     environment.start()
     result = check_step(environment.step(reply))
     assert (result.reward, result.done, result.stop_reason) == (-0.5, True, "illegal")
@@ -126,7 +122,7 @@ def test_only_the_exact_text_of_a_legal_move_is_legal(reply):
 
 
 def test_a_taken_field_is_illegal():
-    environment = make_environment(EnvConfig(), seed=0, player=1)
+    environment = BoardGame(seed=0, index=1)
     assert environment.start().text.endswith("x plays 0.")
     assert environment.legal_replies() == list("12345678")
     assert environment.step("0").stop_reason == "illegal"
@@ -135,10 +131,11 @@ def test_a_taken_field_is_illegal():
 
 @pytest.mark.parametrize("opponent", ["random", "mcts"])
 def test_same_seed_and_replies_give_the_same_episode(opponent):
-    config = EnvConfig(game="connect_four", opponent=opponent)
 
-    def episode(seed: int) -> Demonstration:
-        return demonstrate(make_environment(config, seed=seed, player=1), random.Random(7))
+    def episode(seed: int) -> Example:
+        return play_example(
+            BoardGame(game="connect_four", opponent=opponent, seed=seed, index=1), random.Random(7)
+        )
 
     assert [episode(seed) for seed in range(8)] == [episode(seed) for seed in range(8)]
     assert len({episode(seed).turns for seed in range(8)}) > 4
@@ -149,7 +146,7 @@ def test_opponent_does_not_mirror_a_policy_with_the_same_seed():
     # Independent, it is so in 1 of 9; the standard deviation over 2000 games is 0.7 %.
     same_rank = 0
     for seed in range(2000):
-        environment = make_environment(EnvConfig(), seed=seed, player=0)
+        environment = BoardGame(seed=seed, index=0)
         environment.start()
         legal = environment.legal_replies()
         reply = random.Random(seed).choice(legal)
@@ -164,20 +161,20 @@ def test_random_play_wins_as_often_as_it_must():
     rng = random.Random(0)
     for player, expected in ((0, 0.585), (1, 0.288)):
         wins = sum(
-            demonstrate(make_environment(EnvConfig(), seed=s, player=player), rng).reward > 0
-            for s in range(2000)
+            play_example(BoardGame(seed=s, index=player), rng).reward > 0 for s in range(2000)
         )
         assert abs(wins / 2000 - expected) < 0.035
 
 
 def test_mcts_is_a_stronger_opponent_than_random():
-    def wins(config: EnvConfig) -> int:
+    def wins(opponent: str) -> int:
         return sum(
-            demonstrate(make_environment(config, seed=s, player=s % 2), random.Random(s)).reward > 0
+            play_example(BoardGame(opponent=opponent, seed=s, index=s % 2), random.Random(s)).reward
+            > 0
             for s in range(60)
         )
 
-    assert wins(EnvConfig(opponent="mcts")) < 6 < 15 < wins(EnvConfig())
+    assert wins("mcts") < 6 < 15 < wins("random")
 
 
 @pytest.mark.parametrize("player", [0, 1])
@@ -202,9 +199,7 @@ def test_mcts_is_a_stronger_opponent_than_random():
 )
 def test_transcript_replays_on_openspiel(name, player):
     """Every told move is legal for that side in a state of OpenSpiel; the return agrees."""
-    episode = demonstrate(
-        make_environment(EnvConfig(game=name), seed=5, player=player), random.Random(5)
-    )
+    episode = play_example(BoardGame(game=name, seed=5, index=player), random.Random(5))
     state = pyspiel.load_game(name).new_initial_state()
     assert episode.start.role == "xo"[player]
     assert episode.start.text.startswith(f"{name}. you play ")
@@ -227,22 +222,22 @@ def test_a_second_move_in_a_row_is_asked_for():
     texts = {
         text
         for seed in range(5)
-        for _, text in demonstrate(
-            make_environment(EnvConfig(game="mancala"), seed=seed, player=1), random.Random(seed)
+        for _, text in play_example(
+            BoardGame(game="mancala", seed=seed, index=1), random.Random(seed)
         ).turns
     }
     assert MOVE_AGAIN in texts and any(re.fullmatch(r"\d+ \d+", text) for text in texts)
 
 
 def test_board_is_shown_in_every_message():
-    environment = make_environment(EnvConfig(show_board=True), seed=0, player=1)
+    environment = BoardGame(show_board=True, seed=0, index=1)
     start = check_start(environment.start())
     assert start.text == ("tic_tac_toe. you play o. moves are 0 to 8. x plays 0.\nx..\n...\n...")
     assert environment.step("7").text == "8\nx..\n...\n.ox"
 
 
 def test_calls_out_of_order_are_errors():
-    environment = make_environment(EnvConfig(), seed=0, player=0)
+    environment = BoardGame(seed=0, index=0)
     with pytest.raises(RuntimeError, match="before start"):
         environment.step("4")
     environment.start()
@@ -251,8 +246,6 @@ def test_calls_out_of_order_are_errors():
     environment.step("bad")
     with pytest.raises(RuntimeError, match="after the end"):
         environment.step("4")
-    with pytest.raises(ValueError, match="player is 2"):
-        make_environment(EnvConfig(), seed=0, player=2)
 
 
 def test_game_is_loaded_once():
@@ -260,9 +253,9 @@ def test_game_is_loaded_once():
 
 
 def test_corpus_is_the_same_for_the_same_seed_and_has_both_sides():
-    corpus = game_corpus(EnvConfig(), 20, seed=3)
-    assert corpus == game_corpus(EnvConfig(), 20, seed=3)
-    assert corpus != game_corpus(EnvConfig(), 20, seed=4)
+    corpus = game_corpus(20, seed=3)
+    assert corpus == game_corpus(20, seed=3)
+    assert corpus != game_corpus(20, seed=4)
     assert corpus[:9] == list("012345678")
     assert sum("you play x." in text for text in corpus) == 10
     assert sum("you play o." in text for text in corpus) == 10

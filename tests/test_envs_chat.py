@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.environment import EnvConfig
-from earl_jax.envs.repertoire import demonstrate, game_corpus, make_environment
+from earl_jax.envs.examples import play_example
 from earl_jax.envs.tokenizer import SPECIAL_TOKENS, build_tokenizer
+from tests.support.episodes import game_corpus
 
-TOKENIZER = build_tokenizer(game_corpus(EnvConfig(), 200, seed=0), 512)
+TOKENIZER = build_tokenizer(game_corpus(200), 512)
 CHAT = ChatRenderer(TOKENIZER)
 PAD, USER, ASSISTANT, END = range(4)
 
@@ -33,8 +34,8 @@ def test_frame_by_hand():
 @pytest.mark.parametrize("show_board", [False, True])
 def test_incremental_ids_equal_the_template_of_the_whole_conversation(show_board):
     for seed in range(20):
-        environment = make_environment(EnvConfig(show_board=show_board), seed=seed, player=seed % 2)
-        turns = demonstrate(environment, random.Random(seed)).turns
+        environment = BoardGame(show_board=show_board, seed=seed, index=seed % 2)
+        turns = play_example(environment, random.Random(seed)).turns
         ids: tuple[int, ...] = ()
         for number, (author, text) in enumerate(turns):
             if author == "policy":

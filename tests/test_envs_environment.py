@@ -9,34 +9,30 @@ import numpy as np
 import pytest
 
 from earl_jax.envs.environment import (
-    EnvConfig,
     Message,
     Start,
     StepResult,
-    TrailConfig,
     check_start,
     check_step,
 )
 from earl_jax.envs.games import load_game, playable_games
+from earl_jax.envs.registry import EnvConfig, open_environment
+from earl_jax.envs.tasks import TasksConfig
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        EnvConfig(),
-        EnvConfig(game="connect_four(rows=5,columns=5)", show_board=True),
-        EnvConfig(opponent="mcts", mcts_simulations=7),
-    ],
+    "args",
+    [{}, {"game": "connect_four(rows=5,columns=5)"}, {"opponent": "mcts", "mcts_simulations": 7}],
 )
-def test_good_configs_pass(config):
-    config.validate()
+def test_good_configs_pass(args):
+    open_environment(EnvConfig(name="board_game", args=args), TasksConfig(), seed=0, num_tasks=1)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"game": "tictactoe"}, r"config\.env\.game is 'tictactoe'.*did you mean 'tic_tac_toe'"),
-        ({"game": ""}, r"config\.env\.game is ''.*playable are amazons"),
+        ({"game": "tictactoe"}, r"game is 'tictactoe'.*did you mean 'tic_tac_toe'"),
+        ({"game": ""}, r"game is ''.*playable are amazons"),
         ({"game": "zzz"}, "playable are amazons"),
         ({"game": "kuhn_poker"}, "imperfect information"),
         ({"game": "backgammon"}, "explicit stochastic"),
@@ -46,16 +42,30 @@ def test_good_configs_pass(config):
         ({"game": "connect_four(rows=0,columns=0)"}, "no player can move"),
         ({"game": "connect_four(rows=-1)"}, "OpenSpiel refuses"),
         ({"game": "chess(chess960=true)"}, "no player can move"),
-        ({"opponent": "mtcs"}, r"config\.env\.opponent is 'mtcs'.*did you mean 'mcts'"),
+        ({"opponent": "mtcs"}, r"opponent is 'mtcs'; choose one of 'random', 'mcts'"),
         ({"opponent": "mcts", "mcts_simulations": 0}, "at least 1"),
-        ({"mcts_simulations": 60}, "no effect with config.env.opponent='random'"),
-        ({"illegal_reward": float("nan")}, r"config\.env\.illegal_reward is nan"),
+        ({"mcts_simulations": 60}, "no effect with opponent 'random'"),
+        ({"illegal_reward": 1e999}, "must hold what JSON can say"),
+        ({"illegal_reward": -2, "mask_illegal": True}, "no effect with mask_illegal"),
+        ({"show_board": 1}, r"config.env.args.show_board is 1, of type int; .* of type bool"),
+        ({"show_bord": True}, "show_bord is not an argument of BoardGame; did you mean 'show_boa"),
+        ({"seed": 3}, "config.env.args.seed is not an argument of BoardGame; it takes game, ill"),
+    ],
+)
+def test_bad_arguments_are_refused_with_their_names(change, message):
+    config = EnvConfig(name="board_game", args=change)
+    with pytest.raises(ValueError, match=message):
+        open_environment(config, TasksConfig(), seed=0, num_tasks=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"timeout_s": 0.0}, r"config\.env\.timeout_s is 0\.0"),
         ({"timeout_s": float("inf")}, r"config\.env\.timeout_s is inf"),
         ({"num_workers": 0}, r"config\.env\.num_workers is 0"),
         ({"name": "trial"}, r"config\.env\.name is .trial.*did you mean .trail."),
-        ({"trail": TrailConfig(num_stones=1)}, r"config\.env\.trail\.num_stones is 1"),
-        ({"trail": TrailConfig(num_steps=0)}, r"config\.env\.trail\.num_steps is 0"),
+        ({"args": {"game": "chess"}}, "config.env.args.game is not an argument of BoardGame"),
     ],
 )
 def test_bad_configs_are_refused_with_the_field(change, message):
@@ -144,6 +154,13 @@ class Unprintable:
             ValueError,
             "must be empty when done, .* 1 choices and 0 tokens",
         ),
+        (StepResult(reward=0.0, done=False, metrics=1), TypeError, "metrics must be a mapping"),
+        (StepResult(reward=0.0, done=False, metrics={1: 1}), TypeError, "name in StepResult.metr"),
+        (
+            StepResult(reward=0.0, done=False, metrics={"a": float("nan")}),
+            ValueError,
+            r"StepResult.metrics\['a'\] must be a number; got nan",
+        ),
         (StepResult(messages="hi", reward=0.0, done=False), TypeError, "messages must be a tuple"),
         (StepResult(messages=("hi",), reward=0.0, done=False), TypeError, "must hold Message"),
     ],
@@ -199,7 +216,7 @@ for module in pkgutil.iter_modules(earl_jax.envs.__path__):
     importlib.import_module('earl_jax.envs.' + module.name)
 assert 'earl_jax.envs.chat' in sys.modules
 bad = [m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'torch')
-       or m.startswith('earl_jax.') and not m.startswith('earl_jax.envs')]
+       or m.startswith('earl_jax.') and m.split('.')[1] not in ('envs', 'settings')]
 assert not bad, bad
 import logging
 logging.getLogger('transformers').warning('another warning')

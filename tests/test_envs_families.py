@@ -207,7 +207,7 @@ CHUNK, BURST = 5, 3
 
 def begin(conversation: Conversation, script: Script) -> LiveEpisode:
     episode = LiveEpisode(
-        task=Task(episode=0, group=0, env_seed=0, player=0),
+        task=Task(episode=0, group=0, args={}),
         row=0,
         place=0,
         conversation=conversation,

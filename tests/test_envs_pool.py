@@ -12,9 +12,9 @@ from functools import partial
 import pytest
 
 from earl_jax.envs import pool as pool_module
-from earl_jax.envs.environment import EnvConfig, StepResult, check_step
+from earl_jax.envs.board_game import BoardGame
+from earl_jax.envs.environment import StepResult, check_step
 from earl_jax.envs.pool import EnvironmentPool, Failure
-from earl_jax.envs.repertoire import make_environment
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_outcomes_are_in_the_order_of_the_calls(num_workers):
 
 def test_games_in_the_pool_are_the_games_outside():
     def episodes(run):
-        environments = [make_environment(EnvConfig(), seed=s, player=s % 2) for s in range(50)]
+        environments = [BoardGame(seed=s, index=s % 2) for s in range(50)]
         rng = random.Random(0)
         told = [run([e.start for e in environments])]
         for _ in range(3):

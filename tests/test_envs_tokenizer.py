@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trained tokenizer: one token a move, exact round trips, the same vocabulary every time."""
 
+import functools
 import hashlib
 import subprocess
 import sys
@@ -12,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from earl_jax.envs.environment import EnvConfig
+from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.games import load_game
-from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import (
     ASSISTANT,
     END,
@@ -26,10 +26,12 @@ from earl_jax.envs.tokenizer import (
     load_tokenizer,
     save_tokenizer,
 )
+from tests.support.episodes import game_corpus
 
 
 def build(game="tic_tac_toe", vocab_size=512, num_games=300):
-    return build_tokenizer(game_corpus(EnvConfig(game=game), num_games, seed=0), vocab_size)
+    make = functools.partial(BoardGame, game=game)
+    return build_tokenizer(game_corpus(num_games, make=make), vocab_size)
 
 
 TOKENIZER = build()

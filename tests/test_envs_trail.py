@@ -6,17 +6,18 @@ import random
 
 import pytest
 
-from earl_jax.envs.environment import EnvConfig, TrailConfig, check_start, check_step
-from earl_jax.envs.repertoire import all_replies, demonstrate, game_corpus, make_environment
+from earl_jax.envs.environment import check_start, check_step
+from earl_jax.envs.examples import play_example
 from earl_jax.envs.trail import Trail
+from tests.support.episodes import game_corpus
 
-FOUR_STEPS = EnvConfig(name="trail", trail=TrailConfig(num_stones=5, num_steps=4))
 
-
-def trail(seed: int = 0, config: EnvConfig = FOUR_STEPS) -> Trail:
-    environment = make_environment(config, seed=seed, player=seed % 2)
-    assert isinstance(environment, Trail)
-    return environment
+def trail(
+    seed: int = 0, *, index: int = 0, mask_illegal: bool = False, num_steps: int = 4
+) -> Trail:
+    return Trail(
+        num_stones=5, num_steps=num_steps, seed=seed, index=index, mask_illegal=mask_illegal
+    )
 
 
 def walk(environment: Trail, right_steps: int) -> tuple[str, list[str]]:
@@ -32,7 +33,7 @@ def walk(environment: Trail, right_steps: int) -> tuple[str, list[str]]:
 def test_the_words():
     stone, content = walk(trail(), 3)
     assert content[0].startswith("a trail of 5 stones, 0 to 4. go to ")
-    assert all(text in all_replies(FOUR_STEPS) for text in (*content[1:], stone))
+    assert all(text in trail().all_replies() for text in (*content[1:], stone))
 
 
 # The share of four steps, by hand.
@@ -73,14 +74,13 @@ def test_a_trail_is_that_of_its_seed_and_no_other():
 def test_demonstrated_steps_are_right_half_the_time_and_by_chance():
     # Of 2000 walks 0.5 + 0.5 / 5 begin with a right step: 1200, with a standard deviation of 22.
     rng = random.Random(0)
-    walks = [demonstrate(trail(seed), rng) for seed in range(2000)]
+    walks = [play_example(trail(seed), rng) for seed in range(2000)]
     assert abs(sum(w.reward > 0 for w in walks) - 1200) < 90
     assert {w.stop_reason for w in walks} == {"win", "loss"}
 
 
 def test_the_choices_are_all_stones_where_others_are_masked():
-    config = EnvConfig(name="trail", mask_illegal=True, trail=FOUR_STEPS.trail)
-    environment = trail(config=config)
+    environment = trail(mask_illegal=True)
     start = environment.start()
     assert start.choices == tuple("01234") == tuple(environment.legal_replies())
     assert environment.step(start.text[-1]).choices == tuple("01234")
@@ -101,28 +101,33 @@ def test_calls_out_of_order_are_errors():
 
 
 def test_the_corpus_has_every_stone():
-    corpus = game_corpus(FOUR_STEPS, 20, seed=3)
-    assert corpus == game_corpus(FOUR_STEPS, 20, seed=3)
+    corpus = game_corpus(20, seed=3, make=trail)
+    assert corpus == game_corpus(20, seed=3, make=trail)
     assert corpus[:5] == list("01234")
     assert sum("a trail of 5 stones" in text for text in corpus) == 20
 
 
-def test_trails_lengthen_with_the_episodes_of_a_run():
-    config = TrailConfig(num_steps=6, first_steps=4, longer_every=10)
-    steps = {episode: config.at(episode).num_steps for episode in (0, 9, 10, 19, 20, 10_000)}
+def test_trails_lengthen_with_the_tasks_of_a_run():
+    steps = {
+        index: Trail(num_steps=6, first_steps=4, longer_every=10, index=index).num_steps
+        for index in (0, 9, 10, 19, 20, 10_000)
+    }
     assert steps == {0: 4, 9: 4, 10: 5, 19: 5, 20: 6, 10_000: 6}
-    assert FOUR_STEPS.trail.at(10_000) == FOUR_STEPS.trail
+    assert trail(index=10_000).num_steps == 4
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"first_steps": 4}, "trail.first_steps is 4, and without .*longer_every it has no effect"),
+        ({"first_steps": 4}, "first_steps is 4, and without longer_every it has no effect"),
         ({"first_steps": 61, "longer_every": 10}, "first_steps is 61; it must be at most"),
         ({"first_steps": 0, "longer_every": 10}, "first_steps is 0; it must be at least 1"),
         ({"longer_every": -1}, "longer_every is -1; it must be at least 0"),
+        ({"num_stones": 1}, "num_stones is 1; it must be at least 2"),
+        ({"num_steps": 0}, "num_steps is 0; it must be at least 1"),
+        ({"mask_illegal": True, "illegal_reward": -2.0}, "no effect with mask_illegal"),
     ],
 )
-def test_trails_that_cannot_lengthen_so_are_refused(fields, words):
+def test_trails_that_cannot_be_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
-        TrailConfig(**fields).validate()
+        Trail(**fields)

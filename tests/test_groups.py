@@ -65,7 +65,10 @@ def test_a_groups_prompt_is_read_once_and_each_other_episode_appends_one_token(p
     """However the prompt ends in a chunk; of nine episodes on four slots, in three waves."""
     length = len(prompt(words))
     assert length == 28 + len(words)
-    todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(size)]
+    todo = [
+        dataclasses.replace(task, group=0, args={"seed": 0, "index": task.args["index"]})
+        for task in tasks(size)
+    ]
     rollout = play(pool, todo, lambda task: Question(words))
     assert rollout.stats.prefill_tokens == length + size - 1
     assert rollout.stats.shared_tokens == (size - 1) * (length - 1)
@@ -97,7 +100,10 @@ def test_what_different_prompts_have_in_common_is_read_once_a_policy_version(poo
 def test_another_rollout_of_the_same_weights_reads_a_prompt_no_more(pool):
     """Not even by the first episode of it; what is new of other prompts is read once."""
     length, size = len(prompt("7")), 4
-    todo = [dataclasses.replace(task, group=0, env_seed=0) for task in tasks(size)]
+    todo = [
+        dataclasses.replace(task, group=0, args={"seed": 0, "index": task.args["index"]})
+        for task in tasks(size)
+    ]
 
     def ask(words, vacant=None, **changes):
         return play(pool, todo, lambda task: Question(words), vacant=vacant, **changes)
@@ -133,7 +139,13 @@ def test_on_several_devices_it_is_once_too_or_once_for_each(pool, copies):
     So four are guests: two in the third data shard and two in the fourth. The first of each of
     these three data shards waits for what the first data shard reads, or reads it too.
     """
-    length, todo = len(prompt("7")), [dataclasses.replace(t, group=0, env_seed=0) for t in tasks(8)]
+    length, todo = (
+        len(prompt("7")),
+        [
+            dataclasses.replace(t, group=0, args={"seed": 0, "index": t.args["index"]})
+            for t in tasks(8)
+        ],
+    )
 
     def play(**changes):
         rollout = collect(

@@ -25,7 +25,7 @@ TRAIN_MESHES = ("data=8", "data=1,fsdp=2,tensor=4")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
 TINY = {
     "num_steps": 11,
-    "env": {"name": "trail", "trail": {"num_stones": 2, "num_steps": 12}},
+    "env": {"name": "trail", "args": {"num_stones": 2, "num_steps": 12}},
     "model": {
         "num_layers": 1,
         "width": 32,

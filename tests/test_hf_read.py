@@ -313,7 +313,7 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
     change_config(folder, max_position_embeddings=64)
     given = {
         "model": {"path": str(folder)},
-        "env": {"game": "connect_four", "mask_illegal": True},
+        "env": {"name": "connect_four", "args": {"mask_illegal": True}},
         "rollout": {
             "num_slots": 16,
             "episodes_per_step": 16,

@@ -23,7 +23,7 @@ ARROWS = {
     "trajectory": set(),
     "sharding": set(),
     "launch": {"settings", "sharding"},
-    "envs": set(),
+    "envs": {"settings"},
     "models": {"settings", "sharding"},
     "telemetry": {"trajectory"},
     "selector": {"settings", "sharding", "telemetry"},
@@ -169,9 +169,8 @@ def test_environments_run_in_a_python_without_jax():
         import pkgutil, importlib, earl_jax.envs as envs
         for module in pkgutil.iter_modules(envs.__path__):
             importlib.import_module(f"earl_jax.envs.{module.name}")
-        from earl_jax.envs.repertoire import make_environment
-        from earl_jax.envs.environment import EnvConfig
-        environment = make_environment(EnvConfig(), seed=1, player=0)
+        from earl_jax.envs.board_game import BoardGame
+        environment = BoardGame(seed=1, index=0)
         print(environment.start().role, environment.step("4").done)
     """
     done = subprocess.run(

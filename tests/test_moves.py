@@ -44,7 +44,7 @@ ROLLOUT = {
 }
 SETTINGS = given(ROLLOUT, (D8, D4T2), (D8, F8)) | {
     "num_steps": len(LONGEST),
-    "env": {"mask_illegal": True},
+    "env": {"args": {"mask_illegal": True}},
     "model": TINY | {"width": 32, "ffn_size": 64},
     "train": {"ratio": "model", "learning_rate": 4e-3, "epochs": 2, "sft_steps": 0},
 }

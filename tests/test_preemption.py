@@ -355,7 +355,7 @@ class Long(Talker):
     """Its first message has another length for each episode; some answers take their time."""
 
     def __init__(self, task):
-        super().__init__(task.env_seed)
+        super().__init__(task.args["seed"])
         self.text, self.delay_s = "8" * (1 + 5 * task.episode % 23), 0.003 * (task.episode % 4)
 
     def start(self):

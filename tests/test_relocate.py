@@ -88,7 +88,7 @@ class Lecture(Talker):
 
 
 def lecture(task):
-    return Lecture(task.env_seed)
+    return Lecture(task.args["seed"])
 
 
 @pytest.mark.slow

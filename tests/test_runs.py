@@ -281,7 +281,7 @@ BAD_INPUT = [
     (["--config=configs/tictactoe_tiny_cpuu.py"], "did you mean tictactoe_tiny_cpu.py"),
     (["--config.selector.train_meshes=('data=3',)"], "this run has 8. Possible here: 'data=8'"),
     (["--config.selector.rollout_meshes=('data=1,tensor=8',)"], "does not divide by 8"),
-    (["--config.env.game=tic_tac_to"], "tic_tac_toe"),
+    (["--config.env.name=tic_tac_to"], "tic_tac_toe"),
     (["--config.rollout.num_slots=12"], "rollout.num_slots = 12 does not divide by data=8"),
     (["--workdir=/dev/null/below"], "--workdir=/dev/null/below cannot be used"),
     (["--config.train.final_learning_rate=0", "--config.train.schedule=constant"], "no effect"),

@@ -21,7 +21,7 @@ from tests.support.allocator import live_bytes, memory_limit
 
 WIDE = {
     "num_steps": 2,
-    "env": {"game": "tic_tac_toe"},
+    "env": {"name": "tic_tac_toe"},
     "model": {
         "num_layers": 2,
         "width": 256,

@@ -39,7 +39,7 @@ def tell(pool, burst: int, stops: Stops, **changes):
     return collect(
         pool,
         todo,
-        lambda task: Talker(task.env_seed),
+        lambda task: Talker(task.args["seed"]),
         params=weights(ends_turns=False),
         player=engine(burst=burst, num_slots=changes.get("num_slots", 16)),
         burst=burst,
@@ -112,7 +112,7 @@ def test_stop_ids_end_turns_on_the_devices(pool):
             collect(
                 pool,
                 todo,
-                lambda task: Talker(task.env_seed),
+                lambda task: Talker(task.args["seed"]),
                 params=weights(ends_turns=False),
                 max_tokens=3 * ROOM,
                 max_turn_tokens=16,
@@ -133,7 +133,7 @@ def test_what_follows_a_stop_sees_exactly_what_is_recorded(pool):
     rollout = collect(
         pool,
         tasks(16),
-        lambda task: Talker(task.env_seed),
+        lambda task: Talker(task.args["seed"]),
         stop_strings=("1", "2", "3", "4", "5"),
         max_tokens=2 * ROOM,
     )

@@ -84,7 +84,7 @@ def test_what_cannot_be_is_refused_before_anything_is_played(pool):
 
 def test_an_episodes_tokens_are_those_of_its_seed(pool):
     """Which is its number unless it says another: 0 and 8 to 15 are drawn as the first nine are."""
-    alike = [dataclasses.replace(task, env_seed=5, player=0) for task in tasks(16)]
+    alike = [dataclasses.replace(task, args={"seed": 5, "index": 0}) for task in tasks(16)]
     plain = collect(pool, alike).trajectories
     seeds = [9, *range(1, 8), *range(8)]
     seeded = [dataclasses.replace(task, seed=seed) for task, seed in zip(alike, seeds, strict=True)]

@@ -56,7 +56,7 @@ def test_a_plain_line_says_what_matters():
         )
     # One step took ten seconds and two are left.
     assert stream.getvalue().splitlines()[-1] == (
-        "step 2/4  reward +0.250  eval@0 win 50% illegal 12%  12.3k tok/s  "
+        "step 2/4  reward +0.250  eval@0 win 0.5, illegal 0.125, draw 0.1  12.3k tok/s  "
         "rollout data=8  train fsdp=8  20 s left"
     )
 
@@ -75,7 +75,7 @@ def test_plain_notes_are_printed_at_once_and_an_evaluation_after_the_last_step_i
         progress.note("step 1: rollout data=8 -> data=4,tensor=2 [why]")
         assert stream.getvalue().endswith("* step 1: rollout data=8 -> data=4,tensor=2 [why]\n")
         progress.update({"step": 1, "eval": {"win": 1.0}})
-    assert stream.getvalue().splitlines()[-1] == "step 1/1  eval@1 win 100%"
+    assert stream.getvalue().splitlines()[-1] == "step 1/1  eval@1 win 1"
 
 
 def test_a_file_gets_no_escape_sequences_whatever_the_environment_says(monkeypatch):
@@ -99,7 +99,7 @@ def test_a_terminal_shows_one_display_and_notes_above_it():
         progress.update({"step": 4, "eval": {"win": 0.75, "illegal": 0.0}})
         progress.note("switched [rollout]")
     text = console.file.getvalue()
-    for part in ("step 4/10", "reward +0.500", "eval@4 win 75% illegal 0%", "rollout data=8"):
+    for part in ("step 4/10", "reward +0.500", "eval@4 win 0.75, illegal 0", "rollout data=8"):
         assert part in text
     assert text.index("* switched [rollout]") < text.rindex("step 4/10")
 

@@ -164,8 +164,8 @@ def test_headlines(tmp_path):
     assert figures == [
         ("2", "steps", "of 3"),
         ("1 min 00 s", "training time", ""),
-        ("50.0%", "last evaluation", "win, step 2; illegal 12.5%"),
-        ("75.0%", "best evaluation", "win, step 1"),
+        ("0.5", "last evaluation", "win, step 2; illegal 0.125"),
+        ("0.75", "best evaluation", "win, step 1"),
         ("+0.150", "reward", "mean of the last 2 steps"),
         ("1k", "rollout tokens/s", "mean of the last 2 steps"),
         ("202", "longest context", "tokens"),

@@ -183,7 +183,7 @@ class Player:
         every = dense_pool(1, script.num_slots, max_tokens, PAGE_SIZE)
         session = empty_session(engine, self.policy(engine), max_tokens, every)
         tasks = [
-            Task(episode=i, group=i, env_seed=i, player=0, limits=Limits(max_turn_tokens=tokens))
+            Task(episode=i, group=i, args={"seed": i}, limits=Limits(max_turn_tokens=tokens))
             for i, tokens in enumerate(script.turn_tokens)
         ]
         # Environments that sleep need a thread each, or they would wait for each other.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Any two-player board game of OpenSpiel as an environment; its rules, our text.
+"""Two-player board games of OpenSpiel as environments; their rules, our text.
 
 A move is its OpenSpiel action number in decimal ("4"): one notation for every game, one token for
 most. An episode of Tic-Tac-Toe, the policy second:
@@ -11,63 +11,72 @@ most. An episode of Tic-Tac-Toe, the policy second:
     policy:      3
 """
 
+import math
 import random
 
 import pyspiel
 
-from earl_jax.envs.environment import (
-    DRAW,
-    ILLEGAL,
-    LOSS,
-    WIN,
-    EnvConfig,
-    Start,
-    StepResult,
-)
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.games import load_game
+from earl_jax.settings.choices import check_choice
 
 ROLES = ("x", "o")
 # What the policy reads when the rules give it another turn before the opponent's (dots_and_boxes).
 MOVE_AGAIN = "again"
+_MCTS_SIMULATIONS = 50
 # UCT's exploration constant, the default of OpenSpiel's own MCTS example.
 _UCT_C = 2.0
 _MCTS_MEMORY_MB = 64
 
 
 class BoardGame:
-    """One episode of `game` with the policy as `player` (0 is "x", 1 is "o"; not always the first).
+    """One episode of a game, in which the policy plays x where `index` is even, else o.
 
-    The opponent's moves depend on `seed` and the replies alone. The reward is OpenSpiel's return at
-    the end of the game and 0 before, or `config.illegal_reward` for a reply that is not exactly the
-    text of a legal move, which ends the episode.
+    `game` is any OpenSpiel name that `games.load_game` accepts, parameters allowed. `opponent` is
+    "random" (uniform over legal moves) or "mcts" (`mcts_simulations` random rollouts a move); its
+    moves depend on `seed` and the replies alone. The reward is OpenSpiel's return at the end of the
+    game and 0 before, or `illegal_reward` for a reply that is not exactly the text of a legal move,
+    which ends the episode. `show_board` adds OpenSpiel's drawing of the board to every message.
+    With `mask_illegal` the policy can sample legal moves only.
 
-    Raises ValueError for another player, RuntimeError for calls out of order.
+    It reports win, draw, loss and illegal, and the wins of its side (win_as_x, win_as_o).
+
+    Raises ValueError for arguments that cannot be, RuntimeError for calls out of order.
     """
 
-    def __init__(self, game: pyspiel.Game, config: EnvConfig, *, player: int, seed: int):
-        if player not in (0, 1):
-            raise ValueError(f"player is {player!r}; it must be 0 ('x') or 1 ('o')")
-        self._game = game
-        self._config = config
-        self._player = player
+    plural = "games"
+
+    def __init__(
+        self,
+        *,
+        game: str = "tic_tac_toe",
+        opponent: str = "random",
+        mcts_simulations: int = _MCTS_SIMULATIONS,
+        illegal_reward: float = -1.0,
+        show_board: bool = False,
+        mask_illegal: bool = False,
+        seed: int = 0,
+        index: int = 0,
+    ):
+        self._game = load_game(game)
+        check_choice(opponent, ("random", "mcts"), "opponent")
+        if mcts_simulations < 1:
+            raise ValueError(f"mcts_simulations is {mcts_simulations}; it must be at least 1")
+        if opponent != "mcts" and mcts_simulations != _MCTS_SIMULATIONS:
+            raise ValueError(
+                f"mcts_simulations is {mcts_simulations} but has no effect with opponent "
+                f"{opponent!r}; set opponent to 'mcts' or leave it out"
+            )
+        check_illegal_reward(illegal_reward, mask_illegal)
+        self._illegal_reward = illegal_reward
+        self._show_board, self._mask_illegal = show_board, mask_illegal
+        self._player = index % 2
         # The word keeps the opponent apart from a policy that draws its moves from Random(seed).
         self._rng = random.Random(f"opponent {seed}")
-        self._state = game.new_initial_state()
+        self._state = self._game.new_initial_state()
         self._started = False
         self._done = False
-        self._bot = None
-        if config.opponent == "mcts":
-            bot_seed = self._rng.getrandbits(31)
-            evaluator = pyspiel.RandomRolloutEvaluator(n_rollouts=1, seed=bot_seed)
-            self._bot = pyspiel.MCTSBot(
-                game,
-                evaluator,
-                uct_c=_UCT_C,
-                max_simulations=config.mcts_simulations,
-                max_memory_mb=_MCTS_MEMORY_MB,
-                solve=True,
-                seed=bot_seed,
-                verbose=False,
-            )
+        self._bot = self._mcts(mcts_simulations) if opponent == "mcts" else None
 
     def start(self) -> Start:
         """Opens the game, and plays the opponent's first move if the opponent begins."""
@@ -83,7 +92,11 @@ class BoardGame:
             raise RuntimeError(f"{name} ended before {role} could move; choose other parameters")
         if moves:
             text += f" {other} plays {' '.join(moves)}."
-        return Start(text=self._with_board(text), role=role, choices=self._choices())
+        names = ("win", "draw", "loss", "illegal", f"win_as_{role}")
+        outcomes: dict[str, float] = {name: 0.0 for name in names}
+        return Start(
+            text=self._with_board(text), role=role, choices=self._choices(), metrics=outcomes
+        )
 
     def step(self, reply: str) -> StepResult:
         """Plays the reply and the opponent's answer; the text is the answer alone."""
@@ -96,11 +109,11 @@ class BoardGame:
         if reply not in moves:
             self._done = True
             return StepResult(
-                text="",
-                reward=self._config.illegal_reward,
+                reward=self._illegal_reward,
                 done=True,
-                stop_reason=ILLEGAL,
+                stop_reason="illegal",
                 detail=f"{reply!r:.80} is not a legal move",
+                metrics={"illegal": 1.0},
             )
         self._state.apply_action(moves[reply])
         answer = self._play_opponent()
@@ -116,12 +129,33 @@ class BoardGame:
             return []
         return [str(action) for action in self._state.legal_actions()]
 
-    def random_reply(self, rng: random.Random) -> str:
-        """One of the legal replies, all of them alike."""
+    def all_replies(self) -> list[str]:
+        """Returns every reply that is legal in some position of this game."""
+        return [str(action) for action in range(self._game.num_distinct_actions())]
+
+    def all_choices(self) -> list[str]:
+        """Returns every reply that the policy may be limited to; none unless `mask_illegal`."""
+        return self.all_replies() if self._mask_illegal else []
+
+    def example_reply(self, rng: random.Random) -> str:
+        """Returns one of the legal replies, all equally likely."""
         return rng.choice(self.legal_replies())
 
+    def _mcts(self, simulations: int) -> pyspiel.MCTSBot:
+        seed = self._rng.getrandbits(31)
+        return pyspiel.MCTSBot(
+            self._game,
+            pyspiel.RandomRolloutEvaluator(n_rollouts=1, seed=seed),
+            uct_c=_UCT_C,
+            max_simulations=simulations,
+            max_memory_mb=_MCTS_MEMORY_MB,
+            solve=True,
+            seed=seed,
+            verbose=False,
+        )
+
     def _choices(self) -> tuple[str, ...]:
-        return tuple(self.legal_replies()) if self._config.mask_illegal else ()
+        return tuple(self.legal_replies()) if self._mask_illegal else ()
 
     def _play_opponent(self) -> list[str]:
         """Plays until the policy is to move or the game is over; returns the moves as text."""
@@ -137,8 +171,19 @@ class BoardGame:
 
     def _outcome(self) -> StepResult:
         reward = float(self._state.returns()[self._player])
-        reason = WIN if reward > 0 else LOSS if reward < 0 else DRAW
-        return StepResult(text="", reward=reward, done=True, stop_reason=reason)
+        reason = "win" if reward > 0 else "loss" if reward < 0 else "draw"
+        metrics = {reason: 1.0} | ({f"win_as_{ROLES[self._player]}": 1.0} if reward > 0 else {})
+        return StepResult(reward=reward, done=True, stop_reason=reason, metrics=metrics)
 
     def _with_board(self, text: str) -> str:
-        return f"{text}\n{self._state}" if self._config.show_board else text
+        return f"{text}\n{self._state}" if self._show_board else text
+
+
+def check_illegal_reward(illegal_reward: float, mask_illegal: bool) -> None:
+    """Raises ValueError for a reward that is not finite, or that nothing can earn."""
+    if not math.isfinite(illegal_reward):
+        raise ValueError(f"illegal_reward is {illegal_reward}; it must be finite")
+    if mask_illegal and illegal_reward != -1.0:
+        raise ValueError(
+            f"illegal_reward is {illegal_reward} but has no effect with mask_illegal; leave it out"
+        )

@@ -3,31 +3,31 @@
 """The contract between an environment and whoever plays it: text, one object per episode."""
 
 import dataclasses
-import difflib
 import json
 import math
 import numbers
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from earl_jax.envs.games import load_game
-
-# Why an episode ended. The first four are the environment's to give, the others its caller's.
-WIN = "win"
-DRAW = "draw"
-LOSS = "loss"
-ILLEGAL = "illegal"
+# Why an episode ended that its environment did not end; an environment has words of its own.
 TURN_TOO_LONG = "turn_too_long"
 EPISODE_TOO_LONG = "episode_too_long"
 ABORTED = "aborted"
 ENVIRONMENT_ERROR = "environment_error"
 ENVIRONMENT_TIMEOUT = "environment_timeout"
 UNENCODABLE = "unencodable"
+STOPPED = (
+    TURN_TOO_LONG,
+    EPISODE_TOO_LONG,
+    ABORTED,
+    ENVIRONMENT_ERROR,
+    ENVIRONMENT_TIMEOUT,
+    UNENCODABLE,
+)
 
 Author = Literal["environment", "policy"]
 ROLES = ("system", "user", "tool")
-NAMES = ("board_game", "trail")
-OPPONENTS = ("random", "mcts")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,33 +44,41 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-    """The first words to the policy, and the side that it plays ("x", "o").
+    """The first message to the policy.
 
-    Either `text`, said as a user, or `messages`. `choices` are the only replies that the policy may
-    give, () where it may say anything: then only the tokens that the tokenizer writes them with,
-    and the end of turn behind, can be sampled. Or `allowed_token_ids`, of the policy's tokenizer,
-    are the only tokens that its reply is made of, beside the end of turn. `tools` describes the
-    functions that the policy may call, each as JSON that the chat template shows:
+    Either `text`, a user's message, or `messages`. `choices` are the only replies that the policy
+    may give, () where it may say anything: then only the tokens that the tokenizer writes them
+    with, and the end of turn behind, can be sampled (see `Chooses`). Or `allowed_token_ids`, of the
+    policy's tokenizer, are the only tokens that its reply is made of, beside the end of turn.
+    `role` is the side that the policy plays, for people, where there are several. `metrics` are the
+    episode's until a step changes them (see `StepResult`). `tools` describes the functions that the
+    policy may call, each as JSON that the chat template shows:
 
         {"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}
     """
 
     text: str = ""
-    role: str
+    role: str = ""
     messages: tuple[Message, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What came of one reply.
 
-    `text` is the next message to the policy, said as a user, or `messages` are the next ones; both
-    are empty if `done`. `choices` are the only replies to these, as in `Start`, or
-    `allowed_token_ids` their only tokens. `reward` is for this reply alone. `stop_reason` is a word
-    such as "win", given exactly if `done`; `detail` is for people.
+    `text` is the next message to the policy, as a user, or `messages` are the next ones; both are
+    empty if `done`. `choices` are the only replies to these, as in `Start`, or `allowed_token_ids`
+    their only tokens. `reward` is for this reply alone. `stop_reason` is a word such as "solved",
+    given exactly if `done`; `detail` is for people.
+
+    `metrics` are numbers by name that are logged as means over episodes. Those of a step replace
+    those of the same names before it, `Start.metrics` first; a mean is over the episodes that have
+    the metric. So a game that reports `{"win": 0.0}` at its start and `{"win": 1.0}` where it is
+    won has the fraction of all games as its mean, those that a limit cuts included.
     """
 
     text: str = ""
@@ -81,6 +89,7 @@ class StepResult:
     messages: tuple[Message, ...] = ()
     choices: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -100,6 +109,28 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class OffersExamples(Protocol):
+    """An environment that can say how a policy might reply: supervised steps learn from it.
+
+    Its replies need not be good, only well-formed: config.train.sft_steps teach a policy with
+    random weights what a reply looks like.
+    """
+
+    def example_reply(self, rng: random.Random) -> str:
+        """Returns a reply to the newest message."""
+        ...
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """An environment that knows all of its `choices` from the start."""
+
+    def all_choices(self) -> Sequence[str]:
+        """Returns every text that `choices` may hold in any episode; none: nothing is chosen."""
+        ...
+
+
 def check_start(result: object) -> Start:
     """Returns `result` if it is a well-formed Start; else raises TypeError or ValueError."""
     if not isinstance(result, Start):
@@ -108,6 +139,7 @@ def check_start(result: object) -> Start:
     _check_text("Start.role", result.role)
     _check_messages("Start", result)
     _check_allowed("Start", result)
+    _check_metrics("Start", result)
     if not result.text and not result.messages:
         raise ValueError("Start.text is empty; the policy needs a first message")
     if not isinstance(result.tools, tuple):
@@ -142,6 +174,7 @@ def check_step(result: object) -> StepResult:
         )
     _check_messages("StepResult", result)
     _check_allowed("StepResult", result)
+    _check_metrics("StepResult", result)
     content = (result.text, result.messages, result.choices, result.allowed_token_ids)
     if result.done and any(content):
         raise ValueError(
@@ -187,6 +220,15 @@ def _check_allowed(name: str, result: Start | StepResult) -> None:
         )
 
 
+def _check_metrics(name: str, result: Start | StepResult) -> None:
+    if not isinstance(result.metrics, Mapping):
+        raise TypeError(f"{name}.metrics must be a mapping; got {_brief(result.metrics)}")
+    for key, value in result.metrics.items():
+        _check_text(f"a name in {name}.metrics", key)
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+            raise ValueError(f"{name}.metrics[{key!r}] must be a number; got {_brief(value)}")
+
+
 def _check_text(field: str, value: object) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{field} must be a str; got {_brief(value)}")
@@ -197,109 +239,3 @@ def _brief(value: object) -> str:
     if isinstance(value, str | int | float | bool | None):
         return repr(value)[:80]
     return f"a {type(value).__name__}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrailConfig:
-    """A trail (envs/trail.py) of `num_steps` steps, each to one of `num_stones` stones.
-
-    With `longer_every` above 0 a run's first trails have `first_steps` steps, and one more for each
-    `longer_every` episodes that were played: contexts lengthen then whatever the policy does.
-    """
-
-    num_stones: int = 8
-    num_steps: int = 60
-    first_steps: int = 1
-    longer_every: int = 0
-
-    def at(self, episode: int) -> "TrailConfig":
-        """The trail of an episode: with 4 `first_steps`, and longer every 10, episode 19 has 5."""
-        if not self.longer_every:
-            return self
-        grown = self.first_steps + episode // self.longer_every
-        return dataclasses.replace(self, num_steps=min(grown, self.num_steps))
-
-    def validate(self) -> None:
-        """Raises ValueError that names the field, what it holds and what it may hold."""
-        fields = (("num_stones", 2), ("num_steps", 1), ("first_steps", 1), ("longer_every", 0))
-        for field, least in fields:
-            if getattr(self, field) < least:
-                raise ValueError(
-                    f"config.env.trail.{field} is {getattr(self, field)}; it must be at least "
-                    f"{least}"
-                )
-        if not self.longer_every and self.first_steps != 1:
-            raise ValueError(
-                f"config.env.trail.first_steps is {self.first_steps}, and without "
-                "config.env.trail.longer_every it has no effect; set that above 0, or remove it"
-            )
-        if self.first_steps > self.num_steps:
-            raise ValueError(
-                f"config.env.trail.first_steps is {self.first_steps}; it must be at most "
-                f"config.env.trail.num_steps ({self.num_steps})"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EnvConfig:
-    """What is played, against whom, and how environments are run.
-
-    `name` is "board_game" or "trail". Of board games, `game` is any OpenSpiel name that
-    `games.load_game` accepts, parameters allowed; `opponent` is "random" (uniform over legal moves)
-    or "mcts" (`mcts_simulations` random rollouts per move); `show_board` adds OpenSpiel's drawing
-    of the board to every message. With `mask_illegal` the policy can sample legal moves only, in
-    training and in evaluation games. `timeout_s` bounds one call of an environment, `num_workers`
-    is the number of threads that make such calls.
-    """
-
-    name: str = "board_game"
-    game: str = "tic_tac_toe"
-    opponent: str = "random"
-    mcts_simulations: int = 50
-    illegal_reward: float = -1.0
-    show_board: bool = False
-    mask_illegal: bool = False
-    timeout_s: float = 10.0
-    num_workers: int = 2
-    trail: TrailConfig = TrailConfig()
-
-    @property
-    def title(self) -> str:
-        """What is played, for people."""
-        return self.game if self.name == "board_game" else self.name
-
-    def validate(self) -> None:
-        """Raises ValueError that names the field, what it holds and what it may hold."""
-        _check_choice("name", self.name, NAMES)
-        load_game(self.game)
-        self.trail.validate()
-        _check_choice("opponent", self.opponent, OPPONENTS)
-        if self.mcts_simulations < 1:
-            raise ValueError(
-                f"config.env.mcts_simulations is {self.mcts_simulations}; it must be at least 1"
-            )
-        if self.opponent != "mcts" and self.mcts_simulations != EnvConfig.mcts_simulations:
-            raise ValueError(
-                f"config.env.mcts_simulations is {self.mcts_simulations} but has no effect with "
-                f"config.env.opponent={self.opponent!r}; set the opponent to 'mcts' or leave it out"
-            )
-        if not math.isfinite(self.illegal_reward):
-            raise ValueError(
-                f"config.env.illegal_reward is {self.illegal_reward}; it must be finite"
-            )
-        if not 0 < self.timeout_s < math.inf:
-            raise ValueError(
-                f"config.env.timeout_s is {self.timeout_s}; it must be a positive number of seconds"
-            )
-        if self.num_workers < 1:
-            raise ValueError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
-
-
-def _check_choice(field: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value in allowed:
-        return
-    near = difflib.get_close_matches(str(value), allowed, n=1)
-    raise ValueError(
-        f"config.env.{field} is {value!r}; it must be {' or '.join(map(repr, allowed))}"
-        + (f"; did you mean {near[0]!r}?" if near else "")
-    )

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which OpenSpiel games can be played here, and the one place where they are loaded."""
+"""The OpenSpiel games that can be played here, and the one place where they are loaded."""
 
 import difflib
 import functools
@@ -37,9 +37,7 @@ def load_game(name: str) -> pyspiel.Game:
     # OpenSpiel prints its 126 names to stderr for an unknown one, so ask before loading.
     short_name = name.split("(", 1)[0]
     if short_name not in pyspiel.registered_names():
-        raise ValueError(
-            f"config.env.game is {name!r}: no such game in OpenSpiel; {_hint(short_name)}"
-        )
+        raise ValueError(f"game is {name!r}: no such game in OpenSpiel; {_hint(short_name)}")
     try:
         game = pyspiel.load_game(name)
         first = game.new_initial_state()
@@ -47,7 +45,7 @@ def load_game(name: str) -> pyspiel.Game:
         playable = first.current_player() in (0, 1) and bool(first.legal_actions())
     except (pyspiel.SpielError, ValueError, MemoryError) as error:
         raise ValueError(
-            f"config.env.game is {name!r}, which OpenSpiel refuses ({error}). Parameters are "
+            f"game is {name!r}, which OpenSpiel refuses ({error}). Parameters are "
             "written as in 'connect_four(rows=5,columns=5)'"
         ) from error
     misfits = _misfits(game.get_type())
@@ -55,15 +53,14 @@ def load_game(name: str) -> pyspiel.Game:
         misfits = (*misfits, f"{num_players} player(s)")
     if misfits:
         raise ValueError(
-            f"config.env.game is {name!r}, a game with {', '.join(misfits)}; it must be "
+            f"game is {name!r}, a game with {', '.join(misfits)}; it must be "
             "two-player, sequential, deterministic, zero-sum and of perfect information: "
             f"{', '.join(playable_games())}"
         )
     if not playable:
         # Seen with chess(chess960=true), where chance moves first, and connect_four(rows=0).
         raise ValueError(
-            f"config.env.game is {name!r}: no player can move in its first position; "
-            "change its parameters"
+            f"game is {name!r}: no player can move in its first position; change its parameters"
         )
     return game
 

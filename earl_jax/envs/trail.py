@@ -16,23 +16,62 @@ and one that has learnt the way walks them all. A trail of 3 steps:
 
 import random
 
-from earl_jax.envs.environment import ILLEGAL, LOSS, WIN, EnvConfig, Start, StepResult
-
-ROLE = "walker"
+from earl_jax.envs.board_game import check_illegal_reward
+from earl_jax.envs.environment import Start, StepResult
 
 
 class Trail:
-    """One walk over a trail that depends on `seed` alone, of `config.trail.num_steps` stones.
+    """One walk over a trail of `num_steps` steps, each to one of `num_stones` stones.
 
-    The reward is the share of the trail that was walked, paid when the walk is over: 1 at the end
-    of the trail ("win"), less for a step to another stone ("loss"). A walk that somebody else cuts
-    is paid nothing. A reply that is no stone's number ends it with `config.illegal_reward`.
+    The trail depends on `seed` alone. The reward is the share of the trail that was walked, paid
+    when the walk is over: 1 at the end of the trail ("win"), less for a step to another stone
+    ("loss"). A walk that a limit cuts is paid nothing. A reply that is no stone's number ends it
+    with `illegal_reward`; with `mask_illegal` the policy can sample the stones' numbers only. It
+    reports win and illegal.
 
-    Raises RuntimeError for calls out of order.
+    With `longer_every` above 0 a run's first trails have `first_steps` steps, and one more for each
+    `longer_every` trails before (`index`): contexts lengthen then whatever the policy does.
+    Example: with 4 `first_steps`, and longer every 10, trail 19 has 5.
+
+    Raises ValueError for arguments that cannot be, RuntimeError for calls out of order.
     """
 
-    def __init__(self, config: EnvConfig, *, seed: int):
-        self._config = config
+    def __init__(
+        self,
+        *,
+        num_stones: int = 8,
+        num_steps: int = 60,
+        first_steps: int = 1,
+        longer_every: int = 0,
+        illegal_reward: float = -1.0,
+        mask_illegal: bool = False,
+        seed: int = 0,
+        index: int = 0,
+    ):
+        fields = (
+            ("num_stones", num_stones, 2),
+            ("num_steps", num_steps, 1),
+            ("first_steps", first_steps, 1),
+            ("longer_every", longer_every, 0),
+        )
+        for field, value, least in fields:
+            if value < least:
+                raise ValueError(f"{field} is {value}; it must be at least {least}")
+        if not longer_every and first_steps != 1:
+            raise ValueError(
+                f"first_steps is {first_steps}, and without longer_every it has no effect; set "
+                "that above 0, or remove it"
+            )
+        if first_steps > num_steps:
+            raise ValueError(
+                f"first_steps is {first_steps}; it must be at most num_steps ({num_steps})"
+            )
+        check_illegal_reward(illegal_reward, mask_illegal)
+        if longer_every:
+            num_steps = min(first_steps + index // longer_every, num_steps)
+        self.num_steps = num_steps
+        self._num_stones, self._illegal_reward = num_stones, illegal_reward
+        self._mask_illegal = mask_illegal
         # The word keeps the stones apart from a policy that draws its steps from Random(seed).
         self._rng = random.Random(f"trail {seed}")
         self._next = self._draw()
@@ -45,9 +84,10 @@ class Trail:
         if self._started:
             raise RuntimeError("start() was called twice; an environment plays one episode")
         self._started = True
-        number = self._config.trail.num_stones
+        number = self._num_stones
         text = f"a trail of {number} stones, 0 to {number - 1}. go to {self._next}"
-        return Start(text=text, role=ROLE, choices=self._choices())
+        metrics = {"win": 0.0, "illegal": 0.0}
+        return Start(text=text, choices=self._choices(), metrics=metrics)
 
     def step(self, reply: str) -> StepResult:
         """Goes to the stone of the reply; the text is where the next one lies."""
@@ -55,15 +95,16 @@ class Trail:
             raise RuntimeError("step() was called before start()")
         if self._done:
             raise RuntimeError("step() was called after the end; an environment plays one episode")
-        if reply not in all_stones(self._config):
+        if reply not in self.all_replies():
             self._done = True
             return StepResult(
-                reward=self._config.illegal_reward,
+                reward=self._illegal_reward,
                 done=True,
-                stop_reason=ILLEGAL,
+                stop_reason="illegal",
                 detail=f"{reply!r:.80} is no stone",
+                metrics={"illegal": 1.0},
             )
-        num_steps, is_right = self._config.trail.num_steps, reply == self._next
+        num_steps, is_right = self.num_steps, reply == self._next
         self._walked += is_right
         if is_right and self._walked < num_steps:
             self._next = self._draw()
@@ -72,26 +113,30 @@ class Trail:
         return StepResult(
             reward=self._walked / num_steps,
             done=True,
-            stop_reason=WIN if is_right else LOSS,
+            stop_reason="win" if is_right else "loss",
             detail="" if is_right else f"went to {reply} and not to {self._next}",
+            metrics={"win": float(is_right)},
         )
 
-    def random_reply(self, rng: random.Random) -> str:
-        """Half the time the right step, else one to any stone."""
+    def example_reply(self, rng: random.Random) -> str:
+        """Returns the right step half the time, else one to any stone."""
         stones = self.legal_replies()
         return self._next if rng.random() < 0.5 else rng.choice(stones)
 
     def legal_replies(self) -> list[str]:
         """The numbers of all stones; none before `start` and after the end."""
-        return all_stones(self._config) if self._started and not self._done else []
+        return self.all_replies() if self._started and not self._done else []
+
+    def all_replies(self) -> list[str]:
+        """Returns every reply that is a stone."""
+        return [str(stone) for stone in range(self._num_stones)]
+
+    def all_choices(self) -> list[str]:
+        """Returns every reply that the policy may be limited to; none unless `mask_illegal`."""
+        return self.all_replies() if self._mask_illegal else []
 
     def _choices(self) -> tuple[str, ...]:
-        return tuple(all_stones(self._config)) if self._config.mask_illegal else ()
+        return tuple(self.all_choices())
 
     def _draw(self) -> str:
-        return str(self._rng.randrange(self._config.trail.num_stones))
-
-
-def all_stones(config: EnvConfig) -> list[str]:
-    """Every reply that is a stone."""
-    return [str(stone) for stone in range(config.trail.num_stones)]
+        return str(self._rng.randrange(self._num_stones))

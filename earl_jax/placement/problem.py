@@ -14,7 +14,6 @@ import jax.numpy as jnp
 
 from earl_jax.config import Config
 from earl_jax.engine.config import APPEND_ROWS
-from earl_jax.envs.repertoire import game_corpus
 from earl_jax.envs.tokenizer import build_tokenizer
 from earl_jax.models.attention.kernels import context_obstacle
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
@@ -23,7 +22,7 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import check_tensor_axis, is_spec
 from earl_jax.models.presets import preset_vocab_size
 from earl_jax.models.quantization import engine_shapes, engine_specs
-from earl_jax.origin import CORPUS_GAMES, MAX_VOCAB_SIZE, VOCAB_MULTIPLE
+from earl_jax.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE, corpus_of
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
@@ -45,8 +44,7 @@ def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int
         if vocab_size is None and config.model.preset:
             vocab_size = preset_vocab_size(config.model.preset)
         if vocab_size is None:
-            corpus = game_corpus(config.env, CORPUS_GAMES, seed=0)
-            entries = len(build_tokenizer(corpus, MAX_VOCAB_SIZE))
+            entries = len(build_tokenizer(corpus_of(config), MAX_VOCAB_SIZE))
             vocab_size = -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         return config.model, vocab_size
     if vocab_size is not None:

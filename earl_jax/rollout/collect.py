@@ -225,6 +225,7 @@ class Collector:
             return self._end(slot, answer.stop_reason, answer.detail)
         conversation = episode.conversation
         request = answer if isinstance(answer, StepResult) else answer[1]
+        episode.metrics |= request.metrics
         if isinstance(answer, StepResult):
             episode.rewards.append(float(answer.reward))
             if answer.done:

@@ -3,6 +3,8 @@
 """An episode while it is played: its turns, and the tokens that still have to be appended."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
@@ -16,18 +18,18 @@ from earl_jax.trajectory import Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One episode to play. Its tokens are drawn with `seed`, its environment with `env_seed`.
+    """One episode to play. Its environment is made with `args`, beside the config's.
 
-    Without a `seed` it is the number of the episode, so that no two of a run draw alike. `limits`,
-    `sampling` and `stops` are this episode's own; None: those of the rollout. To train on episodes
-    with a sampling of their own, set config.train.ratio to "model". With `model_logprobs` its turns
-    have these (`Turn.model_logprobs`), also where the rollout does not record them for all.
+    Its tokens are drawn with `seed`; without one that is the number of the episode, so that no two
+    of a run draw alike. `limits`, `sampling` and `stops` are this episode's own; None: those of the
+    rollout. To train on episodes with a sampling of their own, set config.train.ratio to "model".
+    With `model_logprobs` its turns have these (`Turn.model_logprobs`), also where the rollout does
+    not record them for all.
     """
 
     episode: int
     group: int
-    env_seed: int
-    player: int
+    args: Mapping[str, Any]
     seed: int | None = None
     limits: Limits | None = None
     sampling: Sampling | None = None
@@ -88,6 +90,7 @@ class LiveEpisode:
     role: str = ""
     turns: list[Turn] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     queue: list[int] = dataclasses.field(default_factory=list)
     again: int = 0
     fresh: bool = True
@@ -273,4 +276,5 @@ class LiveEpisode:
             stop_reason=stop_reason,
             row=self.row,
             detail=detail,
+            metrics={name: float(value) for name, value in self.metrics.items()},
         )

@@ -1,27 +1,27 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation games: the policy plays a fixed set, half on each side, and nothing is learnt."""
+"""Evaluation: the policy plays a fixed set of tasks, and nothing is learnt."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from earl_jax.envs.environment import DRAW, ILLEGAL, LOSS, WIN
+from earl_jax.envs.environment import STOPPED
 from earl_jax.loop import Position, expected_tokens, play_all
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.episode import Task
-from earl_jax.trajectory import Outcome, Trajectory, outcome_fractions
+from earl_jax.trajectory import Outcome, Trajectory, mean_metrics
 from earl_jax.world import World
 
 
 def evaluate(
     world: World, placement: Placement, position: Position, *, games: int
 ) -> dict[str, Any]:
-    """Plays the first `games` evaluation games with the newest weights.
+    """Plays the first `games` evaluation tasks with the newest weights.
 
     Returns:
-        The fractions for metrics.jsonl.
+        What became of them, for metrics.jsonl (`summarize`).
     """
     load = position.history.recent()
     tasks = world.evaluation_tasks(games)
@@ -44,23 +44,26 @@ def evaluate(
         while (found := placement.attempt("rollout", attempt)) is None:
             placement.choose_rollout(expected_tokens(world, load), load)
         outcomes += found
-    return summarize(outcomes, world.config.env.title)
+    env = world.config.env
+    return summarize(outcomes, env.title, env.plural)
 
 
-def summarize(trajectories: Sequence[Trajectory | Outcome], name: str) -> dict[str, Any]:
-    """Fractions by outcome over all games and by side; "win", "draw", "loss", "illegal" always."""
-    fractions = dict.fromkeys((WIN, DRAW, LOSS, ILLEGAL), 0.0) | outcome_fractions(trajectories)
-    sides = {
-        f"{WIN}_as_{role}": float(
-            np.mean([t.stop_reason == WIN for t in trajectories if t.role == role])
-        )
-        for role in sorted({t.role for t in trajectories if t.role})
-    }
-    return {
+def summarize(
+    episodes: Sequence[Trajectory | Outcome], name: str, plural: str = "episodes"
+) -> dict[str, Any]:
+    """Returns their number, mean reward and turns, and the means of what environments reported.
+
+    And the fraction of episodes for each reason that is not the environment's, such as
+    turn_too_long. Their number is there under `plural`, such as "games", too.
+    """
+    reasons = [episode.stop_reason for episode in episodes]
+    stopped = {reason: reasons.count(reason) / len(reasons) for reason in STOPPED}
+    own = {
         "name": name,
-        "games": len(trajectories),
-        **fractions,
-        **sides,
-        "reward_mean": float(np.mean([t.reward for t in trajectories])),
-        "turns_mean": float(np.mean([t.num_turns for t in trajectories])),
+        "episodes": len(episodes),
+        plural: len(episodes),
+        "reward_mean": float(np.mean([episode.reward for episode in episodes])),
+        "turns_mean": float(np.mean([episode.num_turns for episode in episodes])),
     }
+    found = mean_metrics(episodes) | {word: part for word, part in stopped.items() if part}
+    return own | {key: value for key, value in found.items() if key not in own}

@@ -12,7 +12,7 @@ from typing import Any
 
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import NONFINITE
-from earl_jax.trajectory import Trajectory, Turn
+from earl_jax.trajectory import FAILURES, Trajectory, Turn
 
 _ROLES = {"environment": "user", "policy": "assistant"}
 
@@ -21,12 +21,12 @@ def write_trajectories(folder: Path, step: int, trajectories: Iterable[Trajector
     """Writes `folder`/step_NNNNNN.jsonl atomically and returns its path.
 
     Keys of a line: episode, group, role, reward, stop_reason, detail, num_turns, num_tokens,
-    turn_rewards, messages (`{"role": "user", "content": text}`; the policy is "assistant"),
-    sample_starts (where several samples begin among the tokens; not there for one), and four flat
-    lists of one entry per token: token_ids, wrote ("e" environment, "p" policy), logprobs and
-    versions (null where the environment wrote); a fifth, model_logprobs, where these were recorded
-    (config.train.ratio "model"). A log-prob that is not finite is the string "nan",
-    "inf" or "-inf".
+    turn_rewards, metrics (what the environment reported, if anything), messages (`{"role": "user",
+    "content": text}`; the policy is "assistant"), sample_starts (where several samples begin among
+    the tokens; not there for one), and four flat lists of one entry per token: token_ids, wrote
+    ("e" environment, "p" policy), logprobs and versions (null where the environment wrote); a
+    fifth, model_logprobs, where these were recorded (config.train.ratio "model"). A log-prob that
+    is not finite is the string "nan", "inf" or "-inf".
 
     Example: prompt ids (9, 8) and reply (4,) give token_ids [9, 8, 4], wrote ["e", "e", "p"],
     logprobs [null, null, -0.5], versions [null, null, 3].
@@ -76,6 +76,20 @@ def truncate_trajectories_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
+def failures_in_words(trajectories: Sequence[Trajectory]) -> str:
+    """Returns how many episodes nothing can be learnt from and why the first failed; "" for none.
+
+    Example: "8 of 8 episodes failed, the first as unencodable: the chat template has no place for
+    tools".
+    """
+    failed = [t for t in trajectories if t.stop_reason in FAILURES]
+    if not failed:
+        return ""
+    first = failed[0]
+    words = f"{len(failed)} of {len(trajectories)} episodes failed, the first as"
+    return f"{words} {first.stop_reason}: {first.detail[:200]}"
+
+
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     turns = trajectory.turns
     return {
@@ -88,6 +102,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "num_turns": trajectory.num_turns,
         "num_tokens": trajectory.num_tokens,
         "turn_rewards": [_number(x) for x in trajectory.turn_rewards],
+        **({"metrics": dict(trajectory.metrics)} if trajectory.metrics else {}),
         "messages": [message for turn in turns for message in _messages(turn)],
         **({"sample_starts": trajectory.sample_starts} if trajectory.sample_starts != (0,) else {}),
         "token_ids": [int(token) for turn in turns for token in turn.token_ids],

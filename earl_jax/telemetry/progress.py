@@ -17,6 +17,7 @@ from rich.text import Text
 
 _PLAIN_LINES = 30  # for a whole run, besides notes
 _MAX_SILENCE_S = 300.0  # a run of long steps still shows a sign of life
+_SHOWN_METRICS = 5  # of an evaluation
 _PACE_STEPS = 20  # the time left follows the newest steps: they grow as contexts do
 
 
@@ -124,12 +125,9 @@ class Progress:
         reward = newest.get("reward_mean")
         speed = newest.get("rollout_tokens_per_s")
         left_s = self._time_left_s()
-        fractions = [
-            f"{key} {evaluation[key]:.0%}" for key in ("win", "illegal") if key in evaluation
-        ]
         return {
             "reward": "" if reward is None else f"reward {reward:+.3f}",
-            "eval": f"eval@{evaluation['step']} {' '.join(fractions)}" if fractions else "",
+            "eval": f"eval@{evaluation['step']} {shown(evaluation)}" if evaluation else "",
             "speed": "" if speed is None else f"{format_count(speed)} tok/s",
             "meshes": "  ".join(meshes),
             "left": "" if left_s is None else f"{format_duration(left_s)} left",
@@ -163,6 +161,17 @@ class Progress:
         if facts["meshes"]:
             rows.append(Text("mesh   " + facts["meshes"].replace("  ", "   "), style="cyan"))
         return Group(*rows)
+
+
+def shown(evaluation: Mapping[str, Any]) -> str:
+    """Returns the mean reward of an evaluation, and the first means that its environment reported.
+
+    Example: "reward 0.52, win 0.7, draw 0.12". Counts, which are no floats, are left out.
+    """
+    means = {name: value for name, value in evaluation.items() if isinstance(value, float)}
+    means.pop("turns_mean", None)
+    words = [f"{name.removesuffix('_mean')} {value:.3g}" for name, value in means.items()]
+    return ", ".join(words[:_SHOWN_METRICS])
 
 
 def format_duration(seconds: float) -> str:

@@ -30,7 +30,8 @@ _MAX_TOKENS = 600  # of one episode, and
 _MAX_CHARACTERS = 6000  # of one message, so that the page stays light
 _RECENT_STEPS = 10
 _GIB = 2**30
-_OUTCOMES = {"win": 2, "draw": 4, "loss": 1, "illegal": 3}  # and their colours
+# Of an evaluation: what it is, and what every environment has.
+_OWN_KEYS = ("step", "name", "reward_mean", "turns_mean")
 
 Row = Mapping[str, Any]
 
@@ -110,26 +111,25 @@ def _figure(value: str, name: str, detail: str = "") -> dict[str, str]:
 
 
 def _evaluation_figures(evaluations: Sequence[Row]) -> list[dict[str, str]]:
+    """The newest evaluation and the best: by the first metric of the environment, or the reward."""
     if not evaluations:
         return []
     last = evaluations[-1]
-    fractions = _fraction_keys([last["eval"]])
-    if not fractions:
+    key, *others = [*_reported([last["eval"]]), "reward_mean"]
+    if key not in last["eval"]:
         return []
-    key = fractions[0]
-    illegal = last["eval"].get("illegal")
-    detail = f"{key}, step {last['step']}"
-    detail += "" if illegal is None or key == "illegal" else f"; illegal {float(illegal):.1%}"
     peers = [
         row
         for row in evaluations
         if key in row["eval"] and row["eval"].get("name") == last["eval"].get("name")
     ]
     best = max(peers, key=lambda row: row["eval"][key])
+    detail = [f"{key}, step {last['step']}"]
+    detail += [f"{k} {float(last['eval'][k]):.3g}" for k in others if k in last["eval"]]
     return [
-        _figure(f"{float(last['eval'][key]):.1%}", "last evaluation", detail),
+        _figure(f"{float(last['eval'][key]):.3g}", "last evaluation", "; ".join(detail[:4])),
         _figure(
-            f"{float(best['eval'][key]):.1%}", "best evaluation", f"{key}, step {best['step']}"
+            f"{float(best['eval'][key]):.3g}", "best evaluation", f"{key}, step {best['step']}"
         ),
     ]
 
@@ -185,7 +185,7 @@ def _card(title: str, series: Sequence[Series], svg: Markup) -> dict[str, Any]:
 
 
 def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
-    """One chart per name of evaluation."""
+    """For each name of evaluation the metrics within 0 to 1 in one chart, the others in another."""
     names = list(dict.fromkeys(row["eval"].get("name") for row in evaluations))
     cards = []
     for name in names:
@@ -194,27 +194,28 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
             for row in evaluations
             if row["eval"].get("name") == name
         ]
-        series = []
-        for place, key in enumerate(_fraction_keys(rows)):
-            xs, ys = _column(rows, key)
-            series.append(Series(name=key, xs=xs, ys=ys, color=_OUTCOMES.get(key, place + 5)))
-        svg = line_chart(series, label="fraction of games", y_range=(0.0, 1.0))
-        cards.append(_card(f"Evaluation: {name}" if name else "Evaluation", series, svg))
+        columns = {key: _column(rows, key) for key in _reported(rows)}
+        title = f"Evaluation: {name}" if name else "Evaluation"
+        if not columns:
+            columns = {"reward_mean": _column(rows, "reward_mean")}
+        inside = {k for k, (_, ys) in columns.items() if all(0 <= y <= 1 for y in ys)}
+        for keys, y_range in ((inside, (0.0, 1.0)), (columns.keys() - inside, None)):
+            series = [
+                Series(name=key, xs=xs, ys=ys, color=place)
+                for place, (key, (xs, ys)) in enumerate(columns.items())
+                if key in keys and xs
+            ]
+            svg = line_chart(series, label="mean of the episodes", y_range=y_range)
+            cards.append(_card(title, series, svg))
     return cards
 
 
-def _fraction_keys(evaluations: Sequence[Row]) -> list[str]:
-    """The outcomes of games, or else (no game) every key whose values lie in [0, 1]."""
-    keys = dict.fromkeys(key for row in evaluations for key in row)
-    outcomes = [key for key in _OUTCOMES if key in keys]
-    if outcomes:
-        return outcomes
-    columns = {
-        key: [_number(row[key]) for row in evaluations if key in row]
-        for key in keys
-        if key not in ("step", "games")
-    }
-    return [k for k, ys in columns.items() if all(y is not None and 0 <= y <= 1 for y in ys)]
+def _reported(evaluations: Sequence[Row]) -> list[str]:
+    """The keys of what environments reported: means, which are floats, and counts are not."""
+    keys = dict.fromkeys(
+        key for row in evaluations for key, value in row.items() if isinstance(value, float)
+    )
+    return [key for key in keys if key not in _OWN_KEYS]
 
 
 def _stage_chart(steps: Sequence[Row]) -> dict[str, Any]:

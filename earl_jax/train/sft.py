@@ -1,19 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Games of random moves, for the supervised updates of a run's first steps.
+"""Rows of example episodes on the host, for the supervised updates of a run's first steps.
 
-They teach what a reply looks like (see `repertoire.demonstrate`). They are born on the host and go
-to the devices from there.
+They teach what a reply looks like (envs/examples.py).
 """
 
 import dataclasses
-import random
 
 import numpy as np
 
-from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.environment import EnvConfig
-from earl_jax.envs.repertoire import demonstrate, make_environment
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import place
 from earl_jax.trajectory import TrajectoryBatch
@@ -43,31 +38,3 @@ class HostBatch:
         names = ("tokens", "segment_ids", "turn_ids", "logprobs", "versions", "advantages")
         placed = [place(field, layout.activations("NS")) for field in rows]
         return TrajectoryBatch(**dict(zip(names, placed, strict=True)))
-
-
-def legal_games(env: EnvConfig, renderer: ChatRenderer, *, rows: int, seed: str) -> HostBatch:
-    """One game a row, sides alternating. The same seed gives the same games."""
-    rng = random.Random(f"demonstrations {seed}")
-    games = [_legal_game(env, renderer, rng, player=row % 2) for row in range(rows)]
-    return HostBatch(
-        token_ids=tuple(tuple(ids) for ids, _ in games),
-        turn_ids=tuple(tuple(turns) for _, turns in games),
-    )
-
-
-def _legal_game(
-    env: EnvConfig, renderer: ChatRenderer, rng: random.Random, *, player: int
-) -> tuple[list[int], list[int]]:
-    environment = make_environment(env, seed=rng.getrandbits(32), player=player)
-    ids: list[int] = []
-    turn_ids: list[int] = []
-    turn = 0
-    for author, text in demonstrate(environment, rng).turns:
-        if author == "policy":
-            turn += 1
-            sampled = renderer.reply(text)
-        else:
-            sampled = renderer.answer(text) if ids else renderer.first(text)
-        ids += sampled
-        turn_ids += [turn if author == "policy" else 0] * len(sampled)
-    return ids, turn_ids

@@ -30,9 +30,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from earl_jax.envs.environment import EnvConfig
-from earl_jax.envs.repertoire import game_corpus
+from earl_jax.config import Config
 from earl_jax.envs.tokenizer import build_tokenizer
+from earl_jax.origin import corpus_of
 
 HERE = Path(__file__).parent
 LENGTH, PROMPT, CONTINUATION = 48, 8, 64
@@ -213,7 +213,7 @@ def compute(folder: Path, vocab_size: int) -> tuple[dict[str, np.ndarray], float
 
 def main() -> None:
     """Writes all folders, or those named; the first seed with clear, varied choices is taken."""
-    tokenizer = build_tokenizer(game_corpus(EnvConfig(game="tic_tac_toe"), 300, seed=0), 4096)
+    tokenizer = build_tokenizer(corpus_of(Config()), 4096)
     for name in sys.argv[1:] or MODELS:
         config, dtype, max_shard_size = MODELS[name]
         folder = HERE / name

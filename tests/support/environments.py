@@ -57,4 +57,4 @@ class Lecture(Talker):
 
 
 def lecture(task):
-    return Lecture(task.env_seed, 0.02 * (task.episode % 3 == 0))
+    return Lecture(task.args["seed"], 0.02 * (task.episode % 3 == 0))

@@ -4,6 +4,7 @@
 
 import dataclasses
 import functools
+import random
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from earl_jax.engine.pages import Pool, pages_for
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, open_session, relocate
+from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import EnvConfig
-from earl_jax.envs.repertoire import game_corpus, make_environment
+from earl_jax.envs.examples import play_example
 from earl_jax.envs.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
@@ -44,12 +45,19 @@ CONFIG = RolloutConfig(
 # Where nobody takes anything over, an episode's rounds are a matter of its own length.
 CACHE_RULES = CacheRules(share_prefixes=False)
 ROOM = CONFIG.context_buckets[-1]
-TICTACTOE = EnvConfig()
+
+
+def game_corpus(num_games: int, seed: int = 0, make=BoardGame) -> list[str]:
+    """Returns all moves, and the text of so many games of Tic-Tac-Toe, or of what `make` makes."""
+    rng, texts = random.Random(seed), make().all_replies()
+    for index in range(num_games):
+        texts += play_example(make(index=index, seed=rng.getrandbits(63)), rng).texts
+    return texts
 
 
 @functools.cache
 def tokenizer():
-    return build_tokenizer(game_corpus(TICTACTOE, 60, seed=0), 320)
+    return build_tokenizer(game_corpus(60), 320)
 
 
 @functools.cache
@@ -131,13 +139,13 @@ def weights(seed: int = 0, *, ends_turns: bool = True, model: ModelConfig = MODE
 
 def tasks(number: int, first: int = 0) -> list[Task]:
     return [
-        Task(episode=first + i, group=first + i, env_seed=100 + first + i, player=i % 2)
+        Task(episode=first + i, group=first + i, args={"seed": 100 + first + i, "index": i % 2})
         for i in range(number)
     ]
 
 
 def tictactoe(task: Task):
-    return make_environment(TICTACTOE, seed=task.env_seed, player=task.player)
+    return BoardGame(**task.args)
 
 
 @dataclasses.dataclass
@@ -291,7 +299,7 @@ FORGOTTEN = "1357"
 
 @functools.cache
 def forgetful_renderer() -> ChatRenderer:
-    tokenizer = build_tokenizer(game_corpus(EnvConfig(), 60, seed=0), 320)
+    tokenizer = build_tokenizer(game_corpus(60), 320)
     forget = "".join(f" | replace('{digit}', '')" for digit in FORGOTTEN)
     tokenizer.chat_template = CHAT_TEMPLATE.replace(
         "<|assistant|>{% generation %}{{ message['content']",

@@ -58,12 +58,12 @@ def keep_exports(workdir: Path, *, newest: int | None = None, until: int | None 
 
 
 def _save_model(world: World, params: Params, where: Params, folder: Path) -> Path | None:
-    processes, goals = world.processes, parameters_of(where)
+    processes, shardings = world.processes, parameters_of(where)
     if processes.gather(folder.exists(), "an export")[0]:
         return None
 
     def bring(key: str, leaf: Any) -> Any:
-        return _to_first(world, leaf, goals[key])
+        return _to_first(world, leaf, shardings[key])
 
     if not processes.is_first:
         for key, leaf in parameters_of(params).items():

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The environment and the tasks that a config names, known ones or a user's own."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from earl_jax.envs.board_game import BoardGame
+from earl_jax.envs.environment import Environment
+from earl_jax.envs.single_turn import SingleTurn
+from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
+from earl_jax.envs.trail import Trail
+from earl_jax.settings.arguments import check_arguments, defaults_of
+from earl_jax.settings.named import find_named
+
+# config.env.name: what makes an episode's environment from config.env.args and the task's.
+ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
+    "tic_tac_toe": functools.partial(BoardGame, game="tic_tac_toe"),
+    "connect_four": functools.partial(BoardGame, game="connect_four"),
+    "board_game": BoardGame,
+    "trail": Trail,
+    "single_turn": SingleTurn,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvConfig:
+    """The environment, and how environments are run.
+
+    `name` is one of ENVIRONMENTS or a class of the user's own as "module:Class"; `args` are
+    keyword arguments of its constructor, beside those that its tasks give (`TasksConfig`).
+    `timeout_s` bounds one call of an environment, `num_workers` is the number of threads that make
+    such calls.
+    """
+
+    name: str = "tic_tac_toe"
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    timeout_s: float = 10.0
+    num_workers: int = 2
+
+    @property
+    def title(self) -> str:
+        """The name for people."""
+        return str(self.args.get("game", self.name))
+
+    @property
+    def plural(self) -> str:
+        """The word for several episodes: "games", or "episodes" where the class has no `plural`."""
+        made_by = self._find()
+        return getattr(getattr(made_by, "func", made_by), "plural", "episodes")
+
+    @property
+    def all_args(self) -> dict[str, Any]:
+        """Returns `args` with the class's defaults for the others, for config.json."""
+        made_by = self._find()
+        own = defaults_of(made_by)
+        return {k: v for k, v in own.items() if k not in self._reserved(made_by)} | dict(self.args)
+
+    def maker(self) -> Callable[..., Environment]:
+        """Returns what makes an environment from its task's arguments.
+
+        Raises ValueError for an unknown name or argument, with the nearest that is known.
+        """
+        made_by = self._find()
+        check_arguments(made_by, self.args, "config.env.args", reserved=self._reserved(made_by))
+        return functools.partial(made_by, **self.args)
+
+    def validate(self) -> None:
+        """Raises ValueError that names the field, what it holds and what it may hold."""
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(
+                f"config.env.timeout_s is {self.timeout_s}; it must be a positive number of seconds"
+            )
+        if self.num_workers < 1:
+            raise ValueError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
+        self.maker()
+
+    def _find(self) -> Callable[..., Environment]:
+        return find_named(self.name, ENVIRONMENTS, type, "config.env.name")
+
+    def _reserved(self, made_by: Callable[..., Environment]) -> set[str]:
+        """Returns the arguments that the name, or tasks, already give."""
+        return {"seed", "index", "row", "reward", *getattr(made_by, "keywords", {})}
+
+
+class Played(NamedTuple):
+    """The environment of a run, made as `make(**task)`, and the source of its tasks."""
+
+    make: Callable[..., Environment]
+    tasks: TaskSource
+
+    @property
+    def first_args(self) -> TaskArgs:
+        """Returns the arguments of the first task."""
+        return self.tasks.batch(0)[0]
+
+
+def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks: int) -> Played:
+    """Returns the environment that a config names, and its tasks: `num_tasks` a step.
+
+    Makes an environment of the first task, so that arguments that cannot be are found out now.
+
+    Raises:
+        ValueError: a setting that is impossible; a class whose constructor raises.
+    """
+    make = env.maker()
+    source = open_tasks(tasks, make, seed=seed, num_tasks=num_tasks)
+    played = Played(make, source)
+    try:
+        first = played.first_args
+    except Exception as error:  # noqa: BLE001 - a user's own task source
+        raise ValueError(f"config.tasks.name is {tasks.name!r}, and {_words(error)}") from error
+    try:
+        make(**first)
+    except Exception as error:  # noqa: BLE001 - a user's own environment
+        raise ValueError(
+            f"config.env.name is {env.name!r} with config.env.args {dict(env.args)}, and its "
+            f"environment cannot be made: {_words(error)}"
+        ) from error
+    return played
+
+
+def _words(error: Exception) -> str:
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"

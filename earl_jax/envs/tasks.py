@@ -1,0 +1,236 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of tasks: environments by seed, or the rows of a dataset."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from earl_jax.envs.environment import check_start
+from earl_jax.envs.single_turn import prompt_of
+from earl_jax.settings.arguments import accepted, check_arguments
+from earl_jax.settings.named import find_named
+
+# Keyword arguments of the environment that plays a task.
+TaskArgs = Mapping[str, Any]
+# Evaluation tasks have numbers, and so seeds, that no training task reaches.
+FIRST_EVALUATION = 2**30
+
+
+class TaskSource(Protocol):
+    """Gives the tasks of each step: what one environment's episode is about.
+
+    A task is the keyword arguments of its environment that differ from task to task. All episodes
+    of a group (config.rollout.group_size) play the same task. Both methods are functions of their
+    argument alone, called as often as a run wants, so that a resumed run plays the same tasks.
+    """
+
+    def batch(self, step: int) -> list[TaskArgs]:
+        """Returns the tasks of training step `step`, from 0 to config.num_steps - 1.
+
+        There are config.rollout.episodes_per_step / group_size.
+        """
+        ...
+
+    def evaluation(self, number: int) -> list[TaskArgs]:
+        """Returns `number` tasks to evaluate with, the same every time."""
+        ...
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A task source that a checkpoint holds something of."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns what `restore` wants, as JSON."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes the state of the run that is resumed. Raises ValueError where it cannot."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TasksConfig:
+    """The tasks.
+
+    `name` is one of SOURCES or a class of the user's own as "module:Class", called with `args` and
+    those of `seed`, `num_tasks` (a step) and `environment` that its constructor names; "auto" takes
+    "dataset" where there is a `path`, else "seeds".
+
+    "seeds" gives each environment a `seed` and `index`, the number of the task, as far as its
+    constructor has arguments of these names. "dataset" gives it a `row` of the JSONL file `path`
+    (evaluation those of `eval_path`, or else of `path`), each a JSON object with a `prompt` and
+    fields of the user's own, and the function `reward` ("module:function"), which the environment
+    "single_turn" calls as reward(reply, **row).
+    """
+
+    name: str = "auto"
+    path: str = ""
+    eval_path: str = ""
+    reward: str = ""
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """Returns the name of the source, "auto" resolved."""
+        return ("dataset" if self.path else "seeds") if self.name == "auto" else self.name
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        for field in ("path", "eval_path", "reward"):
+            value = getattr(self, field)
+            if value and self.source != "dataset":
+                raise ValueError(
+                    f"config.tasks.{field} is {value!r} and has no effect with config.tasks.name "
+                    f"{self.name!r}; a dataset needs config.tasks.path"
+                )
+        if self.source == "dataset" and not self.path:
+            raise ValueError("config.tasks.name is 'dataset', and config.tasks.path is empty")
+
+
+class Seeds:
+    """Environments that differ by their seed: task `index` of a run has the seed of its number."""
+
+    def __init__(self, *, seed: int, num_tasks: int, environment: Callable[..., Any]):
+        self._num_tasks = num_tasks
+        self._seeded = Seeded(seed, environment)
+
+    def batch(self, step: int) -> list[TaskArgs]:
+        """Returns the tasks of a step."""
+        return [self._seeded(step * self._num_tasks + i) for i in range(self._num_tasks)]
+
+    def evaluation(self, number: int) -> list[TaskArgs]:
+        """Returns tasks that are never trained on."""
+        return [self._seeded(FIRST_EVALUATION + i) for i in range(number)]
+
+
+class Dataset:
+    """The rows of a JSONL file, each once an epoch, in an order of `seed` and the epoch.
+
+    The order is a function of the step alone: a run that is resumed goes on where it was.
+
+    Raises ValueError, with the line's number, for a file whose rows are not such as they must be.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        eval_path: str = "",
+        reward: str = "",
+        seed: int,
+        num_tasks: int,
+        environment: Callable[..., Any],
+    ):
+        self._rows, self._digest = read_rows(path, "config.tasks.path")
+        self._eval_rows = (
+            read_rows(eval_path, "config.tasks.eval_path")[0] if eval_path else self._rows
+        )
+        self._path, self._seed, self._num_tasks = path, seed, num_tasks
+        self._seeded = Seeded(seed, environment)
+        kind: Any = Callable
+        self._reward = find_named(reward, {}, kind, "config.tasks.reward") if reward else None
+        self._order = functools.lru_cache(maxsize=2)(self._order_of)
+
+    def batch(self, step: int) -> list[TaskArgs]:
+        """Returns the next rows of the epoch, and of the next epoch where it ends."""
+        first = step * self._num_tasks
+        return [self._task(first + i) for i in range(self._num_tasks)]
+
+    def evaluation(self, number: int) -> list[TaskArgs]:
+        """Returns the file's first rows, from the start again where they are too few."""
+        rows = self._eval_rows
+        return [self._args(rows[i % len(rows)], FIRST_EVALUATION + i) for i in range(number)]
+
+    def state(self) -> dict[str, Any]:
+        """Returns a digest of the rows."""
+        return {"rows": len(self._rows), "digest": self._digest}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where these are other rows than when the run began."""
+        if state != self.state():
+            raise ValueError(
+                f"config.tasks.path is {self._path!r}, whose {len(self._rows)} rows are not the "
+                f"{state['rows']} that this run began with; put these back, or name another "
+                "--workdir"
+            )
+
+    def _task(self, index: int) -> TaskArgs:
+        epoch, place = divmod(index, len(self._rows))
+        return self._args(self._rows[self._order(epoch)[place]], index)
+
+    def _args(self, row: dict[str, Any], index: int) -> TaskArgs:
+        given = {"row": row} | ({"reward": self._reward} if self._reward else {})
+        return given | self._seeded(index)
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self._rows))
+
+
+# config.tasks.name
+SOURCES: dict[str, type] = {"seeds": Seeds, "dataset": Dataset}
+
+
+def open_tasks(
+    config: TasksConfig, environment: Callable[..., Any], *, seed: int, num_tasks: int
+) -> TaskSource:
+    """Returns the source that a config names.
+
+    Raises ValueError for an unknown name or argument, and for a dataset that cannot be.
+    """
+    source = find_named(config.source, SOURCES, type, "config.tasks.name")
+    offered = {"seed": seed, "num_tasks": num_tasks, "environment": environment}
+    own = {"path": config.path, "eval_path": config.eval_path, "reward": config.reward}
+    if source is Dataset:
+        offered |= own
+    check_arguments(source, config.args, "config.tasks.args", reserved={*offered, *own})
+    return source(**accepted(source, offered), **config.args)
+
+
+class Seeded:
+    """Called with a task's index in the run, returns it and its seed, as far as they are wanted."""
+
+    def __init__(self, seed: int, environment: Callable[..., Any]):
+        self._seed = seed
+        self._wanted = accepted(environment, {"seed": 0, "index": 0}).keys()
+
+    def __call__(self, index: int) -> dict[str, int]:
+        """Returns the arguments that the environment's constructor names."""
+        own = int(np.random.SeedSequence([self._seed, index]).generate_state(1)[0])
+        found = {"seed": own, "index": index}
+        return {name: found[name] for name in self._wanted}
+
+
+def read_rows(path: str, setting: str) -> tuple[list[dict[str, Any]], str]:
+    """Returns the rows of a JSONL file, and a digest of the file.
+
+    Raises ValueError naming the file and the line of a row that is none; an empty line is no row.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{setting} is {path!r}, which cannot be read: {error}") from error
+    rows = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"it must be a JSON object; got {line[:60]!r}")
+            if "reply" in row:
+                raise ValueError("a field is named 'reply', which the policy's reply is; rename it")
+            check_start(prompt_of(row))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error} ({setting})") from error
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{setting} is {path!r}, which holds no rows")
+    return rows, hashlib.sha256(data).hexdigest()

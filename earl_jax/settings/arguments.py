@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments from a config for a class or function that a setting names, checked before its call."""
+
+import difflib
+import inspect
+import json
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+_PLAIN = (bool, int, float, str)
+
+
+def argument_names(function: Callable[..., Any]) -> set[str] | None:
+    """Returns the names that `function` takes by keyword; None where it takes any (`**kwargs`)."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of the offered arguments that `function` has a parameter for."""
+    names = argument_names(function)
+    return {name: value for name, value in offered.items() if names is None or name in names}
+
+
+def check_arguments(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    path: str,
+    *,
+    reserved: Collection[str] = (),
+) -> None:
+    """Raises ValueError for an argument that `function` does not take, or of another type.
+
+    Args:
+        function: the class or function; of its annotations bool, int, float and str are checked.
+        given: the arguments, by name.
+        path: where they are given, for errors, such as "config.env.args".
+        reserved: parameters that are not the config's to give.
+    """
+    try:
+        json.dumps(dict(given), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must hold what JSON can say: {error}") from error
+    names = argument_names(function)
+    what = getattr(getattr(function, "func", function), "__name__", "it")
+    for name in given:
+        if name in reserved or (names is not None and name not in names):
+            known = sorted((names or set()) - set(reserved))
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
+            )
+            raise ValueError(f"{path}.{name} is not an argument of {what}; {hint}")
+    for name, kind in _annotations(function).items():
+        if name in given and kind in _PLAIN and not _is_of(given[name], kind):
+            value = given[name]
+            raise ValueError(
+                f"{path}.{name} is {value!r}, of type {type(value).__name__}; it must be of type "
+                f"{kind.__name__}"
+            )
+
+
+def defaults_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the defaults of its parameters that JSON can hold."""
+    plain = (*_PLAIN, list, tuple, dict, type(None))
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.default is not parameter.empty and isinstance(parameter.default, plain)
+    }
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    function = getattr(function, "func", function)
+    try:
+        return typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
+    except (NameError, TypeError):
+        # Annotations that cannot be evaluated check nothing.
+        return {}
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    if kind is not bool and isinstance(value, bool):
+        return False
+    return isinstance(value, (int, float) if kind is float else kind)

@@ -1,0 +1,387 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Environments, datasets and task sources of a user's own, by the config alone."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from earl_jax.config_file import make_config
+from earl_jax.envs.environment import Message, Start, StepResult
+from earl_jax.envs.examples import example_ids, play_example
+from earl_jax.envs.tasks import Dataset, read_rows
+from earl_jax.rollout.evaluation import summarize
+from earl_jax.telemetry.episodes import failures_in_words, read_trajectories
+from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.trajectory import Trajectory
+from earl_jax.world import World
+from tests.support.episodes import renderer
+from tests.support.placements import TINY, one_step
+
+ROOT = Path(__file__).parent.parent
+HOW_TO = ROOT / "docs" / "how-to"
+# Two steps of a tiny model.
+SMALL = {
+    "num_steps": 2,
+    **{f"model.{name}": value for name, value in TINY.items()},
+    "devices.num_cpu_devices": 2,
+    "rollout.num_slots": 8,
+    "rollout.episodes_per_step": 8,
+    "rollout.context_buckets": "(128,)",
+    "rollout.patience_s": 10.0,
+    # So that random weights often end a turn.
+    "rollout.max_turn_tokens": 40,
+    "rollout.stop_token_ids": tuple(range(40, 48)),
+    "selector.table": "model",
+    "selector.rollout_meshes": "('data=2',)",
+    "selector.train_meshes": "('data=2',)",
+    "checkpoint.every_steps": 1,
+    "eval.every_steps": 1,
+    "eval.games": 3,
+    "eval.final_games": 5,
+    "log.trajectories_every_steps": 1,
+}
+GIVEN = {
+    "num_steps": 3,
+    "model": TINY,
+    "rollout": {"num_slots": 8, "episodes_per_step": 8},
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+}
+TIMES = ("_s", "stage_s", "tokens_per_s")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def command(module: str, folder: Path, cache: Path, *flags: str) -> subprocess.CompletedProcess:
+    """Runs a command as a user does, in the folder that holds the user's own files."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    return subprocess.run(
+        [sys.executable, "-m", f"earl_jax.{module}", *flags],
+        cwd=folder,
+        env=kept | {"XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def train(folder: Path, cache: Path, config: str, workdir: str, **changes) -> str:
+    flags = [f"--config.{key}={value}" for key, value in (SMALL | changes).items()]
+    done = command("main", folder, cache, f"--config={config}", f"--workdir={workdir}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_examples(page: str, folder: Path) -> None:
+    """Writes the page's files as a reader would: Python files by the name in their first line."""
+    for language, code in re.findall(r"```(python|json)\n(.*?)```", page, re.DOTALL):
+        name = "sums.jsonl" if language == "json" else code.split("\n")[0].removeprefix("# ")
+        (folder / name).write_text(code)
+
+
+def timeless(path: Path) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in read_metrics(path)]
+
+
+@pytest.mark.slow
+def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(tmp_path, cache):
+    write_examples((HOW_TO / "environment.md").read_text(), tmp_path)
+    said = train(tmp_path, cache, "guess_config.py", "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    steps, evaluations = ([r for r in rows if ("eval" in r) == e] for e in (False, True))
+    assert [row["step"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["env"].keys() == {"found"}
+        episodes = read_trajectories(tmp_path / f"run/trajectories/step_{row['step']:06d}.jsonl")
+        assert row["env"]["found"] == np.mean([e["stop_reason"] == "found" for e in episodes])
+        assert all("guess a number" in e["messages"][0]["content"] for e in episodes)
+    assert [row["eval"]["episodes"] for row in evaluations] == [3, 3, 5]
+    for row in evaluations:
+        assert row["eval"]["name"] == "guess:Guess" and 0 <= row["eval"]["found"] <= 1
+        assert "win" not in row["eval"] and "games" not in row["eval"]
+    assert re.search(r"eval@\d reward [-\d.]+, .*found [\d.]+", said)
+    assert re.search(r"5 episodes of guess:Guess: reward [-\d.]+, .*found [\d.]+", said)
+    assert "found" in (tmp_path / "run" / "report.html").read_text()
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["env"]["args"] == {"highest": 9}
+    shown = command("evaluate", tmp_path, cache, "--workdir=run", "--games=3")
+    assert shown.returncode == 0, shown.stderr
+    assert "guess:Guess, 3 episodes, policy after step 2\n" in shown.stdout
+    assert re.search(r"  found +[\d.]+", shown.stdout)
+
+
+@pytest.mark.slow
+def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache):
+    write_examples((HOW_TO / "dataset.md").read_text(), tmp_path)
+    changes = {"rollout.group_size": 4, "train.advantage": "grpo"}
+    train(tmp_path, cache, "sums_config.py", "whole", **changes)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "2")
+    assert "after step 1 of 2" in train(tmp_path, cache, "sums_config.py", "cut", **changes)
+    whole, cut = (timeless(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
+    assert whole == cut
+    assert all(row["env"].keys() == {"is_number"} for row in whole if "eval" not in row)
+    pages = [tmp_path / name / "trajectories/step_000002.jsonl" for name in ("whole", "cut")]
+    assert pages[0].read_text() == pages[1].read_text()
+    prompts = [e["messages"][0]["content"] for e in read_trajectories(pages[0])]
+    assert len(set(prompts)) == 2 and prompts[:4] == prompts[:1] * 4
+
+    # Other rows are another run.
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "2")
+    with (tmp_path / "sums.jsonl").open("a") as file:
+        file.write('{"prompt": "5 + 1 =", "answer": "6"}\n')
+    flags = [f"--config.{key}={value}" for key, value in (SMALL | changes).items()]
+    done = command("main", tmp_path, cache, "--config=sums_config.py", "--workdir=cut", *flags)
+    assert done.returncode == 2
+    assert "4 rows are not the 3 that this run began with" in done.stderr
+
+
+# Environments of this file.
+
+
+class Echo:
+    """Wants the word of its first message back, twice; reports how often it came."""
+
+    def __init__(self, *, word: str = "ab", times: int = 2, seed: int, index: int):
+        if times < 1:
+            raise ValueError(f"times is {times}; it must be at least 1")
+        self.word, self.left, self.index, self.heard = word, times, index, 0
+
+    def start(self):
+        return Start(text=f"say {self.word}", metrics={"heard": 0, "odd": self.index % 2})
+
+    def step(self, reply):
+        self.left -= 1
+        self.heard += reply == self.word
+        metrics = {"heard": self.heard}
+        if self.left:
+            return StepResult(text="again", reward=0.0, done=False, metrics=metrics)
+        done = {"done": True, "stop_reason": "over"}
+        return StepResult(reward=self.heard / 2, metrics=metrics, **done)
+
+
+class Tools(Echo):
+    """Its policy has a function to call, which the template of a model from scratch cannot show."""
+
+    def start(self):
+        tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+        return Start(text="look", tools=(tool,))
+
+
+class Talker(Echo):
+    """Speaks in several messages, and shows how a policy might reply."""
+
+    def start(self):
+        first, second = (Message(role="user", text=text) for text in ("say", self.word))
+        return Start(messages=(first, second))
+
+    def example_reply(self, rng):
+        return rng.choice((self.word, "no"))
+
+
+class Chooser(Echo):
+    """Takes one of two words."""
+
+    def start(self):
+        return Start(text="say", choices=("yes", "no"))
+
+    def all_choices(self):
+        return ["yes", "no"]
+
+
+class Countdown:
+    """A task source: words by the step, the last ones for evaluation."""
+
+    def __init__(self, *, num_tasks: int, words: list):
+        self.num_tasks, self.words = num_tasks, words
+
+    def batch(self, step):
+        return [{"word": self.words[step], "seed": i, "index": i} for i in range(self.num_tasks)]
+
+    def evaluation(self, number):
+        return [{"word": self.words[-1], "seed": i, "index": i} for i in range(number)]
+
+
+def own(name: str, **changes):
+    return make_config(GIVEN | {"env": {"name": f"{__name__}:{name}"}} | changes)
+
+
+@pytest.mark.slow
+def test_a_rollout_of_ones_own_environment_reports_its_metrics():
+    record = one_step(World(own("Echo")))
+    for number, episode in enumerate(record.trajectories):
+        assert episode.metrics["odd"] == number % 2
+        assert 0 <= episode.metrics["heard"] <= 2
+    assert record.outcomes[0].metrics == record.trajectories[0].metrics
+    assert record.trajectories[0].turns[0].text == "say ab"
+
+
+@pytest.mark.slow
+def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
+    """Tools, with the template of a model from scratch: no episode has a token."""
+    record = one_step(World(own("Tools")))
+    for episode in record.trajectories:
+        assert episode.stop_reason == "unencodable"
+        assert "tools" in episode.detail
+    said = failures_in_words(record.trajectories)
+    assert said.startswith("8 of 8 episodes failed, the first as unencodable: the chat template")
+    assert all(np.isfinite(update.loss) for update in record.updates)
+
+
+@pytest.mark.slow
+def test_a_task_source_of_ones_own_gives_the_tasks():
+    tasks = {"name": f"{__name__}:Countdown", "args": {"words": ["one", "two", "three"]}}
+    world = World(own("Echo", tasks=tasks))
+    assert [t.args["word"] for t in world.training_tasks(1)] == ["two"] * 8
+    assert [t.args["word"] for t in world.evaluation_tasks(3)] == ["three"] * 3
+    assert world.make_environment(world.training_tasks(0)[0]).start().text == "say one"
+
+
+def test_examples_may_be_of_several_messages():
+    example = play_example(Talker(seed=0, index=0), random.Random(0))
+    assert example.texts[:2] == ["say", "ab"] and example.texts[3] == "again"
+    ids, turns = example_ids(example, renderer())
+    assert len(ids) == len(turns) and set(turns) == {0, 1, 2}
+    said = renderer().decode_reply([i for i, turn in zip(ids, turns, strict=True) if turn == 1])
+    assert said == example.texts[2]
+    (first, second) = (Message(role="user", text=text) for text in ("say", "ab"))
+    begin = renderer().first((first, second))
+    assert tuple(ids[: len(begin)]) == begin
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"name": "no_such_module:Echo"}, "config.env.name is 'no_such_module:Echo', which cannot"),
+        ({"name": f"{__name__}:Ecko"}, "cannot be imported .AttributeError"),
+        ({"name": f"{__name__}:ROOT"}, "it must be of type type"),
+        ({"name": "tic_tac_to"}, "config.env.name is 'tic_tac_to'; did you mean 'tic_tac_toe'"),
+        (
+            {"name": f"{__name__}:Echo", "args": {"wort": "x"}},
+            "config.env.args.wort is not an argument of Echo; did you mean 'word'",
+        ),
+        (
+            {"name": f"{__name__}:Echo", "args": {"times": "x"}},
+            "config.env.args.times is 'x', of type str; it must be of type int",
+        ),
+        (
+            {"name": f"{__name__}:Echo", "args": {"times": 0}},
+            "its environment cannot be made: times is 0; it must be at least 1",
+        ),
+        ({"name": "single_turn"}, "it needs config.tasks.path and config.tasks.reward"),
+    ],
+)
+def test_an_environment_that_cannot_be_is_an_error_that_says_why(given, words):
+    with pytest.raises(ValueError, match=words):
+        make_config({"env": given})
+
+
+def test_what_an_environment_does_not_offer_cannot_be_asked_of_it():
+    with pytest.raises(ValueError, match="sft_steps is 3, and .* offers no examples"):
+        own("Echo", train={"sft_steps": 3})
+    own("Talker", train={"sft_steps": 3})
+    with pytest.raises(ValueError, match="limits replies to choices .*'behaviour'"):
+        own("Chooser")
+
+
+# Datasets.
+
+GOOD = {"prompt": "1 + 1 =", "answer": "2"}
+
+
+def paid(reply, *, prompt, answer):
+    return float(reply == answer)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 3: Expecting property name"),
+        ("[1]", "line 3: it must be a JSON object; got b'.1.'"),
+        ('{"answer": "2"}', "line 3: 'prompt' is None; it must be a text, or a list of messages"),
+        ('{"prompt": ""}', "line 3: 'prompt' is ''; it must be a text"),
+        ('{"prompt": [{"role": "user"}]}', "line 3: a message of 'prompt' .* role and content"),
+        ('{"prompt": [{"role": "me", "content": ""}]}', "line 3: .*must be 'system' or 'user'"),
+        ('{"prompt": "x", "reply": 3}', "line 3: a field is named 'reply'"),
+    ],
+)
+def test_a_row_that_is_none_is_an_error_with_its_line(tmp_path, line, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
+    tasks = {"path": str(path), "reward": f"{__name__}:paid"}
+    with pytest.raises(ValueError, match=words) as error:
+        make_config({"env": {"name": "single_turn"}, "tasks": tasks})
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ({"path": "/nowhere.jsonl", "reward": f"{__name__}:paid"}, "path is '/nowhere.jsonl', whi"),
+        ({"path": "/dev/null", "reward": f"{__name__}:paid"}, "which holds no rows"),
+        ({"reward": f"{__name__}:paid"}, "config.tasks.reward is .* no effect"),
+        ({"name": "dataset"}, "config.tasks.path is empty"),
+        ({"name": "datasets"}, "config.tasks.name is 'datasets'; did you mean 'dataset'"),
+        ({"args": {"words": 3}}, "config.tasks.args.words is not an argument of Seeds"),
+    ],
+)
+def test_tasks_that_cannot_be_are_an_error_that_says_why(tasks, words):
+    with pytest.raises(ValueError, match=words):
+        make_config({"env": {"name": "single_turn"}, "tasks": tasks})
+
+
+def test_an_epoch_has_each_row_once_and_its_order_is_that_of_the_step(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}"}) + "\n" for i in range(7)))
+
+    def source(seed=0):
+        return Dataset(path=str(path), seed=seed, num_tasks=3, environment=Echo)
+
+    def prompts(source, steps):
+        return [task["row"]["prompt"] for step in steps for task in source.batch(step)]
+
+    played = prompts(source(), range(14))
+    epochs = [played[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == list("0123456") for epoch in epochs)
+    assert len(set(map(tuple, epochs))) == 6
+    assert prompts(source(), range(5, 14)) == played[15:], "whatever was asked for before"
+    assert prompts(source(1), range(14)) != played
+    assert [t["row"]["prompt"] for t in source().evaluation(9)] == list("012345601")
+    assert source().batch(0)[0].keys() == {"row", "seed", "index"}
+    assert read_rows(str(path), "x")[1] == source().state()["digest"]
+
+
+def test_a_mean_is_over_the_episodes_that_have_the_metric():
+    def episode(reason, **metrics):
+        return Trajectory(
+            episode=0, group=0, role="", turns=(), turn_rewards=(0.5,), stop_reason=reason,
+            row=0, metrics=metrics,
+        )  # fmt: skip
+
+    found = summarize(
+        [episode("won", win=1.0, first=1.0), episode("lost", win=0.0), episode("turn_too_long")],
+        "a game",
+        "games",
+    )
+    expected = {
+        "name": "a game",
+        "episodes": 3,
+        "games": 3,
+        "reward_mean": 0.5,
+        "turns_mean": 0.0,
+        "win": 0.5,
+        "first": 1.0,
+        "turn_too_long": 1 / 3,
+    }
+    assert list(found.items()) == list(expected.items())
