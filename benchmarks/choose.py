@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.pages import table
 from earl_jax.config_file import make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector.choose import Chooser
@@ -80,8 +81,6 @@ def measure(repeats: int) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    from earl_jax.bench import write_table
-
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="an object a line")
@@ -90,4 +89,4 @@ if __name__ == "__main__":
         for row in measure(flags.repeats):
             print(json.dumps(row), flush=True)
     else:
-        write_table(measure(flags.repeats))
+        print(table(list(measure(flags.repeats))))

@@ -141,7 +141,7 @@ RUN = {
     "num_steps": 2,
     "model": {"width": 32, "ffn_size": 64},
     # Games that end otherwise than by a first move that is not allowed.
-    "env": {"mask_illegal": True},
+    "env": {"args": {"mask_illegal": True}},
     "rollout": {
         "num_slots": 8,
         "episodes_per_step": 16,

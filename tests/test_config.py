@@ -179,9 +179,9 @@ def test_every_section_refuses_a_key_that_it_does_not_have(section):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"env": {"game": "connect_four"}}, "config.env.game is no .*; use config.env.name (or"),
-        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is no .*; use config.env.args"),
-        ({"env": {"mask_illegal": True}}, "use config.env.args.mask_illegal"),
+        ({"env": {"game": "connect_four"}}, "config.env.game is now config.env.name (or"),
+        ({"env": {"trail": {"num_steps": 4}}}, "config.env.trail is now config.env.args"),
+        ({"env": {"mask_illegal": True}}, "is now config.env.args.mask_illegal"),
     ],
 )
 def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, message):
@@ -258,6 +258,7 @@ RULES = [
     ("rollout.top_p=0", "config.rollout.top_p is 0.0; it must lie in (0, 1]"),
     ("rollout.top_k=5", "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
     ("train.ratio=old", "config.train.ratio is 'old'; choose one of 'behaviour', 'model'"),
+    ("rollout.episodes_per_step=127", "config.rollout.episodes_per_step is 127"),
     ("rollout.group_size=3", "multiple of config.rollout.group_size (3)"),
     ("rollout.temperature=0", "config.rollout.temperature is 0.0"),
     ("rollout.context_buckets=()", "config.rollout.context_buckets is ()"),

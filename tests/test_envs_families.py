@@ -209,7 +209,6 @@ def begin(conversation: Conversation, script: Script) -> LiveEpisode:
     episode = LiveEpisode(
         task=Task(episode=0, group=0, args={}),
         row=0,
-        place=0,
         conversation=conversation,
         limits=Limits(max_turn_tokens=1000),
         stops=Stops(),

@@ -124,7 +124,7 @@ def test_the_environment_of_the_how_to_trains_and_its_metrics_arrive_everywhere(
 @pytest.mark.slow
 def test_the_dataset_of_the_how_to_trains_and_resumes_exactly(tmp_path, cache):
     write_examples((HOW_TO / "dataset.md").read_text(), tmp_path)
-    changes = {"rollout.group_size": 4, "train.advantage": "grpo"}
+    changes = {"rollout.group_size": 4, "algorithm": "grpo"}
     train(tmp_path, cache, "sums_config.py", "whole", **changes)
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "2")
@@ -236,7 +236,7 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
         assert "tools" in episode.detail
     said = failures_in_words(record.trajectories)
     assert said.startswith("8 of 8 episodes failed, the first as unencodable: the chat template")
-    assert all(np.isfinite(update.loss) for update in record.updates)
+    assert all(np.isfinite(update["loss"]) for update in record.updates)
 
 
 @pytest.mark.slow
