@@ -258,7 +258,6 @@ RULES = [
     ("rollout.top_p=0", "config.rollout.top_p is 0.0; it must lie in (0, 1]"),
     ("rollout.top_k=5", "config.rollout.top_k is 5 with config.train.ratio 'behaviour'"),
     ("train.ratio=old", "config.train.ratio is 'old'; choose one of 'behaviour', 'model'"),
-    ("rollout.episodes_per_step=127", "config.rollout.episodes_per_step is 127"),
     ("rollout.group_size=3", "multiple of config.rollout.group_size (3)"),
     ("rollout.temperature=0", "config.rollout.temperature is 0.0"),
     ("rollout.context_buckets=()", "config.rollout.context_buckets is ()"),

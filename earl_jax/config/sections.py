@@ -265,7 +265,7 @@ class Config:
                 f"config.env.name {self.env.name!r} limits replies to choices (mask_illegal) with "
                 "config.train.ratio 'behaviour'; the trainer scores under all tokens, so what is "
                 "not allowed would look like a change of the policy: set config.train.ratio to "
-                "'model' and config.rollout.model_logprobs to True"
+                "'model'"
             )
 
     def _check_ratio(self) -> None:

@@ -90,11 +90,11 @@ class RolloutConfig:
 
     **Episodes.** `num_slots` episodes live at once, over all devices; a step plays
     `episodes_per_step`. Both divide by the data axis of the rollout's mesh: meshes whose data axis
-    does not divide them are not used. The `group_size` episodes of a group share one task: the same
-    side, and the same seed for the environment. A turn is cut, and its episode over, at
-    `max_turn_tokens`, or where the episode comes to `max_episode_tokens` (0: the context of the
-    checkpoint's model, if there is one); a message that leaves no tokens for an answer ends it too.
-    The last turn of an episode that is cut earns `unfinished_reward`, beside its own reward.
+    does not divide them are not used. The `group_size` episodes of a group play the same task. A
+    turn is cut, and its episode over, at `max_turn_tokens`, or where the episode comes to
+    `max_episode_tokens` (0: the context of the checkpoint's model, if there is one); a message that
+    leaves no tokens for an answer ends it too. The last turn of an episode that is cut earns
+    `unfinished_reward`, beside its own reward.
 
     **Rounds.** `chunk_size` tokens of a prompt or a message are appended per slot and round; then
     at most `burst` forward passes decode. With `num_draft_tokens` above 0 each pass also scores so

@@ -18,7 +18,7 @@ from earl_jax.trajectory import Trajectory, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """One episode to play. `args` are what its environment is made with, beside the config's.
+    """One episode to play. Its environment is made with `args`, beside the config's.
 
     Its tokens are drawn with `seed`; without one that is the number of the episode, so that no two
     of a run draw alike. `limits`, `sampling` and `stops` are this episode's own; None: those of the
