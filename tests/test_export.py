@@ -189,8 +189,9 @@ def a_state(run: Run) -> TrainState:
 
 @pytest.mark.slow
 def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
-    sections = {"model": {"num_layers": 1, "attention_bias": True}, "checkpoint": {"export": True}}
-    run = build_run(make_config({**sections, "train": {"lora": {"rank": 2}}}))
+    sizes = {"num_layers": 1, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
+    model = {"preset": "qwen2.5-7b", **sizes, "ffn_size": 64}
+    run = build_run(make_config({"model": model, "train": {"lora": {"rank": 2}}}))
     state, exporter = a_state(run), exporter_of(run)
     folder = tmp_path / "export"
     written = exporter.export(state, folder, 4)
