@@ -76,6 +76,7 @@ def test_model_that_needs_fsdp_8_starts(tmp_path):
     assert allocator.peak_bytes <= 19_000_000 and not allocator.refused
 
 
+@pytest.mark.slow
 def test_model_that_fits_a_device_by_five_percent_starts(tmp_path):
     meshes = {"train_meshes": ("data=8",), "rollout_meshes": ("data=8",), "table": "model"}
     stages = build_run(make_config({**WIDE, "selector": meshes})).stages
