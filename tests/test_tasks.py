@@ -43,8 +43,8 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
     check_rows(mixed, 40)
     for index, way in enumerate(ways):
         alike = collect(pool, tasks(40), player=player, sampling=way or Sampling())
-        max_tokens = slice(index, None, len(ways))
-        assert_same_episodes(mixed.trajectories[max_tokens], alike.trajectories[max_tokens])
+        drawn_so = slice(index, None, len(ways))
+        assert_same_episodes(mixed.trajectories[drawn_so], alike.trajectories[drawn_so])
     # A cut makes what is kept likelier than the model says; a plain draw is the model's own.
     for trajectory in mixed.trajectories:
         way = ways[trajectory.episode % len(ways)]
