@@ -36,7 +36,7 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.train.export import export_policy
+from earl_jax.training import exporter_of, train
 from tests.support import ROOT
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
@@ -490,11 +490,11 @@ SOURCE = ROOT / "tests/reference/qwen2_tied"
 def in_and_out(folder: str) -> list[int]:
     """Reads a checkpoint over all processes' devices, and exports it: the embedding's rows here."""
     sections = {"model": {"path": str(SOURCE)}, "train": {"lora": {"rank": 2}}}
-    world = build_run(make_config(sections))
-    state = world.learner.first_state(MeshShape(data=1, fsdp=4))
+    run = build_run(make_config(sections))
+    state = run.learner.first_state(MeshShape(data=1, fsdp=4))
     rows = [shard.data.shape[1] for shard in state.base["embed"].addressable_shards]
-    export_policy(world, state, 1, Path(folder))
-    world.cluster.barrier("the end")
+    exporter_of(run).export(state, Path(folder) / "export", 1)
+    run.cluster.barrier("the end")
     return rows
 
 
