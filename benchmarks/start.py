@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import replace_table, table
-from earl_jax.main import DEFAULT_CONFIG
+from earl_jax.config.file import DEFAULT_CONFIG
 from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent

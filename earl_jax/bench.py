@@ -17,14 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import publish
 from earl_jax.engine.pages import Pool, dense_pool, pages_for
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
-from earl_jax.launch.start import start_jax
-from earl_jax.main import DEFAULT_CONFIG, exit_status
+from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
 from earl_jax.run import Run, build_run

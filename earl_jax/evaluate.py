@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.launch.start import start_jax
-from earl_jax.main import exit_status
+from earl_jax.launch.start import exit_status, start_jax
 
 _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the

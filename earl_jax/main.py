@@ -3,28 +3,20 @@
 """Trains: python -m earl_jax.main [--config=FILE] [--config.KEY=VALUE ...] [--workdir=DIR]."""
 
 import argparse
-import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
-
-# A wheel has configs/ in the package, a checkout beside it.
-_HERE = Path(__file__).parent
-_CONFIGS = next(p / "configs" for p in (_HERE, _HERE.parent) if (p / "configs").is_dir())
-DEFAULT_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
-THREADS_PER_CPU_DEVICE = 32
+from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
+from earl_jax.launch.start import exit_status, start_jax
 
 _HELP = """\
 Trains a language-model policy on multi-turn episodes, from a config file.
 
 examples:
   python -m earl_jax.main
-      the default: configs/tictactoe_tiny_cpu.py, about three minutes on a laptop
+      the default: configs/trail_tiny_cpu.py, about three minutes on a laptop
   python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py --workdir=runs/c4
   python -m earl_jax.main --config.num_steps=50 --workdir=runs/short
 
@@ -64,24 +56,10 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
     return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
 
 
-def exit_status(command: Callable[[], None]) -> int:
-    """Runs a command; a ValueError is a mistake of the user's: one message, status 2."""
-    try:
-        command()
-    except ValueError as error:
-        if os.environ.get("EARL_JAX_TRACEBACK"):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 def train_command(arguments: Sequence[str]) -> None:
     """The whole command, from its flags to its last line."""
     start_s = time.perf_counter()
     config_path, overrides, workdir = parse_flags(arguments)
-    from earl_jax.config.file import load_config_file, make_config
-    from earl_jax.launch.start import start_jax
     from earl_jax.telemetry.progress import shown
 
     config = make_config(load_config_file(config_path), overrides)

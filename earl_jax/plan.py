@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.main import DEFAULT_CONFIG, exit_status
+from earl_jax.config.file import DEFAULT_CONFIG
+from earl_jax.launch.start import exit_status
 
 _HELP = """\
 Says which meshes a run would choose for both of its stages as contexts grow, on hardware that need

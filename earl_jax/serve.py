@@ -4,6 +4,7 @@
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from earl_jax.main import exit_status
+from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.serving.serve_flags import (
     DEFAULT_SLOT_TOKENS,
     check_against_model,
@@ -20,7 +21,7 @@ from earl_jax.serving.serve_flags import (
     parse_flags,
     sampling,
 )
-from earl_jax.serving.served_policy import ServedPolicy, model_policy, run_policy
+from earl_jax.serving.served_policy import ServedPolicy, model_policy
 
 if TYPE_CHECKING:
     from earl_jax.sharding.layout import MeshShape
@@ -35,6 +36,31 @@ FIRST_TOKENS, DRAFTING_FIRST_TOKENS = 2**15, 2**12
 WHILE_GROWING = 3
 # The longest context, where neither the model nor memory allows less.
 MOST_TOKENS = 2**30
+
+
+def run_policy(flags: argparse.Namespace) -> ServedPolicy:
+    """Returns the newest checkpoint of a run."""
+    from earl_jax.config.file import read_workdir_config
+
+    config = read_workdir_config(flags.workdir)
+    start_jax(config.devices.platform, config.devices.num_cpu_devices)
+    from earl_jax.workdir import read_newest
+
+    run, position, _ = read_newest(config, flags.workdir)
+    params = run.learner.policy(position.state)
+    dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
+    return ServedPolicy(
+        name=f"{flags.workdir} after step {position.step}",
+        model=dataclasses.replace(run.origin.model, compute_dtype=dtype),
+        vocab_size=run.origin.vocab_size,
+        tokenizer=run.origin.tokenizer,
+        end_ids=run.actor.renderer.end_of_turn_ids,
+        max_context=run.origin.checkpoint and run.origin.checkpoint.max_context,
+        weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
+        kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
+        load=lambda layout: params,
+        num_draft_tokens=config.rollout.num_draft_tokens,
+    )
 
 
 def serve_command(arguments: Sequence[str]) -> None:

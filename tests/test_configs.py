@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import pytest
 from reference.make_checkpoint import write_checkpoint
 
-from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import inputs_width
-from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.run import build_run
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.distributed import (
     DistributedConfig,
@@ -29,7 +29,6 @@ from earl_jax.launch.distributed import (
     end_together,
     start_processes,
 )
-from earl_jax.main import DEFAULT_CONFIG
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats

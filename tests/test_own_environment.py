@@ -27,7 +27,7 @@ from tests.support.episodes import renderer
 from tests.support.placements import TINY, one_step
 
 ROOT = Path(__file__).parent.parent
-HOW_TO = ROOT / "docs" / "how-to"
+HOW_TO = ROOT / "docs" / "howto"
 # Two steps of a tiny model.
 SMALL = {
     "num_steps": 2,

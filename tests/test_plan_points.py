@@ -9,8 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import plan as benchmark
-from earl_jax.config.file import load_config_file, make_config
-from earl_jax.main import DEFAULT_CONFIG
+from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector import schedule
 from earl_jax.selector.footprint import rollout_footprint, train_footprint, trainer_bytes

@@ -26,6 +26,11 @@ from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 
+# A wheel has configs/ in the package, a checkout beside it.
+_PACKAGE = Path(__file__).parents[1]
+_CONFIGS = next(p / "configs" for p in (_PACKAGE, _PACKAGE.parent) if (p / "configs").is_dir())
+DEFAULT_CONFIG = _CONFIGS / "trail_tiny_cpu.py"
+
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
     "config.rollout.append_rows": "it is fixed (APPEND_ROWS in engine/config.py)",

@@ -3,6 +3,8 @@
 """Start of JAX for a command: its devices, its compilation cache, the processes of its run."""
 
 import os
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -43,3 +45,15 @@ def start_jax(
         raise ValueError(
             f"config.devices.platform is {platform!r}, but JAX cannot start it here: {error}"
         ) from error
+
+
+def exit_status(command: Callable[[], None]) -> int:
+    """Runs a command; a ValueError is a mistake of the user's: one message, status 2."""
+    try:
+        command()
+    except ValueError as error:
+        if os.environ.get("EARL_JAX_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -36,31 +36,6 @@ class ServedPolicy:
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def run_policy(flags: argparse.Namespace) -> ServedPolicy:
-    """Returns the newest checkpoint of a run."""
-    from earl_jax.config.file import read_workdir_config
-
-    config = read_workdir_config(flags.workdir)
-    start_jax(config.devices.platform, config.devices.num_cpu_devices)
-    from earl_jax.workdir import read_newest
-
-    run, position, _ = read_newest(config, flags.workdir)
-    params = run.learner.policy(position.state)
-    dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
-    return ServedPolicy(
-        name=f"{flags.workdir} after step {position.step}",
-        model=dataclasses.replace(run.origin.model, compute_dtype=dtype),
-        vocab_size=run.origin.vocab_size,
-        tokenizer=run.origin.tokenizer,
-        end_ids=run.actor.renderer.end_of_turn_ids,
-        max_context=run.origin.checkpoint and run.origin.checkpoint.max_context,
-        weight_dtype=flags.weight_dtype or config.rollout.weight_dtype,
-        kv_dtype=flags.kv_dtype or config.rollout.kv_dtype,
-        load=lambda layout: params,
-        num_draft_tokens=config.rollout.num_draft_tokens,
-    )
-
-
 def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
     """Returns a checkpoint of `transformers`, for this mesh on CPUs. Raises ValueError."""
     from earl_jax.envs.tokenizer import load_tokenizer
