@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.distributed import (
     DistributedConfig,
@@ -41,6 +41,8 @@ from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
 from tests.support.runs import TINY
 
+# The config that TINY is of.
+CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
 # One room and one mesh for each stage, so that few programs are compiled.
 SMALL = TINY | {
     "num_steps": 2,
@@ -309,7 +311,8 @@ class Command:
                     "distributed.num_processes": num,
                     "distributed.process_id": number,
                 }
-            line = [sys.executable, "-m", "earl_jax.main", f"--workdir={workdir}"]
+            line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
+            line += [f"--workdir={workdir}"]
             line += [f"--config.{key}={value}" for key, value in settings.items()]
             self.all.append(
                 subprocess.Popen(
@@ -422,7 +425,7 @@ def train_small(workdir: str) -> bool:
     """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
     settings = SMALL | ALL | {"checkpoint.every_steps": 1}
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    train(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
+    train(make_config(load_config_file(CONFIG), overrides), Path(workdir))
     return True
 
 
