@@ -47,6 +47,8 @@ TIMES = {
 
 def command(module: str, *arguments: str, **overrides) -> list[str]:
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
+    if module == "main" and not any(each.startswith("--config=") for each in arguments):
+        flags.insert(0, f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}")
     return [sys.executable, "-m", f"earl_jax.{module}", *arguments, *flags]
 
 
