@@ -261,9 +261,9 @@ def test_presets_have_their_own_vocabulary_without_a_tokenizer(monkeypatch):
         assert find_model(config, 77)[1] == 77
 
 
-def test_planning_needs_no_world():
+def test_planning_builds_no_run():
     code = "import sys; from earl_jax.plan import plan_command; plan_command(['--topology=cpu:8'])"
-    code += "; assert 'earl_jax.world' not in sys.modules"
+    code += "; assert 'earl_jax.run' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
