@@ -24,7 +24,7 @@ example:
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
-    """The whole command, from its flags to its last line. Raises ValueError for bad input."""
+    """Runs the whole command, from its flags to its last line. Raises ValueError for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.evaluate",
         description=_HELP,
