@@ -65,7 +65,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     sys.exit(exit_status(lambda: evaluate_command(sys.argv[1:])))
 
 

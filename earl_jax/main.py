@@ -79,7 +79,7 @@ def train_command(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 

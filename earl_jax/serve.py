@@ -166,8 +166,8 @@ def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: i
     """
     if holds < (flags.max_context or 2):
         raise ValueError(
-            f"--max_context={flags.max_context or 2}; beside the weights the devices' memory has "
-            f"room for a context of {holds} tokens: lower it, let the KV cache be int8 "
+            f"--max_context={flags.max_context or 2}; beside the weights the devices' memory holds "
+            f"a context of {holds} tokens: lower it, let the KV cache be int8 "
             "(--kv_dtype=int8), or cut it over more devices (--mesh=tensor=...)"
         )
     context_tokens = flags.max_context or min(max_context or holds, holds)
@@ -212,7 +212,7 @@ def _host_bytes() -> int:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     # Until the server is up; then it ends open requests first.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))

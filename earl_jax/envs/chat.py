@@ -43,7 +43,7 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """Messages rendered by the template, as text and as ids; `shown` are the messages' own texts."""
+    """Messages rendered by the template, as text and as ids; `shown` are their own texts."""
 
     text: str
     ids: tuple[int, ...]
