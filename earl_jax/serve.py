@@ -5,37 +5,21 @@
 import argparse
 import asyncio
 import dataclasses
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.serving.serve_flags import (
-    DEFAULT_SLOT_TOKENS,
-    check_against_model,
     check_flags,
-    check_prompt,
     parse_flags,
     sampling,
 )
 from earl_jax.serving.served_policy import ServedPolicy, model_policy
 
 if TYPE_CHECKING:
-    from earl_jax.sharding.layout import MeshShape
-
-# The share of a device's memory for weights and KV cache; the rest is for prompts that are read and
-# for the temporaries of programs.
-CACHE_SHARE = 0.8
-# Tokens of a slot's table at first. Beyond them programs are compiled anew as requests grow; below,
-# a longer table costs nothing. But drafts are looked up in all of it, at each step.
-FIRST_TOKENS, DRAFTING_FIRST_TOKENS = 2**15, 2**12
-# A cache that grows stands beside the one before it, and beside the prompt that it grows for.
-WHILE_GROWING = 3
-# The longest context, where neither the model nor memory allows less.
-MOST_TOKENS = 2**30
+    pass
 
 
 def run_policy(flags: argparse.Namespace) -> ServedPolicy:
@@ -75,14 +59,22 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     import jax
 
+    from earl_jax.dispatch.weights import publish
+    from earl_jax.serving.jetstream_engine import JetStreamEngine
     from earl_jax.serving.server import serve, warm_up
+    from earl_jax.serving.sizes import make_engine, serving_config
 
     mesh = mesh or MeshShape(data=len(jax.devices()))
-    engine, params = _open_engine(flags, policy, mesh, drawn)
+    rounds = make_engine(flags, policy, mesh)
+    weights = policy.load(rounds.layout)
+    params = publish(weights, rounds.parameter_shapes, rounds.parameter_shardings).params
+    del weights
+    # Only now is it known how much memory the weights leave.
+    serving = serving_config(flags, policy, rounds, drawn)
+    engine = JetStreamEngine(rounds, serving, policy.tokenizer)
     name, limit = policy.name, policy.max_context
     del policy  # its fp32 weights
     warm_up(engine, params)
-    serving, config = engine.serving, engine.engine.config
     short = limit and not flags.max_context and serving.context_tokens < limit
 
     def announce(address: str) -> None:
@@ -92,7 +84,7 @@ def serve_command(arguments: Sequence[str]) -> None:
             f"{serving.context_tokens} with their replies"
             + (f" (the model takes {limit}; memory holds no more)" if short else "")
             + f", {flags.num_slots} at once on {mesh}, "
-            f"{engine.first_pool.total * config.page_size} tokens of KV cache",
+            f"{engine.first_pool.total * rounds.config.page_size} tokens of KV cache",
             flush=True,
         )
 
@@ -106,109 +98,6 @@ def serve_command(arguments: Sequence[str]) -> None:
             on_ready=announce,
         )
     )
-
-
-def _open_engine(
-    flags: argparse.Namespace, policy: ServedPolicy, mesh: "MeshShape", drawn: Any
-) -> tuple[Any, Any]:
-    """Returns the engine on this mesh, and the policy's weights in it. Raises ValueError."""
-    from earl_jax.dispatch.weights import publish
-    from earl_jax.engine.config import EngineConfig, SlotRules
-    from earl_jax.engine.engine import Engine
-    from earl_jax.serving._jetstream import padded_length
-    from earl_jax.serving.config import ServingConfig
-    from earl_jax.serving.jetstream_engine import JetStreamEngine
-    from earl_jax.sharding.layout import make_layout
-
-    check_against_model(
-        flags, mesh, policy.name, policy.model, policy.vocab_size, policy.max_context
-    )
-    drafts = flags.num_draft_tokens
-    layout = make_layout(mesh)
-    config = EngineConfig(
-        model=policy.model,
-        vocab_size=policy.vocab_size,
-        weight_dtype=policy.weight_dtype,
-        kv_dtype=policy.kv_dtype,
-        num_slots=flags.num_slots,
-        # Rows of experience, of which serving needs none.
-        num_rows=layout.num_row_shards,
-        chunk_size=1,
-        rules=SlotRules(
-            burst=1,
-            end_of_turn_ids=policy.end_ids,
-            choice_branches=flags.max_choice_tokens,
-            draft=policy.num_draft_tokens if drafts is None else drafts,
-        ),
-        seed=flags.seed,
-    )
-    engine = Engine(config, layout)
-    params = publish(
-        policy.load(layout), engine.parameter_shapes, engine.parameter_shardings
-    ).params
-    # Only now is it known how much memory the weights leave.
-    cache_tokens, holds = _cache_tokens(flags, engine)
-    context_tokens = _context_tokens(flags, policy.max_context, holds)
-    serving = ServingConfig(
-        max_prefill_length=flags.max_prompt_tokens or padded_length(context_tokens),
-        context_tokens=context_tokens,
-        first_context_tokens=DRAFTING_FIRST_TOKENS if config.rules.draft else FIRST_TOKENS,
-        cache_tokens=cache_tokens,
-        sampling=drawn,
-    )
-    return JetStreamEngine(engine, serving, policy.tokenizer), params
-
-
-def _context_tokens(flags: argparse.Namespace, max_context: int | None, holds: int) -> int:
-    """Returns the tokens of a prompt with its reply: the model's context, or what memory `holds`.
-
-    Raises ValueError.
-    """
-    if holds < (flags.max_context or 2):
-        raise ValueError(
-            f"--max_context={flags.max_context or 2}; beside the weights the devices' memory holds "
-            f"a context of {holds} tokens: lower it, let the KV cache be int8 "
-            "(--kv_dtype=int8), or cut it over more devices (--mesh=tensor=...)"
-        )
-    context_tokens = flags.max_context or min(max_context or holds, holds)
-    check_prompt(flags, context_tokens)
-    return context_tokens
-
-
-def _cache_tokens(flags: argparse.Namespace, engine: Any) -> tuple[int, int]:
-    """Returns the tokens of the KV cache at first, and of the longest context in the end.
-
-    The cache begins with the memory that the devices have left, if they report it.
-    """
-    import jax
-
-    from earl_jax.engine.pages import Pool
-
-    stats = jax.local_devices()[0].memory_stats() or {}
-    is_known = "bytes_limit" in stats
-    if is_known:
-        free = CACHE_SHARE * stats["bytes_limit"] - stats["bytes_in_use"]
-    else:
-        free = CACHE_SHARE * _host_bytes() / jax.local_device_count()
-    size, shards = engine.config.page_size, engine.layout.num_row_shards
-    pages = engine.state_shapes(size, Pool(shards, 1)).cache.layers
-    token_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
-    shape = engine.layout.shape
-    token_bytes /= shards * size * shape.tensor * shape.context
-    shard_tokens = max(1, int(free / token_bytes))
-    first = shards * shard_tokens if is_known else DEFAULT_SLOT_TOKENS * engine.config.num_slots
-    first = flags.cache_tokens or first
-    return first, min(MOST_TOKENS, max(first // shards, shard_tokens // WHILE_GROWING))
-
-
-def _host_bytes() -> int:
-    """Returns the free memory of this machine, in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        [line] = [line for line in lines if line.startswith("MemAvailable:")]
-        return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def main() -> None:

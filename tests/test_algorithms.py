@@ -158,17 +158,18 @@ def test_an_algorithm_of_ones_own_trains_by_its_name_alone():
     """Two steps; its settings come from the config, its metrics are in the record."""
     config = make_config(json.loads(json.dumps(RUN)))
     assert config.as_dict()["algorithm_args"] == {"penalty": 0.5, "normalize": False}
-    assert make_config(json.loads(json.dumps(config.as_dict()))) == config
-    world = build_run(config)
-    assert world.learner.algorithm.settings == OwnSettings(penalty=0.5)
-    placement, position = begin(world)
+    saved = make_config(json.loads(json.dumps(config.as_dict())))
+    assert saved.algorithm_args == config.algorithm_args and saved.as_dict() == config.as_dict()
+    run = build_run(config)
+    assert run.learner.algorithm.settings == OwnSettings(penalty=0.5)
+    placement, position = begin(run)
     first = jax.tree.map(np.array, position.state.params)
     for step in range(2):
-        position, record = rl_step(world, placement, position)
+        position, record = rl_step(run, placement, position)
         before, after = record.updates
         # The first update of a batch starts at the proximal policy; the second is away from it.
         assert before["distance_max"] < 1e-9 < after["distance"] < after["distance_max"]
-        counts = row_facts(world, record.outcomes, 64)["lengths"] > 0
+        counts = row_facts(run, record.outcomes, 64)["lengths"] > 0
         kept = [
             len({o.reward for o in record.outcomes if o.group == outcome.group}) > 1
             for outcome in record.outcomes

@@ -8,7 +8,6 @@ import types
 import jax
 import numpy as np
 import pytest
-from earl_jax.recorder import Recorder
 
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
@@ -16,6 +15,7 @@ from earl_jax.train.checkpoint import Checkpoints, copy_to_save
 from earl_jax.train.offload import is_offloaded, offload_moments
 from earl_jax.train.step import state_shardings
 from earl_jax.workdir import Position
+from earl_jax.workdir import save as save_position
 from tests.support.allocator import live_bytes, memory_limit
 from tests.support.saved_states import (
     CUBE,
@@ -30,7 +30,16 @@ from tests.support.saved_states import (
 )
 
 F8 = make_layout(MeshShape(fsdp=8))
-ALONE = types.SimpleNamespace(processes=types.SimpleNamespace(trains=True), saved_shardings=None)
+# The part of a run and of its placement that saving takes.
+RUN = types.SimpleNamespace(
+    tasks=types.SimpleNamespace(played=types.SimpleNamespace(tasks=None)),
+    stages=types.SimpleNamespace(saved_shardings=None),
+)
+PLACEMENT = types.SimpleNamespace(
+    sessions=types.SimpleNamespace(forget=lambda: None),
+    as_dict=dict,
+    observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
+)
 
 
 @pytest.fixture
@@ -47,19 +56,9 @@ def state_on(layout):
     return state
 
 
-def recorder_of(checkpoints):
-    """A Recorder with what saving takes of a run."""
-    nothing = types.SimpleNamespace(
-        sessions=types.SimpleNamespace(forget=lambda: None),
-        as_dict=dict,
-        observations=types.SimpleNamespace(table=types.SimpleNamespace(as_dict=dict)),
-    )
-    settings = dict.fromkeys(("progress", "metrics_log", "workdir", "stop", "ahead"))
-    return Recorder(world=ALONE, placement=nothing, checkpoints=checkpoints, **settings)
-
-
 def save(checkpoints, state):
-    recorder_of(checkpoints)._save(Position(step=1, state=state, history=LoadHistory()))
+    position = Position(step=1, state=state, history=LoadHistory())
+    save_position(RUN, PLACEMENT, checkpoints, position)
 
 
 overwrite = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 7, s), donate_argnums=0)

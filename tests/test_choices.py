@@ -53,7 +53,7 @@ def test_the_tree_of_three_replies_by_hand():
     assert parents.tolist() == [0, 1, 1, 3, 0, 5]
     assert tokens.tolist() == [5, 0, 7, 0, 6, 0]
     check_choices(REPLIES, 6)
-    with pytest.raises(ValueError, match="6 branches; the engine has room for 5"):
+    with pytest.raises(ValueError, match="6 branches; the engine takes 5"):
         check_choices(REPLIES, 5)
 
 
@@ -176,7 +176,7 @@ def test_allowed_tokens_must_exist_and_have_room():
     for ids, words in (
         ((5, 320), "allowed_token_ids hold 320; ids go from 0 to 319"),
         ((-1,), "allowed_token_ids hold -1; ids go"),
-        ((1, 2, 3), "are 3 with the end of turn; the engine has room for 2 .*choice_branches"),
+        ((1, 2, 3), "are 3 with the end of turn; the engine takes 2 .*choice_branches"),
     ):
         with pytest.raises(ValueError, match=words):
             check_allowed(ids, 2, 320)
@@ -336,7 +336,7 @@ def test_choices_without_room_end_their_own_episode(pool):
     rollout = collect(pool, tasks(8), make)
     for trajectory in rollout.trajectories:
         assert (trajectory.stop_reason == "unencodable") == (trajectory.episode % 2 == 1)
-    assert "room for 0 (SlotRules.choice_branches)" in rollout.trajectories[1].detail
+    assert "takes 0 (SlotRules.choice_branches)" in rollout.trajectories[1].detail
 
 
 class Strange(Digits):

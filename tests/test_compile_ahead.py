@@ -11,7 +11,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from earl_jax.config.file import make_config
 from earl_jax.engine.pages import roomier_pages
-from earl_jax.placement.compile_ahead import CompileAhead, Wanted, wanted_programs
+from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.placement.compile_ahead import CompileAhead, Wanted, compiles_ahead, wanted_programs
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
@@ -40,21 +41,21 @@ ROLLOUT = {
 
 
 @pytest.fixture(scope="module")
-def world():
+def run():
     return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")))
 
 
-def placed(world, max_tokens, table=None, **changes):
+def placed(run, max_tokens, table=None, **changes):
     speeds = {D8: 4000.0, CUBE: 1000.0}, {D8: 4000.0, D4T2: 1000.0}
-    table = table or table_of(world.problem, *speeds, (SHORT, LONG, 2 * LONG))
-    placement = place(world, table, **changes)
+    table = table or table_of(run.problem, *speeds, (SHORT, LONG, 2 * LONG))
+    placement = place(run, table, **changes)
     placement.restore(standing(D8, D8, max_tokens, pages=max_tokens // 16))
     return placement
 
 
-def keys(world, max_tokens, history, **changes):
-    placement = placed(world, max_tokens, **changes)
-    return [wanted.key for wanted in wanted_programs(world, placement, history)]
+def keys(run, max_tokens, history, **changes):
+    placement = placed(run, max_tokens, **changes)
+    return [wanted.key for wanted in wanted_programs(placement, history, NO_LIMIT)]
 
 
 def test_more_pages_come_in_steps():
@@ -62,31 +63,30 @@ def test_more_pages_come_in_steps():
     assert [roomier_pages(n) for n in (1, 2, 3, 4, 6, 7, 9, 10)] == [2, 3, 5, 5, 8, 12, 12, 18]
 
 
-def test_programs_of_the_next_configured_context_are_always_wanted(world):
+def test_programs_of_the_next_configured_context_are_always_wanted(run):
     plan = TrainPlan(D8, 1, False)
-    assert keys(world, SHORT, LoadHistory()) == [update_key(plan, LONG), play_key(D8, 8, LONG)]
+    assert keys(run, SHORT, LoadHistory()) == [update_key(plan, LONG), play_key(D8, 8, LONG)]
 
 
-def test_nothing_is_wanted_beyond_the_configured_contexts(world):
-    assert keys(world, LONG, history_of(15, 18, 21, 24)) == []
+def test_nothing_is_wanted_beyond_the_configured_contexts(run):
+    assert keys(run, LONG, history_of(15, 18, 21, 24)) == []
 
 
-def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(world):
+def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     """The budget holds LONG tokens on other meshes only."""
     speeds = {D8: 4000.0, CUBE: 1000.0}, {D8: 4000.0, D4T2: 1000.0}
-    table = table_of(world.problem, *speeds, (SHORT, LONG))
-    table = too_large_for(table, world.problem, train=((D8, LONG),), rollout=((D8, LONG),))
-    train, play = keys(world, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
+    table = table_of(run.problem, *speeds, (SHORT, LONG))
+    table = too_large_for(table, run.problem, train=((D8, LONG),), rollout=((D8, LONG),))
+    train, play = keys(run, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
     assert train == update_key(TrainPlan(CUBE, 1, False), LONG)
     assert play == play_key(D4T2, 8, LONG)
 
 
-def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(world):
-    auto = build_run(make_config(given(ROLLOUT, (D8,), (D8,))))
-    with CompileAhead(print) as ahead:
-        ahead.look(auto, placed(auto, SHORT), LoadHistory())
+def test_nothing_is_compiled_ahead_on_the_processor_that_computes_unless_told(run):
+    assert not compiles_ahead("auto", run.cluster) and compiles_ahead("on", run.cluster)
+    with CompileAhead(print, is_on=False) as ahead:
+        ahead.look(placed(run, SHORT), LoadHistory())
         assert not ahead._futures
-        assert ahead._works_for(world)
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def programs(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_finds_what_was_compiled_ahead(world, programs):
-    placement = placed(world, SHORT)
+def test_run_finds_what_was_compiled_ahead(run, programs):
+    placement = placed(run, SHORT)
     with CompileAhead(print) as ahead:
-        ahead.look(world, placement, LoadHistory())
+        ahead.look(placement, LoadHistory())
         ahead.settle()
         assert ahead.is_compiled(play_key(D8, 8, LONG))
     compiled = programs()
@@ -118,8 +118,8 @@ def test_run_finds_what_was_compiled_ahead(world, programs):
     # What the run calls itself: the same programs, traced again.
     jax.clear_caches()
     plans = placement.foresee(LONG)
-    lower_round(world, plans.rollout, LONG).compile()
-    lower_update(world, plans.train, LONG).compile()
+    lower_round(run.stages, plans.rollout, LONG).compile()
+    lower_update(run.stages, plans.train, LONG).compile()
     assert programs() == compiled
 
 

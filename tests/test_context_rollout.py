@@ -96,7 +96,7 @@ def converse_on(shape: MeshShape):
 
 def test_a_page_is_cut_in_the_middle():
     """By hand: of pages of 8 places the second of two devices has 4 to 7, and 12 to 15."""
-    assert PageShare(1, 2).max_tokens(jnp.arange(2), 4).tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+    assert PageShare(1, 2).positions(jnp.arange(2), 4).tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
     tokens = share_tokens(PageShare(1, 2), 6)
     assert (tokens.first, tokens.length) == (3, 3)
     # A word said alone is computed by all.
@@ -107,7 +107,7 @@ def test_a_page_is_cut_in_the_middle():
 def test_every_device_has_as_many_keys_of_any_context(length):
     """To less than a page: whatever a query looks back on, and so whatever a chunk costs."""
     pages = jnp.arange(1 + length // 32)
-    seen = [int((PageShare(i, 4).max_tokens(pages, 8) < length).sum()) for i in range(4)]
+    seen = [int((PageShare(i, 4).positions(pages, 8) < length).sum()) for i in range(4)]
     assert sum(seen) == length
     assert max(seen) - min(seen) <= 8
 
@@ -132,7 +132,6 @@ def test_a_page_must_divide():
 # What is played.
 
 
-@pytest.mark.slow_except("data=4,context=2")
 @pytest.mark.parametrize("shape", [MIXED, *OTHERS], ids=str)
 def test_the_same_words_are_said_with_the_trainers_logprobs(shape):
     """Behind prompts of several chunks and pages, of which only the last chunk is followed."""

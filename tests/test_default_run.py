@@ -9,6 +9,7 @@ import pytest
 
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 
 CONFIG = Path(__file__).parent.parent / "configs" / "trail_tiny_cpu.py"
 MOVES = {

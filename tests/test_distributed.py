@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
+from earl_jax.config.file import load_config_file, make_config
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.distributed import (
     DistributedConfig,
@@ -35,12 +35,14 @@ from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.train.export import export_policy
+from earl_jax.training import exporter_of, train
 from tests.support import ROOT
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
 from tests.support.runs import TINY
 
+# The config that TINY is of.
+CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
 # One room and one mesh for each stage, so that few programs are compiled.
 SMALL = TINY | {
     "num_steps": 2,
@@ -309,7 +311,8 @@ class Command:
                     "distributed.num_processes": num,
                     "distributed.process_id": number,
                 }
-            line = [sys.executable, "-m", "earl_jax.main", f"--workdir={workdir}"]
+            line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
+            line += [f"--workdir={workdir}"]
             line += [f"--config.{key}={value}" for key, value in settings.items()]
             self.all.append(
                 subprocess.Popen(
@@ -422,7 +425,7 @@ def train_small(workdir: str) -> bool:
     """As `Command` with ALL, but on the devices that are here, with a checkpoint of every step."""
     settings = SMALL | ALL | {"checkpoint.every_steps": 1}
     overrides = [f"{key}={value}" for key, value in settings.items()]
-    train(make_config(load_config_file(DEFAULT_CONFIG), overrides), Path(workdir))
+    train(make_config(load_config_file(CONFIG), overrides), Path(workdir))
     return True
 
 
@@ -489,11 +492,11 @@ SOURCE = ROOT / "tests/reference/qwen2_tied"
 def in_and_out(folder: str) -> list[int]:
     """Reads a checkpoint over all processes' devices, and exports it: the embedding's rows here."""
     sections = {"model": {"path": str(SOURCE)}, "train": {"lora": {"rank": 2}}}
-    world = build_run(make_config(sections))
-    state = world.learner.first_state(MeshShape(data=1, fsdp=4))
+    run = build_run(make_config(sections))
+    state = run.learner.first_state(MeshShape(data=1, fsdp=4))
     rows = [shard.data.shape[1] for shard in state.base["embed"].addressable_shards]
-    export_policy(world, state, 1, Path(folder))
-    world.cluster.barrier("the end")
+    exporter_of(run).export(state, Path(folder) / "export", 1)
+    run.cluster.barrier("the end")
     return rows
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from earl_jax.recorder import Recorder
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
@@ -25,12 +24,15 @@ from earl_jax.models.config import LoraConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import adapt, adapter_specs
 from earl_jax.models.parameters import is_spec, parameter_shardings, parameter_specs
+from earl_jax.placement.compile_ahead import CompileAhead
 from earl_jax.run import Run, build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.export import export_policy, keep_exports
+from earl_jax.train.export import keep_exports
 from earl_jax.train.step import TrainState
+from earl_jax.training import Training, exporter_of
 from earl_jax.workdir import Position
+from tests.support.placements import place
 from tests.support.references import KINDS, NAMES, REFERENCE, checkpoint, reference
 
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
@@ -76,7 +78,7 @@ def write_both(folder: Path, name: str, lora: LoraConfig) -> tuple[Any, Path, Pa
         vocab_size=given.vocab_size,
         tokenizer=build_run(
             make_config({"model": {"path": str(REFERENCE / "qwen2_tied")}})
-        ).tokenizer,
+        ).origin.tokenizer,
         dtype="float32",
         max_positions=128,
         source=given,
@@ -180,27 +182,28 @@ def test_peft_computes_the_same_from_what_is_written(name, tmp_path):
 # In a run.
 
 
-def a_state(world: Run) -> TrainState:
-    state = world.learner.first_state(world.problem.train_meshes[0])
+def a_state(run: Run) -> TrainState:
+    state = run.learner.first_state(run.problem.train_meshes[0])
     return dataclasses.replace(state, params=jax.tree.map(lambda leaf: leaf + 0.01, state.params))
 
 
 @pytest.mark.slow
 def test_a_base_from_the_seed_is_written_once_beside_the_adapters(tmp_path):
-    sections = {"model": {"num_layers": 1, "attention_bias": True}, "checkpoint": {"export": True}}
-    world = build_run(make_config({**sections, "train": {"lora": {"rank": 2}}}))
-    state = a_state(world)
-    written = export_policy(world, state, 4, tmp_path)
+    sizes = {"num_layers": 1, "width": 32, "num_heads": 4, "num_kv_heads": 2, "head_size": 8}
+    model = {"preset": "qwen2.5-7b", **sizes, "ffn_size": 64}
+    run = build_run(make_config({"model": model, "train": {"lora": {"rank": 2}}}))
+    state, exporter = a_state(run), exporter_of(run)
+    folder = tmp_path / "export"
+    written = exporter.export(state, folder, 4)
     assert [path.name for path in written] == ["step_000004", "base", "step_000004_adapter"]
     for path in written[:2]:
         # Layers of qwen2, and the run's own vocabulary.
         assert json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
         ids = AutoTokenizer.from_pretrained(path)("play x on 4 now")["input_ids"]
-        assert ids == world.origin.tokenizer("play x on 4 now")["input_ids"]
-    written = export_policy(world, state, 6, tmp_path)
+        assert ids == run.origin.tokenizer("play x on 4 now")["input_ids"]
+    written = exporter.export(state, folder, 6)
     assert [path.name for path in written] == ["step_000006", "step_000006_adapter"]
-    assert export_policy(world, state, 6, tmp_path) == []
-    folder = tmp_path / "export"
+    assert exporter.export(state, folder, 6) == []
     settings = json.loads((folder / "step_000006_adapter/adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder / "base")
     base, after, adapter = (
@@ -231,21 +234,21 @@ def test_a_run_exports_at_its_end_or_with_every_checkpoint(given, path, steps, t
     """Unless told otherwise only what began as a checkpoint of `transformers` is one at the end."""
     sections = {"num_steps": 5, "checkpoint": {"every_steps": 2, **given}}
     model = {"path": str(REFERENCE / path)} if path else {"num_layers": 1}
-    world = build_run(make_config({**sections, "model": model}))
-    state = world.learner.first_state(world.problem.train_meshes[0])
+    run = build_run(make_config({**sections, "model": model}))
+    state = run.learner.first_state(run.problem.train_meshes[0])
     notes = []
-    recorder = Recorder(
-        world=world,
-        placement=None,
-        checkpoints=None,
-        progress=SimpleNamespace(note=notes.append),
-        metrics_log=None,
-        workdir=tmp_path,
-        stop=[],
-        ahead=None,
-    )
-    for step in range(1, 6):
-        recorder.go_on(Position(step=step, state=state, history=LoadHistory()))
+    with CompileAhead(notes.append, is_on=False) as ahead:
+        training = Training(
+            run=run,
+            placement=place(run),
+            recorder=SimpleNamespace(note=notes.append),
+            checkpoints=None,
+            workdir=tmp_path,
+            ahead=ahead,
+            stop=[],
+        )
+        for step in range(1, 6):
+            training.begin(Position(step=step, state=state, history=LoadHistory()))
     folders = [tmp_path / "export" / f"step_{step:06d}" for step in steps]
     assert notes == [f"exported {folder}" for folder in folders]
     assert all((folder / "config.json").is_file() for folder in folders)

@@ -97,15 +97,15 @@ def test_a_run_takes_the_ends_of_its_checkpoint(tmp_path):
     folder = tmp_path / "copied"
     shutil.copytree(CHECKPOINT, folder)
     plain = build_run(make_config({"model": {"path": str(folder)}}))
-    assert plain.renderer.end_of_turn_ids == (3,) and len(plain.notes) == 2
+    assert plain.actor.renderer.end_of_turn_ids == (3,) and len(plain.notes) == 2
     write(folder, json.dumps({"eos_token_id": [0, 3], "top_p": 0.9}))
-    world = build_run(
+    run = build_run(
         make_config({"model": {"path": str(folder)}}, ["chat.history=fork"]), tmp_path / "none"
     )
-    assert world.actor.renderer.end_of_turn_ids == (3, 0) and len(world.notes) == 3
-    engine = world.stages.engines.engine(world.problem.rollout_meshes[0])
+    assert run.actor.renderer.end_of_turn_ids == (3, 0) and len(run.notes) == 3
+    engine = run.stages.engines.engine(run.problem.rollout_meshes[0])
     assert engine.config.rules.end_of_turn_ids == (3, 0)
-    conversation = world.actor.new_conversation()
+    conversation = run.actor.new_conversation()
     conversation.open("go")
     assert conversation.reply([0]) == ("", True)
     # The template would have written its own end there, so that what follows is told anew.
@@ -116,7 +116,8 @@ def test_a_run_gives_its_template_the_arguments_of_its_config():
     text = "chat.template_arguments.enable_thinking=False"
     config = make_config({"model": {"path": str(CHECKPOINT)}}, [text])
     assert config.chat.template_arguments == {"enable_thinking": False}
-    assert make_config(json.loads(json.dumps(config.as_dict()))) == config
+    saved = make_config(json.loads(json.dumps(config.as_dict())))
+    assert saved.chat == config.chat and saved.as_dict() == config.as_dict()
     # This checkpoint's template knows no such thing, and is given it.
     with pytest.raises(ValueError, match="'enable_thinking', which the chat template does not"):
         build_run(config)

@@ -19,6 +19,7 @@ from earl_jax.selector.table import TRUSTED, ThroughputTable, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 
 TRAIN_MESHES = ("data=8", "data=1,fsdp=2,tensor=4")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.

@@ -77,7 +77,7 @@ def with_path(name: str) -> dict:
     return {"model": {"path": str(REFERENCE / name)}}
 
 
-def test_a_world_is_the_model_of_the_path():
+def test_a_run_is_the_model_of_the_path():
     world = build_run(make_config(with_path("qwen2_tied"), ["model.compute_dtype=bfloat16"]))
     read = checkpoint("qwen2_tied")
     assert world.origin.model == dataclasses.replace(read.model, compute_dtype="bfloat16")
@@ -302,7 +302,7 @@ def test_no_episode_is_longer_than_the_checkpoint_is_made_for():
     with pytest.raises(ValueError, match=words):
         build_run(more)
     forks = dataclasses.replace(more, chat=dataclasses.replace(more.chat, history="fork"))
-    assert build_run(forks).max_context == 128, "of each sample, and an episode has several"
+    assert build_run(forks).origin.max_context == 128, "of each sample, and an episode has several"
     assert build_run(make_config({})).origin.max_context == NO_LIMIT
 
 
@@ -322,8 +322,8 @@ def test_a_game_that_outgrows_the_checkpoint_ends_there(tmp_path):
         "train": {"ratio": "model"},
         "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
     }
-    world, session, placement = seated(given)
-    trajectories = play(world, placement, session, world.tasks.training(0), None).trajectories
+    run, session, placement = seated(given)
+    trajectories = play(run.actor, placement, session, run.tasks.training(0), None).trajectories
     assert max(t.num_tokens for t in trajectories) <= 64
     ended = {t.stop_reason: t for t in trajectories}
     assert {"win", "episode_too_long"} <= set(ended)

@@ -38,7 +38,7 @@ def test_layers_of_no_known_family_cannot_be_written():
 
 
 def test_how_a_family_computes_is_no_setting():
-    for name in ("rope_scaling.factor=8", "windows=(4,)", "activation=relu", "attention_bias=True"):
+    for name in ("rope_scaling.factor=8", "post_norms=True", "activation=relu", "attention_bias=1"):
         with pytest.raises(ValueError, match=f"config.model.{name[:7]}.* is no setting.*preset"):
             make_config({}, [f"model.{name}"])
 

@@ -14,12 +14,16 @@ import pytest
 import earl_jax
 
 PACKAGE = Path(earl_jax.__file__).parent
-DATA_PATH = ("dispatch", "sharding", "train", "engine", "rollout", "models")
+DATA_PATH = (
+    *("dispatch", "sharding", "train", "engine", "rollout", "models"),
+    *("launch", "placement", "serving"),
+)
 ALLOWED = {
     "engine/host_pages.py": "preemption to host memory; preempted_host_bytes counts it",
     "serving/step_tokens.py": "a decode step's tokens are for the host",
-    "engine/step_tokens.py": "a decode step's tokens are for the host",
+    "launch/cluster.py": "plain data of the hosts comes back from all processes",
     "models/blocks.py": "exports write parameters to files",
+    "train/checkpoint.py": "checkpoints are written from where the arrays are",
     "train/offload.py": "host memory as storage for the optimizer's moments",
     "train/backup.py": "host memory as storage for the backup",
 }

@@ -13,8 +13,10 @@ import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
-from earl_jax.loop import play, train
+from earl_jax.loop import rl_step
+from earl_jax.placement.rollouts import play
 from earl_jax.rollout.config import Limits
+from earl_jax.rollout.tasks import Tasks
 from earl_jax.run import build_run
 from tests.support.episodes import assert_same_episodes
 from tests.support.placements import (
@@ -77,17 +79,23 @@ class Step:
         return np.array([(update["loss"], update["grad_norm"]) for update in self.record.updates])
 
 
-def learn(world, placement):
-    """All steps with the same tasks."""
-    placement.choose_step(SMALL, None)
-    steps = []
+class LimitedTasks(Tasks):
+    """Episodes end at the step's number of tokens."""
 
-    def keep(position, record):
+    def training(self, step):
+        limits = Limits(max_turn_tokens=4, max_episode_tokens=LONGEST[step])
+        return [dataclasses.replace(task, limits=limits) for task in super().training(step)]
+
+
+def learn(run, placement):
+    """All steps with the same tasks."""
+    run = dataclasses.replace(run, tasks=LimitedTasks(**vars(run.tasks)))
+    placement.choose_step(SMALL, None)
+    position, steps = first_position(run, placement), []
+    while position.step < len(LONGEST):
+        position, record = rl_step(run, placement, position)
         state = jax.tree.map(np.array, position.state)
         steps.append(Step(record=record, plan=placement.train, state=state))
-        return False
-
-    train(world, placement, first_position(world, placement), keep)
     return steps
 
 
@@ -97,23 +105,12 @@ def difference(ours, theirs, least=0.0):
     return float(np.abs(ours - theirs).max() / max(least, np.abs(theirs).max()))
 
 
-def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(world, monkeypatch):
+def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(world):
     """The budget holds data=8 for short games, fsdp=8 for longer ones, whole ones in two parts.
 
     What differs is the order of sums. A number of fp32 is exact to 6e-8; a part of a batch that is
     forgotten or counted twice is off by more than a hundredth.
     """
-    all_tasks = world.training_tasks
-    monkeypatch.setattr(
-        world,
-        "training_tasks",
-        lambda step: [
-            dataclasses.replace(
-                task, limits=Limits(max_turn_tokens=4, max_episode_tokens=LONGEST[step])
-            )
-            for task in all_tasks(step)
-        ],
-    )
     only = {"rollout_meshes_named": (str(D8),)}
     tight = too_large_for(
         table(world),
@@ -180,7 +177,7 @@ def test_rollout_that_outgrows_the_budget_goes_on_elsewhere_with_the_same_episod
         placement.sessions.make_room = noting
         session, _ = placement.sessions.open(params, version=0)
         tasks, sampling = world.tasks.training(0), Sampling(temperature=temperature)
-        return play(world, placement, session, tasks, None, sampling), placement, moves
+        return play(world.actor, placement, session, tasks, None, sampling), placement, moves
 
     stayed, _, moves = rollout(table(world))
     assert {(was, is_) for was, is_, _ in moves} == {(D8, D8)}

@@ -8,7 +8,6 @@ import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step
-from earl_jax.placement.facts import open_table
 from earl_jax.placement.placement import Placement
 from earl_jax.run import build_run
 from earl_jax.selector.table import Entry, ThroughputTable, rollout_key, train_key
@@ -34,13 +33,13 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def world_with(table):
+def run_with(table):
     return build_run(make_config(given(ROLLOUT, (D8,), (D8,), table=str(table))))
 
 
-def opened(world):
-    table, note = open_table(world)
-    placement = Placement(world.stages, table)
+def opened(run):
+    table, note = run.open_table()
+    placement = Placement(run.stages, table)
     placement.choose_step(TOKENS, None)
     return placement, note
 
@@ -52,13 +51,13 @@ def files(cache):
 @pytest.mark.slow
 def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(cache):
     """A step in which a program was compiled says nothing of the trainer's speed."""
-    world = world_with("auto")
-    placement, note = opened(world)
+    run = run_with("auto")
+    placement, note = opened(run)
     assert note is None and placement.observations.table.entries == {}
-    position = first_position(world, placement)
+    position = first_position(run, placement)
     seen = []
     for _ in range(4):
-        position, _ = rl_step(world, placement, position)
+        position, _ = rl_step(run, placement, position)
         entries = placement.observations.table.entries
         seen.append([len(entries.get(key, Entry()).speeds) for key in (TRAIN_KEY, ROLLOUT_KEY)])
     assert [train for train, _ in seen] == [0, 1, 2, 3]
@@ -67,7 +66,7 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
     assert path.is_relative_to(cache / "earl_jax" / "throughput")
     assert ThroughputTable.from_dict(json.loads(text)).entries == entries
     assert entries[TRAIN_KEY].is_trusted
-    again, note = opened(world)
+    again, note = opened(run)
     assert note is None
     for key in (TRAIN_KEY, ROLLOUT_KEY):
         (speed,) = again.observations.table.entries[key].speeds
@@ -75,37 +74,41 @@ def test_real_steps_feed_the_table_and_the_next_run_begins_with_their_medians(ca
 
 
 def test_model_reads_and_writes_no_speeds_and_remembers_failures(cache):
-    known, _ = opened(world_with("auto"))
+    known, _ = opened(run_with("auto"))
     known.observations.add_speed(known.train, TOKENS, 123.0)
     before = files(cache)
     assert len(before) == 1
-    world = world_with("model")
-    placement, _ = opened(world)
+    run = run_with("model")
+    placement, _ = opened(run)
     assert placement.observations.table.entries == {}
     placement.observations.add_speed(placement.train, TOKENS, 123.0)
     assert placement.observations.table.entries == {} and files(cache) == before
     placement.observations.add_failure(placement.rollout, TOKENS)
     (path,) = files(cache).keys() - before.keys()
     assert json.loads(path.read_text())["entries"] == {}
-    again, _ = opened(world)
+    again, _ = opened(run)
     assert again.observations.table.failures == placement.observations.table.failures
     assert again.rollout != placement.rollout
     # What failed by one table is another's business: that of the run by speeds is as it was.
     assert all(path.read_text() == text for path, text in before.items())
 
 
-def test_given_table_is_read_and_not_changed(cache, tmp_path):
+def test_given_table_is_read_and_not_changed(tmp_path):
     path = tmp_path / "mine.json"
     ThroughputTable(path=path).with_speed(TRAIN_KEY, 7.0).with_speed(TRAIN_KEY, 9.0).write()
     before = path.read_text()
-    placement, note = opened(world_with(path))
+    placement, note = opened(run_with(path))
     assert note is None
     assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
     placement.observations.add_speed(placement.train, TOKENS, 123.0)
     placement.observations.add_failure(placement.rollout, TOKENS)
     assert placement.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
     assert len(placement.observations.table.failures) == 1
-    assert path.read_text() == before and files(cache) == {}
+    assert path.read_text() == before
+    # What ran out of memory is remembered elsewhere, and no speed of this run.
+    again, _ = opened(run_with(path))
+    assert again.observations.table.entries == {TRAIN_KEY: Entry((7.0, 9.0))}
+    assert again.observations.table.failures == placement.observations.table.failures
 
 
 @pytest.mark.parametrize(
@@ -116,16 +119,16 @@ def test_path_of_something_else_is_an_error_that_names_the_setting(tmp_path, tex
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=f"config.selector.table={path} cannot be read"):
-        open_table(world_with(path))
+        run_with(path).open_table()
 
 
 def test_damaged_table_in_the_cache_begins_anew_and_says_so(cache):
-    world = world_with("auto")
-    placement, _ = opened(world)
+    run = run_with("auto")
+    placement, _ = opened(run)
     placement.observations.add_speed(placement.train, TOKENS, 123.0)
     ((path, text),) = files(cache).items()
     path.write_text(text[: len(text) // 2])
-    again, note = opened(world)
+    again, note = opened(run)
     assert str(path) in note and "it begins anew" in note
     assert again.observations.table.entries == {}
 
@@ -133,9 +136,9 @@ def test_damaged_table_in_the_cache_begins_anew_and_says_so(cache):
 def test_table_that_cannot_be_written_is_kept_in_memory(cache):
     cache.write_text("a file, where a folder should be")
     predicted = []
-    world = world_with("auto")
-    table, _ = open_table(world)
-    placement = Placement(world.stages, table, predicted.append)
+    run = run_with("auto")
+    table, _ = run.open_table()
+    placement = Placement(run.stages, table, predicted.append)
     placement.choose_step(TOKENS, None)
     for _ in range(2):
         placement.observations.add_speed(placement.train, TOKENS, 123.0)

@@ -18,10 +18,10 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.loop import expected_tokens
 from earl_jax.placement import placement as placement_module
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.updates import sft
+from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.plans import RolloutPlan, TrainPlan
@@ -220,15 +220,15 @@ def test_two_programs_of_a_stage_are_compiled_at_most_before_the_first_step(worl
     """With budgets from too small to ample, without a table."""
     known, compiled = {}, []
 
-    def count(world, plan, tokens, **_):
+    def count(stages, plan, tokens, **_):
         compiled.append(plan)
         one, added = plan, 0
         if isinstance(plan, RolloutPlan):
             # Pages are arguments: of other numbers of them the bytes are known from one program.
             one = plan._replace(pages=2)
-            added = (plan.pages - 2) * world.problem.page_bytes(plan.mesh)
+            added = (plan.pages - 2) * stages.problem.page_bytes(plan.mesh)
         if one not in known:
-            known[one] = compiled_bytes(world, one, tokens)
+            known[one] = compiled_bytes(stages, one, tokens)
         return known[one] + added
 
     monkeypatch.setattr(placement_module, "compiled_bytes", count)
@@ -420,6 +420,6 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
     mesh = world.stages.layouts.train(there).mesh
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before
-    assert int(sft(world, placement, moved, 0, LONG).updates) == 2
+    assert int(sft(placement, moved, world.tasks.examples(0, 2), LONG).updates) == 2
     program = world.learner.program(placement.train, sft=True)
     assert program._cache_size() == 1

@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from earl_jax.plan import plan_command
+from tests.support import ROOT
 from tests.support.compilers import need_compiler
 
 # Longer than a block of our own attention, so that TPUs have their kernel.
@@ -60,8 +61,8 @@ def test_bytes_of_what_is_chosen_are_the_compilers(topology, model, tmp_path):
 
 @pytest.mark.slow
 def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path):
-    """With the default config's budget no update on data=8 fits as XLA compiles it."""
-    flags = ["--topology=cpu:8", "--contexts=40"]
+    """With this config's budget no update on data=8 fits as XLA compiles it."""
+    flags = ["--config=configs/tictactoe_tiny_cpu.py", "--topology=cpu:8", "--contexts=40"]
     exact = command(tmp_path, *flags, "--exact")
     chosen = exact["contexts"][0]["train"]
     found = mesh_of(exact, "train", chosen["mesh"])
@@ -82,7 +83,12 @@ def test_a_plan_whose_exact_bytes_break_the_budget_is_left(tmp_path):
     ("topology", "extra"), [("v5e:2x4", "tpu-topology"), ("h100:1x8", "gpu-topology")]
 )
 def test_exact_mode_names_the_extra_that_it_needs(monkeypatch, topology, extra):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    real, compilers = importlib.util.find_spec, {"libtpu", "jax_cuda13_plugin"}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *of: None if name in compilers else real(name, *of),
+    )
     with pytest.raises(ValueError, match=f"--exact: .*`uv sync --extra {extra}`"):
         plan_command([f"--topology={topology}", "--exact"])
 
@@ -93,6 +99,7 @@ def command(cache, *flags):
         [sys.executable, "-m", "earl_jax.plan", "--json", *flags],
         capture_output=True,
         text=True,
+        cwd=ROOT,
         env={**os.environ, "XDG_CACHE_HOME": str(cache)},
     )
     assert done.returncode == 0, done.stderr

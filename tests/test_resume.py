@@ -11,10 +11,12 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax import workdir
 from earl_jax.config.file import make_config
-from earl_jax.run import Run, _resume, build_run
+from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.train.learner import Learner
 
 D8 = MeshShape(data=8)
 POSITION = {
@@ -32,7 +34,7 @@ POSITION = {
 }
 
 
-def make_world(*overrides):
+def make_run(*overrides):
     given = {
         "model": {"num_layers": 1, "width": 16, "num_heads": 2, "ffn_size": 16},
         "selector": {
@@ -45,36 +47,35 @@ def make_world(*overrides):
 
 
 @pytest.fixture(scope="module")
-def world():
-    return make_world()
+def run():
+    return make_run()
 
 
 @pytest.fixture
-def resume(world, tmp_path, monkeypatch):
+def resume(run, tmp_path, monkeypatch):
     """A workdir with checkpoints of steps 1 and 2, and the call that resumes it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield from resumed(world, tmp_path, POSITION)
+    yield from resumed(run, tmp_path, POSITION)
 
 
-def resumed(world, tmp_path, position):
+def resumed(run, tmp_path, position):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     for step in (1, 2):
-        checkpoints.save(step, world.learner.init_state(D8), position)
+        checkpoints.save(step, run.learner.init_state(D8), position)
     checkpoints.wait()
     notes = []
 
     def call():
-        progress = types.SimpleNamespace(note=notes.append)
-        return _resume(world, checkpoints, progress, tmp_path)
+        return workdir.resume(run, checkpoints, tmp_path, notes.append)
 
     yield types.SimpleNamespace(call=call, notes=notes, workdir=tmp_path, steps=checkpoints.steps)
     checkpoints.close()
 
 
-def test_the_newest_is_used(resume, world):
+def test_the_newest_is_used(resume, run):
     position, placement = resume.call()
     assert position.step == 2 and placement.as_dict() == POSITION["placement"]
-    jax.tree.map(np.testing.assert_array_equal, position.state, world.learner.init_state(D8))
+    jax.tree.map(np.testing.assert_array_equal, position.state, run.learner.init_state(D8))
     assert len(resume.notes) == 1 and "after step 2" in resume.notes[0]
 
 
@@ -101,17 +102,17 @@ def test_a_position_that_is_none_is_damage(resume, old, new, words):
 
 
 @pytest.fixture(scope="module")
-def adapters_world():
-    return make_world("train.lora.rank=1")
+def adapters_run():
+    return make_run("train.lora.rank=1")
 
 
 @pytest.mark.slow_except("another")
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
-def test_adapters_without_their_base(adapters_world, tmp_path, monkeypatch, found):
+def test_adapters_without_their_base(adapters_run, tmp_path, monkeypatch, found):
     """Another base is no damage: nothing is set aside. A position that names none is one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     position = POSITION if found is None else {**POSITION, "base_fingerprint": found}
-    for resume in resumed(adapters_world, tmp_path, position):
+    for resume in resumed(adapters_run, tmp_path, position):
         if found is None:
             assert resume.call() is None and resume.steps() == []
             assert all("without base_fingerprint" in note for note in resume.notes)
@@ -122,12 +123,12 @@ def test_adapters_without_their_base(adapters_world, tmp_path, monkeypatch, foun
 
 
 @pytest.mark.parametrize("kind", [TypeError, AttributeError, KeyError, ValueError, AssertionError])
-@pytest.mark.parametrize("where", ["train_state_shapes", "train_state_shardings"])
+@pytest.mark.parametrize("where", ["state_shapes", "state_shardings"])
 def test_a_defect_is_not_taken_for_damage(resume, monkeypatch, kind, where):
     def defect(self, *_):
         raise kind("a defect")
 
-    monkeypatch.setattr(Run, where, defect)
+    monkeypatch.setattr(Learner, where, defect)
     with pytest.raises(kind, match="a defect"):
         resume.call()
     assert resume.steps() == [2, 1] and not resume.notes

@@ -8,11 +8,13 @@ import functools
 import pytest
 
 from earl_jax.config.file import make_config
-from earl_jax.loop import Position, evaluate, play, rl_step
+from earl_jax.loop import evaluate, rl_step
 from earl_jax.placement.placement import Placement
+from earl_jax.placement.rollouts import play
 from earl_jax.run import Run, build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
+from earl_jax.workdir import Position
 from tests.support.placements import begin
 
 ROOM = 32
@@ -83,7 +85,7 @@ def test_a_prompt_is_read_once_by_several_rollouts_of_one_policy_version():
     tasks = world().tasks.evaluation(16)[::2]
 
     def played(session):
-        return play(world(), placement, session, tasks, None)
+        return play(world().actor, placement, session, tasks, None)
 
     first = played(open_session(placement, position, 0))
     (prompt,) = {trajectory.turns[0].token_ids for trajectory in first.trajectories}
@@ -148,7 +150,7 @@ def test_meshes_whose_data_axis_does_not_divide_slots_and_episodes_are_not_used(
 def test_a_step_with_one_slot_on_eight_devices():
     config = make_config(FEW)
     few = build_run(config)
-    placement = Placement(few, ThroughputTable())
+    placement = Placement(few.stages, ThroughputTable())
     placement.choose_step(1, None)
     state = few.learner.first_state(placement.train.mesh)
     position = Position(step=0, state=state, history=LoadHistory())

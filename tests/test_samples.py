@@ -233,7 +233,7 @@ def test_the_trainer_scores_every_sample_as_it_was_sampled(forked, trainer_param
     lengths = np.zeros(CONFIG.episodes_per_step, np.int32)
     lengths[:NUM_TASKS] = [t.num_tokens for t in forked.trajectories]
     starts = np.full((CONFIG.episodes_per_step, 4), ROOM)
-    starts[:NUM_TASKS] = sample_starts(forked.trajectories, ROOM)
+    starts[:NUM_TASKS] = sample_starts([t.sample_starts for t in forked.trajectories], ROOM)
     facts = {
         "length": ROOM,
         "lengths": lengths,
@@ -273,5 +273,5 @@ def test_the_table_of_samples_by_hand():
     twice = trajectory((3, False), (2, True), (4, False), (1, True))
     assert whole.sample_starts == failed.sample_starts == (0,)
     assert twice.sample_starts == (0, 3, 9)
-    assert sample_starts([whole, failed], 16).tolist() == [[0], [0]]
-    assert sample_starts([whole, twice], 16).tolist() == [[0, 16, 16, 16], [0, 3, 9, 16]]
+    assert sample_starts([(0,), (0,)], 16).tolist() == [[0], [0]]
+    assert sample_starts([(0,), (0, 3, 9)], 16).tolist() == [[0, 16, 16, 16], [0, 3, 9, 16]]

@@ -22,10 +22,11 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.sampling import sample, sampling_rows, token_uniforms
 from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
-from earl_jax.serve import _context_tokens, serve_command
+from earl_jax.serve import serve_command
 from earl_jax.serving.jetstream_engine import MAX_SEED
 from earl_jax.serving.scores import Scores
 from earl_jax.serving.serve_flags import parse_flags
+from earl_jax.serving.sizes import context_tokens_of
 from tests.support import ROOT
 from tests.support.references import reference
 from tests.support.served import (
@@ -576,9 +577,12 @@ def test_a_mistake_ends_with_status_2_and_one_message():
 
 def test_where_memory_has_room_for_less_than_the_model_takes_it_is_said():
     flags = parse_flags([f"--model={MODEL}"])
-    assert (_context_tokens(flags, 128, 1000), _context_tokens(flags, None, 1000)) == (128, 1000)
-    assert _context_tokens(flags, 128, 100) == 100
+    assert (context_tokens_of(flags, 128, 1000), context_tokens_of(flags, None, 1000)) == (
+        128,
+        1000,
+    )
+    assert context_tokens_of(flags, 128, 100) == 100
     asked = parse_flags([f"--model={MODEL}", "--max_context=101"])
     words = "--max_context=101; beside the weights .* a context of 100 tokens: lower it, .*kv_dtype"
     with pytest.raises(ValueError, match=words):
-        _context_tokens(asked, 128, 100)
+        context_tokens_of(asked, 128, 100)

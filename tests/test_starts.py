@@ -16,6 +16,7 @@ from earl_jax.placement.programs import compiled_bytes
 from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit
 
 WIDE = {
@@ -75,12 +76,13 @@ def test_model_that_needs_fsdp_8_starts(tmp_path):
     assert allocator.peak_bytes <= 19_000_000 and not allocator.refused
 
 
+@pytest.mark.slow
 def test_model_that_fits_a_device_by_five_percent_starts(tmp_path):
     meshes = {"train_meshes": ("data=8",), "rollout_meshes": ("data=8",), "table": "model"}
-    world = build_run(make_config({**WIDE, "selector": meshes}))
-    plans = world.problem.train_plans(32)
+    stages = build_run(make_config({**WIDE, "selector": meshes})).stages
+    plans = stages.problem.train_plans(32)
     # The least that any way to train takes, by XLA.
-    least = min(filter(None, (compiled_bytes(world, plan, 32) for plan in plans)))
+    least = min(filter(None, (compiled_bytes(stages, plan, 32) for plan in plans)))
     rows, allocator = start(tmp_path, int(least / 0.95), **meshes)
     assert len(rows) == 2 and not any("out_of_memory" in row for row in rows)
     assert not allocator.refused
@@ -95,9 +97,9 @@ def test_model_that_fits_nowhere_says_the_smallest_budget_and_hardware(tmp_path)
 def test_at_most_two_programs_of_a_stage_are_compiled_before_the_first_step(tmp_path, monkeypatch):
     compiled = []
 
-    def count(world, plan, tokens, **how):
+    def count(stages, plan, tokens, **how):
         compiled.append(plan)
-        return compiled_bytes(world, plan, tokens, **how)
+        return compiled_bytes(stages, plan, tokens, **how)
 
     monkeypatch.setattr(placement, "compiled_bytes", count)
     rows, _ = start(tmp_path, 19_000_000, 17_000_000, table="model")

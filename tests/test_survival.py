@@ -123,7 +123,7 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
 
     monkeypatch.setattr(world.learner, "program", program)
     state, batch = world.learner.init_state(D8), rows_on(world, D8)
-    after, moved, metrics = update(world, placement, state, batch, CONTROLS)
+    after, moved, metrics = update(placement, state, batch, CONTROLS)
     monkeypatch.undo()
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
     assert placement.train.mesh == CUBE and np.isfinite(metrics["loss"])
@@ -162,7 +162,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
 
     monkeypatch.setattr(world.learner, "program", program)
     state, batch = world.learner.init_state(CUBE), rows_on(world, CUBE)
-    after, _, _ = update(world, placement, state, batch, CONTROLS)
+    after, _, _ = update(placement, state, batch, CONTROLS)
     assert len(tried) == len(set(tried)) and {plan.mesh for plan in tried} == {CUBE}
     assert [plan.micro_batches for plan in tried[-1:]] == [4]
     assert placement.train == tried[-1]
@@ -172,7 +172,7 @@ def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stop
     # The program has run: next time there is no backup, and the state goes with it.
     monkeypatch.setattr(world.learner, "program", lambda *_, sft: hungry(donated=0))
     with pytest.raises(StateLost, match="goes on from its newest checkpoint"):
-        update(world, placement, after, batch, CONTROLS)
+        update(placement, after, batch, CONTROLS)
     # 16 rows on 4 row shards: no smaller parts than 4 rows.
     with pytest.raises(BudgetTooSmall, match=r"ran out of memory with rows of 32 tokens"):
         while placement.choose_training_again():
@@ -258,7 +258,7 @@ def short_in_one_and_then_in_both() -> dict[str, Any]:
         batch_shapes(16, TOKENS, world.stages.layouts.train(four)),
     )
     with pytest.raises(RestartNeeded) as alone:
-        update(world, placement, position.state, batch, CONTROLS)
+        update(placement, position.state, batch, CONTROLS)
     return {
         "kept": was_offloaded and not is_offloaded(state) and kept,
         "mesh": record.rollout_mesh,

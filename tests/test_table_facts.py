@@ -5,18 +5,20 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.models.attention.kernels import Choice
-from earl_jax.placement.facts import facts_of, open_table, table_for_plan
+from earl_jax.placement.facts import table_for_plan
 from earl_jax.placement.problem import find_model, make_problem
-from earl_jax.run import Run, _observed_before, build_run
+from earl_jax.run import Run, build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.plans import Failure
 from earl_jax.selector.table import ThroughputTable, train_key
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.workdir import _table_of
 
 KEY = train_key(MeshShape(data=8), 16, 1, False)
 FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1))
@@ -34,7 +36,7 @@ GIVEN = {
 
 
 @pytest.fixture(scope="module")
-def world() -> Run:
+def run() -> Run:
     return build_run(make_config(GIVEN))
 
 
@@ -43,11 +45,14 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def asks_for(world: Run, monkeypatch, table: str) -> Run:
-    """The world with this config.selector.table."""
-    selector = dataclasses.replace(world.config.selector, table=table)
-    monkeypatch.setattr(world, "config", dataclasses.replace(world.config, selector=selector))
-    return world
+def asks_for(run: Run, table: str) -> Run:
+    """The run with this config.selector.table."""
+    selector = dataclasses.replace(run.config.selector, table=table)
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, selector=selector))
+
+
+def facts_of(run: Run) -> dict[str, Any]:
+    return run.open_table()[0].facts
 
 
 def keep(table: ThroughputTable) -> ThroughputTable:
@@ -59,86 +64,87 @@ def keep(table: ThroughputTable) -> ThroughputTable:
 # The facts of a run.
 
 
-def test_facts_say_model_devices_versions_and_what_changes_programs(world):
-    facts = facts_of(world)
+def test_facts_say_model_devices_versions_and_what_changes_programs(run):
+    facts = facts_of(run)
     cpus = {"platform": "cpu", "kind": "cpu", "number": 8}
     assert facts["devices"] == {"rollout": cpus, "train": cpus}
-    assert (facts["model"]["width"], facts["vocab_size"]) == (16, world.origin.vocab_size)
+    assert (facts["model"]["width"], facts["vocab_size"]) == (16, run.origin.vocab_size)
     assert facts["versions"].keys() == {"jax", "jaxlib"}
     assert facts["rollout"]["num_slots"] == 8 and facts["train"]["remat"] is False
-    assert facts["attention"] == [choice.kernel for choice in world.attention]
+    assert facts["attention"] == [choice.kernel for choice in run.attention]
 
 
-def test_flags_are_facts_in_any_order_but_for_those_that_dump(world, monkeypatch):
+def test_flags_are_facts_in_any_order_but_for_those_that_dump(run, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_b=2 --xla_a=1")
-    facts = facts_of(world)
+    facts = facts_of(run)
     assert facts["flags"]["XLA_FLAGS"] == ["--xla_a=1", "--xla_b=2"]
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1  --xla_dump_to=/somewhere --xla_b=2")
-    assert facts_of(world) == facts
+    assert facts_of(run) == facts
 
 
 # config.selector.table.
 
 
-def test_auto_takes_what_earlier_runs_have_observed(world):
-    table, note = open_table(world)
+def test_auto_takes_what_earlier_runs_have_observed(run):
+    table, note = run.open_table()
     assert (dict(table.entries), note) == ({}, None)
     kept = keep(table)
-    assert open_table(world) == (kept, None)
+    assert run.open_table() == (kept, None)
 
 
 @pytest.mark.parametrize("changed", ["flags", "kernels"])
-def test_table_is_not_read_where_programs_may_differ(world, monkeypatch, changed):
-    keep(open_table(world)[0])
+def test_table_is_not_read_where_programs_may_differ(run, monkeypatch, changed):
+    keep(run.open_table()[0])
     if changed == "flags":
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_fast_math=true")
     else:
-        choices = [Choice(kernel="splash", reason="")]
-        monkeypatch.setattr(world, "attention_choices", choices)
-    table, note = open_table(world)
+        run = dataclasses.replace(run, attention=(Choice(kernel="splash", reason=""),))
+    table, note = run.open_table()
     assert (dict(table.entries), note) == ({}, None)
 
 
-def test_model_takes_no_speeds_but_remembers_what_ran_out_of_memory(world, monkeypatch):
-    keep(open_table(world)[0])
-    table, note = open_table(asks_for(world, monkeypatch, "model"))
+def test_model_takes_no_speeds_but_remembers_what_ran_out_of_memory(run):
+    keep(run.open_table()[0])
+    run = asks_for(run, "model")
+    table, note = run.open_table()
     assert (dict(table.entries), table.failures, note) == ({}, (), None)
     keep(table)
-    table, _ = open_table(world)
+    table, _ = run.open_table()
     assert (dict(table.entries), table.failures) == ({}, (FAILED,))
 
 
-def test_path_is_read_whole_and_never_written(world, monkeypatch, tmp_path):
+def test_path_is_read_whole_and_never_written(run, tmp_path):
     path = tmp_path / "given.json"
     given = ThroughputTable(path=path, entries={}).with_speed(KEY, 1.0).with_speed(KEY, 3.0)
     given.write()
-    table, note = open_table(asks_for(world, monkeypatch, str(path)))
+    run = asks_for(run, str(path))
+    table, note = run.open_table()
     assert (table.entries, note) == (given.entries, None) and table.path != path
     before = path.read_bytes()
     keep(table)
     assert path.read_bytes() == before
     # What ran out of memory is remembered all the same, and no other speed.
-    again, _ = open_table(world)
+    again, _ = run.open_table()
     assert (again.entries, again.failures) == (given.entries, (FAILED,))
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[1, 2]"])
-def test_path_of_something_else_is_a_mistake_of_the_users(world, monkeypatch, tmp_path, text):
+def test_path_of_something_else_is_a_mistake_of_the_users(run, tmp_path, text):
     path = tmp_path / "given.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=f"config.selector.table={path} cannot be read"):
-        open_table(asks_for(world, monkeypatch, str(path)))
+        asks_for(run, str(path)).open_table()
 
 
 def test_resumed_run_leaves_what_other_versions_have_observed():
     facts, predicted = {"versions": {"jax": "1"}}, []
     saved = ThroughputTable(facts=facts).with_speed(KEY, 1.0)
     kept = ThroughputTable(facts=facts).with_speed(KEY, 2.0)
-    assert _observed_before(saved, kept, predicted.append).entries == saved.entries
+    assert _table_of(saved, kept, predicted.append).entries == saved.entries
     assert predicted == []
     newer = ThroughputTable(facts={"versions": {"jax": "2"}})
-    assert _observed_before(saved, newer, predicted.append) == newer
+    assert _table_of(saved, newer, predicted.append) == newer
     assert len(predicted) == 1
     assert "of other devices, settings or versions" in predicted[0]
 
@@ -147,11 +153,11 @@ def test_resumed_run_leaves_what_other_versions_have_observed():
 
 
 @pytest.fixture
-def given(world, tmp_path):
+def given(run, tmp_path):
     """`given(change)` writes a table of a run whose facts have this change."""
 
     def write(change=lambda facts: None) -> Path:
-        facts = json.loads(json.dumps(facts_of(world), default=str))
+        facts = json.loads(json.dumps(facts_of(run), default=str))
         change(facts)
         path = tmp_path / "table.json"
         ThroughputTable(path=path, facts=facts).with_speed(KEY, 100.0).write()

@@ -9,7 +9,8 @@ import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
-from earl_jax.loop import learnable
+from earl_jax.rollout.actor import check_learnable
+from earl_jax.rollout.tasks import Tasks
 from earl_jax.run import build_run
 from earl_jax.telemetry.metrics import sampling_kl
 from tests.support.episodes import (
@@ -42,8 +43,8 @@ def test_each_episode_is_drawn_as_its_task_says(pool):
     check_rows(mixed, 40)
     for index, way in enumerate(ways):
         alike = collect(pool, tasks(40), player=player, sampling=way or Sampling())
-        max_tokens = slice(index, None, len(ways))
-        assert_same_episodes(mixed.trajectories[max_tokens], alike.trajectories[max_tokens])
+        drawn_so = slice(index, None, len(ways))
+        assert_same_episodes(mixed.trajectories[drawn_so], alike.trajectories[drawn_so])
     # A cut makes what is kept likelier than the model says; a plain draw is the model's own.
     for trajectory in mixed.trajectories:
         way = ways[trajectory.episode % len(ways)]
@@ -95,10 +96,24 @@ def test_an_episodes_tokens_are_those_of_its_seed(pool):
     assert len({trajectory.turns[1].token_ids for trajectory in plain}) > 3
 
 
+class Asking(Tasks):
+    """Each episode of a step has a sampling of its own."""
+
+    def training(self, step):
+        return [dataclasses.replace(task, sampling=WAYS[2]) for task in super().training(step)]
+
+
+def asking(settings):
+    """A run whose tasks ask."""
+    run = build_run(make_config(settings))
+    return dataclasses.replace(run, tasks=Asking(**vars(run.tasks)))
+
+
 @pytest.mark.slow
-def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_cut_off():
+@pytest.mark.parametrize("make", [asking, lambda settings: build_run(make_config(settings))])
+def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_cut_off(make):
     """Under tempering and a cut that take a nat off: the trainer sees none of it."""
-    record = one_step(build_run(make_config(RATIO_RUN)))
+    record = one_step(make(RATIO_RUN))
     gap = sampling_kl(record.trajectories)
     assert gap is not None and gap > 0.5
     first, second = record.updates
@@ -107,14 +122,11 @@ def test_a_ratio_against_the_model_is_one_before_the_first_update_whatever_was_c
 
 
 def test_an_episode_with_a_sampling_of_its_own_is_learnt_from_only_against_the_model():
+    """Against the model it is, above."""
     plain = dict(RATIO_RUN, rollout={**RATIO_RUN["rollout"], "top_k": 0}, train={})
-    for given, message in ((RATIO_RUN, ""), (plain, "config.train.ratio = 'model'")):
-        world = build_run(make_config(given))
-        asked = [dataclasses.replace(task, sampling=WAYS[2]) for task in world.tasks.training(0)]
-        if message:
-            with pytest.raises(ValueError, match=message):
-                learnable(world, asked)
-        else:
-            assert learnable(world, asked) == asked
-        same = [dataclasses.replace(t, sampling=world.config.rollout.sampling) for t in asked]
-        assert learnable(world, same) == same
+    run = asking(plain)
+    with pytest.raises(ValueError, match="config.train.ratio = 'model'"):
+        one_step(run)
+    sampling = run.config.rollout.sampling
+    same = [dataclasses.replace(task, sampling=sampling) for task in run.tasks.training(0)]
+    check_learnable(same, sampling)

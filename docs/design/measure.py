@@ -25,23 +25,26 @@ WORDS = (
     "keeper orders said stops imitate demonstrations guest"
 ).split()
 FOLDERS = (
-    "algorithms dispatch engine envs launch models placement rollout selector serving settings "
-    "sharding telemetry train"
+    "algorithms config dispatch engine envs launch models placement rollout selector serving "
+    "settings sharding telemetry train"
 ).split()
 # The page that explains the words.
 PAGES = ("docs/design/measure.py", "docs/design/simplification.md")
 COUNT_KEYS = """
-import dataclasses, typing
+import dataclasses
 from earl_jax.config import Config
 
-def count(cls):
-    kinds = typing.get_type_hints(cls)
+# Free arguments of an environment, an algorithm or a template are one key.
+FREE = {"args", "algorithm_args", "template_arguments"}
+
+def count(section):
     return sum(
-        count(kinds[f.name]) if dataclasses.is_dataclass(kinds[f.name]) else 1
-        for f in dataclasses.fields(cls)
+        count(value) if isinstance(value, dict) and name not in FREE else 1
+        for name, value in section.items()
     )
 
-print(count(Config))
+config = Config()
+print(count(config.as_dict()) + count(dataclasses.asdict(config.distributed)))
 """
 
 

@@ -172,11 +172,11 @@ def _where_made(params: Any, shapes: Any) -> Any:
             lambda shape, leaf: describe(shape, leaf, skip), shapes, leaves, is_leaf=is_quantized
         )
 
-    rest = {
+    others = {
         name: describe_all(shapes[name], params[name], 0) for name in shapes if name != "layers"
     }
     layers = [describe_all(layer, params["layers"], 1) for layer in shapes["layers"]]
-    return {**rest, "layers": layers}
+    return {**others, "layers": layers}
 
 
 @functools.lru_cache(maxsize=64)
