@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The default: a 0.13 M parameter decoder learns Tic-Tac-Toe on a laptop.
+"""A 0.13 M parameter decoder learns Tic-Tac-Toe on a laptop.
 
 uv run python -m earl_jax.main --config=configs/tictactoe_tiny_cpu.py
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.config.file import DEFAULT_CONFIG
+from earl_jax.config.file import PLANNED_CONFIG
 from earl_jax.launch.start import exit_status
 
 _HELP = """\
@@ -46,7 +46,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", type=Path, default=DEFAULT_CONFIG, help="a file in configs/")
+    add("--config", type=Path, default=PLANNED_CONFIG, help="a file in configs/")
     names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, b200, cpu:8, cpu:2x4"
     add("--topology", required=True, help=f"{names} (hosts x devices)")
     add(

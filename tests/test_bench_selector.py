@@ -16,6 +16,7 @@ from earl_jax.run import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
+from tests.support import ROOT
 
 
 def pair(rollout: str, train: str, slots: int = 8) -> Pair:
@@ -135,7 +136,7 @@ def test_start_is_measured_cold_and_warm(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_run_is_ended_behind_its_first_step(tmp_path):
-    config = start.DEFAULT_CONFIG
+    config = ROOT / "configs/tictactoe_tiny_cpu.py"
     small = ["model.num_layers=1", "rollout.num_slots=8", "rollout.episodes_per_step=16"]
     overrides = [f"--config.{one}" for one in small]
     row = start.start(config, overrides, tmp_path / "run", tmp_path / "cache")

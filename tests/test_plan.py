@@ -33,6 +33,7 @@ from earl_jax.selector.smallest import smallest_hardware
 from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
+from tests.support import ROOT
 
 EMPTY = ThroughputTable()
 D8 = MeshShape(data=8)
@@ -261,9 +262,9 @@ def test_presets_have_their_own_vocabulary_without_a_tokenizer(monkeypatch):
         assert find_model(config, 77)[1] == 77
 
 
-def test_planning_needs_no_world():
+def test_planning_builds_no_run():
     code = "import sys; from earl_jax.plan import plan_command; plan_command(['--topology=cpu:8'])"
-    code += "; assert 'earl_jax.world' not in sys.modules"
+    code += "; assert 'earl_jax.run' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
@@ -283,12 +284,15 @@ def test_four_thousand_devices_are_planned_in_seconds():
 # The command.
 
 
+TICTACTOE = f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"
+
+
 def run(capsys, *arguments):
-    plan_command(arguments)
+    plan_command([TICTACTOE, *arguments])
     return capsys.readouterr().out
 
 
-def test_the_default_config_is_planned_for_this_machine(capsys):
+def test_a_config_is_planned_for_this_machine(capsys):
     out = run(capsys, "--topology=cpu:8")
     assert "cpu:8: 8 devices, 1 process; budget 16.21 MiB" in out
     assert all(words in out for words in ("optimizer", "trainer", "data=4,tensor=2", "schedule:"))
@@ -298,7 +302,7 @@ def test_the_default_config_is_planned_for_this_machine(capsys):
 
 
 def test_a_preset_for_chips_needs_no_other_flag(capsys):
-    """The default config is for CPU devices: what it says of them is said not to count."""
+    """The config is for CPU devices: what it says of them is said not to count."""
     out = run(capsys, "--topology=h100:1x8", "--config.model.preset=qwen2.5-7b")
     note = out.splitlines()[0]
     assert "tictactoe_tiny_cpu.py is for CPU devices; planned with selector.budget_bytes" in note
@@ -380,7 +384,7 @@ def test_the_plan_for_a_chip_says_in_text_what_it_has_in_json(topology, model, h
 )
 def test_bad_input_is_answered_with_what_to_change(arguments, words):
     with pytest.raises(ValueError) as error:
-        plan_command(arguments)
+        plan_command([TICTACTOE, *arguments])
     assert words in str(error.value)
 
 

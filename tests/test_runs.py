@@ -18,6 +18,7 @@ from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
 from tests.support.runs import (
+    TICTACTOE,
     TINY,
     command,
     environment,
@@ -298,7 +299,7 @@ def test_a_mistake_gets_one_clear_message_and_status_2(cache, tmp_path, flags, w
     overrides = TINY | {"num_steps": 1}
     if "grpo" in "".join(flags):
         overrides["rollout.group_size"] = 4
-    line = command("main", f"--workdir={tmp_path / 'w'}", **overrides)
+    line = command("main", TICTACTOE, f"--workdir={tmp_path / 'w'}", **overrides)
     done = run(cache, *line, *flags)
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
@@ -343,13 +344,15 @@ def test_help_names_an_example(cache, module):
 
 
 @pytest.mark.slow
-def test_the_default_config_learns(cache, tmp_path):
-    """The default run, shortened to 60 of its 400 steps. Random weights begin with 0 % wins.
+def test_tic_tac_toe_is_learnt(cache, tmp_path):
+    """The config's run, shortened to 60 of its 400 steps. Random weights begin with 0 % wins.
 
     Its meshes go by the speed model and not by speeds, which another process would disturb.
     """
     flags = {"num_steps": 60, "selector.table": "model"}
-    done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", **flags), as_a_user=True)
+    done = run(
+        cache, *command("main", TICTACTOE, f"--workdir={tmp_path / 'w'}", **flags), as_a_user=True
+    )
     assert done.returncode == 0, done.stderr
     rows = read_metrics(tmp_path / "w" / "metrics.jsonl")
     steps = [row for row in rows if "eval" not in row]
@@ -393,7 +396,7 @@ def test_grpo_with_groups_and_micro_batches_runs(cache, tmp_path):
         "train.micro_batches": 2,
         "train.sft_steps": 2,
     }
-    done = run(cache, *command("main", f"--workdir={tmp_path / 'w'}", **flags))
+    done = run(cache, *command("main", TICTACTOE, f"--workdir={tmp_path / 'w'}", **flags))
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "w" / "trajectories" / "step_000003.jsonl").read_text().splitlines()
     episodes = [json.loads(line) for line in lines]

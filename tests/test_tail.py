@@ -15,6 +15,7 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.loop import rl_step
 from earl_jax.placement.programs import play_key
 from earl_jax.rollout.config import Limits
+from earl_jax.rollout.tasks import Tasks
 from earl_jax.run import build_run
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
@@ -86,26 +87,28 @@ def test_tail_does_not_begin_while_episodes_wait_for_a_slot(pool):
 
 
 @pytest.mark.slow
-def test_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
+def test_step_whose_tail_moves_is_the_step_that_stays():
     """It moves only where rounds of few are faster and their program is compiled.
 
     Every fifth episode may say 16 tokens, the others two.
     """
-    world = build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8,))))
-    table = table_of(world.problem, {D8: 4000.0}, {D8: 4000.0, D4T2: 3900.0}, (TOKENS,))
-    all_tasks = world.training_tasks
-    monkeypatch.setattr(
-        world,
-        "training_tasks",
-        lambda step: [
-            dataclasses.replace(task, limits=Limits(max_turn_tokens=2 if task.episode % 5 else 16))
-            for task in all_tasks(step)
-        ],
-    )
+    run = build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8,))))
+    table = table_of(run.problem, {D8: 4000.0}, {D8: 4000.0, D4T2: 3900.0}, (TOKENS,))
+
+    class BriefTasks(Tasks):
+        def training(self, step):
+            return [
+                dataclasses.replace(
+                    task, limits=Limits(max_turn_tokens=2 if task.episode % 5 else 16)
+                )
+                for task in super().training(step)
+            ]
+
+    run = dataclasses.replace(run, tasks=BriefTasks(**vars(run.tasks)))
     key, asked = play_key(D4T2, SLOTS, TOKENS), []
 
     def step(is_compiled):
-        placement = place(world, table)
+        placement = place(run, table)
         # One episode alone takes 1 ms a round on tensor=2, and 1 s on data=8.
         object.__setattr__(
             placement.problem,
@@ -123,8 +126,8 @@ def test_step_whose_tail_moves_is_the_step_that_stays(monkeypatch):
         assert placement.rollout.mesh == D8
         # The longest of recent episodes was as long as episodes may become.
         history = LoadHistory(steps=(load_of(TOKENS),))
-        position = dataclasses.replace(first_position(world, placement), history=history)
-        _, record = rl_step(world, placement, position)
+        position = dataclasses.replace(first_position(run, placement), history=history)
+        _, record = rl_step(run, placement, position)
         tails = [c for c in placement.take_log().choices if c.stage == "tail"]
         return record, placement, tails
 

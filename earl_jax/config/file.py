@@ -29,7 +29,9 @@ from earl_jax.settings.choices import check_choice
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]
 _CONFIGS = next(p / "configs" for p in (_PACKAGE, _PACKAGE.parent) if (p / "configs").is_dir())
+# The run of a newcomer, and the config that plans and benchmarks begin with.
 DEFAULT_CONFIG = _CONFIGS / "trail_tiny_cpu.py"
+PLANNED_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {

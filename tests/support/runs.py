@@ -14,6 +14,7 @@ from tests.support import ROOT
 # Small enough for a second a step, with two meshes per stage and a budget that contexts outgrow.
 # By this table training on data=8 is fastest as long as it fits in one micro-batch without remat.
 TABLE = ROOT / "tests/support/data_8_is_fastest.json"
+TICTACTOE = "--config=configs/tictactoe_tiny_cpu.py"
 TINY = {
     "num_steps": 10,
     "model.width": 32,
@@ -47,6 +48,8 @@ TIMES = {
 
 def command(module: str, *arguments: str, **overrides) -> list[str]:
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
+    if module == "main" and not any(each.startswith("--config=") for each in arguments):
+        flags.insert(0, f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}")
     return [sys.executable, "-m", f"earl_jax.{module}", *arguments, *flags]
 
 
@@ -69,7 +72,7 @@ def run(cache: Path, *line: str, as_a_user: bool = False) -> subprocess.Complete
 
 
 def tiny(workdir: Path, **overrides) -> list[str]:
-    return command("main", f"--workdir={workdir}", **(TINY | overrides))
+    return command("main", TICTACTOE, f"--workdir={workdir}", **(TINY | overrides))
 
 
 def timeless(line: dict) -> dict:
