@@ -9,15 +9,15 @@ weights, of 0.1 M parameters, is written by
 
 uv run python tests/reference/make_checkpoint.py FOLDER
 
-At the end the policy is in WORKDIR/export, in the same format and type. Qwen's template says a
-system message first: an episode begins with 69 tokens, and every move of the game takes 15.
+At the end the policy is in WORKDIR/export, in the same format and type. Qwen's template begins with
+a system message: an episode begins with 69 tokens, and every move of the game takes 15.
 """
 
 from ml_collections import ConfigDict, config_dict
 
 
 def get_config() -> ConfigDict:
-    """What differs from the defaults."""
+    """Returns the settings that differ from the defaults."""
     return ConfigDict(
         {
             "num_steps": 100,

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    """What differs from the defaults."""
+    """Returns the settings that differ from the defaults."""
     return ConfigDict(
         {
             "num_steps": 200,

@@ -4,12 +4,12 @@
 
 import argparse
 import dataclasses
-import functools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +52,21 @@ example:
 """
 
 
-def rollout_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
+def rollout_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of a rollout on each mesh."""
-    tokens, tasks = world.config.rollout.context_buckets[-1], world.tasks.training(0)
-    for mesh in world.problem.rollout_meshes_for(tokens):
-        placement = placement_on(world, mesh, None)
+    tokens, tasks = run.config.rollout.context_buckets[-1], run.tasks.training(0)
+    for mesh in run.problem.rollout_meshes_for(tokens):
+        placement = placement_on(run, mesh, None)
         placement.choose_step(tokens, None)
-        state = placement.move_state(world.learner.init_state(placement.train.mesh), to_play=True)
+        state = placement.move_state(run.learner.init_state(placement.train.mesh), to_play=True)
 
         found: list[Any] = []
 
-        def run(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
-            session, _ = placement.sessions.open(world.learner.policy(state), version=0)
-            found.append(play_all(world.actor, placement, session, tasks, None)[1].stats)
+        def play(placement: Placement = placement, state: Any = state, found: Any = found) -> None:
+            session, _ = placement.sessions.open(run.learner.policy(state), version=0)
+            found.append(play_all(run.actor, placement, session, tasks, None)[1].stats)
 
-        (seconds,) = median_seconds(run, repeats=repeats)
+        (seconds,) = median_seconds(play, repeats=repeats)
         stats = found[-1]
         yield {
             "mesh": str(mesh),
@@ -77,16 +77,16 @@ def rollout_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def train_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
+def train_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of an update on each mesh."""
-    rollout = world.config.rollout
+    rollout = run.config.rollout
     length, num_rows = rollout.context_buckets[-1], rollout.episodes_per_step
-    for mesh in world.problem.train_meshes_for(length):
-        placement = placement_on(world, None, mesh)
+    for mesh in run.problem.train_meshes_for(length):
+        placement = placement_on(run, None, mesh)
         placement.choose_step(length, None)
         placement.length = length
         plan = placement.choose_training_again().train.plan  # pyright: ignore
-        (seconds,) = median_seconds(update_of(world, plan, length), repeats=repeats)
+        (seconds,) = median_seconds(update_of(run, plan, length), repeats=repeats)
         yield {
             "mesh": str(mesh),
             "micro-batches": plan.micro_batches,
@@ -97,46 +97,46 @@ def train_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def dispatch_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
+def dispatch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of experience to, and of weights from, each training mesh."""
-    length, num = world.config.rollout.context_buckets[-1], world.config.rollout.episodes_per_step
+    length, num = run.config.rollout.context_buckets[-1], run.config.rollout.episodes_per_step
     numbers, logprobs = np.zeros((num, length), np.int32), np.zeros((num, length), np.float32)
     fields = Experience(tokens=numbers, turn_ids=numbers, logprobs=logprobs, versions=numbers)  # pyright: ignore
-    for train_mesh in world.problem.train_meshes_for(length):
-        params = world.learner.policy(world.learner.init_state(train_mesh))
-        for rollout_mesh in world.problem.rollout_meshes_for(length):
-            engine = world.stages.engines.engine(rollout_mesh)
-            rows = world.stages.layouts.engine(rollout_mesh).activations("NS")
-            send = functools.partial(
+    for train_mesh in run.problem.train_meshes_for(length):
+        params = run.learner.policy(run.learner.init_state(train_mesh))
+        for rollout_mesh in run.problem.rollout_meshes_for(length):
+            engine = run.stages.engines.engine(rollout_mesh)
+            rows = run.stages.layouts.engine(rollout_mesh).activations("NS")
+            send = partial(
                 dispatch,
                 jax.device_put(fields, rows),
-                world.stages.layouts.train(train_mesh),
+                run.stages.layouts.train(train_mesh),
                 length=length,
                 lengths=np.full(num, length),
                 advantages=np.zeros((num, 1)),
             )
             goal = engine.parameter_shapes, engine.parameter_shardings
-            back = functools.partial(publish, params, *goal)
+            back = partial(publish, params, *goal)
             sides = str(rollout_mesh), str(train_mesh)
-            for what, source, target, moved, run in (
+            for what, source, target, moved, move in (
                 ("experience", *sides, send().plan.moved_bytes, lambda send=send: send().batch),
                 ("weights", *sides[::-1], back().moved_bytes, lambda back=back: back().params),
             ):
-                yield _moving(what, source, target, moved, run, repeats)
+                yield _moving(what, source, target, moved, move, repeats)
 
 
-def switch_rows(world: Run, repeats: int) -> Iterator[dict[str, Any]]:
+def switch_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     """Yields the time of each change of mesh, away from the first one of its stage."""
-    rollout, train = world.problem.rollout_meshes, world.problem.train_meshes
-    state = world.learner.init_state(train[0])
+    rollout, train = run.problem.rollout_meshes, run.problem.train_meshes
+    state = run.learner.init_state(train[0])
     for mesh in train[1:]:
-        goal = world.learner.state_shardings(mesh)
-        moved, run = plan_dispatch(state, goal).moved_bytes, functools.partial(reshard, state, goal)
-        yield _moving("trainer", str(train[0]), str(mesh), moved, run, repeats)
-    session = _full_session(world, rollout[0], world.learner.policy(state))
+        goal = run.learner.state_shardings(mesh)
+        moved, move = plan_dispatch(state, goal).moved_bytes, partial(reshard, state, goal)
+        yield _moving("trainer", str(train[0]), str(mesh), moved, move, repeats)
+    session = _full_session(run, rollout[0], run.learner.policy(state))
     for mesh in rollout[1:]:
-        engine, pool = world.stages.engines.engine(mesh), _full_pool(world, mesh)
-        move = functools.partial(relocate, session, engine, session.max_tokens, pool)
+        engine, pool = run.stages.engines.engine(mesh), _full_pool(run, mesh)
+        move = partial(relocate, session, engine, session.max_tokens, pool)
         live, goal = _live(session), (engine.parameter_shardings, engine.state_shardings)
         # Where the number of row shards changes, pages are regrouped on the way.
         same = pool == session.pool
@@ -156,50 +156,50 @@ STAGES = {
 }
 
 
-def placement_on(world: Run, rollout: MeshShape | None, train: MeshShape | None) -> Placement:
+def placement_on(run: Run, rollout: MeshShape | None, train: MeshShape | None) -> Placement:
     """Returns a placement that may use these meshes only; None: all that the config may use."""
-    placement = Placement(world.stages, ThroughputTable())
+    placement = Placement(run.stages, ThroughputTable())
     placement.problem = dataclasses.replace(
-        world.problem,
-        rollout_meshes_named=(str(rollout),) if rollout else world.problem.rollout_meshes_named,
-        train_meshes_named=(str(train),) if train else world.problem.train_meshes_named,
+        run.problem,
+        rollout_meshes_named=(str(rollout),) if rollout else run.problem.rollout_meshes_named,
+        train_meshes_named=(str(train),) if train else run.problem.train_meshes_named,
     )
     return placement
 
 
-def update_of(world: Run, plan: TrainPlan, length: int) -> Callable[[], Any]:
+def update_of(run: Run, plan: TrainPlan, length: int) -> Callable[[], Any]:
     """Returns a function that trains once on full rows of `length` tokens."""
-    rows, layout = world.config.rollout.episodes_per_step, world.stages.layouts.train(plan.mesh)
-    shapes = batch_shapes(rows, length, layout, scored=world.learner.scored)
+    rows, layout = run.config.rollout.episodes_per_step, run.stages.layouts.train(plan.mesh)
+    shapes = batch_shapes(rows, length, layout, scored=run.learner.scored)
     batch = jax.tree.map(
         lambda shape: jax.device_put(np.ones(shape.shape, shape.dtype), shape.sharding), shapes
     )
-    program, state = world.learner.program(plan), world.learner.init_state(plan.mesh)
+    program, state = run.learner.program(plan), run.learner.init_state(plan.mesh)
 
-    def run() -> Any:
+    def update() -> Any:
         nonlocal state
         state, metrics = program(state, batch, np.zeros(2, np.float32))
         return metrics
 
-    return run
+    return update
 
 
-def median_seconds(*runs: Callable[[], Any], repeats: int) -> list[float]:
-    """Returns the median time of each; they take turns, after one run of each that compiles."""
-    spans: list[list[float]] = [[] for _ in runs]
+def median_seconds(*functions: Callable[[], Any], repeats: int) -> list[float]:
+    """Returns the median time of each function; they alternate, after one call that compiles."""
+    spans: list[list[float]] = [[] for _ in functions]
     for _ in range(1 + repeats):
-        for run, own in zip(runs, spans, strict=True):
+        for function, own in zip(functions, spans, strict=True):
             start_s = time.perf_counter()
-            jax.block_until_ready(run())
+            jax.block_until_ready(function())
             own.append(time.perf_counter() - start_s)
     return [statistics.median(own[1:]) for own in spans]
 
 
 def _moving(
-    what: str, source: str, target: str, moved: int | None, run: Callable[[], Any], repeats: int
+    what: str, source: str, target: str, moved: int | None, move: Callable[[], Any], repeats: int
 ) -> dict[str, Any]:
     """Returns the row of a move, timed beside a plain copy of as many bytes."""
-    seconds, copy_s = median_seconds(run, _copy_of(moved or 0), repeats=repeats)
+    seconds, copy_s = median_seconds(move, _copy_of(moved or 0), repeats=repeats)
     return {
         "what": what,
         "from": source,
@@ -224,19 +224,19 @@ def _live(session: Session) -> tuple[Any, Any]:
     return session.policy.params, session.state
 
 
-def _full_pool(world: Run, mesh: MeshShape) -> Pool:
-    rollout = world.config.rollout
+def _full_pool(run: Run, mesh: MeshShape) -> Pool:
+    rollout = run.config.rollout
     return dense_pool(
         mesh.data, rollout.num_slots, rollout.context_buckets[-1], rollout.tokens_a_page
     )
 
 
-def _full_session(world: Run, mesh: MeshShape, params: Any) -> Session:
+def _full_session(run: Run, mesh: MeshShape, params: Any) -> Session:
     """Returns a session whose slots have all their pages, at the last context bucket."""
-    engine, max_tokens = world.stages.engines.engine(mesh), world.config.rollout.context_buckets[-1]
+    engine, max_tokens = run.stages.engines.engine(mesh), run.config.rollout.context_buckets[-1]
     weights = publish(params, engine.parameter_shapes, engine.parameter_shardings).params
     policy = Policy(params=weights, version=0)
-    session = empty_session(engine, policy, max_tokens, _full_pool(world, mesh))
+    session = empty_session(engine, policy, max_tokens, _full_pool(run, mesh))
     for slot in range(engine.config.num_slots):
         session.pages.hold(slot, max_tokens)
     table = session.pages.as_array(pages_for(max_tokens, engine.config.page_size))

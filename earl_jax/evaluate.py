@@ -24,7 +24,7 @@ example:
 
 
 def evaluate_command(arguments: Sequence[str]) -> None:
-    """The whole command, from its flags to its last line. Raises ValueError for bad input."""
+    """Runs the whole command, from its flags to its last line. Raises ValueError for bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.evaluate",
         description=_HELP,
@@ -65,7 +65,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     sys.exit(exit_status(lambda: evaluate_command(sys.argv[1:])))
 
 

@@ -124,7 +124,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     with timer("train"):
         controls = run.learner.controls(step, config.num_steps)
         state, updates = learn(placement, state, delivery.batch, controls, config.train.epochs)
-    # A program that was compiled or loaded meanwhile says nothing of its speed.
+    # The time of an update in which a program was compiled or loaded is no measure of its speed.
     is_timed = train_plan == placement.train and compile_clock().own_seconds() == compiled_s
     with timer("sft"):
         if step < config.train.sft_steps:

@@ -35,7 +35,7 @@ without these. All hosts must see the workdir.
 
 
 def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
-    """The config file, the overrides ("section.key=value"), and the workdir.
+    """Returns the config file, the overrides ("section.key=value"), and the workdir.
 
     Exits with status 2 for a flag that does not exist.
     """
@@ -57,7 +57,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
 
 
 def train_command(arguments: Sequence[str]) -> None:
-    """The whole command, from its flags to its last line."""
+    """Runs the whole command, from its flags to its last line."""
     start_s = time.perf_counter()
     config_path, overrides, workdir = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
@@ -79,7 +79,7 @@ def train_command(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
 
 

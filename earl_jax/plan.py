@@ -129,7 +129,7 @@ def _contexts(text: str) -> list[int]:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     sys.exit(exit_status(lambda: plan_command(sys.argv[1:])))
 
 

@@ -206,7 +206,7 @@ def _can_offload(config: Config, cluster: Cluster) -> bool:
 
 def _attention(config: Config, stages: Stages, origin: Origin) -> tuple[Choice, ...]:
     """Returns the kernels that attention in training may have, for short and long rows."""
-    # One mesh speaks for all that cut rows, or do not: they have the same devices.
+    # One mesh with a context axis and one without: all meshes have the same devices.
     meshes = {shape.context > 1: shape for shape in reversed(stages.problem.train_meshes)}
     rollout, setting = config.rollout, config.train.attention
     most = rollout.max_episode_tokens or BLOCK_SIZE + 1

@@ -101,7 +101,7 @@ def serve_command(arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command of the console."""
     # Until the server is up; then it ends open requests first.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))

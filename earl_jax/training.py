@@ -52,7 +52,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         cluster, workdir, functools.partial(open_workdir, workdir, config.as_dict())
     )
     run = build_run(config, workdir / "tokenizer")
-    # The first process speaks for all.
+    # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
         if cluster.count > 1 or run.cluster.disjoint:
@@ -158,7 +158,7 @@ class Training:
                 self._export(position)
             return position
         if run.origin.checkpoint:
-            # Now, and not after programs were compiled: that takes minutes.
+            # Before any program is compiled, which takes minutes.
             check_weights(run.origin.checkpoint)
         placement.choose_step(expected_tokens(run.config.rollout, None), None)
         self._take_over()
@@ -170,7 +170,7 @@ class Training:
         return position
 
     def _take_over(self) -> None:
-        """From here on programs that are used are told to who compiles ahead."""
+        """Connects the placement to the thread that compiles ahead, from here on."""
         self.placement.about_to_use = self.ahead.hand_over
         self.placement.is_compiled = self.ahead.is_compiled
         self.ahead.take_times()
@@ -186,7 +186,7 @@ class Training:
         if not last:
             self.ahead.look(self.placement, position.history)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
-            # Only now, and not at every step, all tokens come to the first process.
+            # Gathering all tokens is expensive: only at the steps that are written down.
             own = trajectory_lines(record.trajectories)
             each = self.run.cluster.gather(own, "the episodes to write down")
             self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
@@ -286,7 +286,7 @@ def _report_notes(config: Config) -> list[str]:
 
 @contextlib.contextmanager
 def _stop_on_sigterm() -> Iterator[list[int]]:
-    """Gives a list that is empty until a SIGTERM has come."""
+    """Yields a list that is empty until a SIGTERM arrives."""
     received: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
     try:

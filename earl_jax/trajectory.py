@@ -29,9 +29,9 @@ class Turn:
     environment's turns; `model_logprobs` are those under the model itself, untempered and with
     nothing cut off, where the engine records them (config.train.ratio "model"). `text`
     is for people: the environment's message, or the decoded reply of the policy. `messages` are
-    (role, text) of what the environment said where that is not one message of a user. A turn of the
-    environment that `forks` begins a new sample: its ids are a prompt that tells the whole
-    conversation anew, and nothing before them is seen by what follows.
+    (role, text) of the environment's messages where they are not one message of a user. A turn of
+    the environment that `forks` begins a new sample: its ids are a prompt with the whole
+    conversation rendered again, and later tokens do not attend to anything before it.
     """
 
     author: Author
@@ -80,7 +80,7 @@ class Trajectory:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the episode in tokens, whoever wrote them."""
+        """The length of the episode in tokens of both sides."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property

@@ -27,7 +27,7 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a run is: after `step` RL steps, with these weights and this memory of the load."""
+    """The state of a run after `step` RL steps: its weights, and its history of the load."""
 
     step: int
     state: TrainState

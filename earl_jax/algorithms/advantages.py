@@ -20,7 +20,7 @@ _EQUAL = 1e-9
 
 
 class Credit(NamedTuple):
-    """Which of N episodes are trained on, bool[N], and the advantages of their turns, f32[N,M].
+    """Credit of N episodes: flags of those trained on, bool[N], and advantages, f32[N,M].
 
     Advantages are 0 behind an episode's last turn and where the episode does not count.
     """

@@ -29,7 +29,7 @@ def kl_estimate(logprobs: jax.Array, other: jax.Array) -> jax.Array:
 def truncated_importance(
     proximal: jax.Array, behaviour: jax.Array, cap: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Truncated importance weights min(proximal / behaviour, cap), and which were cut (f32 0 or 1).
+    """Returns importance weights min(proximal / behaviour, cap), and 1.0 for those cut, else 0.0.
 
     Ionides 2008, eq. 4; as the weights of decoupled PPO in AReaL (arXiv 2505.24298, eq. 5). They
     have no gradient.
@@ -39,7 +39,7 @@ def truncated_importance(
 
 
 def clipped_surrogate(facts: TokenFacts, *, clip_low: float, clip_high: float) -> TokenLosses:
-    """PPO's clipped objective, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Computes PPO's clipped objective, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     arXiv 1707.06347, eq. 7, with bounds of their own on each side (arXiv 2503.14476, eq. 10);
     r = policy / old (see `TokenFacts.old`). Logs `clip_fraction`, the fraction of tokens that the
@@ -55,5 +55,5 @@ def clipped_surrogate(facts: TokenFacts, *, clip_low: float, clip_high: float) -
 
 
 def cross_entropy(facts: TokenFacts) -> TokenLosses:
-    """The negative log-likelihood of the tokens of the mask: supervised fine-tuning."""
+    """Returns the negative log-likelihood of the tokens of the mask: supervised fine-tuning."""
     return TokenLosses(losses=-facts.logprobs, metrics={})

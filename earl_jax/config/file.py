@@ -64,7 +64,7 @@ RENAMED_KEYS = {
 
 
 def load_config_file(path: str | Path) -> ConfigDict:
-    """Calls `get_config()` of a config file. Raises ValueError if it is none."""
+    """Returns `get_config()` of a config file. Raises ValueError if the file is not one."""
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3)
@@ -86,7 +86,7 @@ def load_config_file(path: str | Path) -> ConfigDict:
 
 
 def read_workdir_config(workdir: Path) -> Config:
-    """The config of the run in a workdir. Raises ValueError where there is none."""
+    """Returns the config of the run in a workdir. Raises ValueError where there is none."""
     path = workdir / "config.json"
     if not path.is_file():
         raise ValueError(f"--workdir={workdir} holds no run: there is no {path}")
@@ -98,14 +98,14 @@ def read_workdir_config(workdir: Path) -> Config:
 
 
 def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] = ()) -> Config:
-    """A Config from what a file gives and `section.key=value` overrides, checked as a whole.
+    """Returns the Config of a file's values and `section.key=value` overrides, fully checked.
 
     A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
     override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
-            rule, a key without effect, or one that was to be given and is not.
+            rule, a key without effect, or a required key that is missing.
     """
     required: list[str] = []
     if isinstance(given, ConfigDict):
@@ -141,7 +141,7 @@ def _algorithm_settings(values: Mapping[str, Any]) -> Any:
 
 
 def _plain(given: ConfigDict, prefix: str, required: list[str]) -> dict[str, Any]:
-    """As `to_dict`, but for values that are left open: their paths are added to `required`."""
+    """Returns `given` as plain dicts; adds the paths of required placeholders to `required`."""
     values = {}
     for key in given:
         try:
@@ -217,7 +217,7 @@ def _all_paths(cls: type, path: str) -> Iterator[str]:
 
 
 def _typed(kind: Any, value: Any, path: str) -> Any:
-    """The value as the field's type; ints become floats, lists tuples. Raises ValueError."""
+    """Returns the value as the field's type; ints become floats and lists tuples."""
     if kind is Any:
         return value
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)

@@ -32,10 +32,11 @@ CORPUS_EPISODES = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DevicesConfig:
-    """Which devices. `platform` "auto" takes JAX's choice; `num_cpu_devices` are virtual ones.
+    """The devices of a run.
 
-    Of the devices of all processes the first `num_rollout` play episodes and the others train; with
-    0 all do both, in turn. Processes that play do so on as many devices each.
+    `platform` "auto" takes JAX's choice; on CPUs there are `num_cpu_devices` virtual devices. The
+    first `num_rollout` devices of all processes play episodes and the others train; with 0 all
+    devices do both in turn. Every process that plays must have the same number of such devices.
     """
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
@@ -58,13 +59,13 @@ class DevicesConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchConfig:
-    """How arrays move from layout to layout.
+    """Settings of moves of arrays from layout to layout.
 
-    `forbid_host_bytes`: experience or weights on the host end the run ("auto"), but for what goes
-    to another process where there is no other way: that is said at the start, and counted. True:
-    without another way there is no run. False: all is counted only. Where `chunk_bytes` is above 0,
-    a device that weights, optimiser state or KV caches go to or leave holds no more than about so
-    much of what is under way; 0: all of it at once, which is faster.
+    `forbid_host_bytes` "auto": the run ends if experience or weights pass through the host, except
+    between processes that have no direct link; these bytes are reported at the start and counted.
+    True: a run without a direct link does not start. False: bytes are only counted. `chunk_bytes`
+    bounds the bytes in flight on a device while weights, optimiser state or KV caches move; 0: a
+    move goes all at once, which is faster.
     """
 
     forbid_host_bytes: Literal["auto", True, False] = "auto"
@@ -85,9 +86,9 @@ class CheckpointConfig:
 
     `export` writes the policy too, as a folder that `transformers` loads, in the type of the
     checkpoint in config.model.path, fp32 where there is none. "auto": at the end of a run that has
-    such a path. True: with every checkpoint as well, of which the newest `keep` stay, but for the
-    one that a signal asks for, which must be quick; training waits while one is written. With
-    adapters (config.train.lora), theirs is a folder for PEFT beside it.
+    such a path. True: with every checkpoint as well, except one caused by a signal, which must be
+    quick; the newest `keep` exports stay, and training waits while one is written. Adapters
+    (config.train.lora) are written to a folder for PEFT beside it.
     """
 
     every_steps: int = 50
@@ -108,7 +109,7 @@ class CheckpointConfig:
 class EvalConfig:
     """Evaluation episodes: `games` every `every_steps` steps, `final_games` at the end.
 
-    `temperature`, `top_k`, `top_p` and `min_p` say how tokens are drawn (see `Sampling`).
+    `temperature`, `top_k`, `top_p` and `min_p` are settings of the sampling (see `Sampling`).
     """
 
     every_steps: int = 50
@@ -121,7 +122,7 @@ class EvalConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """How tokens are drawn."""
+        """The sampling of evaluation episodes."""
         return Sampling(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
@@ -142,7 +143,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """What is written, and how often, in steps. `tensorboard` needs the extra of that name."""
+    """Settings of the log: intervals in steps. `tensorboard` needs the extra of that name."""
 
     trajectories_every_steps: int = 10
     report_every_steps: int = 25
@@ -159,7 +160,7 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """All settings of a run. `num_steps` RL steps; `seed` decides everything that is random.
+    """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
 
     `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`.
@@ -250,7 +251,7 @@ class Config:
         )
 
     def _check_environment(self) -> None:
-        """Raises ValueError unless the environment can be made, and offers what is asked of it."""
+        """Raises ValueError unless the environment can be made and has the methods needed."""
         played = self.open_environment()
         environment = played.make(**played.first_args)
         if self.train.sft_steps and not isinstance(environment, OffersExamples):
@@ -269,7 +270,7 @@ class Config:
             )
 
     def _check_ratio(self) -> None:
-        """Raises ValueError unless the trainer compares like with like."""
+        """Raises ValueError where the trainer scores tokens under another distribution."""
         rollout = self.rollout
         if self.train.ratio == "model":
             return
@@ -284,7 +285,7 @@ class Config:
 
     @property
     def importance_cap(self) -> float:
-        """What the loss truncates importance weights at; 0 where it has none."""
+        """The cap at which the loss truncates importance weights; 0 without a correction."""
         same = self.rollout.is_precise_as(self.model.compute_dtype)
         off = self.train.correction == "none" or (self.train.correction == "auto" and same)
         return 0.0 if off else self.train.importance_cap
@@ -295,7 +296,7 @@ class Config:
         return self.rollout.temperature if self.train.ratio == "behaviour" else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The complete configuration of the run, as written to config.json; not who runs it."""
+        """Returns the configuration for config.json, without the `distributed` section."""
         settings = dataclasses.asdict(self)
         del settings["distributed"]
         settings["env"]["args"] = self.env.all_args
@@ -308,7 +309,7 @@ _Idle = tuple[bool, str, str]
 
 
 def _check_effects(config: Config) -> None:
-    """A setting that differs from its default must do something in this run."""
+    """Raises ValueError for a setting that differs from its default and has no effect here."""
     settings = find_algorithm(config.algorithm).settings
     defaults = Config(model=preset_named(config.model.preset), algorithm_args=settings)
     for is_idle, path, reason in (
@@ -346,7 +347,7 @@ def _idle_rollout(config: Config) -> Iterator[_Idle]:
 
 def _idle_training(config: Config) -> Iterator[_Idle]:
     train, model = config.train, config.model
-    # The model of a path is known later: world.py looks at it.
+    # The model of a path is known later: run.py checks it.
     without_experts = model.num_experts == 0 and not model.path
     yield without_experts, "train.balance_coefficient", "config.model.num_experts is 0"
     constant = "config.train.schedule is 'constant'"

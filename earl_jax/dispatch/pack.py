@@ -48,13 +48,13 @@ def dispatch(
     it has no part.
 
     Args:
-        experience: device rows; cut or padded to `length` places where they are.
+        experience: device rows; cut or padded to `length` tokens on their devices.
         layout: where the trainer wants them.
         length: tokens per row of the batch, T.
         lengths: i32[N], how many tokens of each row count.
         advantages: f32[N,M], one per episode and turn.
-        sample_starts: i32[N,M], places where samples begin in a row, rising, and behind the row's
-            end where there are fewer; None where every row is one sample.
+        sample_starts: i32[N,M], ascending positions of the first token of each sample in a row,
+            past the row's end where there are fewer; None where every row is one sample.
 
     Raises:
         ValueError: the rows do not divide over the layout, or are longer than `length`.
@@ -79,7 +79,7 @@ def dispatch(
 
 
 def _beside(fact: np.ndarray, tokens: jax.Array) -> jax.Array:
-    """Facts of this process's rows as an array of all rows', on the devices of the rows."""
+    """Places facts of this process's rows in an array over all rows, on the rows' devices."""
     source = tokens.sharding
     assert isinstance(source, NamedSharding)
     axes = tuple(source.spec)[:1]
@@ -104,7 +104,7 @@ def _absent_batch(rows: Experience, layout: Layout) -> TrajectoryBatch:
 
 
 def fit(experience: Experience, length: int) -> Experience:
-    """Rows of `length` places: a cut or zeros at the end, within each shard."""
+    """Returns rows of `length` tokens, cut or padded with zeros within each shard."""
     if experience.tokens.shape[1] == length:
         return experience
     shardings = tuple(leaf.sharding for leaf in jax.tree.leaves(experience))
@@ -170,7 +170,7 @@ def _cached_plan(tree, described, shardings) -> DispatchPlan:
 
 @functools.lru_cache(maxsize=64)
 def _pack(layout: Layout):
-    """The jitted join of rows and small facts on the training layout."""
+    """Returns the jitted join of rows and small facts on the training layout."""
 
     def pack(
         rows: Experience, lengths_N: jax.Array, advantages_NM: jax.Array, starts_NM: jax.Array

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""publish(): the trainer's weights become the engine's policy, on the devices."""
+"""Publishing of the trainer's weights to the engine, from devices to devices."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ class Published:
 def publish(
     params: Any, shapes: Any, shardings: Any, *, chunk_bytes: int | None = None
 ) -> Published:
-    """Layers unstacked, adapters merged, cast or quantised, placed on the rollout layout.
+    """Unstacks layers, merges adapters, casts or quantises, and moves to the rollout layout.
 
     Over the same devices a cast is one compiled program with the move. int8 is made from fp32,
     whatever the compute type, where the numbers lie, and sent then, as all is to other devices:
@@ -102,7 +102,7 @@ def _shares_buffers(params: Any, made: Any) -> bool:
 
 
 def program_of(params: Any, shapes: Any, shardings: Any) -> Any:
-    """The jitted `make(params)` of the engine's tree, over the devices of `params`.
+    """Returns the jitted `make(params)` of the engine's tree, over the devices of `params`.
 
     These may be shapes, if they say where they lie.
     """
@@ -145,7 +145,7 @@ def _unstacked(params: Any, wanted: Any) -> Any:
 
 
 def _where_made(params: Any, shapes: Any) -> Any:
-    """The engine's tree as it lies on the trainer's layout: L is cut, and was not sharded."""
+    """Returns the engine's tree as shapes on the trainer's layout: L was not sharded there."""
 
     def describe(shape: Any, leaf: Any, skip: int) -> Any:
         # Merged where the weight lies: the adapter's parts are cut as it is.
@@ -172,11 +172,11 @@ def _where_made(params: Any, shapes: Any) -> Any:
             lambda shape, leaf: describe(shape, leaf, skip), shapes, leaves, is_leaf=is_quantized
         )
 
-    rest = {
+    others = {
         name: describe_all(shapes[name], params[name], 0) for name in shapes if name != "layers"
     }
     layers = [describe_all(layer, params["layers"], 1) for layer in shapes["layers"]]
-    return {**rest, "layers": layers}
+    return {**others, "layers": layers}
 
 
 @functools.lru_cache(maxsize=64)

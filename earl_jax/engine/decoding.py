@@ -117,7 +117,7 @@ def sample_next(
     decoding: jax.Array,
     sampled: Sampled,
 ) -> tuple[DecodeState, Sampled]:
-    """Samples and records a token of the `decoding` slots, and ends their turns where it does."""
+    """Samples and records a token of the `decoding` slots; ends turns whose last token it is."""
     rules, position = decoder.rules, state.origin + state.cached
     uniform = token_uniforms(decoder.key, state.seed, position)
     wanted = None if state.scores is None else jnp.any(state.scores.wanted)

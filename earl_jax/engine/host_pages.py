@@ -29,7 +29,7 @@ _Corner = tuple[int, ...]
 
 @dataclasses.dataclass(kw_only=True)
 class _Part:
-    """At most a block's share of a slot: `count` pages, and per array its pieces by corner."""
+    """A slot's share of a block: `count` pages, and per array its pieces by corner."""
 
     count: int
     pieces: list[dict[_Corner, Any]]

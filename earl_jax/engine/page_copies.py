@@ -74,7 +74,7 @@ class PageCopies:
     """The programs for one engine; each is compiled once for a pool's size."""
 
     def __init__(self, layout: Layout, pool_shardings: list[LayerCache], page_size: int) -> None:
-        """`pool_shardings` as of `DecodeState.cache.layers`."""
+        """Builds the programs; `pool_shardings` as of `DecodeState.cache.layers`."""
         self.layout = layout
         self.num_shards = layout.num_row_shards
         self.pages_a_call = max(1, TOKENS_A_CALL // page_size)

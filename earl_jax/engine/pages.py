@@ -135,8 +135,8 @@ class PageTable:
         """
         self._idle.discard(slot)
         shard, whole = self.shard(slot), tokens // self._page_size
-        shared, rest = self._pages[source][:whole], tokens % self._page_size
-        partial = self._pages[source][whole] if rest else None
+        shared, beyond = self._pages[source][:whole], tokens % self._page_size
+        partial = self._pages[source][whole] if beyond else None
         for page in (*shared, *([] if partial is None else [partial])):
             self._holders[shard, page] += 1
         for page in self._pages[slot]:

@@ -49,7 +49,7 @@ class PrefixIndex:
         chunk_size: int,
         is_worth_sending: Callable[[int], bool] = lambda tokens: False,
     ) -> None:
-        """`is_worth_sending` returns whether so many tokens are copied from another shard."""
+        """Begins empty; `is_worth_sending` decides on copies of so many tokens between shards."""
         self._is_worth_sending = is_worth_sending
         self._slots_a_shard = num_slots // num_shards
         self._chunk_size = chunk_size

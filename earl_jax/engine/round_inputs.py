@@ -29,7 +29,7 @@ class RoundInputs(NamedTuple):
     - `rewind`: the cache of a sample is emptied that is to be read again, because its pages were
       given up.
     - `source`, `shared`, `copied`: behind any of these three, with `shared` above 0, the slot
-      begins with the first `shared` tokens in the cache of the slot `source` places further on (of
+      begins with the first `shared` tokens in the cache of the slot `source` numbers further on (of
       the same data shard; 0 is the slot itself), and the chunk follows. Its table has their whole
       pages already; `copied` is the page of the whole pool to copy the tokens behind these from,
       NO_PAGE if there are none. Sources are read slot by slot, in their order: a slot that took
@@ -123,7 +123,7 @@ def inputs_width(chunk_size: int, choice_branches: int = 0) -> int:
 
 
 def unpack_inputs(packed: jax.Array, choice_branches: int = 0) -> RoundInputs:
-    """The inverse of `pack_inputs`, on the devices."""
+    """Returns the inverse of `pack_inputs`, on the devices."""
     choices = None
     if choice_branches:
         packed, parents, tokens, node = jnp.split(
@@ -196,7 +196,7 @@ def unpack_outputs(
     drafts: bool = False,
     steps: bool = False,
 ) -> RoundOutputs:
-    """The inverse of `pack_outputs`, on the host."""
+    """Returns the inverse of `pack_outputs`, on the host."""
     columns = 2 + 2 * drafts + steps
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 

@@ -47,7 +47,7 @@ class RowCopies:
     """The programs for one engine; each is compiled once for a number of max tokens."""
 
     def __init__(self, layout: Layout, row_shardings: Experience, num_slots: int) -> None:
-        """`row_shardings` as of `DecodeState.experience`; a call moves up to `num_slots` rows."""
+        """Builds the programs; a call moves up to `num_slots` rows of these `row_shardings`."""
         self._num_slots, self._everywhere = num_slots, layout.activations("")
         rows = P(layout.row_axes)
 
@@ -102,7 +102,7 @@ class RowCopies:
 def _move_rows(
     experience: Experience, moves_K3: jax.Array, first_row: jax.Array, row_axes: tuple[str, ...]
 ) -> Experience:
-    """`RowCopies.move_rows` for the shard whose rows begin at `first_row`."""
+    """Runs `RowCopies.move_rows` for the shard whose rows begin at `first_row`."""
     num_rows, max_tokens = experience.tokens.shape
     sources_K, targets_K, counts_K = moves_K3.T
     sources_K = _local(sources_K, first_row, num_rows)
@@ -127,7 +127,7 @@ def _move_rows(
 
 
 def _write_ids(tokens: jax.Array, packed: jax.Array, first_row: jax.Array) -> jax.Array:
-    """`RowCopies.write_ids` for the shard whose rows begin at `first_row`."""
+    """Runs `RowCopies.write_ids` for the shard whose rows begin at `first_row`."""
     rows_K, ids_KP = _local(packed[:, 0], first_row, tokens.shape[0]), packed[:, 1:]
     before_KP = tokens.at[rows_K].get(mode="clip")
     return tokens.at[rows_K].set(jnp.where(ids_KP == NO_ID, before_KP, ids_KP), mode="drop")

@@ -34,15 +34,15 @@ class Rows(NamedTuple):
         return self.data_shards * (self.own + self.spare)
 
     def data_shard(self, row: int) -> int:
-        """The data shard of a task's row."""
+        """Returns the data shard of a task's row."""
         return row // self.own
 
     def own_row(self, row: int) -> int:
-        """The buffer row of task `row`."""
+        """Returns the buffer row of task `row`."""
         return row + self.data_shard(row) * self.spare
 
     def spare_row(self, slot: int) -> int:
-        """The buffer row of a slot's spare row."""
+        """Returns the buffer row of a slot's spare row."""
         return slot + (slot // self.spare + 1) * self.own
 
 

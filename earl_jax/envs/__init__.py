@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy plays against: the protocol, the games, the pool, and chat text as token ids."""
+"""Environments: the protocol, the games, the pool, and chat text as token ids."""
 
 import logging
 

@@ -124,7 +124,7 @@ class BoardGame:
         return StepResult(text=text, reward=0.0, done=False, choices=self._choices())
 
     def legal_replies(self) -> list[str]:
-        """The replies that `step` would accept now; empty before `start` and after the end."""
+        """Returns the replies that `step` would accept now; () before `start` and after the end."""
         if not self._started or self._done:
             return []
         return [str(action) for action in self._state.legal_actions()]

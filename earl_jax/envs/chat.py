@@ -25,16 +25,16 @@ from earl_jax.envs.text_codec import TextCodec
 
 _logger = logging.getLogger(__name__)
 
-# Texts up to this long are kept with what came of them; longer ones hardly come twice.
+# Texts up to this long are cached with their ids; longer ones are rarely repeated.
 _SHORT = 1024
 _ONE_USER = Place(kinds=(Kind("user"),))
 
 
 @dataclasses.dataclass(frozen=True)
 class Opening:
-    """How an episode began: the place of its messages, and their texts as the template shows them.
+    """The messages that opened an episode, and their texts as the template shows them.
 
-    No texts: they are not known, which few templates mind.
+    Without texts they are unknown, which matters only to templates that repeat them.
     """
 
     place: Place = _ONE_USER
@@ -43,7 +43,7 @@ class Opening:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """Messages as the template writes them: as text, as ids; `shown` are their own texts in it."""
+    """Messages rendered by the template, as text and as ids; `shown` are their own texts."""
 
     text: str
     ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What the template writes between two texts: plain text, ids up to a control token, plain."""
+    """Template text between two messages: plain text, ids with control tokens, plain text."""
 
     head: str
     control: tuple[int, ...]
@@ -62,20 +62,20 @@ class _Part:
 class ChatRenderer:
     """Renders an environment's messages for a policy that continues a stream of token ids.
 
-    An episode is `first(said)`, sampled ids up to one of `end_of_turn_ids`, `answer(said)`, sampled
-    ids and so on: ids are only ever appended. What stands around a message comes from the chat
+    An episode is `first(content)`, sampled ids up to one of `end_of_turn_ids`, `answer(content)`,
+    sampled ids and so on: ids are only ever appended. The text around a message comes from the chat
     template; its text, as the template shows it (some trim or quote), is never taken for control
     tokens. `answer` gives what the template writes behind a policy's turn that follows the opening.
     So the stream is the template's text of the whole conversation, wherever the template keeps its
     prefix; one that rewrites earlier turns is named in the log, once.
 
     Ids are those that the tokenizer gives to the template's whole text (where no message names a
-    control token), cut where the policy speaks: text between two control tokens is encoded as one.
-    They keep what was said up to `TextCodec.kept`: canonical equivalence with a tokenizer that
+    control token), cut at the policy's turns: text between two control tokens is encoded as one.
+    They preserve the text up to `TextCodec.kept`: canonical equivalence with a tokenizer that
     composes characters (Qwen), U+2581 for a blank with SentencePiece's (Gemma, Mistral).
 
     A turn may end with the template's own token (`end_of_turn_id`), the tokenizer's eos, or one of
-    `end_ids`. For use by one thread at a time, as the tokenizer underneath.
+    `end_ids`. Like its tokenizer, a renderer may be used by one thread at a time.
 
     The template is given `template_arguments` too, the same for every message.
 
@@ -110,10 +110,10 @@ class ChatRenderer:
         self._check_codec(self.render_opening(self.opening(PROBE)))
 
     def opening(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Opening:
-        """An episode that begins with these messages, in which the policy has these tools.
+        """Returns the opening of an episode with these messages and tools for the policy.
 
-        Raises ValueError for what is no text, and for what the chat template refuses or has no
-        place for.
+        Raises ValueError for content that is not text, and for messages or tools that the chat
+        template refuses.
         """
         place = _ONE_USER
         if tools or not isinstance(content, str):
@@ -122,27 +122,27 @@ class ChatRenderer:
         return Opening(place, self._shown_at(place, content))
 
     def first(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> tuple[int, ...]:
-        """Ids of the opening messages, up to where the policy's reply begins.
+        """Returns the ids of the opening messages, up to the start of the policy's reply.
 
-        Raises ValueError as `opening`, and for what cannot be encoded (a lone surrogate).
+        Raises ValueError as `opening`, and for text that cannot be encoded (a lone surrogate).
         """
         return self.render_opening(self.opening(content, tools)).ids
 
     def answer(self, content: Content, opening: Opening = Opening()) -> tuple[int, ...]:  # noqa: B008
-        """Ids to append after a policy turn that ended with one of `end_of_turn_ids`.
+        """Returns the ids to append after a policy turn that ended with one of `end_of_turn_ids`.
 
-        `opening` is how the episode began. Raises as `first`.
+        `opening` is the opening of the episode. Raises as `first`.
         """
         return self.render_answer(content, opening).ids
 
     def render_opening(self, opening: Opening) -> Rendered:
-        """What `first` is the ids of."""
+        """Renders the opening messages; `first` returns the ids of the result."""
         frame = self._template.frame(opening.place)
         texts = frame.filled(opening.texts)
         return self._join(frame, self._around(opening.place), texts, opening.texts)
 
     def render_answer(self, content: Content, opening: Opening) -> Rendered:
-        """What `answer` is the ids of."""
+        """Renders an answer to a policy turn; `answer` returns the ids of the result."""
         if isinstance(content, str) and len(content) <= _SHORT:
             kept = self._kept_answer(content, opening.place)
             if kept is not None:
@@ -157,11 +157,11 @@ class ChatRenderer:
         return self._join(frame, self._around(place), texts, shown)
 
     def render_whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Rendered:
-        """The template's own rendering of a conversation that the policy is to continue.
+        """Renders a whole conversation that the policy is to continue.
 
         Each entry is an environment's message and its text as `shown`, or None and the text of a
-        turn of the policy. What the template writes of the policy's turns is encoded like the
-        rest of it, control tokens included.
+        turn of the policy. The policy's turns are encoded as the template writes them, control
+        tokens included.
 
         Raises TemplateRefusal.
         """
@@ -171,34 +171,34 @@ class ChatRenderer:
         return self._join(frame, around, frame.filled(shown), shown)
 
     def reply(self, text: str) -> tuple[int, ...]:
-        """Ids that a policy would sample to say `text`, end of turn included."""
+        """Returns the ids of a policy turn with this text, end of turn included."""
         return self._kept_reply(text) if len(text) <= _SHORT else self._reply(text)
 
     def ends_turn(self, ids: Sequence[int]) -> bool:
-        """Whether the last of these is an end of turn."""
+        """Returns True if the last id is an end of turn."""
         return len(ids) > 0 and int(ids[-1]) in self.end_of_turn_ids
 
     def decode_reply(self, ids: Sequence[int]) -> str:
-        """Text of a sampled turn without its end of turn; never raises for any ids.
+        """Returns the text of a sampled turn without its end of turn; never raises.
 
-        Bytes that are no UTF-8 and ids that are no tokens (a model's vocabulary is often padded)
-        become U+FFFD; special tokens stay visible. So a strict environment refuses them all.
+        Invalid UTF-8 and ids that are no tokens (a model's vocabulary is often padded) become
+        U+FFFD; special tokens stay visible. So a strict environment refuses them all.
         """
         return self.decode(ids[:-1] if self.ends_turn(ids) else ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of any ids, as `decode_reply`, but of all of them."""
+        """Returns the text of these ids; never raises, see `decode_reply`."""
         return self._codec.decode(ids)
 
     def kept(self, text: str) -> str:
-        """What ids keep of a text: `decode` of the ids of two texts that keep the same is the same.
+        """Returns the part of a text that its ids preserve; equal results decode to equal texts.
 
         See `TextCodec.kept`.
         """
         return self._codec.kept(text)
 
     def _answer_any_opening(self, content: str, opening: Place) -> Rendered | None:
-        """The answer behind any texts at this place; None where the template repeats them."""
+        """Renders an answer for any opening texts; None if the template repeats these texts."""
         place = Place.of(messages_of(content), opening=opening)
         frame, shown = self._template.frame(place), self._shown_at(place, content)
         if min(frame.slots) < 0:
@@ -206,7 +206,7 @@ class ChatRenderer:
         return self._join(frame, self._around(place), frame.filled(shown), shown)
 
     def _shown_at(self, place: Place, content: Content) -> tuple[str, ...]:
-        """The texts of messages as the template shows them."""
+        """Returns the texts of messages as the template shows them."""
         texts = [message.text for message in messages_of(content)]
         for text in texts:
             if not isinstance(text, str):
@@ -236,31 +236,31 @@ class ChatRenderer:
         return Rendered(text=text, ids=ids + self._encode_text(plain), shown=shown)
 
     def _check_codec(self, probe: Rendered) -> None:
-        """Raises ValueError for a tokenizer that does not keep what is said, see the class."""
+        """Raises ValueError for a tokenizer that does not preserve text, see the class."""
         decoded = self.decode(probe.ids)
         if self.kept(decoded) != self.kept(probe.text):
             raise ValueError(
                 f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is, "
-                "but that it may compose characters (NFC) and take U+2581 for a blank: what an "
-                "environment says would reach the policy as something else. See normalizer, "
+                "but that it may compose characters (NFC) and take U+2581 for a blank: otherwise "
+                "the policy reads another text than the environment's. See normalizer, "
                 "pre_tokenizer and decoder in tokenizer.json"
             )
         if self._codec.encode_control(probe.text) != probe.ids:
             raise ValueError(
                 f"the tokenizer gives {probe.text!r} other ids as a whole than in parts, and a "
-                "conversation comes in parts: its control tokens take away blanks beside them, or "
-                "are found in some places only (see lstrip, rstrip, single_word and normalized of "
+                "conversation is encoded in parts: its control tokens strip blanks beside them, or "
+                "are not found everywhere (see lstrip, rstrip, single_word and normalized of "
                 "added_tokens in tokenizer.json; these must be false)"
             )
 
     def _check_opening(self, opening: Place) -> None:
-        """Says what the template rewrites; see `ChatTemplate.broken_prefix`, also for errors."""
+        """Warns if the template rewrites earlier turns. Raises as `ChatTemplate.broken_prefix`."""
         broken = self._template.broken_prefix(opening)
         if broken and broken not in self._broken:
             self._broken.add(broken)
             _logger.warning(
-                "the chat template %s as a conversation goes on. Ids that were sampled are never "
-                "changed: config.chat.history says what is done instead",
+                "the chat template %s as a conversation goes on. Sampled ids are never changed; "
+                "config.chat.history sets what happens instead",
                 broken,
             )
 

@@ -1,10 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A chat template taken apart: what it writes around messages, and what it makes of their text.
+"""A chat template taken apart: the text it writes around messages, and its changes to their text.
 
-Text only; ids are the business of chat.py. The template never sees an environment's text and its
-surroundings together: what stands around messages is what it writes around stand-ins, so that no
-text can act on it.
+This module handles text only; chat.py handles ids. The text around messages is found by rendering
+stand-ins in their place, so that no environment's text can act on the template.
 """
 
 import dataclasses
@@ -21,21 +20,21 @@ from transformers import PreTrainedTokenizerFast
 
 from earl_jax.envs.environment import Message
 
-# Stand-ins for what is said. A template that contains them itself is refused by the checks below.
+# Stand-ins for texts. A template that contains them itself is refused by the checks below.
 _REPLY = "earl-reply"
 _REASON = "earl-reason"
 # Text that templates change where they change any: they trim, quote or escape it. And text that
 # tokenizers change: they compose or replace characters, lower them, or lose blanks.
 PROBE = '  \n"earl" \\ <probé> Ee\u0301 \u2581  \ufb01\u2167\t\U0001f642 \n'
 
-# What the template is given by us, or by `transformers`.
+# Variables that this module or `transformers` gives to the template.
 _OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
 
 Content = str | Sequence[Message]
 
 
 def messages_of(content: Content) -> tuple[Message, ...]:
-    """What an environment said as messages; a plain text is one of a user.
+    """Returns the content as messages; a plain text becomes a user's message.
 
     Raises ValueError for anything else.
     """
@@ -48,20 +47,20 @@ def messages_of(content: Content) -> tuple[Message, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What the template may know of an environment's message: all but its text."""
+    """An environment's message without its text, as the template sees it."""
 
     role: str
     call_id: str = ""
 
     def filled(self, text: str) -> dict[str, str]:
-        """The message as chat templates want it."""
+        """Returns the message with this text, as chat templates expect it."""
         named = {"tool_call_id": self.call_id} if self.call_id else {}
         return {"role": self.role, "content": text, **named}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Messages without their texts, and where they stand: all that decides what is around them.
+    """Messages without their texts, and their position: these determine the text around them.
 
     `opening` are the messages that began the episode, where these come behind a policy's turn;
     None where these begin it. `tools` is the JSON of the list of the tools' descriptions.
@@ -75,7 +74,7 @@ class Place:
     def of(
         cls, messages: Sequence[Message], tools: str = "[]", opening: "Place | None" = None
     ) -> "Place":
-        """The place of these messages, which open an episode or come behind `opening`."""
+        """Returns the place of these messages, which open an episode or come after `opening`."""
         kinds = tuple(Kind(message.role, message.call_id) for message in messages)
         if opening is None:
             return cls(kinds=kinds, tools=tools)
@@ -84,22 +83,22 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """What the template writes around texts: `pieces` are one more than `slots`, which they part.
+    """The text that the template writes around messages: `pieces` with a slot between each two.
 
-    A slot is the index of the message whose text stands there. Some templates say again how the
-    conversation was opened: -1 is the last of the opening's messages, -2 the one before.
+    A slot is the index of the message whose text stands there. Some templates repeat the opening
+    of the conversation: -1 is the last of the opening's messages, -2 the one before.
     """
 
     pieces: tuple[str, ...]
     slots: tuple[int, ...]
 
     def filled(self, texts: Sequence[str], opening: Sequence[str] = ()) -> list[str]:
-        """The text of each slot."""
+        """Returns the text of each slot."""
         return [texts[slot] if slot >= 0 else opening[slot] for slot in self.slots]
 
 
 class TemplateRefusal(ValueError):
-    """The template does not take these messages in this order."""
+    """Raised where the template does not accept these messages in this order."""
 
 
 class ChatTemplate:
@@ -124,7 +123,7 @@ class ChatTemplate:
             ):
                 raise ValueError(
                     f"config.chat.template_arguments has {name!r}, which the chat template does "
-                    "not read, or which is not for a config to say; remove it"
+                    "not read, or which a config cannot set; remove it"
                 )
         self._tokenizer, self._arguments = tokenizer, dict(arguments)
         added = tokenizer.added_tokens_decoder.values()
@@ -134,7 +133,7 @@ class ChatTemplate:
         self.is_verbatim = functools.lru_cache(maxsize=256)(self._is_verbatim)
 
     def shown(self, place: Place, index: int, text: str) -> str:
-        """The text of message `index` as the template shows it there.
+        """Returns the text of message `index` as the template shows it there.
 
         Raises ValueError where the text changes what is around it.
         """
@@ -142,21 +141,21 @@ class ChatTemplate:
         if shown is None:
             raise ValueError(
                 f"the chat template writes something else around the text {text!r:.80} than around "
-                "any other; the environment must say it differently"
+                "any other; the environment must write it differently"
             )
         return shown
 
     def whole(self, conversation: Sequence[tuple[Kind | None, str]], tools: str) -> Frame:
-        """What the template writes around the environment's messages of a whole conversation.
+        """Returns the frame around the environment's messages of a whole conversation.
 
         Each entry is an environment's message, or None and the text of a turn of the policy, which
-        the template sees. Behind the last the policy is to speak. Slots count the messages.
+        the template sees. The policy's turn comes after the last. Slots count the messages.
 
         Raises TemplateRefusal.
         """
-        spoken = [text for kind, text in conversation if kind is None]
+        replies = [text for kind, text in conversation if kind is None]
         name = "earl-message"
-        while any(name in text for text in spoken):
+        while any(name in text for text in replies):
             name += "-"
         messages, stand_ins = [], []
         for kind, text in conversation:
@@ -168,9 +167,9 @@ class ChatTemplate:
         return _split(self._write(messages, tools), stand_ins)
 
     def broken_prefix(self, opening: Place) -> str:
-        """How the template rewrites what it wrote before, if it does; "" where it only appends.
+        """Returns how the template rewrites earlier text, in words; "" where it only appends.
 
-        Raises ValueError where there are tools and the template has no place for them.
+        Raises ValueError where there are tools and the template does not show them.
         """
         opened = _fill(opening.kinds, "earl-opening")
         begun = self._write(opened, opening.tools)
@@ -185,7 +184,7 @@ class ChatTemplate:
             try:
                 later = self._write([*opened, *turns], opening.tools)
             except ValueError:
-                return ""  # a user cannot speak here, so this is no conversation to judge by
+                return ""  # no user's message is accepted here: nothing to compare with
             if not later.startswith(begun) or kept not in later:
                 return reason
         return ""
@@ -221,11 +220,11 @@ class ChatTemplate:
         return frame
 
     def _is_verbatim(self, place: Place, index: int) -> bool:
-        self.frame(place)  # that it can be taken apart at all is looked at first
+        self.frame(place)  # raises first if the template cannot be taken apart
         return self._cut(place, index, PROBE) == PROBE
 
     def _cut(self, place: Place, index: int, text: str) -> str | None:
-        """What the template makes of the text; None if it changes what is around it."""
+        """Returns the text as the template shows it; None if it changes the text around it."""
         texts = _stand_ins(place.kinds, "earl-message")
         head, _, tail = self._around(texts, place).partition(texts[index])
         texts[index] = text
@@ -234,13 +233,13 @@ class ChatTemplate:
         return written[len(head) : len(written) - len(tail)] if fits else None
 
     def _around(self, texts: Sequence[str], place: Place) -> str:
-        """What the template writes for these messages, behind the policy's end of turn if any."""
+        """Returns the template's text of these messages, after the policy's end of turn if any."""
         messages = [kind.filled(text) for kind, text in zip(place.kinds, texts, strict=True)]
         if place.opening is None:
             return self._write(messages, place.tools)
         opened = _fill(place.opening, "earl-opening")
-        spoken = {"role": "assistant", "content": _REPLY}
-        written = self._write([*opened, spoken, *messages], place.tools)
+        replies = {"role": "assistant", "content": _REPLY}
+        written = self._write([*opened, replies, *messages], place.tools)
         _, found, behind = written.partition(_REPLY)
         if not found or not behind.startswith(self.end):
             raise ValueError(
@@ -273,7 +272,7 @@ def _fill(kinds: Sequence[Kind], name: str) -> list[dict[str, str]]:
 
 
 def _split(written: str, stand_ins: Sequence[str], opened: Sequence[str] = ()) -> Frame:
-    """The text around stand-ins; slots are their numbers, less than 0 for those of the opening."""
+    """Splits text at stand-ins; slots are their numbers, less than 0 for those of the opening."""
     number = {name: i - len(opened) for i, name in enumerate([*opened, *stand_ins])}
     parts = re.split(f"({'|'.join(map(re.escape, number))})", written)
     return Frame(tuple(parts[::2]), tuple(number[name] for name in parts[1::2]))

@@ -15,90 +15,89 @@ History = Literal["append", "fork"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """What the chat template is told, and what happens where it rewrites earlier turns.
+    """Settings of the chat template, and of templates that rewrite earlier turns.
 
-    `template_arguments` are what a template reads beside the messages: {"enable_thinking": False}
-    has Qwen3 begin the policy's turns behind reasoning that is empty.
+    `template_arguments` are variables of the template beside the messages: {"enable_thinking":
+    False} makes Qwen3 begin the policy's turns after an empty reasoning block.
 
-    Some templates rewrite earlier turns, as Qwen3's drops reasoning. `history` "append": never
-    anything but the next message, in the form that the template gives it behind a policy's turn;
-    the policy goes on to see all that it wrote. "fork": the next message begins a new sample, whose
-    prompt is the template's own rendering of the conversation so far. The episode is then several
-    samples, each of which is trained on as it was sampled, with the episode's reward. Every fork
-    reads the conversation anew, and all samples of an episode lie in its row, which needs room for
-    them.
+    Some templates rewrite earlier turns; Qwen3's drops reasoning. `history` "append": only the next
+    message is appended, as the template renders it after a policy's turn; the policy still sees all
+    that it wrote. "fork": where the template rewrites, the next message begins a new sample, whose
+    prompt is the template's rendering of the conversation so far. Such an episode is several
+    samples; each is trained on as it was sampled, with the episode's reward. Every fork prefills
+    the conversation again, and the max tokens of an episode must hold all of its samples.
     """
 
     history: History = "append"
     template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def validate(self) -> None:
-        """Nothing can be wrong that its type does not say."""
+        """Does nothing: the types of the fields are the only rules."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Heard:
-    """Ids of what an environment said: to be appended, or the prompt of a new sample."""
+    """The ids of an environment's messages, to be appended; with `forks` a new sample's prompt."""
 
     ids: tuple[int, ...]
     forks: bool = False
 
 
 class Conversation:
-    """What was said in one episode. Call `open`, then `reply` and `answer` in turns.
+    """The conversation of one episode. Call `open`, then `reply` and `answer` in turns.
 
-    With `history` "fork" the conversation is kept as text, and `answer` compares: the text of the
-    sample's ids against that which the template gives for the whole conversation. The template gets
-    the policy's turns as plain text, calls of tools too. One that refuses these (Mistral's, where
-    the policy speaks again behind a call) has no other text to give: then the sample goes on.
+    With `history` "fork" the conversation is kept as text, and `answer` compares the text of the
+    sample's ids with the template's rendering of the whole conversation. The template gets the
+    policy's turns as plain text, calls of tools too. Where it refuses them (Mistral's, for a turn
+    of the policy after a call), the sample goes on.
     """
 
     def __init__(self, renderer: ChatRenderer, history: History = "append"):
         self._renderer = renderer
         self._forks = history == "fork"
         self._opening = Opening()
-        self._sampled: list[tuple[Kind | None, str]] = []
-        # Whether the policy's last turn is without an end, which the next answer then begins with.
+        self._turns: list[tuple[Kind | None, str]] = []
+        # True if the policy's last turn has no end of turn; the next answer then begins with one.
         self._is_open = False
         self._sample = ""
 
     def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
-        """The environment begins. Raises as `ChatRenderer.first`."""
+        """Returns the ids of the environment's opening messages. Raises as `ChatRenderer.first`."""
         self._opening = self._renderer.opening(content, tools)
         rendered = self._renderer.render_opening(self._opening)
         self._note(content, rendered)
         return Heard(rendered.ids)
 
     def reply(self, ids: Sequence[int], before_stop: str | None = None) -> tuple[str, bool]:
-        """The policy said this. Returns its text without the end of turn, and if there is one.
+        """Adds the policy's turn. Returns its text, and True if it has an end of turn.
 
-        `before_stop` is the text of a turn that a stop ended, up to there; it counts as ended.
+        `before_stop` is the text before the stop of a turn that a stop ended; it counts as ended.
         """
         text, has_end = self._renderer.decode_reply(ids), self._renderer.ends_turn(ids)
         self._is_open = before_stop is not None and not has_end
         if self._forks:
-            self._sampled.append((None, text))
+            self._turns.append((None, text))
             self._sample += self._renderer.decode(ids)
         return (text, has_end) if before_stop is None else (before_stop, True)
 
     def choices(self, texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Ids of the turns that say one of these, as the tokenizer writes them, and end.
+        """Returns the ids of a policy turn for each text, end of turn included.
 
-        Raises ValueError for what cannot be encoded.
+        Raises ValueError for text that cannot be encoded.
         """
         return tuple(self._renderer.reply(text) for text in texts)
 
     def allowed(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Ids that turns made of these are made of: the end of turn is one of them. () for none."""
+        """Returns these ids and the end of turn, each once; () for none."""
         end = self._renderer.end_of_turn_id
         return tuple(dict.fromkeys((*map(int, token_ids), end))) if token_ids else ()
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """What ids of the policy say."""
+        """Returns the text of ids of the policy."""
         return self._renderer.decode(ids)
 
     def watch_for(self, strings: Sequence[str]) -> StopWatch:
-        """Looks for these in a turn of the policy, whose end of turn is no text."""
+        """Returns a watch for these strings in a turn of the policy, end of turn left out."""
         ends = self._renderer.end_of_turn_ids
 
         def decode(ids: Sequence[int]) -> str:
@@ -107,9 +106,9 @@ class Conversation:
         return StopWatch(decode, strings)
 
     def answer(self, content: Content) -> Heard:
-        """The environment answers a turn that was ended. Raises as `ChatRenderer.answer`.
+        """Returns the ids of the answer to a turn that ended. Raises as `ChatRenderer.answer`.
 
-        Behind a stop that is no end of turn, the answer begins with the chat template's own.
+        After a stop that is no end of turn, the answer begins with the template's end of turn.
         """
         rendered = self._renderer.render_answer(content, self._opening)
         if self._is_open:
@@ -121,7 +120,7 @@ class Conversation:
         if not self._forks:
             return Heard(rendered.ids)
         try:
-            anew = self._renderer.render_whole(self._sampled, self._opening.place.tools)
+            anew = self._renderer.render_whole(self._turns, self._opening.place.tools)
         except TemplateRefusal:
             return Heard(rendered.ids)
         forks = anew.text != self._sample
@@ -131,5 +130,5 @@ class Conversation:
     def _note(self, content: Content, rendered: Rendered) -> None:
         if self._forks:
             kinds = Place.of(messages_of(content)).kinds
-            self._sampled += zip(kinds, rendered.shown, strict=True)
+            self._turns += zip(kinds, rendered.shown, strict=True)
             self._sample += rendered.text

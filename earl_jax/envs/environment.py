@@ -32,9 +32,9 @@ ROLES = ("system", "user", "tool")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Message:
-    """What an environment says as one of ROLES; "tool" is the response to a call of the policy's.
+    """A message of an environment in one of ROLES; "tool" is the response to a call of a tool.
 
-    `call_id` names that call, for chat templates that want it.
+    `call_id` names that call, for chat templates that show it.
     """
 
     role: str
@@ -68,7 +68,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What came of one reply.
+    """The result of one reply.
 
     `text` is the next message to the policy, as a user, or `messages` are the next ones; both are
     empty if `done`. `choices` are the only replies to these, as in `Start`, or `allowed_token_ids`

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The OpenSpiel games that can be played here, and the one place where they are loaded."""
+"""The OpenSpiel games that can be played here, and their loading."""
 
 import difflib
 import functools
@@ -17,7 +17,7 @@ _REQUIRED = (
 
 
 def playable_games() -> tuple[str, ...]:
-    """Names of the OpenSpiel games that `load_game` accepts with their default parameters."""
+    """Returns the names of the OpenSpiel games that `load_game` accepts with default parameters."""
     return tuple(
         game_type.short_name
         for game_type in pyspiel.registered_games()
@@ -66,7 +66,7 @@ def load_game(name: str) -> pyspiel.Game:
 
 
 def _misfits(game_type: pyspiel.GameType) -> tuple[str, ...]:
-    """The properties that keep a game out, in OpenSpiel's words."""
+    """Returns the unsupported properties of a game, in OpenSpiel's words."""
     found = [
         getattr(game_type, field).name
         for field, required in _REQUIRED

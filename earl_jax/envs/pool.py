@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs environment calls that may raise or hang, and returns what became of each."""
+"""Threads for environment calls, which may raise or hang; each call has an outcome."""
 
 import collections
 import dataclasses
@@ -55,7 +55,7 @@ class EnvironmentPool:
             self._start_worker(None)
 
     def calls(self) -> "Calls[Any, Any]":
-        """A rollout's own calls; those of others do not appear among them."""
+        """Returns a queue of calls for one rollout, separate from those of other rollouts."""
         return Calls(self)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
@@ -71,7 +71,7 @@ class EnvironmentPool:
         return [outcomes[index] for index in range(len(calls))]
 
     def close(self) -> None:
-        """Lets the idle workers go, waits for none; the pool cannot be used again."""
+        """Ends the idle workers without waiting; the pool cannot be used again."""
         for _ in range(self.num_workers):
             self._waiting.put(None)
 
@@ -109,7 +109,7 @@ class Calls(Generic[K, T]):
         self._todo: collections.deque[tuple[K, Callable[[], T]]] = collections.deque()
         self._running: dict[threading.Thread, tuple[K, float]] = {}
         self._outcomes: dict[K, T | Failure] = {}
-        # Workers wake the caller for what it waits for, not for every outcome.
+        # Workers wake the caller for the first or the last outcome, not for each.
         self._one_is_enough = False
 
     def submit(self, calls: Mapping[K, Callable[[], T]]) -> None:
@@ -119,10 +119,10 @@ class Calls(Generic[K, T]):
         self._pool.wake(self, len(calls))
 
     def take(self, wait_s: float = 0.0, *, at_least_one: bool = False) -> dict[K, T | Failure]:
-        """The outcomes there are, after waiting up to `wait_s` for all of them.
+        """Returns the finished outcomes, after waiting up to `wait_s` for all of them.
 
-        With `at_least_one` it waits for the first however long that takes (a hung call fails after
-        the pool's `timeout_s`), unless nothing is under way.
+        With `at_least_one` it waits for the first outcome without that limit (a hung call fails
+        after the pool's `timeout_s`), unless no call is under way.
 
         Raises RuntimeError when more than `MAX_ABANDONED` threads hang at once.
         """
@@ -174,7 +174,7 @@ class Calls(Generic[K, T]):
 
 
 def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | None) -> None:
-    """The life of a worker; a replacement begins with the calls of the thread it replaces."""
+    """Runs a worker; a replacement begins with the calls of the thread that it replaces."""
     while calls is None or calls.work():
         calls = waiting.get()
         if calls is None:

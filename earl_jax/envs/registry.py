@@ -16,7 +16,7 @@ from earl_jax.envs.trail import Trail
 from earl_jax.settings.arguments import check_arguments, defaults_of
 from earl_jax.settings.named import find_named
 
-# config.env.name: what makes an episode's environment from config.env.args and the task's.
+# config.env.name: the maker of an episode's environment from config.env.args and its task.
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
     "tic_tac_toe": functools.partial(BoardGame, game="tic_tac_toe"),
     "connect_four": functools.partial(BoardGame, game="connect_four"),
@@ -60,7 +60,7 @@ class EnvConfig:
         return {k: v for k, v in own.items() if k not in self._reserved(made_by)} | dict(self.args)
 
     def maker(self) -> Callable[..., Environment]:
-        """Returns what makes an environment from its task's arguments.
+        """Returns the function that makes an environment from its task's arguments.
 
         Raises ValueError for an unknown name or argument, with the nearest that is known.
         """

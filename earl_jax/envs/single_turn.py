@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""One prompt of a dataset, one reply, and what a reward function pays for it."""
+"""An environment of one prompt of a dataset, one reply, and a reward function."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,11 +26,11 @@ class SingleTurn:
         self._row, self._reward = row, reward
 
     def start(self) -> Start:
-        """Says the prompt."""
+        """Returns the prompt."""
         return prompt_of(self._row)
 
     def step(self, reply: str) -> StepResult:
-        """Pays the reply."""
+        """Returns the reward of the reply."""
         paid = self._reward(reply, **self._row)
         metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
         if "reward" not in metrics:

@@ -24,7 +24,7 @@ FIRST_EVALUATION = 2**30
 
 
 class TaskSource(Protocol):
-    """Gives the tasks of each step: what one environment's episode is about.
+    """A source of the tasks of each step.
 
     A task is the keyword arguments of its environment that differ from task to task. All episodes
     of a group (config.rollout.group_size) play the same task. Both methods are functions of their
@@ -45,10 +45,10 @@ class TaskSource(Protocol):
 
 @runtime_checkable
 class KeepsState(Protocol):
-    """A task source that a checkpoint holds something of."""
+    """A task source with state in the checkpoints."""
 
     def state(self) -> dict[str, Any]:
-        """Returns what `restore` wants, as JSON."""
+        """Returns the state that `restore` takes, as JSON."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -163,8 +163,8 @@ class Dataset:
             )
 
     def _task(self, index: int) -> TaskArgs:
-        epoch, place = divmod(index, len(self._rows))
-        return self._args(self._rows[self._order(epoch)[place]], index)
+        epoch, position = divmod(index, len(self._rows))
+        return self._args(self._rows[self._order(epoch)[position]], index)
 
     def _args(self, row: dict[str, Any], index: int) -> TaskArgs:
         given = {"row": row} | ({"reward": self._reward} if self._reward else {})
@@ -195,7 +195,7 @@ def open_tasks(
 
 
 class Seeded:
-    """Called with a task's index in the run, returns it and its seed, as far as they are wanted."""
+    """Returns a task's index and seed when called with its index, as the constructor takes them."""
 
     def __init__(self, seed: int, environment: Callable[..., Any]):
         self._seed = seed

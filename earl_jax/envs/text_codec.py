@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Text to ids and back where neither is alone: in the middle of a stream that goes on."""
+"""Encoding and decoding of text in the middle of a stream, without effects of a text's start."""
 
 import functools
 import itertools
@@ -14,25 +14,24 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
-# What SentencePiece vocabularies write for a blank; "" is "▁".
+# SentencePiece vocabularies write this for a blank.
 _BLANK = "\u2581"
 
 
 class TextCodec:
-    """A tokenizer without what it does to the beginning of a text.
+    """A tokenizer without its special treatment of the beginning of a text.
 
     The tokenizers of Llama 2 and Mistral put a blank before a text and take one from what they
-    decode, which is right for a whole text and for no part of one. Here neither happens: parts are
-    encoded and decoded as they stand in the middle. One kind (a `Prepend` normalizer: Mistral 7B
-    v0.1, v0.2) has a blank behind every control token too, in the ids that the models know and so
-    in ours. No text has it: `decode` leaves it out, but where the control token is not among the
-    ids that it gets, so that there it cannot be told from a blank that was said.
+    decode, which is right for a whole text and wrong for a part of one. This codec does neither:
+    parts are encoded and decoded as they stand in the middle. One kind (a `Prepend` normalizer:
+    Mistral 7B v0.1, v0.2) also puts a blank after every control token, in the ids that the models
+    were trained on and so in ours. `decode` leaves that blank out if the control token is among its
+    ids; otherwise it cannot be distinguished from a blank of the text.
 
-    `decode` is that of a stream of bytes: tokens of one byte (`<0xE2>`) are joined, and what is no
-    character costs nothing around it (the `ByteFallback` of `tokenizers` drops a whole run). Ids
-    that are no tokens are U+FFFD each.
+    `decode` joins tokens of one byte (`<0xE2>`), and an invalid byte changes nothing around it (the
+    `ByteFallback` of `tokenizers` drops a whole run). Ids that are no tokens become U+FFFD each.
 
-    A text comes back as it was but for what the tokenizer cannot tell apart, see `kept`.
+    Encoding and decoding preserve a text up to `kept`.
 
     Encoding is for one thread at a time; decoding for any number.
     """
@@ -56,7 +55,7 @@ class TextCodec:
         self._control_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def kept(self, text: str) -> str:
-        """What the ids of a text keep of it: two texts with the same `kept` are the same to them.
+        """Returns the part of a text that its ids preserve; equal results decode to equal texts.
 
         With a normalizer of NFC (Qwen) that is the text up to canonical equivalence: "e" and an
         accent come back as "é". Where U+2581 means a blank (SentencePiece: Gemma, Mistral, Llama 2)
@@ -67,31 +66,31 @@ class TextCodec:
         return text.replace(_BLANK, " ") if blanks else text
 
     def encode(self, text: str, *, behind_control: bool = False) -> tuple[int, ...]:
-        """Ids of a text that says nothing but itself: the name of a control token is text.
+        """Returns the ids of plain text, in which the name of a control token is text too.
 
-        `behind_control`: it stands behind a control token, or begins all.
+        `behind_control`: the text follows a control token, or begins the stream.
         """
         return _encode(self._behind_control if behind_control else self._inside, text, plain=True)
 
     def encode_control(self, text: str) -> tuple[int, ...]:
-        """Ids of a text that begins all or a turn, in which control tokens are what they say."""
+        """Returns the ids of text with control tokens that begins the stream or a turn."""
         return _encode(self._behind_control, text, plain=False)
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """As `encode_control`, for what stands behind text."""
+        """Returns the ids of text with control tokens that follows other text."""
         return _encode(self._inside, text, plain=False)
 
     def around_control(self, text: str) -> tuple[str, str, str]:
-        """What is before the first control token, from there to the last, and behind it.
+        """Splits a text before its first and after its last control token.
 
-        All of it is before, where there is none.
+        Without a control token all of it is in the first part.
         """
         found = [match.span() for match in self._control_names.finditer(text)]
         first, last = (found[0][0], found[-1][1]) if found else (len(text), len(text))
         return text[:first], text[first:last], text[last:]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of any ids; never raises. Control tokens are visible."""
+        """Returns the text of these ids; never raises. Control tokens are visible."""
         text, behind_control = "", False
         for decode, group in itertools.groupby(map(int, ids), key=self._decoder_of):
             run = list(group)
@@ -115,12 +114,12 @@ class TextCodec:
         return self._inside.decode(run, skip_special_tokens=False)
 
     def _decode_control(self, run: list[int]) -> str:
-        # As any tokens; a run of its own, so that it is known what begins behind one.
+        # Control tokens are a run of their own, so that `decode` sees which run follows one.
         return self._inside.decode(run, skip_special_tokens=False)
 
     @functools.cached_property
     def _merges(self) -> tuple[bool, bool]:
-        """Whether accents are composed, and whether U+2581 becomes a blank; found by trying."""
+        """Two flags, found by trying: accents are composed, and U+2581 becomes a blank."""
         composed, blank = (self.decode(self.encode(text)) for text in ("e\u0301", _BLANK))
         return composed == "\u00e9", blank == " "
 
@@ -130,8 +129,8 @@ def _decode_unknown(run: list[int]) -> str:
 
 
 def _encode(backend: Tokenizer, text: str, *, plain: bool) -> tuple[int, ...]:
-    # Set only where it must be: a server's threads decode with the same meanwhile, and `tokenizers`
-    # does not let one set what another uses.
+    # Set only where necessary: a server's threads decode with the same tokenizer meanwhile, and
+    # `tokenizers` does not allow setting it during use.
     if backend.encode_special_tokens != plain:
         backend.encode_special_tokens = plain
     return tuple(backend.encode(text, add_special_tokens=False).ids)
@@ -141,7 +140,7 @@ _INNER = ("normalizers", "pretokenizers", "decoders")
 
 
 def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a part of tokenizer.json, one after the other."""
+    """Returns the steps of a part of tokenizer.json, in order."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -151,9 +150,9 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _backend(settings: dict[str, Any], *, prepends: bool) -> Tokenizer:
-    """The tokenizer, with nothing put before a text, and nothing taken off what is decoded.
+    """Returns the tokenizer without prefixes of encoded text and without stripping of decoded text.
 
-    `prepends`: but for its `Prepend`.
+    `prepends` keeps its `Prepend` normalizer.
     """
     dropped = {"decoder": {"Strip"}, "normalizer": set() if prepends else {"Prepend"}}
     parts = {}
@@ -170,7 +169,7 @@ def _backend(settings: dict[str, Any], *, prepends: bool) -> Tokenizer:
 
 
 def _inside(step: dict[str, Any]) -> dict[str, Any]:
-    """The same step, as it acts in the middle of a text."""
+    """Returns the step with its effect in the middle of a text."""
     if step["type"] == "Metaspace":
         return step | {"prepend_scheme": "never"}
     if step["type"] == "ByteLevel":

@@ -40,7 +40,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     Every text round-trips, seen or not. `len` of the result is at most `vocab_size`: training stops
     early when nothing is left to merge.
 
-    Raises ValueError for a `vocab_size` without room for the 256 bytes and the special tokens.
+    Raises ValueError for a `vocab_size` too small for the 256 bytes and the special tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(
@@ -79,7 +79,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: str | os.PathLike
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
-    """The tokenizer and chat template of a folder, without the network.
+    """Returns the tokenizer and chat template of a folder, without the network.
 
     It is what tokenizer.json says. `AutoTokenizer` would put Qwen's way of cutting text in the
     place of the file's wherever config.json says qwen2 (transformers 5.23).
@@ -94,7 +94,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
 def keep_tokenizer(
     folder: Path | None, texts: Callable[[], Iterable[str]], vocab_size: int
 ) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder; where there is none it is built from `texts` and saved there."""
+    """Returns the tokenizer in a folder; if there is none, builds it from `texts` and saves it."""
     if folder is not None and folder.exists():
         return load_tokenizer(folder)
     tokenizer = build_tokenizer(texts(), vocab_size)

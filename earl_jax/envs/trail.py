@@ -80,7 +80,7 @@ class Trail:
         self._done = False
 
     def start(self) -> Start:
-        """Says where the first stone lies."""
+        """Returns the message with the first stone."""
         if self._started:
             raise RuntimeError("start() was called twice; an environment plays one episode")
         self._started = True
@@ -90,7 +90,7 @@ class Trail:
         return Start(text=text, choices=self._choices(), metrics=metrics)
 
     def step(self, reply: str) -> StepResult:
-        """Goes to the stone of the reply; the text is where the next one lies."""
+        """Goes to the stone of the reply; the text names the next one."""
         if not self._started:
             raise RuntimeError("step() was called before start()")
         if self._done:
@@ -124,7 +124,7 @@ class Trail:
         return self._next if rng.random() < 0.5 else rng.choice(stones)
 
     def legal_replies(self) -> list[str]:
-        """The numbers of all stones; none before `start` and after the end."""
+        """Returns the numbers of all stones; none before `start` and after the end."""
         return self.all_replies() if self._started and not self._done else []
 
     def all_replies(self) -> list[str]:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: which devices play, which train, and what the processes tell each other.
+"""The processes of a run: the devices that play and train, and communication between processes.
 
 Every process runs the same program and takes the same decisions. What only one of them knows (its
 episodes, a signal, a measurement) is gathered before any of them acts on it, so all processes call
@@ -64,7 +64,7 @@ class Cluster:
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
-        """All devices of the run, process by process."""
+        """The devices of the run, process by process."""
         return tuple(dict.fromkeys((*self.rollout_devices, *self.train_devices)))
 
     @property
@@ -110,9 +110,9 @@ class Cluster:
 
     @functools.cached_property
     def own_devices(self) -> tuple[Any, ...]:
-        """The devices that this process plays on; in one that does not, those of the first player.
+        """The devices that this process plays on, or those of the first player if it only trains.
 
-        So every process knows how large the programs of the players are.
+        So every process knows the sizes of the players' programs.
         """
         player = self.index if self.plays else self.players[0]
         return tuple(d for d in self.rollout_devices if d.process_index == player)
@@ -125,16 +125,16 @@ class Cluster:
         """Returns this process's part, maybe none, of a sequence that has an item per episode."""
         if not self.plays:
             return items[:0]
-        place, num = self.players.index(self.index), len(self.players)
-        return items[len(items) * place // num : len(items) * (place + 1) // num]
+        part, num = self.players.index(self.index), len(self.players)
+        return items[len(items) * part // num : len(items) * (part + 1) // num]
 
     # Communication.
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Returns what each process gives here, process by process, as JSON gives it back.
+        """Returns the value of each process, process by process, as decoded from JSON.
 
         For small facts on the host: `value` is None, a bool, a number, a string, or lists and dicts
-        of these; tuples become lists. `what` names it in the error of a process that waits in vain.
+        of these; tuples become lists. `what` names it in the error of a process that timed out.
         """
         data = json.dumps(value).encode()
         if self.count == 1:
@@ -160,7 +160,7 @@ class Cluster:
             jax.block_until_ready(tree)
 
     def after_first(self, make: Callable[[], Item], what: str) -> Item:
-        """Returns what each process makes, the first before the others: they find what it left."""
+        """Returns `make()` of each process, called in the first before the others."""
         if not self.is_first:
             self.barrier(what)
         made = make()
@@ -203,19 +203,19 @@ class Cluster:
 
 @functools.lru_cache(maxsize=1)
 def _one_device_each() -> Mesh:
-    """The first device of each process."""
+    """Returns a mesh of the first device of each process."""
     first = {device.process_index: device for device in reversed(_all_devices())}
     return Mesh(np.array([first[n] for n in sorted(first)], dtype=object), (_PROCESS,))
 
 
 @functools.lru_cache(maxsize=2)
 def _to_all(mesh: Mesh) -> Any:
-    """The program that gives every row to every process."""
+    """Returns the program that gathers every row in every process."""
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _all_devices() -> list[Any]:
-    """All devices, process by process, and within a process in the order of `jax.devices()`."""
+    """Returns all devices, process by process, within a process in the order of `jax.devices()`."""
     return sorted(jax.devices(), key=lambda device: device.process_index)
 
 

@@ -23,13 +23,13 @@ import jax
 
 from earl_jax.settings.choices import check_choices
 
-# By which each setting can be given, too.
+# The environment variables that give the settings, too.
 _VARIABLES = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
     "num_processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-# What a launcher sets in each process of several, and where it says of how many.
+# Each launcher's variable that is set in every process, and the one with their number.
 _LAUNCHERS = (
     ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -51,14 +51,13 @@ class DistributedConfig:
 
     `mode` "auto" starts several where the settings below, the environment variables
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables of Slurm or Open
-    MPI name several; "on" also asks JAX's own detection (TPU pods), "off" never does. `coordinator`
-    is "HOST:PORT" of process 0, where it listens; `num_processes` how many there are, `process_id`
-    which of them this is. What is left out ("", 0, -1) comes from the variables.
+    MPI name several; "on" also uses JAX's own detection (TPU pods); "off" starts one process.
+    `coordinator` is the "HOST:PORT" on which process 0 listens, `num_processes` the number of
+    processes, `process_id` the number of this one. Defaults ("", 0, -1) take the variables' values.
 
-    Processes that do not all come within `start_timeout_s` give up. A process that does not
-    answer for `heartbeat_s` is lost. `timeout_s` is the longest that one process may let the others
-    wait, also because its episodes take longer than theirs. Whoever gives up or loses another
-    process ends with status 1.
+    Processes give up if not all have started within `start_timeout_s`. A process that does not
+    answer for `heartbeat_s` is lost. `timeout_s` is the longest wait for another process, also for
+    one whose episodes take longer. A process that gives up or loses another ends with status 1.
 
     These settings are not in config.json: a run may be resumed by another number of processes.
     """
@@ -84,13 +83,13 @@ class DistributedConfig:
             raise ValueError(
                 f"config.distributed.num_processes is {self.num_processes} and "
                 f"config.distributed.process_id {self.process_id}; they count from 1 and from 0 "
-                "(0 and -1: as the environment says)"
+                "(0 and -1: taken from the environment)"
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Which process this is. None: as JAX's own detection says."""
+    """The number of this process, and of all. None: JAX detects it."""
 
     coordinator: str | None
     num_processes: int | None
@@ -98,7 +97,7 @@ class _Place:
 
 
 class RestartNeeded(RuntimeError):
-    """This process cannot go on with the others: all of them are to be started again."""
+    """Raised in a process that cannot go on with the others: all must be started again."""
 
 
 def start_processes(config: DistributedConfig) -> None:
@@ -165,7 +164,7 @@ def end_together() -> Iterator[None]:
 def end_process(words: str) -> NoReturn:
     """Ends this process of several with status 1 and the words on stderr.
 
-    Not by `sys.exit`: JAX's own way out waits for all processes.
+    `sys.exit` would not do: JAX's exit handlers wait for all processes.
     """
     # In one write: other threads may write too.
     os.write(2, f"error: {words}. {_AGAIN}\n".encode())
@@ -175,8 +174,8 @@ def end_process(words: str) -> NoReturn:
 def _end_at_abort(words: str) -> None:
     """Makes an abort of this process its end with status 1 and these words.
 
-    JAX has no other way to say that a process is lost: its client aborts (jax 0.10.2 and 0.12), and
-    calls no function of ours instead (jaxlib's `missed_heartbeat_callback` throws std::bad_cast).
+    JAX reports a lost process by an abort of its client only (jax 0.10.2 and 0.12), and calls no
+    function of ours instead (jaxlib's `missed_heartbeat_callback` throws std::bad_cast).
     Python runs its own signal handlers in the main thread only, which an abort does not wait for.
     """
     global _on_abort
@@ -209,7 +208,7 @@ def _bind_address(place: "_Place") -> str | None:
 
 
 def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Place | None:
-    """What the settings and the environment say; None for one process."""
+    """Returns the place of this process by the settings and the environment; None for one."""
     if config.mode == "off":
         return None
     coordinator = config.coordinator or variables.get(_VARIABLES["coordinator"], "")

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Between files and devices block by block: what the host holds does not grow with the array.
+"""Copies between files and devices by blocks; host memory does not grow with the array.
 
 Every device has one block in hand at a time, and the host the one that it reads or writes. A block
 is a part of each device's own part, so nothing travels between devices.
@@ -27,7 +27,7 @@ Region = tuple[tuple[int, int], ...]
 def block_shape(
     axes: str, local_shape: Sequence[int], num_stacked: int, cut: str
 ) -> tuple[int, ...]:
-    """The size of a block of a device's part: at most BLOCK_BYTES in fp32, if `cut` allows it.
+    """Returns the shape of a block of a device's part, of at most BLOCK_BYTES if `cut` allows it.
 
     The first `num_stacked` axes are always cut apart; then the letters of `cut` are cut in their
     order, each no further than needed.
@@ -38,8 +38,8 @@ def block_shape(
     sizes = dict(zip(axes, local_shape, strict=True))
     sizes |= dict.fromkeys(axes[:num_stacked], 1)
     for letter in cut:
-        rest = math.prod(sizes.values()) // sizes[letter]
-        sizes[letter] = min(sizes[letter], max(1, BLOCK_BYTES // (4 * rest)))
+        others = math.prod(sizes.values()) // sizes[letter]
+        sizes[letter] = min(sizes[letter], max(1, BLOCK_BYTES // (4 * others)))
     return tuple(sizes.values())
 
 
@@ -50,7 +50,7 @@ def fill(
     block: tuple[int, ...],
     read: Callable[[Region], np.ndarray],
 ) -> jax.Array:
-    """An array whose values `read` gives in this type, region by region, each once on this host."""
+    """Returns an array of the values of `read`, called for each region once on this host."""
     array = jnp.zeros(shape, dtype, device=sharding)
     for part in _parts(sharding.shard_shape(shape), block, ()):
         starts = np.array([start for start, _ in part], np.int32)
@@ -63,7 +63,7 @@ def fill(
 def drain(
     array: jax.Array, block: tuple[int, ...], index: tuple[int, ...] = ()
 ) -> Iterator[tuple[Region, np.ndarray]]:
-    """The values of `array` that this host's devices hold: (region, values), each number once.
+    """Yields (region, values) of `array` on this host's devices, each number once.
 
     With an index, only those at this place of the first axes: a block has one of each.
     """
@@ -83,7 +83,7 @@ def drain(
 def _parts(
     local_shape: Sequence[int], block: Sequence[int], index: tuple[int, ...]
 ) -> Iterator[Region]:
-    """The blocks of a device's part, the last axis first; of the first axes those with `index`."""
+    """Returns the blocks of a device's part, last axis first; of the first axes at `index`."""
     # Parts are of one size, so that whoever has this place has it there in its own.
     inner = [place % size for place, size in zip(index, local_shape, strict=False)]
     cuts = [
@@ -110,7 +110,7 @@ def _placed(
     part: Region,
     read: Callable[[Region], np.ndarray],
 ) -> jax.Array:
-    """`part` of every device, as one array that is sharded alike."""
+    """Returns `part` of every device as one array with the same sharding."""
     devices_of: dict[Region, list[Any]] = {}
     for device, region in _regions(shape, sharding, part).items():
         devices_of.setdefault(region, []).append(device)
@@ -129,7 +129,7 @@ def _placed(
 
 @functools.lru_cache(maxsize=64)
 def _put(sharding: NamedSharding) -> Any:
-    """(array, block, starts) -> array with every device's block at `starts` of its part."""
+    """Returns a program (array, block, starts) -> array with each device's block at `starts`."""
 
     def put(array: jax.Array, block: jax.Array, starts: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(array, block, list(starts))
@@ -141,7 +141,7 @@ def _put(sharding: NamedSharding) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _take(sharding: NamedSharding, sizes: tuple[int, ...]) -> Any:
-    """(array, starts) -> the block of these sizes at `starts` of every device's part."""
+    """Returns a program (array, starts) -> the block of these sizes at `starts` of each part."""
 
     def take(array: jax.Array, starts: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice(array, list(starts), sizes)

@@ -74,12 +74,12 @@ def layer_kind(config: ModelConfig, index: int) -> LayerKind:
 
 
 def _windows_to_scan(config: ModelConfig) -> tuple[int, ...]:
-    """The window of each layer as a scan over layers can carry it."""
+    """Returns the window of each layer in a form that a scan over layers can carry."""
     return tuple(window or WITHOUT_END for window in config.layer_windows)
 
 
 def _kinds_to_scan(config: ModelConfig) -> LayerKind | None:
-    """The kinds of all layers, stacked; None where all are alike."""
+    """Returns the kinds of all layers, stacked; None where all are alike."""
     if len(set(config.layer_windows)) == 1:
         return None
     kinds = [layer_kind(config, index) for index in range(config.num_layers)]
@@ -98,7 +98,7 @@ def _block(
     attend: Attend,
     mix_experts: MixExperts,
 ) -> jax.Array:
-    """One layer.
+    """Computes one layer.
 
     `attend(query, key, value)` and `mix_experts(layer, x)` are what training and decoding differ
     in; the second is not called for a dense model.
@@ -158,7 +158,7 @@ def _embed(config: ModelConfig, embed_VD: jax.Array, tokens_BT: jax.Array) -> ja
 
 
 def head_weights(params: Params) -> jax.Array:
-    """The matrix from width to vocabulary, DV: its own, or the embedding transposed where tied."""
+    """Returns the matrix from width to vocabulary, DV; where tied, the embedding transposed."""
     return params["head"] if "head" in params else params["embed"].T
 
 
@@ -172,7 +172,7 @@ def forward_rows(
     remat: bool = False,
     kernel: Kernel = "blockwise",
 ) -> jax.Array:
-    """Hidden states before the head for whole rows, causal within each segment.
+    """Returns hidden states before the head for whole rows, causal within each segment.
 
     Positions count from the start of each segment; segment 0 is padding and looks at nothing real.
     `kernel` computes the attention (kernels.py).
@@ -197,7 +197,7 @@ def forward_rows_routed(
     remat: bool = False,
     kernel: Kernel = "blockwise",
 ) -> tuple[jax.Array, Routing | None]:
-    """`forward_rows`, and what the routers of its layers did with the tokens of segments above 0.
+    """Returns `forward_rows`, and the routers' statistics over tokens of segments above 0.
 
     Returns:
         x_BTD, and a Routing of f32[L, X]; None for a dense model.
@@ -247,7 +247,7 @@ def forward_rows_routed(
 
 
 def positions_in_segments(segment_ids_BT: jax.Array) -> jax.Array:
-    """Place of each token within its segment: segments 1 1 1 2 2 0 -> positions 0 1 2 0 1 0."""
+    """Returns each token's position in its segment: 1 1 1 2 2 0 -> 0 1 2 0 1 0."""
     order_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
     starts = jnp.pad(segment_ids_BT[:, 1:] != segment_ids_BT[:, :-1], ((0, 0), (1, 0)))
     return order_BT - jax.lax.cummax(jnp.where(starts, order_BT, 0), axis=1)
@@ -263,7 +263,7 @@ def forward_chunk(
     *,
     layout: Layout | None = None,
 ) -> tuple[jax.Array, PagedCache]:
-    """The next `counts_B[b]` tokens of each row b (at most T), after `cached_B[b]` cached ones.
+    """Appends `counts_B[b]` tokens to each row b (at most T), after `cached_B[b]` cached ones.
 
     Rows with a count of 0 are left as they are; what is returned for them means nothing. `params`
     are the engine's: a list of layers, in the compute type. `layout` is the engine's too, inside
@@ -290,7 +290,7 @@ def forward_drafts(
     *,
     layout: Layout | None = None,
 ) -> tuple[jax.Array, PagedCache]:
-    """`forward_chunk` where every token counts, and not only the last of each row.
+    """Runs `forward_chunk` with logits of every token, and not only of the last of each row.
 
     Returns:
         logits_BTV f32 after each new token, which mean nothing behind the last of a row, and the
@@ -311,7 +311,7 @@ def _chunk_states(
     counts_B: jax.Array,
     layout: Layout | None,
 ) -> tuple[jax.Array, TokenShare, PagedCache]:
-    """Hidden states x_BTD of a chunk's tokens behind the last layer, and the cache with them.
+    """Returns hidden states x_BTD of a chunk after the last layer, and the cache with its tokens.
 
     Of the tokens this device's share.
     """
@@ -356,7 +356,7 @@ def _chunk_states(
 
 
 def _logits(config: ModelConfig, params: Params, x_BTD: jax.Array) -> jax.Array:
-    """Logits f32 of hidden states behind the last layer, whatever axes are before the last."""
+    """Returns logits f32 of hidden states after the last layer; any leading axes."""
     logits_BTV = jnp.einsum(
         "...D,DV->...V",
         _norm(config, x_BTD, params["final_norm"]),

@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The KV cache in pages: a pool of pages a layer, and a table that says which pages a row has.
+"""The KV cache in pages: a pool of pages a layer, and a table of the pages of each row.
 
-A page holds `page_size` consecutive places of one row; page j of a row holds the places from
-j * page_size on, wherever it lies in the pool. So what is held follows what is used, rows that
-begin alike may share pages, and nothing moves when a row grows.
+A page holds `page_size` consecutive tokens of one row; page j of a row holds the positions from
+j * page_size on, at any index of the pool. So memory follows the tokens in use, rows with a common
+prefix may share pages, and nothing moves when a row grows.
 
 Keys are stored [Z, K, H, S] and values [Z, K, S, H]: then neither of the two products of decoding
 sums over the innermost axis, which XLA's CPU code does one number at a time (64 rows over 576
-places, fp32: 20.3 ms a layer against 1.1 ms for the keys, 2026-11).
+tokens, fp32: 20.3 ms a layer against 1.1 ms for the keys, 2026-11).
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class PagedCache:
 def empty_cache(
     config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64, kv_dtype: str = "compute"
 ) -> PagedCache:
-    """Zeros, and a table that gives every row pages of its own for so many places, in order."""
+    """Returns pages of zeros, and a table that gives every row its own pages for `max_tokens`."""
     per_row = -(-max_tokens // page_size)
     return PagedCache(
         layers=empty_pages(config, rows * per_row, page_size, kv_dtype),
@@ -73,7 +73,7 @@ def empty_cache(
 def empty_pages(
     config: ModelConfig, pages: int, page_size: int, kv_dtype: str = "compute"
 ) -> list[LayerCache]:
-    """Pools of zeros, one a layer; `kv_dtype` is "compute" or "int8"."""
+    """Returns pools of zeros, one a layer; `kv_dtype` is "compute" or "int8"."""
     dtype = jnp.dtype(config.compute_dtype if kv_dtype == "compute" else kv_dtype)
     heads, size = config.num_kv_heads, config.head_size
 
@@ -102,7 +102,7 @@ def place_pages(layer: LayerCache, place: Callable[[str], Any]) -> LayerCache:
 
 
 def cache_bytes(config: ModelConfig, rows: int, max_tokens: int, page_size: int = 64) -> int:
-    """Bytes of the pages of `empty_cache` before they are split over devices."""
+    """Returns bytes of the pages of `empty_cache` before they are split over devices."""
     numbers = rows * -(-max_tokens // page_size) * page_size
     numbers *= config.num_kv_heads * config.head_size
     return 2 * config.num_layers * numbers * jnp.dtype(config.compute_dtype).itemsize
@@ -119,11 +119,11 @@ def write(
     whole_pages: bool = False,
     share: PageShare = WHOLE,
 ) -> LayerCache:
-    """Row b's first `counts_B[b]` new keys and values at its places `starts_B[b]`, ...
+    """Writes row b's first `counts_B[b]` new keys and values at its positions from `starts_B[b]`.
 
-    What would lie behind the table's last page is dropped, and what lies in another device's
-    `share` of a page. With `whole_pages` those that change are read, changed and written as a
-    whole; no two rows may then write to one page.
+    Tokens past the table's last page are dropped, and those in another device's `share` of a page.
+    With `whole_pages` changed pages are read, changed and written as a whole; no two rows may then
+    write to one page.
     """
     new = _NewTokens(
         table_BY,
@@ -134,7 +134,7 @@ def write(
         own_size=layer.value.shape[2],
         share=share,
     )
-    put = new.put_pages if whole_pages else new.put_places
+    put = new.put_pages if whole_pages else new.put_tokens
     if layer.key_scale is None or layer.value_scale is None:
         return LayerCache(key=put(layer.key, key_BTKH, 3), value=put(layer.value, value_BTKH, 2))
     (key_BTKH, key_scale_BTK), (value_BTKH, value_scale_BTK) = map(_round, (key_BTKH, value_BTKH))
@@ -149,9 +149,9 @@ def write(
 def writes_whole_pages(platform: str | None) -> bool:
     """Returns True if `write` writes whole pages on this platform; None is the CPU.
 
-    XLA for TPUs writes single places in another order of axes than it reads pages in, and copies
+    XLA for TPUs writes single tokens in another order of axes than it reads pages in, and copies
     every pool to and fro in each decode step: with a cache of 1.00 GiB, 1.91 GiB of temporaries
-    instead of 0.25 (Llama, 2 layers, v6e, jax 0.12.0). A CPU writes 64 places in 10 us, and 64
+    instead of 0.25 (Llama, 2 layers, v6e, jax 0.12.0). A CPU writes 64 tokens in 10 us, and 64
     pages of 16 in 157 us (fp32, 2 heads of 64, jax 0.10.2).
     """
     return platform == "tpu"
@@ -173,8 +173,8 @@ class _NewTokens(NamedTuple):
         """Positions of a page, in all its parts."""
         return self.own_size * self.share.parts
 
-    def put_places(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
-        """The pool with them in it; `axis` of the pool are the places of a page."""
+    def put_tokens(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
+        """Returns the pool with the tokens written; `axis` of the pool is the tokens of a page."""
         offsets_BT = jnp.arange(self.length)[None, :]
         positions_BT = self.starts_B[:, None] + offsets_BT
         index_BT = positions_BT // self.page_size
@@ -189,8 +189,8 @@ class _NewTokens(NamedTuple):
         return pool.at[index].set(new_BTK.astype(pool.dtype), mode="drop")
 
     def put_pages(self, pool: jax.Array, new_BTK: jax.Array, axis: int) -> jax.Array:
-        """`put_places`, a page at a time."""
-        # The most pages that so many places in a row lie in, wherever they begin.
+        """Does the same as `put_tokens`, a page at a time."""
+        # The most pages that `length` consecutive tokens can touch.
         number = (self.length + self.page_size - 2) // self.page_size + 1
         index_BN = (self.starts_B // self.page_size)[:, None] + jnp.arange(number)[None, :]
         pages_BN = jnp.take_along_axis(self.table_BY, index_BN, axis=1, mode="clip")
@@ -199,15 +199,15 @@ class _NewTokens(NamedTuple):
         is_new_BNS = (token_BNS >= 0) & (token_BNS < self.counts_B[:, None, None])
         is_new_BNS &= (index_BN < self.table_BY.shape[1])[:, :, None]
 
-        def as_pages(of_places: jax.Array) -> jax.Array:
-            """[B,N,S,...] -> [B,N,...], with the places where the pool has them."""
-            return jnp.moveaxis(of_places, 2, axis + 1)
+        def as_pages(x_BNS: jax.Array) -> jax.Array:
+            """Moves axis S of [B,N,S,...] to its position in the pool."""
+            return jnp.moveaxis(x_BNS, 2, axis + 1)
 
-        rest = (1,) * (new_BTK.ndim - 2)
-        token_BX = jnp.clip(token_BNS, 0, self.length - 1).reshape(len(token_BNS), -1, *rest)
+        ones = (1,) * (new_BTK.ndim - 2)
+        token_BX = jnp.clip(token_BNS, 0, self.length - 1).reshape(len(token_BNS), -1, *ones)
         new_BX = jnp.take_along_axis(new_BTK, token_BX, axis=1).astype(pool.dtype)
         pages = jnp.where(
-            as_pages(is_new_BNS.reshape(*is_new_BNS.shape, *rest)),
+            as_pages(is_new_BNS.reshape(*is_new_BNS.shape, *ones)),
             as_pages(new_BX.reshape(*is_new_BNS.shape, *new_BTK.shape[2:])),
             pool.at[pages_BN].get(mode="clip"),
         )
@@ -216,7 +216,7 @@ class _NewTokens(NamedTuple):
 
 
 def _round(x_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Whole numbers from -127 to 127, and the scale that each head's numbers have in common."""
+    """Returns whole numbers from -127 to 127, and the common scale of each head's numbers."""
     x32 = x_BTKH.astype(jnp.float32)
     scale_BTK = jnp.max(jnp.abs(x32), axis=-1) / 127
     safe_BTK = jnp.where(scale_BTK > 0, scale_BTK, 1.0)

@@ -19,7 +19,7 @@ class TokenScores(NamedTuple):
 
 
 def score_logits(logits_BV: jax.Array, targets_B: jax.Array, temperature: float) -> TokenScores:
-    """Log-prob of each target and entropy at this sampling temperature, fp32. Any leading axes."""
+    """Returns each target's log-prob and the entropy at this temperature, in fp32; any axes."""
     scaled_BV = logits_BV.astype(jnp.float32) / temperature
     log_total_B = jax.nn.logsumexp(scaled_BV, axis=-1)
     # Compare-and-sum instead of a gather: it needs no gather of a vocabulary that is split.
@@ -57,7 +57,7 @@ def score_tokens(
     num_chunks = -(-own // chunk_size)
 
     def split(array: jax.Array) -> jax.Array:
-        """Chunks along a new first axis, each with tokens of every row and every shard."""
+        """Returns chunks along a new first axis, each with tokens of every row and every shard."""
         array = array.reshape(rows, shards, own, *array.shape[2:])
         more = ((0, 0), (0, 0), (0, num_chunks * chunk_size - own))
         array = jnp.pad(array, more + ((0, 0),) * (array.ndim - 3))

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (LoRA, arXiv 2106.09685): frozen projections, and what is trained beside them.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): trained low-rank additions to frozen projections.
 
 An adapted projection computes y = x W + (alpha / rank) (x A) B, where A goes from the inputs to R
 numbers and B from these to the outputs (section 4.1; R is the rank). B begins at zero, and with it
@@ -56,7 +56,7 @@ def is_adapted(node: Any) -> bool:
 
 
 def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
-    """The description of what is trained, from that of the base.
+    """Returns the specs of the adapters, from those of the base.
 
     A is normal with the deviation of PEFT's default, 1 / sqrt(3 fan-in); B is zero.
 
@@ -80,7 +80,7 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
 
 
 def _pair(name: str, weight: ParameterSpec, rank: int) -> dict[str, ParameterSpec]:
-    """A and B of one projection."""
+    """Returns A and B of one projection."""
     sizes = dict(zip(weight.axes, weight.shape, strict=True)) | {"R": rank}
     inputs, outputs = PROJECTIONS[name]
     fan_in, fan_out = (math.prod(sizes[letter] for letter in part) for part in (inputs, outputs))
@@ -102,7 +102,7 @@ def _pair(name: str, weight: ParameterSpec, rank: int) -> dict[str, ParameterSpe
 
 
 def adapt(base: Params, adapters: Params, lora: LoraConfig) -> Params:
-    """The tree that the decoder computes with: the base, with `Adapted` where there are adapters.
+    """Returns the decoder's tree: the base, with `Adapted` where there are adapters.
 
     Layers may be stacked or not. Nothing is copied.
     """
@@ -121,7 +121,7 @@ def adapt(base: Params, adapters: Params, lora: LoraConfig) -> Params:
 
 
 def project(equation: str, x: jax.Array, weight: jax.Array | Adapted | Quantized) -> jax.Array:
-    """`einsum(equation, x, weight)`, through the adapter too where the weight has one.
+    """Computes `einsum(equation, x, weight)`, plus the adapter's part where the weight has one.
 
     The second operand of the equation must be the weight's inputs, then its outputs.
     """
@@ -140,7 +140,7 @@ def project(equation: str, x: jax.Array, weight: jax.Array | Adapted | Quantized
 
 
 def merged(weight: jax.Array | Adapted) -> jax.Array:
-    """W + (alpha / rank) A B in fp32; a weight that has no adapter as it is. Stacked or not."""
+    """Returns W + (alpha / rank) A B in fp32; a weight without adapter unchanged. Any stacking."""
     if not isinstance(weight, Adapted):
         return weight
     inputs, outputs = weight.inputs, weight.outputs
@@ -156,7 +156,7 @@ def merged(weight: jax.Array | Adapted) -> jax.Array:
 
 @jax.jit
 def fingerprint(tree: Any) -> jax.Array:
-    """A u32 that depends on every bit of the arrays and its place, and not on their layout."""
+    """Returns a u32 that depends on every bit of the arrays and its index, not on their layout."""
 
     def add(leaf: jax.Array) -> jax.Array:
         kind = {2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]

@@ -34,7 +34,7 @@ class ParameterSpec:
 
 
 def parameter_specs(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The tree of parameters, layers stacked."""
+    """Returns the tree of parameter specs, layers stacked."""
     sizes = {
         "L": config.num_layers,
         "D": config.width,
@@ -103,7 +103,7 @@ def is_spec(node: Any) -> bool:
 
 
 def init_parameters(specs: Any, key: jax.Array) -> Params:
-    """fp32 values. A parameter's key comes from its name: adding one changes no other."""
+    """Returns random fp32 values; a parameter's key depends on its name only."""
 
     def init(path: Any, spec: ParameterSpec) -> jax.Array:
         if spec.deviation == 0.0:
@@ -120,14 +120,14 @@ def parameter_shardings(specs: Any, layout: Layout) -> Any:
 
 
 def parameter_shapes(specs: Any, dtype: Any = jnp.float32) -> Any:
-    """The parameters as shapes, for tracing; those that are trained are fp32."""
+    """Returns the parameters as shapes, for tracing; trained ones are fp32."""
     return jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs, is_leaf=is_spec
     )
 
 
 def unstack_layers(tree: Any, num_layers: int, take: Any = None) -> Any:
-    """`layers` as a list of trees instead of one stacked tree; `take(leaf, i)` gives layer i.
+    """Returns `layers` as a list of trees instead of a stacked tree; `take(leaf, i)` is layer i.
 
     The default `take` slices arrays; pass another for descriptions or shardings.
     """
@@ -140,7 +140,7 @@ def unstack_layers(tree: Any, num_layers: int, take: Any = None) -> Any:
 
 
 def unstacked_specs(specs: Any, num_layers: int) -> Any:
-    """The description of the engine's parameters: a list of layers."""
+    """Returns the specs of the engine's parameters: a list of layers."""
 
     def take(spec: ParameterSpec, _: int) -> ParameterSpec:
         return dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])

@@ -17,7 +17,7 @@ from earl_jax.models.config import MODEL_SETTINGS, ModelConfig, RopeScaling
 def _config(
     num_layers: int, width: int, heads: tuple[int, int, int], ffn_size: int, **settings: Any
 ) -> ModelConfig:
-    """`heads` are query heads, key/value heads, and the size of one."""
+    """Returns a preset; `heads` are query heads, key/value heads, and the size of one."""
     return ModelConfig(
         num_layers=num_layers,
         width=width,
@@ -117,7 +117,7 @@ def preset_vocab_size(name: str) -> int:
 
 
 def preset_named(name: str) -> ModelConfig:
-    """The defaults of the model section: those of ModelConfig for "".
+    """Returns the defaults of the model section: those of ModelConfig for "".
 
     Raises:
         ValueError: there is no such preset; the nearest names are given.
@@ -134,7 +134,7 @@ def preset_named(name: str) -> ModelConfig:
 
 
 def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The model section with the settings of its preset, where it has one, under what is given.
+    """Returns the model section with the settings of its preset for those that are not given.
 
     {"preset": "qwen2.5-7b", "num_layers": 2} -> all settings of that model, but two layers.
 

@@ -57,7 +57,7 @@ def is_quantized(node: Any) -> bool:
 
 
 def quantize(weight: jax.Array, axes: str, inputs: str) -> Quantized:
-    """The nearest int8 to a matrix whose axes are `axes`, and which contracts over `inputs`.
+    """Returns the nearest int8 to a matrix of these `axes`, which contracts over `inputs`.
 
     Example: "DF" with columns (1, -2) and (0.5, 0): scales 2/127 and 0.5/127, values (64, -127)
     and (127, 0). A channel of zeros has scale 0. Where a weight is NaN, so is its scale.
@@ -71,13 +71,13 @@ def quantize(weight: jax.Array, axes: str, inputs: str) -> Quantized:
 
 
 def dequantize(weight: Quantized) -> jax.Array:
-    """Q s in fp32."""
+    """Returns Q s in fp32."""
     over = tuple(weight.axes.index(letter) for letter in weight.inputs)
     return weight.values.astype(jnp.float32) * jnp.expand_dims(weight.scale, over)
 
 
 def matmul(equation: str, x: jax.Array, weight: Quantized) -> jax.Array:
-    """`einsum(equation, x, Q s)` in the type of `x`; the result must end with the outputs."""
+    """Computes `einsum(equation, x, Q s)` in the type of `x`; outputs must be the last axes."""
     # In the type of x before it is scaled, because what a tensor axis adds up travels in this.
     product = jnp.einsum(equation, x, weight.values.astype(x.dtype))
     scale = jnp.expand_dims(weight.scale, tuple(range(product.ndim - weight.scale.ndim)))
@@ -85,7 +85,7 @@ def matmul(equation: str, x: jax.Array, weight: Quantized) -> jax.Array:
 
 
 def engine_specs(config: ModelConfig, vocab_size: int, weight_dtype: str) -> Any:
-    """The description of the engine's parameters: layers as a list, matrices `Quantized` if int8.
+    """Returns the specs of the engine's parameters: layers as a list, `Quantized` if int8.
 
     `weight_dtype` is "compute" or "int8".
     """
@@ -104,7 +104,7 @@ def engine_specs(config: ModelConfig, vocab_size: int, weight_dtype: str) -> Any
 
 
 def _quantized_spec(spec: ParameterSpec, inputs: str) -> Quantized:
-    """A scale is cut over the mesh as the matrix is cut along the scale's axes."""
+    """Returns the specs of an int8 matrix and its scale, which is cut as the matrix is."""
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     outputs = "".join(letter for letter in spec.axes if letter not in inputs)
     shape = tuple(sizes[letter] for letter in outputs)
@@ -113,7 +113,7 @@ def _quantized_spec(spec: ParameterSpec, inputs: str) -> Quantized:
 
 
 def engine_shapes(specs: Any, compute_dtype: str) -> Any:
-    """The engine's parameters as shapes and types, from `engine_specs`."""
+    """Returns the engine's parameters as shapes and types, from `engine_specs`."""
 
     def shape(node: Any) -> Any:
         if is_quantized(node):

@@ -15,7 +15,7 @@ def rope_frequencies(
     theta: float,
     scaling: RopeScaling = RopeScaling(),  # noqa: B008 - frozen
 ) -> jax.Array:
-    """Radians per position of each pair, f32[head_size / 2], stretched as RopeScaling says."""
+    """Returns radians per position of each pair, f32[head_size / 2], stretched by RopeScaling."""
     half = head_size // 2
     frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling.factor == 1:

@@ -27,7 +27,7 @@ from earl_jax.telemetry.load import LoadHistory
 
 
 class Wanted(NamedTuple):
-    """A program: `key` tells it from others, `lower` makes it from shapes alone."""
+    """A program: `key` identifies it, `lower` makes it from shapes alone."""
 
     key: Hashable
     lower: Callable[[], Any]
@@ -87,7 +87,7 @@ class CompileAhead:
     ) -> None:
         """`say` tells the user which programs could not be compiled.
 
-        Where it `is_on`, `look` asks for programs, of contexts up to `max_context` tokens.
+        If `is_on`, `look` requests programs, for contexts of up to `max_context` tokens.
         """
         self._say, self._is_on, self._max_context = say, is_on, max_context
         self._pool = ThreadPoolExecutor(1, "compile-ahead")
@@ -99,12 +99,12 @@ class CompileAhead:
         self._clock = compile_clock()
 
     def look(self, placement: Placement, history: LoadHistory) -> None:
-        """Asks for programs that may be needed next; returns at once."""
+        """Requests the programs that may be needed next; returns at once."""
         if self._is_on:
             self.request(wanted_programs(placement, history, self._max_context))
 
     def request(self, programs: Iterable[Wanted]) -> None:
-        """Compiles these programs, each once; says which of earlier ones failed."""
+        """Compiles these programs, each once; reports earlier ones that failed."""
         for wanted in programs:
             if wanted.key not in self._futures:
                 self._futures[wanted.key] = self._pool.submit(self._compile, wanted)

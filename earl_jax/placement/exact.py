@@ -46,7 +46,7 @@ def compiler_for(
 
 
 def _devices(hardware: Hardware, topology: str) -> list[Any]:
-    """The devices to compile for; those of this machine where virtual CPU devices are planned for.
+    """Returns the devices to compile for; this machine's for a plan on virtual CPU devices.
 
     JAX itself runs on the CPU: looking for chips that are not here takes minutes, or fails.
     """
@@ -108,7 +108,7 @@ class _Compiler:
             return learner.lower(plan, config.rollout.episodes_per_step, length)
 
     def _round(self, plan: RolloutPlan, max_tokens: int) -> Any:
-        """A round of one process, which plays its part of the episodes on its own devices."""
+        """Returns a round of one process, which plays its part of the episodes on its devices."""
         number = self.problem.num_players
         mesh = dataclasses.replace(plan.mesh, data=plan.mesh.data // number)
         rollout = self.config.rollout.part(number)

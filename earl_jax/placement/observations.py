@@ -17,7 +17,7 @@ class Observations:
     def __init__(
         self, problem: Problem, table: ThroughputTable, say: Callable[[str], None], *, is_fed: bool
     ) -> None:
-        """Only a table that `is_fed` gets speeds of this run.
+        """Begins with a table; the run's speeds are added to it if `is_fed`.
 
         `say` tells the user what ran out of memory, or that the table cannot be kept.
         """

@@ -132,7 +132,7 @@ class Placement:
 
     @property
     def words(self) -> str:
-        """How the run differs from its config, because memory is short; "" for not at all."""
+        """The differences from the config for lack of memory, in words; "" for none."""
         work, parts = self.problem.work, []
         if self.rollout.offload:
             parts.append("the optimizer's moments wait in host memory during rollouts")
@@ -211,7 +211,7 @@ class Placement:
         )
 
     def _wanted_tokens(self, load: Load | None) -> int:
-        """Tokens that the KV cache should hold: as many as before, and as are expected in flight.
+        """Returns the tokens that the KV cache should hold: as before, and as expected in flight.
 
         At first as many as all slots have in the first context bucket.
         """
@@ -221,7 +221,7 @@ class Placement:
         return max(first, self.cache_tokens, in_flight)
 
     def tokens_of(self, num_pages: int) -> int:
-        """Tokens that so many pages of all row shards hold: half of each slot's last is empty.
+        """Returns the tokens that so many pages hold; half of each slot's last page is empty.
 
         A rollout for so many tokens is chosen with as many pages again.
         """
@@ -317,7 +317,7 @@ class Placement:
         return SURE_ON_CPU if self.problem.hardware.platform == "cpu" else SURE
 
     def _compiled(self, decision: Decision, together: bool) -> bool:
-        """Asks XLA for the bytes of programs in doubt; returns whether there were any."""
+        """Compiles the programs in doubt for their bytes; returns True if there were any."""
         found = False
         for choice in decision.choices:
             if choice.is_exact or self._sure * choice.num_bytes <= self.problem.budget:

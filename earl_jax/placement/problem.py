@@ -65,7 +65,7 @@ def model_sizes(
     weight_dtype: str = "compute",
     train: TrainConfig = TrainConfig(),  # noqa: B008 - frozen
 ) -> ModelSizes:
-    """A model's sizes; the engine computes in `engine_dtype` and keeps matrices in `weight_dtype`.
+    """Returns a model's sizes; the engine computes in `engine_dtype`, with `weight_dtype` matrices.
 
     Raises ValueError for adapters that this model cannot have.
     """
@@ -107,13 +107,13 @@ def _engine_parameters(specs: Any, dtype: str) -> list[Parameter]:
 
 
 def _name(path: Any) -> str:
-    """The last key of a path: of all layers the same."""
+    """Returns the last key of a path: of all layers the same."""
     keys = [str(entry.key) for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     return keys[-1]
 
 
 def _alike(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
-    """Equal ones once, with their number."""
+    """Returns the distinct items, each with its number."""
     counts: dict[Parameter, int] = {}
     for parameter in parameters:
         counts[parameter] = counts.get(parameter, 0) + 1

@@ -45,5 +45,5 @@ class Stages:
 
     @property
     def saved_shardings(self) -> TrainState | None:
-        """Shardings of a TrainState as it is saved; None where it is saved as it is placed."""
+        """The shardings of a saved TrainState; None if it is saved as it is placed."""
         return None if self.cluster.all_train else self.spread_shardings(self.cluster.devices)

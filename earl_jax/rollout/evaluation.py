@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of evaluations: what became of a fixed set of tasks."""
+"""Summaries of evaluations of a fixed set of tasks."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -22,7 +22,7 @@ VOCAB_MULTIPLE = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The model and its tokenizer, with room for `vocab_size` entries.
+    """The model and its tokenizer; the vocabulary is padded to `vocab_size` entries.
 
     `end_ids` end a turn beside the chat template's own; the model reads at most `max_context`
     tokens; `notes` are for the user. `checkpoint` is None where the settings give the model.

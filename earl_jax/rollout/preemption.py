@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of preemption and of copied prompts: what is cheaper, copying or computing again. Pure.
+"""Costs of preemption and of copied prompts: copying against computing again. Pure.
 
 A preempted episode's pages are copied to host memory, or read again; a prompt that another row
 shard has read is copied from its devices, or read here too. All are priced by a roofline of the
@@ -63,7 +63,7 @@ class Work:
 
 
 class Choice(NamedTuple):
-    """Where preempted pages go, and why in words."""
+    """The destination of preempted pages, and the reason in words."""
 
     where: Where
     reason: str

@@ -41,7 +41,7 @@ class Rounds:
 
     @property
     def has_discards(self) -> bool:
-        """Whether the next round has to discard tokens of episodes that are over."""
+        """True if the next round has to discard tokens of episodes that are over."""
         return bool(self._discards)
 
     def play(self, session: Session) -> tuple[Session, list[int]]:

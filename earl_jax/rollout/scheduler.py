@@ -16,7 +16,7 @@ class SlotScheduler:
     """Assigns free slots to waiting rows: first to rows of the same data shard, then to others."""
 
     def __init__(self, groups: Sequence[int], *, rows: Rows, num_slots: int) -> None:
-        """Rows 0, 1, .. wait; `groups` gives each row's group, whose prompts begin alike."""
+        """Begins with all rows waiting; `groups` has each row's group, with similar prompts."""
         self._groups, self._rows = groups, rows
         self._slots_per_shard = num_slots // rows.data_shards
         # Dicts for sets that keep their order.

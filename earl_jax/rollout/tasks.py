@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of a run's steps: those of the task source, numbered and in groups."""
+"""Tasks of a run's steps, from the task source, numbered and in groups."""
 
 import dataclasses
 import random

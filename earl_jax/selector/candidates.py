@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from earl_jax.sharding.layout import MeshShape
 
-# Says in words why a shape cannot be used; None where it can.
+# Returns why a shape cannot be used, in words; None where it can.
 Check = Callable[[MeshShape], str | None]
 # Rows are not cut over `context` into fewer tokens a shard, unless the user names such a mesh.
 LEAST_SHARD_TOKENS = 4096
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, rising."""
+    """Returns all divisors in ascending order."""
     return [part for part in range(1, number + 1) if number % part == 0]
 
 

@@ -10,7 +10,7 @@ from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 
 
 class BudgetTooSmall(ValueError):
-    """No plan fits the budget; the message names the smallest budget that would do."""
+    """Raised where no plan fits the budget; the message names the smallest that would."""
 
 
 def reason_of(

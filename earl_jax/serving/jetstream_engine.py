@@ -294,7 +294,7 @@ class JetStreamEngine(_jetstream.Engine):
         return pool._replace(pages=min(pool.pages, pages))
 
     def get_prefix_destination_sharding(self) -> Any:
-        """The sharding of a prefix of another engine before `insert`: whole on every device."""
+        """Returns the sharding of another engine's prefix before `insert`: replicated."""
         return self.engine.layout.activations("")
 
     def get_tokenizer(self) -> Any:

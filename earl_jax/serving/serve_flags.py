@@ -29,7 +29,7 @@ examples:
       no folder is asked of the model hub
 
 A request is a text or token ids, and max_tokens. A text is taken as it is, control tokens included:
-no chat template is applied. To chat, render the template and send what comes of it. The answer is a
+no chat template is applied. To chat, render the template and send the result. The answer is a
 stream of messages, one for each token, with its id, and its text where the prompt was text. It ends
 at an end of turn, which is not sent, or after max_tokens. A request that cannot be served is
 answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EXHAUSTED.
@@ -37,16 +37,16 @@ answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EX
 The KV cache grows with the replies, up to the model's context, from pages that all requests share.
 Where there are no more (--cache_tokens) the shortest requests wait, their pages in host memory, and
 go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
-cut but one for which there is no memory, which is told so with RESOURCE_EXHAUSTED.
+cut except one for which there is no memory; it ends with RESOURCE_EXHAUSTED.
 
 A request sets its own sampling with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
 stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
-(of which it is made). One that says nothing is drawn as the flags say, and where these say nothing
-as the model's generation_config.json does. The trailing metadata `finish-reason` is end_of_turn,
+(of which it is made). Without these, the flags apply, and without flags the model's
+generation_config.json. The trailing metadata `finish-reason` is end_of_turn,
 max_tokens, stop_string or stop_token_id. With "logprobs": true each token comes with its log-prob
-under what it was drawn from, with "model_logprobs": true with that under the model itself, in two
-fields more of its sample (earl_jax/serving/scores.py).
+under the sampling distribution, with "model_logprobs": true with that under the model itself, in
+two more fields of its sample (earl_jax/serving/scores.py).
 
 SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
 the devices failed.

@@ -18,8 +18,8 @@ from earl_jax.serving.serve_flags import DEFAULT_SLOT_TOKENS, check_against_mode
 from earl_jax.serving.served_policy import ServedPolicy
 from earl_jax.sharding.layout import MeshShape, make_layout
 
-# The share of a device's memory for weights and KV cache; the rest is for prompts that are read and
-# for the temporaries of programs.
+# The share of a device's memory for weights and KV cache; the remainder is for prompts during
+# prefill and for the temporaries of programs.
 CACHE_SHARE = 0.8
 # Tokens of a slot's table at first. Beyond them programs are compiled anew as requests grow; below,
 # a longer table costs nothing. But drafts are looked up in all of it, at each step.
@@ -79,8 +79,8 @@ def context_tokens_of(flags: argparse.Namespace, max_context: int | None, holds:
     """
     if holds < (flags.max_context or 2):
         raise ValueError(
-            f"--max_context={flags.max_context or 2}; beside the weights the devices' memory has "
-            f"room for a context of {holds} tokens: lower it, let the KV cache be int8 "
+            f"--max_context={flags.max_context or 2}; beside the weights the devices' memory holds "
+            f"a context of {holds} tokens: lower it, let the KV cache be int8 "
             "(--kv_dtype=int8), or cut it over more devices (--mesh=tensor=...)"
         )
     context_tokens = flags.max_context or min(max_context or holds, holds)

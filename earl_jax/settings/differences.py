@@ -10,7 +10,7 @@ _ABSENT = object()
 def differences(
     there: Any, here: Any, path: str, sides: tuple[str, str] = ("there", "here")
 ) -> list[str]:
-    """A line for each value that is not the same in two trees of settings: its path, and both."""
+    """Returns a line for each value that differs between two trees of settings."""
     if isinstance(there, dict) and isinstance(here, dict):
         names = sorted(there.keys() | here.keys())
         return [

@@ -4,7 +4,7 @@
 
     B  rows: episodes in training, slots in the engine     V  vocabulary
     T  tokens of a query or a training row                 D  model width
-    S  places of a page of the KV cache, or keys           F  feed-forward size
+    S  tokens of a page of the KV cache, or keys           F  feed-forward size
     L  layers (stacked)                                    K  key/value heads
     H  size of a head                                      G  query heads per key/value head
     N  rows of an experience buffer                        C  chunk of tokens
@@ -18,7 +18,7 @@
 A mesh has five axes, always in this order, those that talk most innermost: `data` splits rows,
 `fsdp` splits rows too and stores each parameter in pieces that are gathered for use, `context`
 splits the tokens of a row (and stores parameters as `fsdp` does; in a rollout it splits chunks, and
-the places of every page), `expert` splits experts, `tensor`
+the tokens of every page), `expert` splits experts, `tensor`
 splits heads, feed-forward and vocabulary.
 """
 

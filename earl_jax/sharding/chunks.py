@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A large array within one process, a chunk at a time into the place where it is to lie.
+"""Moves of a large array within one process, a chunk at a time into its destination.
 
 `reshard` sends all pieces of an array and then joins them: for a moment a device holds what it
 sends, what it received, and what it made of that. Here each chunk is written into the target's
@@ -54,7 +54,7 @@ def carry_in_chunks(
 
 
 def zeros_on(device: SingleDeviceSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Zeros that the device makes itself."""
+    """Returns zeros that the device makes itself."""
     return _zeros(device, shape, dtype)()
 
 
@@ -72,7 +72,7 @@ def offset(index: Ranges, shard: Ranges) -> tuple[int, ...]:
 def cut_box(
     shard: jax.Array, start: tuple[Any, ...], shape: tuple[int, ...], dtype: Any
 ) -> jax.Array:
-    """A box of a shard, cast."""
+    """Returns a box of a shard, cast."""
     bits = lax.dynamic_slice(viewed(shard, carrier(shard.dtype)), start, shape)
     return viewed(bits, shard.dtype).astype(dtype)
 
@@ -81,7 +81,7 @@ def cut_box(
 def write_box(
     out: jax.Array, chunk: jax.Array, start: tuple[Any, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """The shard with the chunk in it, and something small that is ready when it is written.
+    """Returns the shard with the chunk written, and a small array that is ready after the write.
 
     The shard is given up.
     """

@@ -77,7 +77,7 @@ def exchange(
 
 
 def _as_row(array: jax.Array, shipment: Shipment, mesh: Mesh) -> jax.Array:
-    """The shards of all devices behind each other, along the first axis; no copy."""
+    """Returns the shards of all devices behind each other, along the first axis; no copy."""
     block = _block(shipment.move.source, shipment.move.shape)
     here = {shard.device: shard.data for shard in array.addressable_shards}
     shards = []
@@ -94,7 +94,7 @@ def _as_row(array: jax.Array, shipment: Shipment, mesh: Mesh) -> jax.Array:
 
 
 def _as_array(row: jax.Array | None, shipment: Shipment) -> jax.Array:
-    """The inverse, on the target's devices."""
+    """Returns the inverse, on the target's devices."""
     shards = [] if row is None else row.addressable_shards
     wanted = [shard.data for shard in shards if shard.device in shipment.move.target.device_set]
     if not shipment.move.shape:
@@ -155,7 +155,7 @@ def _leg(round_: Round, shipment: Shipment, place: dict[int, int]) -> _Leg:
 def _program(
     shipments: tuple[Shipment, ...], mesh: Mesh, max_bytes: int | None
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """The program for these leaves. Leaves whose plans are alike share their messages."""
+    """Returns the program for these leaves. Leaves whose plans are alike share their messages."""
     place = {device.id: n for n, device in enumerate(mesh.devices.flat)}
     bundles: dict[Any, list[int]] = defaultdict(list)
     for n, shipment in enumerate(shipments):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""A Layout says where every array of a stage lives: a mesh, and a rule per letter."""
+"""A Layout places every array of a stage: a mesh, and a rule per letter."""
 
 import dataclasses
 import math
@@ -63,13 +63,13 @@ class MeshShape:
         return math.prod(self.sizes)
 
     def __str__(self) -> str:
-        """The axes that split something; `data` is always named."""
+        """Returns the axes that split something; `data` is always named."""
         named = zip(MESH_AXES, self.sizes, strict=True)
         return ",".join(f"{axis}={size}" for axis, size in named if size > 1 or axis == "data")
 
     @staticmethod
     def parse(text: str) -> "MeshShape":
-        """The inverse of str(). Raises ValueError for an unknown axis or a size below 1."""
+        """Returns the inverse of str(). Raises ValueError for an unknown axis or a size below 1."""
         sizes = {}
         for part in text.replace(" ", "").split(","):
             axis, _, size = part.partition("=")
@@ -120,15 +120,15 @@ class Layout:
         return _spec(letters, {**ACTIVATION_RULES, **dict.fromkeys("BNZ", self.row_axes)})
 
     def parameter_spec(self, letters: str) -> P:
-        """Placement of a parameter whose axes are `letters`."""
+        """Returns the placement of a parameter whose axes are `letters`."""
         return _spec(letters, dict(self.parameter_rules))
 
     def activations(self, letters: str) -> NamedSharding:
-        """`activation_spec` on this mesh."""
+        """Returns `activation_spec` on this mesh."""
         return NamedSharding(self.mesh, self.activation_spec(letters))
 
     def parameters(self, letters: str) -> NamedSharding:
-        """`parameter_spec` on this mesh."""
+        """Returns `parameter_spec` on this mesh."""
         return NamedSharding(self.mesh, self.parameter_spec(letters))
 
     def constrain(self, array: jax.Array, letters: str) -> jax.Array:
@@ -148,7 +148,7 @@ def make_layout(
     *,
     row_axes: tuple[str, ...] = ROLLOUT_ROWS,
 ) -> Layout:
-    """A layout of this shape over the first devices in the order given (default: all of this run).
+    """Returns a layout of this shape over the first of the devices (default: all of this run).
 
     Raises:
         ValueError: the shape needs more devices than there are.
@@ -165,7 +165,7 @@ def make_layout(
 
 
 def make_abstract_layout(shape: MeshShape, *, row_axes: tuple[str, ...] = ROLLOUT_ROWS) -> Layout:
-    """A layout of this shape over devices that need not exist: for tracing and planning."""
+    """Returns a layout of this shape over devices that need not exist: for tracing and planning."""
     mesh = AbstractMesh(shape.sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
     return Layout(mesh, row_axes, _parameter_rules(row_axes))
 

@@ -49,7 +49,7 @@ class Move(NamedTuple):
 
 
 def carrier(dtype: Any) -> Any:
-    """The type in which bits of this type are cut, sent and joined.
+    """Returns the type in which bits of this type are cut, sent and joined.
 
     XLA's CPU compiler works on bfloat16 by way of float32, which keeps that a value is NaN but not
     the NaN's other bits (0x7fe9 became 0x7fc0, jax 0.10.2). So narrow floats go as integers.

@@ -14,7 +14,7 @@ Tree = TypeVar("Tree")
 
 
 def place(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has whole on its host; each puts what its devices hold.
+    """Places an array that every process has whole on its host; each puts its devices' part.
 
     A process that has none of the devices gets the handle of an array that is elsewhere.
     """
@@ -24,7 +24,7 @@ def place(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 def absent_tree(shapes: Tree, shardings: Any) -> Tree:
-    """Handles of arrays on devices of other processes: of a tree's shapes and placements."""
+    """Returns handles of arrays on devices of other processes, by shapes and placements."""
     return jax.tree.map(
         lambda shape, sharding: absent_array(shape.shape, shape.dtype, sharding), shapes, shardings
     )
@@ -40,7 +40,7 @@ def placed_shapes(shapes: Any, shardings: Any) -> Any:
 
 
 def same_shards(tree: Tree, shardings: Any, shapes: Any = None) -> Tree:
-    """This process's shards under other placements of which its devices hold just these; no copy.
+    """Returns this process's shards as arrays of other placements with the same shards; no copy.
 
     From the mesh of one process to that of several, and back: `shapes` are those of the arrays
     then, where rows are cut over processes; None where the shapes stay as they are.

@@ -8,7 +8,7 @@ from earl_jax.sharding.ranges import Ranges
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Bytes for people: 96 B, 1.50 MiB."""
+    """Returns bytes for people: 96 B, 1.50 MiB."""
     if num_bytes < 1024:
         return f"{num_bytes} B"
     power = min((num_bytes.bit_length() - 1) // 10, 4)
@@ -16,7 +16,7 @@ def bytes_text(num_bytes: int) -> str:
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Lines of right-aligned columns, the header first."""
+    """Returns lines of right-aligned columns, the header first."""
     cells = [list(header), *([str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -28,7 +28,7 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[object]]) -> list
 def device_table_lines(
     sent: Mapping[int, int], received: Mapping[int, int], kept: Mapping[int, int]
 ) -> list[str]:
-    """A table of what each device sends, receives and keeps, in bytes."""
+    """Returns a table of the bytes that each device sends, receives and keeps."""
     rows = [
         (device, *(bytes_text(column.get(device, 0)) for column in (sent, received, kept)))
         for device in sorted({*sent, *received, *kept})
@@ -37,5 +37,5 @@ def device_table_lines(
 
 
 def index_text(index: Ranges) -> str:
-    """A box for people: [0:2, 4:8]."""
+    """Returns a box for people: [0:2, 4:8]."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in index) + "]"

@@ -13,7 +13,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def shard_ranges(sharding: Sharding, shape: Sequence[int]) -> dict[int, Ranges]:
-    """The ranges that each device holds, by device id in the order of the mesh.
+    """Returns the ranges that each device holds, by device id in the order of the mesh.
 
     Under an abstract mesh the devices are numbered 0, 1, ... in the order of the mesh.
     """
@@ -42,7 +42,7 @@ def check_divides(name: str, shape: Sequence[int], sharding: NamedSharding) -> N
 
 
 def process_of(*shardings: Sharding) -> dict[int, int]:
-    """The process of each device, by device id; all the same under an abstract mesh."""
+    """Returns the process of each device, by device id; all the same under an abstract mesh."""
     processes: dict[int, int] = {}
     for sharding in shardings:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -53,7 +53,7 @@ def process_of(*shardings: Sharding) -> dict[int, int]:
 
 
 def _splits(sharding: NamedSharding, shape: Sequence[int]) -> list[tuple[tuple[str, ...], int]]:
-    """Per axis of the array: the mesh axes that split it and the number of parts."""
+    """Returns for each axis of the array the mesh axes that split it and the number of parts."""
     spec = tuple(sharding.spec)
     if len(spec) > len(shape):
         raise ValueError(

@@ -103,18 +103,18 @@ def reshard(
 
 
 def _batches(moves: Sequence[Move], chunk_bytes: int | None) -> list[list[int]]:
-    """Leaves in their order, as many at once as half of the chunk has room for; at least one."""
+    """Returns batches of leaves in order, each of at most half a chunk, at least one leaf."""
     if chunk_bytes is None:
         return [list(range(len(moves)))]
     batches: list[list[int]] = []
-    room = 0
+    left = 0
     for k, move in enumerate(moves):
         size = move.bytes_per_device
-        if size > room or not batches:
+        if size > left or not batches:
             batches.append([])
-            room = chunk_bytes // 2
+            left = chunk_bytes // 2
         batches[-1].append(k)
-        room -= size
+        left -= size
     return batches
 
 
@@ -145,7 +145,7 @@ def _carry(
 
 
 def _give_up(leaves: Sequence[jax.Array], moved: Sequence[jax.Array]) -> None:
-    """Frees what the results do not share. What is still being read is freed behind that."""
+    """Frees buffers that the results do not share, once pending reads of them have ended."""
     kept = {
         (shard.device, shard.data.unsafe_buffer_pointer())
         for array in moved
@@ -158,7 +158,7 @@ def _give_up(leaves: Sequence[jax.Array], moved: Sequence[jax.Array]) -> None:
 
 
 def absent_array(shape: Sequence[int], dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """The handle of an array on devices of other processes, to call `reshard` with.
+    """Returns the handle of an array on devices of other processes, to call `reshard` with.
 
     Raises:
       ValueError: some of the devices are this process's, which has to bring its part.
@@ -179,7 +179,7 @@ def _as_data(leaf: jax.Array) -> jax.Array:
 
 
 def _as_before(array: jax.Array, leaf: jax.Array) -> jax.Array:
-    """The inverse: `array` as what `leaf` is."""
+    """Returns the inverse: `array` as random keys if `leaf` has them."""
     if not _is_key(leaf.dtype):
         return array
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
@@ -205,7 +205,7 @@ def _relabel(array: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def lower_moves(shapes: Any, shardings: Any) -> list[Any]:
-    """The programs in which `reshard` moves a tree over the same devices, lowered from shapes.
+    """Returns the programs of `reshard` for a tree over the same devices, lowered from shapes.
 
     To be compiled before the move. There is none for leaves that go another way.
 
@@ -256,7 +256,7 @@ def _view(
 def _identity(
     moves: tuple[Move, ...], dtypes: tuple[Any, ...]
 ) -> Callable[..., tuple[jax.Array, ...]]:
-    """The program for these moves, of arrays that arrive in these types."""
+    """Returns the program for these moves, of arrays that arrive in these types."""
 
     def carry(array: jax.Array, move: Move, dtype: Any) -> jax.Array:
         if move.carried_as == move.arrives_as and array.dtype != dtype:

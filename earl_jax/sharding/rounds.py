@@ -38,7 +38,7 @@ class Round:
 
 
 def rounds_of(plan: TransferPlan, max_bytes: int | None = None) -> tuple[Round, ...]:
-    """The rounds of a plan: first what stays on its device, then what is sent.
+    """Returns the rounds of a plan: first pieces that stay on their device, then those sent.
 
     No piece is larger than `max_bytes`: a larger one is cut along its longest axes.
     """
@@ -69,7 +69,7 @@ def rounds_of(plan: TransferPlan, max_bytes: int | None = None) -> tuple[Round, 
 
 
 def _numbers(pieces: Sequence[Piece]) -> tuple[list[int], bool]:
-    """The round of each piece, and whether two devices send each other something in one of them.
+    """Returns each piece's round, and True if two devices send to each other in one of them.
 
     Which edges are coloured first decides whether they can be separated: a few orders are tried.
     """
@@ -92,10 +92,10 @@ def _numbers(pieces: Sequence[Piece]) -> tuple[list[int], bool]:
 
 
 def _halves(pieces: Sequence[Piece]) -> list[Piece]:
-    """All pieces, which are of one shape, in two; none where they are small or odd.
+    """Returns the pieces of one shape cut in halves; [] where they are small or odd.
 
-    Four devices of which all send to all go in three rounds, in one of which pairs send each other.
-    Halves go in six that are free of that.
+    An all-to-all of four devices takes three rounds, in one of which pairs send to each other.
+    Halves take six rounds without such pairs.
     """
     sizes = [stop - start for start, stop in pieces[0].index]
     even = [size for size in sizes if size % 2 == 0]
@@ -156,7 +156,7 @@ def separate(edges: Sequence[tuple[int, int]], colours: list[int]) -> bool:
 
 
 def _alternating(first: int, pair: tuple[int, int], edges, at, colours) -> list[int]:
-    """The edges of two colours that hang together with `first`."""
+    """Returns the edges of two colours that are connected with `first`."""
     seen, todo = {first}, [first]
     while todo:
         n = todo.pop()
@@ -181,7 +181,7 @@ def _exchange(path: Sequence[int], pair: tuple[int, int], edges, at, colours) ->
 
 
 def colour(edges: Sequence[tuple[int, int]]) -> list[int]:
-    """A number per (sender, receiver), different for edges that share a sender or a receiver.
+    """Returns a number per edge, different for edges that share a sender or a receiver.
 
     As few numbers as the busiest end has edges (König 1916): where the first number that is free at
     the sender is taken at the receiver, the path of edges that alternate between it and one that is
@@ -209,7 +209,7 @@ def _first_free(at: dict[tuple[int, int, int], int], side: int, device: int) -> 
 
 
 def parts_of(piece: Piece, itemsize: int, max_bytes: int | None) -> list[Piece]:
-    """The piece in parts of at most `max_bytes`, equal ones but for the last."""
+    """Returns the piece in parts of at most `max_bytes`, equal ones but for the last."""
     if max_bytes is None or piece.num_bytes <= max_bytes:
         return [piece]
     sizes = [stop - start for start, stop in piece.index]

@@ -154,6 +154,6 @@ def _box_within(index: Ranges, shard: Ranges) -> Ranges | None:
 
 
 def _cast(move: Move, *, before: bool) -> Any:
-    """The type that a piece is cast to before it is sent, or behind that; None: it is not."""
+    """Returns the type that a piece is cast to, before or after the send; None: it is not cast."""
     narrows = move.carried_as == move.arrives_as
     return move.arrives_as if move.is_cast and narrows == before else None

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Chips that are not here: devices to compile for, and what their data sheets say.
+"""Topologies of absent chips: devices to compile for, and their data sheets.
 
 `make_topology("v5e:4x4")` needs nothing. Its `devices()` loads that platform's compiler, which is
 an optional extra; `make_layout` takes them, and what is then lowered from placed shapes compiles:
 
     jax.config.update("jax_platforms", "cpu")  # first of all: else plugins look for their chips
     layout = make_layout(MeshShape(data=4, tensor=4), make_topology("v5e:4x4").devices())
-    Engine(config, layout).lower_play(places).compile().memory_analysis()
+    Engine(config, layout).lower_play(max_tokens).compile().memory_analysis()
 
 Seen to leave the CPU backend of the same process as it was, on jax 0.10.2 and 0.12.0.
 """
@@ -141,7 +141,7 @@ _KINDS = (
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The data sheet of a device that JAX found; None where there is none here."""
+    """Returns the data sheet of a device that JAX found; None where there is none here."""
     found = (name for start, name in _KINDS if device_kind.startswith(start))
     name = next(found, None)
     return CHIPS[name] if name else None
@@ -155,7 +155,7 @@ class Topology:
     grid: tuple[int, ...]
 
     def __str__(self) -> str:
-        """The name that `make_topology` reads."""
+        """Returns the name that `make_topology` reads."""
         return f"{self.chip.name}:{'x'.join(map(str, self.grid))}"
 
     @property
@@ -164,7 +164,7 @@ class Topology:
         return math.prod(self.grid)
 
     def devices(self) -> list[Any]:
-        """The devices, host by host, for `make_layout`. They compile; nothing can be put on them.
+        """Returns the devices, host by host, for `make_layout`; for compilation only, not arrays.
 
         Raises:
             ValueError: the compiler is not installed, is of another version than JAX, does not know
@@ -183,7 +183,7 @@ class Topology:
 
 
 def make_topology(name: str) -> Topology:
-    """The topology of this name: "v5e:4x4", "v5p:4x4x8", "h100:16x8" (hosts x GPUs of a host).
+    """Returns the topology of a name: "v5e:4x4", "v5p:4x4x8", "h100:16x8" (hosts x GPUs a host).
 
     Raises:
         ValueError: an unknown chip, or a grid that cannot be read.
@@ -220,7 +220,7 @@ def missing_compiler(topology: Topology) -> str | None:
 def _tpu_devices(topology: Topology) -> Any:
     if missing := missing_compiler(topology):
         raise ValueError(missing)
-    # Else libtpu asks the cloud's metadata server, for minutes, what machine this is.
+    # Otherwise libtpu queries the cloud's metadata server for the machine type, for minutes.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Else one process of a machine at a time, which protects chips and not compilers.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -240,7 +240,7 @@ def _gpu_devices(topology: Topology) -> Any:
 
 
 class _Silicon(NamedTuple):
-    """The properties of a GPU that XLA asks for beside its memory."""
+    """The properties of a GPU that XLA needs beside its memory."""
 
     capability: int
     cores: int
@@ -253,7 +253,7 @@ _BLACKWELL = _Silicon(capability=10, cores=148, clock_ghz=1.965, l2_bytes=132_64
 
 
 def _target(chip: Chip) -> str:
-    """XLA's GpuTargetConfigProto of an SXM module, as text."""
+    """Returns XLA's GpuTargetConfigProto of an SXM module, as text."""
     silicon = _BLACKWELL if chip.name == "b200" else _HOPPER
     return f"""
         gpu_device_info {{

@@ -62,7 +62,7 @@ class Traffic:
         return sum(self.kept_bytes.values())
 
     def network_bytes(self, process_of: Mapping[int, int]) -> dict[tuple[int, int], int]:
-        """Bytes per (source process, target process), those within a process left out."""
+        """Returns bytes per (source process, target process), those within a process left out."""
         totals: Counter[tuple[int, int]] = Counter()
         for (source, target), num_bytes in self.link_bytes.items():
             if process_of[source] != process_of[target]:
@@ -154,7 +154,7 @@ class TransferPlan(Traffic):
         return "same process" if same else "network"
 
     def __str__(self) -> str:
-        """The pieces that move, then what each device sends, receives and keeps."""
+        """Returns the pieces that move, then what each device sends, receives and keeps."""
         moved = np.flatnonzero(self._is_moved)
         lines = [
             f"shape {self.shape}, {self.itemsize} B an element, {self.route}: "
@@ -297,7 +297,7 @@ class _Grid:
         self._holders = [holders[cell] for cell in itertools.product(*self._cuts)]
 
     def overlaps(self, boxes: Mapping[int, Ranges]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The parts of each device's box, cell by cell: devices [n], cells [n], parts [n, axes, 2].
+        """Returns parts of each device's box by cell: devices [n], cells [n], parts [n, axes, 2].
 
         Axis by axis, all boxes at once: a part so far and the cuts that it meets there.
         """
@@ -351,7 +351,7 @@ class _Grid:
 
 
 def _sums(keys: np.ndarray, values: np.ndarray) -> dict[int, int]:
-    """The sum of the values of each key."""
+    """Returns the sum of the values of each key."""
     if not len(keys):
         return {}
     order = np.argsort(keys, kind="stable")

@@ -29,7 +29,7 @@ Cuts = list[tuple[str, ...]]
 
 
 def travel(array: jax.Array, source: Sharding, target: NamedSharding) -> jax.Array:
-    """Inside a program: the array from `source` to `target`, by way of the waypoints between them.
+    """Moves an array inside a program from `source` to `target` through the waypoints.
 
     What was done to it before is done on `source`, so that a narrower type is what is sent.
     """
@@ -49,7 +49,7 @@ def travel(array: jax.Array, source: Sharding, target: NamedSharding) -> jax.Arr
 def waypoints_between(
     source: Sharding, target: NamedSharding, shape: tuple[int, ...]
 ) -> tuple[NamedSharding, ...]:
-    """The source and the placements behind it, all on the finer mesh.
+    """Returns the source and the placements behind it, all on the finer mesh.
 
     None where the meshes have not the same devices in the same order, or no finer one in common,
     where the shape does not divide so, or an axis is Explicit.
@@ -87,7 +87,7 @@ def _is_plain(sharding: Sharding) -> bool:
 
 
 def _finer(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of the axes into which those of both meshes fall; () where they do not.
+    """Returns sizes of the axes into which those of both meshes fall; () where they do not.
 
     Example: (8,) and (4, 2) are (4, 2); (2, 3) and (3, 2) have none.
     """
@@ -102,7 +102,7 @@ def _finer(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cuts(sharding: NamedSharding, num_axes: int, named: Mapping[str, int]) -> Cuts:
-    """A placement in terms of the finer mesh, whose axes and their sizes are `named`."""
+    """Returns a placement in terms of the finer mesh, whose axes and their sizes are `named`."""
     finer = iter(named.items())
     parts: dict[str, tuple[str, ...]] = {}
     for name, size in sharding.mesh.shape.items():

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are either the old one or the new one, never half of it."""
+"""Atomic replacement of files."""
 
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Replaces `path` by `data` (text as UTF-8) in one step, so that nobody ever meets half a file.
+    """Replaces `path` by `data` (text as UTF-8) in one step; readers never see a partial file.
 
     The new file lies beside it as `<name>.tmp` until it is whole, so `path` needs one writer at a
     time. Code points that UTF-8 has no bytes for (lone surrogates of a reply cut in the middle)

@@ -61,7 +61,7 @@ def line_chart(
     log: bool = False,
     width: int = 400,
 ) -> Markup:
-    """Curves over steps; `label` names the quantity of the y axis with its unit.
+    """Returns curves over steps; `label` names the quantity of the y axis with its unit.
 
     On a log axis values of zero and below lie on the floor. An empty string when nothing is finite.
     """
@@ -80,7 +80,7 @@ def line_chart(
 
 
 def stacked_chart(series: Sequence[Series], *, label: str, width: int = 400) -> Markup:
-    """Areas on top of each other; all series share the same xs. Steps are averaged in bins."""
+    """Returns stacked areas; all series share the same xs. Steps are averaged in bins."""
     steps = series[0].xs if series else ()
     if not steps:
         return Markup("")
@@ -107,7 +107,7 @@ def stacked_chart(series: Sequence[Series], *, label: str, width: int = 400) -> 
 
 
 def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most `most` + 1 round numbers in [low, high]: 1, 2 or 5 times a power of ten apart."""
+    """Returns at most `most` + 1 round numbers in [low, high], spaced 1, 2 or 5 times 10^n."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * 0.999)
@@ -117,7 +117,7 @@ def linear_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def tick_text(value: float) -> str:
-    """A short label: 0.25, 1500, 12k, 1.5M, 1e-5."""
+    """Returns a short label: 0.25, 1500, 12k, 1.5M, 1e-5."""
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= scale:
             return f"{value / (1e3 if letter == 'k' else scale):.6g}{letter}"
@@ -198,7 +198,7 @@ def _curve(frame: _Frame, series: Series) -> str:
 def _staircase(
     frame: _Frame, edges: Sequence[float], heights: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Both corners of each bin, so that a single step is an area too."""
+    """Returns both corners of each bin, so that a single step is an area too."""
     corners = []
     for left, right, height in zip(edges, edges[1:], heights, strict=False):
         corners += [(frame.px(left), frame.py(height)), (frame.px(right), frame.py(height))]
@@ -206,15 +206,14 @@ def _staircase(
 
 
 def _thin(series: Series) -> tuple[list[float], list[float]]:
-    """At most _MAX_POINTS points: the lowest and highest of each bin, so that spikes survive."""
+    """Returns at most _MAX_POINTS points: the lowest and highest of each bin, to keep spikes."""
     xs, ys = list(series.xs), list(series.ys)
     if len(xs) <= _MAX_POINTS:
         return xs, ys
     size = math.ceil(2 * len(xs) / _MAX_POINTS)
     kept = set()
     for start in range(0, len(xs), size):
-        places = range(start, min(start + size, len(xs)))
-        finite = [i for i in places if math.isfinite(ys[i])]
+        finite = [i for i in range(start, min(start + size, len(xs))) if math.isfinite(ys[i])]
         # A bin of nothing but NaN keeps one, which breaks the line.
         finite = finite or [start]
         kept |= {min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)}
@@ -223,7 +222,7 @@ def _thin(series: Series) -> tuple[list[float], list[float]]:
 
 
 def _short(values: Sequence[float]) -> list[float | str]:
-    """Four digits are enough for a tooltip; what JSON cannot hold goes as a word."""
+    """Rounds to four digits for a tooltip; numbers that JSON cannot hold become words."""
     return [float(f"{v:.4g}") if math.isfinite(v) else str(v) for v in values]
 
 

@@ -26,19 +26,19 @@ class CompileClock:
         self._runs = False
 
     def start(self) -> None:
-        """A second call does nothing."""
+        """Starts counting; a second call does nothing."""
         if not self._runs:
             jax.monitoring.register_event_duration_secs_listener(self._listen)
         self._runs = True
 
     def stop(self) -> None:
-        """A second call does nothing."""
+        """Stops counting; a second call does nothing."""
         if self._runs:
             jax.monitoring.unregister_event_duration_listener(self._listen)
         self._runs = False
 
     def seconds(self, thread: threading.Thread) -> float:
-        """Seconds of this thread since the start."""
+        """Returns the seconds of this thread since the start."""
         with self._lock:
             return self._seconds[thread.ident or 0]
 

@@ -49,7 +49,7 @@ def write_trajectory_lines(folder: Path, step: int, lines: Iterable[str]) -> Pat
 
 
 def read_trajectories(path: Path) -> list[dict[str, Any]]:
-    """The episodes of one file as `write_trajectories` describes them, with floats for "nan".
+    """Returns the episodes of a file of `write_trajectories`, with floats for "nan".
 
     Raises ValueError with the line number where a line is not a JSON object.
     """
@@ -69,7 +69,7 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
 
 
 def truncate_trajectories_after(folder: Path, step: int) -> None:
-    """Removes the files of steps greater than `step`, and what a kill left half written."""
+    """Removes the files of steps greater than `step`, and unfinished files."""
     for path in folder.glob("step_*.jsonl*"):
         match = re.fullmatch(r"step_(\d{6,})\.jsonl(\.tmp)?", path.name)
         if match and (int(match[1]) > step or match[2]):

@@ -16,8 +16,8 @@ class Load:
 
     `context_tokens_max` is the longest episode of the last `WINDOW` steps; `context_tokens_mean`
     and `tokens_in_flight_max` are the newest step's, and `rollout_tokens` is what it sampled.
-    `growth_tokens` is by how much the longest episode grows from step to step, 0 where no growth
-    can be told from noise.
+    `growth_tokens` is the growth of the longest episode from step to step, 0 where it cannot be
+    distinguished from noise.
     """
 
     context_tokens_max: int
@@ -47,11 +47,11 @@ class LoadHistory:
     steps: tuple[Load, ...] = ()
 
     def add(self, load: Load) -> "LoadHistory":
-        """The history with one more step in it."""
+        """Returns the history with one more step."""
         return LoadHistory(steps=(*self.steps, load)[-WINDOW:])
 
     def recent(self) -> Load | None:
-        """The load of recent steps, None before the first."""
+        """Returns the load of recent steps, None before the first."""
         if not self.steps:
             return None
         return dataclasses.replace(
@@ -61,9 +61,9 @@ class LoadHistory:
         )
 
     def forecast(self) -> Load | None:
-        """The load to expect next: as in recent steps, and where contexts grow, one step longer.
+        """Returns the load to expect next: that of recent steps, plus one step of growth.
 
-        Whoever makes room for it moves before the wall and not at it.
+        A plan chosen for it is in use before contexts outgrow the present one.
         """
         recent = self.recent()
         if recent is None:
@@ -83,15 +83,15 @@ class LoadHistory:
 
     @staticmethod
     def from_list(steps: Sequence[dict[str, Any]]) -> "LoadHistory":
-        """The inverse of `as_list`."""
+        """Returns the inverse of `as_list`."""
         return LoadHistory(steps=tuple(Load(**step) for step in steps))
 
 
 def growth_of(counts: Sequence[int]) -> float:
     """Returns the growth of a count per step; 0 where there is none, or only noise.
 
-    The median slope of all pairs of steps (Theil and Sen), which an odd step among them does not
-    move; told from noise by how many pairs rise (Kendall's tau).
+    The growth is the median slope of all pairs of steps (Theil and Sen), which outliers hardly
+    change; the share of rising pairs distinguishes it from noise (Kendall's tau).
     """
     if len(counts) < LEAST_STEPS:
         return 0.0

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""metrics.jsonl: what happened in a run, one JSON object a line.
+"""metrics.jsonl: the metrics of a run, one JSON object a line.
 
 A training step is a line of flat numbers and a few words, an evaluation is `{"step": 20, "eval":
 {"win": 0.5}}`. Every line is valid JSON: JSON has no NaN and no infinity, so these are the strings
@@ -68,7 +68,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a metrics.jsonl, oldest first; a last line without its newline is ignored.
+    """Returns the lines of a metrics.jsonl, oldest first, without a last line that was cut.
 
     Raises ValueError with the line number where any other line is not a JSON object.
     """
@@ -94,7 +94,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def sampling_kl(trajectories: Sequence[Trajectory]) -> float | None:
-    """KL(what tokens were drawn from, the model itself), in nats per token, from those drawn.
+    """Returns KL(sampling distribution, model) in nats per token, estimated from drawn tokens.
 
     How far temperature, cuts and allowed replies lead away from the policy that is trained. None
     where log-probs under the model were not written down.
@@ -110,7 +110,7 @@ def sampling_kl(trajectories: Sequence[Trajectory]) -> float | None:
 
 
 def to_plain(value: Any, key: str = "metrics") -> Any:
-    """`value` as JSON holds it: numpy's and jax's numbers as Python's, None in a dict left out.
+    """Returns `value` for JSON: numpy's and jax's numbers as Python's, None in a dict left out.
 
     Raises TypeError, naming the key, for what has no obvious JSON form.
     """
@@ -142,7 +142,7 @@ def _from_plain(value: Any) -> Any:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each line that has its newline: its bytes and its object."""
+    """Yields each line that ends with a newline: its bytes and its object."""
     # Split at b"\n" only: str.splitlines would also split at U+2028 inside a string.
     lines = path.read_bytes().split(b"\n")[:-1]
     for number, line in enumerate(lines, start=1):

@@ -175,7 +175,7 @@ def shown(evaluation: Mapping[str, Any]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds for people: 42 s, 3 min 05 s, 32 min, 2 h 07 min."""
+    """Returns seconds for people: 42 s, 3 min 05 s, 32 min, 2 h 07 min."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -187,7 +187,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(value: float) -> str:
-    """Three digits and a metric prefix: 950, 12.3k, 1.2M."""
+    """Returns three digits and a metric prefix: 950, 12.3k, 1.2M."""
     for limit, scale, letter in ((999.5e6, 1e9, "G"), (999.5e3, 1e6, "M"), (999.5, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / scale:.3g}{letter}"

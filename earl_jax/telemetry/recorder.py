@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recorder: writes a run down as it goes, in its workdir and on the screen.
+"""Recorder: writes the metrics, episodes and report of a run, and shows its progress.
 
 It knows lines of metrics, episodes and a report, and nothing of where they come from.
 """

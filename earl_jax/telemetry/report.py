@@ -79,7 +79,7 @@ def _template() -> jinja2.Template:
 def _figures(
     config: Mapping[str, Any], steps: Sequence[Row], evaluations: Sequence[Row]
 ) -> list[dict[str, str]]:
-    """The headline: value, what it is, and a detail."""
+    """Returns the figures of the headline: value, name, and a detail."""
     num_steps = config.get("num_steps")
     step = max((row["step"] for row in (*steps, *evaluations)), default=0)
     figures = [_figure(f"{step}", "steps", f"of {num_steps}" if num_steps else "")]
@@ -111,7 +111,7 @@ def _figure(value: str, name: str, detail: str = "") -> dict[str, str]:
 
 
 def _evaluation_figures(evaluations: Sequence[Row]) -> list[dict[str, str]]:
-    """The newest evaluation and the best: by the first metric of the environment, or the reward."""
+    """Returns the newest and the best evaluation by the environment's first metric, or reward."""
     if not evaluations:
         return []
     last = evaluations[-1]
@@ -135,7 +135,7 @@ def _evaluation_figures(evaluations: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, Any]]:
-    """Title, legend and SVG of every chart that has data, in reading order."""
+    """Returns title, legend and SVG of every chart that has data, in reading order."""
 
     def curves(title: str, label: str, *keys: tuple[str, str], scale: float = 1.0, **options):
         series = []
@@ -185,7 +185,7 @@ def _card(title: str, series: Sequence[Series], svg: Markup) -> dict[str, Any]:
 
 
 def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
-    """For each name of evaluation the metrics within 0 to 1 in one chart, the others in another."""
+    """Returns two charts for each evaluation: metrics within 0 to 1, and the others."""
     names = list(dict.fromkeys(row["eval"].get("name") for row in evaluations))
     cards = []
     for name in names:
@@ -201,8 +201,8 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
         inside = {k for k, (_, ys) in columns.items() if all(0 <= y <= 1 for y in ys)}
         for keys, y_range in ((inside, (0.0, 1.0)), (columns.keys() - inside, None)):
             series = [
-                Series(name=key, xs=xs, ys=ys, color=place)
-                for place, (key, (xs, ys)) in enumerate(columns.items())
+                Series(name=key, xs=xs, ys=ys, color=color)
+                for color, (key, (xs, ys)) in enumerate(columns.items())
                 if key in keys and xs
             ]
             svg = line_chart(series, label="mean of the episodes", y_range=y_range)
@@ -211,7 +211,7 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def _reported(evaluations: Sequence[Row]) -> list[str]:
-    """The keys of what environments reported: means, which are floats, and counts are not."""
+    """Returns the keys of environments' metrics: these are means, and so floats; counts are not."""
     keys = dict.fromkeys(
         key for row in evaluations for key, value in row.items() if isinstance(value, float)
     )
@@ -265,7 +265,7 @@ def _episode(episode: Row) -> dict[str, Any]:
 
 
 def _column(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
-    """Steps and values of the rows that have a number under `key`."""
+    """Returns steps and values of the rows that have a number under `key`."""
     pairs = [(row["step"], _number(row.get(key))) for row in rows]
     found = [(step, value) for step, value in pairs if value is not None]
     return [step for step, _ in found], [value for _, value in found]

@@ -22,7 +22,7 @@ class Segment:
 
 
 def mesh_segments(rows: Sequence[Row], key: str) -> list[Segment]:
-    """Run lengths of `row[key]` over the steps; rows without the key are passed over.
+    """Returns the runs of equal `row[key]` over the steps; rows without the key are skipped.
 
     Example: meshes a, a, b at steps 1, 2, 3 are (a, 1, 2), (b, 3, 3).
     """
@@ -35,7 +35,7 @@ def mesh_segments(rows: Sequence[Row], key: str) -> list[Segment]:
 
 
 def mesh_timeline(steps: Sequence[Row]) -> dict[str, Any] | None:
-    """Both stages' segments in percent of the width; a mesh has one colour on both rows."""
+    """Returns both stages' segments in percent of the width; a mesh has one colour on both rows."""
     rows = {stage: mesh_segments(steps, f"{stage}_mesh") for stage in ("rollout", "train")}
     segments = [segment for row in rows.values() for segment in row]
     if not segments:
@@ -73,7 +73,7 @@ def mesh_timeline(steps: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def mesh_switches(steps: Sequence[Row]) -> list[dict[str, Any]]:
-    """A row per switch: step, stage, from, to, reason, seconds."""
+    """Returns a row per switch: step, stage, from, to, reason, seconds."""
     switches, meshes = [], {}
     for row in steps:
         for stage in row.get("switched") or ():

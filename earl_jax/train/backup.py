@@ -35,7 +35,7 @@ class StateBackup:
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        """With `enabled` False nothing is copied, and `restore` fails where the state is gone."""
+        """Begins without a copy; if not `enabled`, `save` copies nothing and `restore` may fail."""
         self._enabled = enabled
         self._proven: set[Hashable] = set()
         self._program: Hashable = None
@@ -84,7 +84,7 @@ class StateBackup:
 
 
 class _HostArray:
-    """This process's shards of an array in host memory; those that several devices hold once.
+    """This process's shards of an array in host memory; replicas are kept once.
 
     Shards are pinned host arrays where the device has such memory, which its copy engine reads
     directly; on CPUs numpy arrays, because device memory is host memory there.

@@ -31,14 +31,14 @@ from earl_jax.train.step import TrainState, state_shardings
 
 
 class DamagedCheckpoint(ValueError):
-    """What lies on the disk cannot be what was saved."""
+    """Raised for a checkpoint whose files are not those that were saved."""
 
 
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
     def __init__(self, folder: Path, *, keep: int) -> None:
-        """Keeps the newest `keep`."""
+        """Opens the folder; the newest `keep` checkpoints are kept."""
         self._folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, create=True, enable_async_checkpointing=True
@@ -46,7 +46,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def steps(self) -> list[int]:
-        """Steps that have a finished checkpoint, newest first."""
+        """Returns the steps with a finished checkpoint, newest first."""
         return sorted(self._manager.all_steps(), reverse=True)
 
     def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
@@ -59,11 +59,11 @@ class Checkpoints:
         )
 
     def position(self, step: int) -> dict[str, Any]:
-        """The loop's position at this step. Raises DamagedCheckpoint."""
+        """Returns the loop's position at this step. Raises DamagedCheckpoint."""
         return self._read(step, position=ocp.args.JsonRestore())["position"]
 
     def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
-        """The TrainState at this step, each device reading its part; without a base.
+        """Returns the TrainState at this step without a base; each device reads its part.
 
         Raises:
             DamagedCheckpoint: it cannot be what was saved.
@@ -100,13 +100,13 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits, and lets go of the folder."""
+        """Waits for pending saves and closes the folder."""
         self._manager.wait_until_finished()
         self._manager.close()
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
-    """The fields that a checkpoint holds: all that there are but the base."""
+    """Returns the state's fields that a checkpoint holds: all but the base."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     return {name: value for name, value in fields.items() if name != "base" and value is not None}
 
@@ -169,7 +169,7 @@ def spread_over(
 
 
 def _first_replica(array: jax.Array) -> jax.Array:
-    """The same array without the replicas of its shards, and without a copy.
+    """Returns the same array without the replicas of its shards, and without a copy.
 
     Orbax cuts a part of every replica on its device, which takes memory there. Across processes it
     decides who writes what: the array stays as it is.

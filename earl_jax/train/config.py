@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the policy is updated."""
+"""Settings of the trainer."""
 
 import dataclasses
 from typing import Literal
@@ -39,18 +39,17 @@ class TrainConfig:
     `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk` tokens of every row are
     scored at a time. `remat` recomputes activations in the backward pass.
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
-    and Blackwell GPUs; "auto" takes the best that there is for the devices and the rows' length.
+    and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
 
-    `ratio` says what the policy's probability of a token is compared with. "behaviour": with that
-    of the distribution that it was drawn from, both at the sampling temperature; right as long as
-    sampling leaves no token out. "model": with that of the untempered model as it was when it
-    sampled, which the engine records then, whatever was cut off or not allowed. Then the ratio is
-    how far the policy has moved, and is 1 before the first update; that its tokens were drawn from
-    another distribution is not corrected for: what was cut off is never tried, and what is learnt
-    is the untempered policy.
+    `ratio` is the reference of the policy's probability of a token. "behaviour": the distribution
+    that the token was drawn from, both at the sampling temperature; correct if sampling excludes no
+    token. "model": the untempered model at the time of sampling, recorded by the engine, whatever
+    was cut off or not allowed. The ratio is then 1 before the first update and measures the change
+    of the policy alone; the difference from the sampling distribution is not corrected: excluded
+    tokens are never tried, and the untempered policy is trained.
 
-    `correction` says what is done where the policy that sampled is not the one that an update
-    begins with. "none": the ratio is relative to the policy that sampled. "truncated": it is
+    `correction` applies where the policy that sampled differs from the one that an update begins
+    with. "none": the ratio is relative to the policy that sampled. "truncated": it is
     relative to the policy that the step begins with, as this trainer scores it, and the loss of
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
     `importance_cap` (see `algorithms.losses.truncated_importance`). With `epochs` above 1 that

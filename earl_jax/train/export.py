@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The policy for others: `WORKDIR/export/step_NNNNNN`, which `transformers` loads.
+"""Exports of the policy: `WORKDIR/export/step_NNNNNN`, which `transformers` loads.
 
 With adapters that is the merged model, and `step_NNNNNN_adapter` beside it is what PEFT loads on
 the base. A base that was drawn from the seed exists nowhere else: it is written once, as `base`.
@@ -40,7 +40,7 @@ class Exporter:
     max_positions: int
 
     def export(self, state: TrainState, folder: Path, step: int) -> list[Path]:
-        """Writes what is not in `folder` yet, and returns it.
+        """Writes the exports that are not in `folder` yet, and returns them.
 
         Every process calls it; one parameter after the other goes to the first, which writes.
         """

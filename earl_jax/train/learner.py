@@ -85,7 +85,7 @@ class Learner:
 
     @functools.cache  # noqa: B019 - a Learner lives as long as the run
     def state_shardings(self, mesh: MeshShape) -> TrainState:
-        """Returns where a TrainState lives on this mesh."""
+        """Returns the shardings of a TrainState on this mesh."""
         return state_shardings(self.model, self.config, self.vocab_size, self.layout(mesh))
 
     def init_state(self, mesh: MeshShape) -> TrainState:
@@ -180,5 +180,5 @@ class Learner:
         *,
         sft: bool = False,
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One update; donates `state`. The metrics are on the devices (see `read_metrics`)."""
+        """Makes one update; donates `state`. Metrics are on the devices (see `read_metrics`)."""
         return self.program(plan, sft=sft)(state, batch, controls)

@@ -9,7 +9,7 @@ from earl_jax.train.config import TrainConfig
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Clipped Adam(W) for a learning rate of 1: the step multiplies by the rate of its RL step.
+    """Returns clipped Adam(W) of learning rate 1; the step multiplies by its RL step's rate.
 
     The rate is not part of the optimiser because it follows RL steps, and one RL step may make
     several updates.
@@ -22,7 +22,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
-    """The rate of RL step `step` (from 0) of `num_steps`: up linearly, then down the schedule."""
+    """Returns the learning rate of RL step `step` (from 0): linear warm-up, then the schedule."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / (config.warmup_steps + 1)
     falling = max(1, num_steps - config.warmup_steps)
@@ -37,7 +37,7 @@ def learning_rate(config: TrainConfig, step: int, num_steps: int) -> float:
 
 
 def entropy_coefficient(config: TrainConfig, step: int, num_steps: int) -> float:
-    """The entropy bonus of RL step `step`: linear from the first value to the last."""
+    """Returns the entropy bonus of RL step `step`: linear from the first value to the last."""
     schedule = optax.linear_schedule(
         config.entropy_coefficient, config.final_entropy_coefficient, max(1, num_steps - 1)
     )

@@ -39,10 +39,10 @@ Scored = Collection[str]
 
 @flax.struct.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """All that training changes: fp32 parameters, optimiser state, and the number of updates.
+    """The state of training: fp32 parameters, optimiser state, and the number of updates.
 
-    With `config.lora.rank`, `params` are the adapters alone, and `base` is what they adapt: it lies
-    on the same mesh and is never changed. Without adapters `base` is None. `critic` are the
+    With `config.lora.rank`, `params` are the adapters alone, and `base` is the frozen model that
+    they adapt, on the same mesh. Without adapters `base` is None. `critic` are the
     parameters of a second network that is trained beside the policy, None without one; `optimizer`
     is of `(params, critic)` then.
 
@@ -70,20 +70,20 @@ class Critic:
 
 
 def trained_specs(model: ModelConfig, config: TrainConfig, vocab_size: int) -> tuple[Any, Any]:
-    """What is trained and, where that is adapters, the base that is not (else None)."""
+    """Returns the specs of the trained parameters, and of the frozen base of adapters (or None)."""
     specs = parameter_specs(model, vocab_size)
     return (adapter_specs(specs, config.lora), specs) if config.lora.rank else (specs, None)
 
 
 def policy_parameters(config: TrainConfig, params: Params, base: Params) -> Params:
-    """What the decoder computes with: the trained parameters, or the base with its adapters."""
+    """Returns the decoder's parameters: the trained ones, or the base with its adapters."""
     return params if base is None else adapt(base, params, config.lora)
 
 
 def state_shapes(
     model: ModelConfig, config: TrainConfig, vocab_size: int, critic: Critic | None = None
 ) -> TrainState:
-    """A TrainState as shapes, for tracing and restoring."""
+    """Returns a TrainState as shapes, for tracing and restoring."""
     trained, frozen = trained_specs(model, config, vocab_size)
     state = TrainState(
         updates=jax.ShapeDtypeStruct((), jnp.int32),
@@ -103,7 +103,7 @@ def state_shardings(
     layout: Layout,
     critic: Critic | None = None,
 ) -> TrainState:
-    """Where a TrainState lives: moments beside their parameter, counters everywhere."""
+    """Returns the shardings of a TrainState: moments as their parameter, counters replicated."""
     trained, frozen = trained_specs(model, config, vocab_size)
     everywhere = layout.parameters("")
     state = TrainState(
@@ -131,7 +131,7 @@ def init_state(
     seed: int,
     critic: Critic | None = None,
 ) -> TrainState:
-    """Random parameters, made where they live. The same values on every layout."""
+    """Returns a state with random parameters, made on their devices; the same on every layout."""
     return _init_program(model, config, vocab_size, layout, seed, critic)()
 
 
@@ -143,7 +143,7 @@ def state_of(
     layout: Layout,
     seed: int,
 ) -> TrainState:
-    """These parameters, which lie on this layout, before the first update.
+    """Returns the state of these parameters before the first update; they are on this layout.
 
     With `config.lora.rank` they are the base, and the adapters are new, drawn from `seed`.
     """
@@ -193,9 +193,9 @@ def score_batch(
     params: Params,
     batch: TrajectoryBatch,
 ) -> TokenScores:
-    """Log-prob of every token of the batch given those before it, and entropy there; f32[N,T].
+    """Returns the log-prob of every token given those before it, and the entropy there; f32[N,T].
 
-    Place t is scored from the hidden state at t - 1; place 0 gets zeros.
+    Token t is scored from the hidden state at t - 1; token 0 gets zeros.
     """
     return _score_batch(model, config, layout, temperature, params, batch)[0]
 
@@ -243,7 +243,7 @@ def make_train_step(
     importance_cap: float = 0.0,
     critic: Critic | None = None,
 ) -> Any:
-    """The jitted `step(state, batch, controls) -> (state, metrics)`.
+    """Returns the jitted `step(state, batch, controls) -> (state, metrics)`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
     micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
@@ -358,7 +358,7 @@ def _is_maximum(name: str) -> bool:
 
 
 def _total(name: str, values: jax.Array, mask: jax.Array) -> jax.Array:
-    """The sum of a metric over the tokens of the mask, or their maximum; -inf of no tokens."""
+    """Returns the sum or the maximum of a metric over the tokens of the mask; -inf of no tokens."""
     values = values.astype(jnp.float32)
     if _is_maximum(name):
         return jnp.max(jnp.where(mask, values, -jnp.inf))
@@ -373,7 +373,7 @@ def _combined(total: dict[str, jax.Array], part: dict[str, jax.Array]) -> dict[s
 
 
 def _routing_metrics(model: ModelConfig, routing: Routing | None) -> dict[str, jax.Array]:
-    """The metrics that a mixture of experts has and a dense model has not."""
+    """Returns the metrics of a mixture of experts, none for a dense model."""
     if routing is None:
         return {}
     load = load_of_experts(routing)
@@ -390,7 +390,7 @@ def _accumulate(
     micro_batches: int,
     layout: Layout,
 ) -> tuple[Any, tuple[dict[str, Any], Routing | None]]:
-    """Totals of all that `gradients` gives over micro-batches, each with rows of every shard."""
+    """Returns the sums of `gradients` over micro-batches, each with rows of every shard."""
     if micro_batches == 1:
         return gradients(batch)
 
@@ -409,7 +409,7 @@ def _accumulate(
 
 
 def _split(batch: TrajectoryBatch, micro_batches: int, layout: Layout) -> TrajectoryBatch:
-    """Micro-batches along a first axis, each with rows of every shard."""
+    """Returns micro-batches along a first axis, each with rows of every shard."""
 
     def split(field_BT: jax.Array) -> jax.Array:
         rows, length = field_BT.shape
@@ -427,7 +427,7 @@ def make_scorer(
     temperature: float,
     scored: Scored = ("proximal",),
 ) -> Any:
-    """The jitted `score(state, batch) -> batch` with the log-probs that `scored` names.
+    """Returns the jitted `score(state, batch) -> batch` with the log-probs that `scored` names.
 
     "proximal": under the state's policy; "reference": under the frozen base of its adapters. In as
     many parts as an update has micro-batches. Donates nothing.
@@ -455,12 +455,12 @@ def make_scorer(
 
 
 def read_metrics(metrics: dict[str, jax.Array]) -> dict[str, float]:
-    """The one read of an update: its metrics on the host."""
+    """Reads an update's metrics to the host; its only read."""
     return {name: float(value) for name, value in jax.device_get(metrics).items()}
 
 
 def batch_shapes(rows: int, length: int, layout: Layout, *, scored: Scored = ()) -> TrajectoryBatch:
-    """A TrajectoryBatch as placed shapes, for tracing, with the fields that `scored` names."""
+    """Returns a TrajectoryBatch as placed shapes, with the fields that `scored` names."""
 
     def shape(dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((rows, length), dtype, sharding=layout.activations("NS"))

@@ -12,7 +12,7 @@ from earl_jax.sharding.layout import Layout
 
 
 def on_each_shard(layout: Layout, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`attend(query_BTKGH, key_BKSH, value_BKSH, numbers_BT)` on each device's rows and heads.
+    """Runs `attend(query_BTKGH, key_BKSH, value_BKSH, numbers_BT)` on each device's rows and heads.
 
     No collective: no head looks at another's keys.
     """
@@ -28,7 +28,7 @@ def on_each_shard(layout: Layout, attend: Callable[..., jax.Array]) -> Callable[
 
 
 def on_own_heads(layout: Layout | None, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """`attend(new, pages, numbers)` on each device's heads, inside the engine's `shard_map`.
+    """Runs `attend(new, pages, numbers)` on each device's heads, inside the engine's `shard_map`.
 
     `new` are BTK..., `pages` ZK..., `numbers` the same for all heads; it returns what is BTKGH and
     the pages. Between heads there is no collective; but where there are some over `context`, XLA

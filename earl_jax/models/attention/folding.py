@@ -28,7 +28,7 @@ def part_length(length: int, context: int) -> int:
 
     They come in blocks that attention takes at a time, all of one size.
 
-    Example: 2,100 tokens over 8 shards are 16 parts of 132 places, in 2 blocks of 66.
+    Example: 2,100 tokens over 8 shards are 16 parts of 132 tokens, in 2 blocks of 66.
     """
     part = -(-length // (2 * context))
     blocks = -(-part // BLOCK_SIZE)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The door to attention: over whole rows, and over the pages of a KV cache.
+"""The choice of attention kernels: over whole rows, and over the pages of a KV cache.
 
 For rows of training the kernel is chosen by platform, model and length, and a setting overrides.
 For pages there is our own alone, since no other kernel reads pages laid out as the engine's; how
@@ -41,7 +41,7 @@ _BEST: dict[str | None, Kernel] = {"tpu": "splash", "gpu": "tokamax"}
 
 
 class Choice(NamedTuple):
-    """A kernel, and in words why it is that one."""
+    """A kernel, and the reason for it in words."""
 
     kernel: Kernel
     reason: str
@@ -51,10 +51,11 @@ class Choice(NamedTuple):
 
 
 def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int) -> Choice:
-    """The kernel for this model's rows of `length` tokens on this layout.
+    """Returns the kernel for this model's rows of `length` tokens on this layout.
 
     `setting` is config.train.attention. The length is that of a batch, which differs from step to
-    step: who traces a step chooses. An abstract mesh has no platform: it takes what it is told.
+    step, so the kernel is chosen when a step is traced. An abstract mesh has no platform: it takes
+    `setting` unchecked.
 
     Raises:
         ValueError: the kernel that was asked for does not run on the layout's devices.
@@ -112,7 +113,7 @@ def attend_rows(
     window: Window = None,
     windows: Sequence[int] = (),
 ) -> jax.Array:
-    """`attention` of whole rows over themselves, by this kernel. Placed as `layout` says.
+    """Computes `attention` of whole rows over themselves by this kernel, placed by `layout`.
 
     On a layout with a `context` axis queries, keys and values are folded (folding.py), while
     `segment_ids_BT` are those of whole rows, and what is returned is folded too.
@@ -177,12 +178,12 @@ def attention_over_pages(
     counts_B: jax.Array,
     length: int,
 ) -> tuple[dict[int | None, Reading], AttendCache]:
-    """Attention of `length` queries behind the first `cached_B` places of each row.
+    """Plans attention of `length` queries after the first `cached_B` tokens of each row.
 
     The first `counts_B` queries of a row count; rows with a count of 0 get zeros.
 
     Returns:
-        What is read, by window (None looks at all), planned once for all layers that have it; and
+        The pages to read, by window (None: all), planned once for all layers that have it; and
         `attend` with the reading of a layer's window. The layer's pages hold the queries' own
         tokens already; of `share` and `scatter` see `attend_pages`.
     """

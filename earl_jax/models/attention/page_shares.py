@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache cut over the `context` axis, and the forward pass of a chunk with it.
 
-Of C devices each has 1/C of the places of every page, for all rows that the devices have together:
-of a page of 8 places on two devices the first has 0 to 3 and the second 4 to 7. So
+Each of C devices has 1/C of the tokens of every page, for all rows of these devices: of a page of 8
+tokens on two devices the first has 0 to 3 and the second 4 to 7. So
 
 - the tokens of a chunk (a part of a prompt, or of an answer) are cut too: each device computes the
   projections and the feed-forward networks of its part. Queries, and the new keys and values, are
-  gathered in each layer; every device writes those keys that belong in its places, and looks with
+  gathered in each layer; every device writes the keys of its share of pages, and looks with
   all queries at the keys that it has (an online softmax, paged_attention.py); then the sums
   are added up and scattered, so that each device has what its own tokens attended to;
 - where there are no tokens to cut, because each row decodes its next one, all compute alike,
@@ -17,7 +17,7 @@ of a page of 8 places on two devices the first has 0 to 3 and the second 4 to 7.
 
 Queries travel, and keys stay, because the cache is what is large. Of Llama-3.1-8B in bf16, a chunk
 of 2,048 tokens behind 131,072 in a layer: queries are 16 MiB and sums in fp32 32 MiB, the keys and
-values of all places 512 MiB, be they gathered or sent round a ring (as training's are, ring.py,
+values of all tokens 512 MiB, be they gathered or sent round a ring (as training's are, ring.py,
 where queries are as many as keys; arXiv 2411.01783 sends queries too where most keys are cached).
 All-to-all would cut heads while it attends, which `tensor` does already and does not end: key/value
 heads are few, and the cache would have to be cut over them. The cache of a row of 131,072 tokens is
@@ -73,13 +73,13 @@ class TokenShare(NamedTuple):
     is_cut: bool
 
     def take(self, rows_BT: jax.Array) -> jax.Array:
-        """This device's part of what is whole on every device."""
+        """Returns this device's part of rows that every device has whole."""
         if not self.is_cut:
             return rows_BT
         return jax.lax.dynamic_slice_in_dim(rows_BT, self.first, self.length, axis=1)
 
     def gather(self, x_BT: jax.Array) -> jax.Array:
-        """All devices' parts, on every device; any axes behind the first two."""
+        """Returns all devices' parts, on every device; any axes after the first two."""
         return jax.lax.all_gather(x_BT, _AXIS, axis=1, tiled=True) if self.is_cut else x_BT
 
     def pick(self, x_BTD: jax.Array, position_B: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ def add_up(
     *,
     scatter: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights and weighted values of all devices' keys; each came with its own largest score.
+    """Sums weights and weighted values over devices, each relative to its own largest score.
 
     With `scatter` each device gets its part of M, else all of it.
     """

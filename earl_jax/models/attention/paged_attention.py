@@ -7,7 +7,7 @@ block i of a few pages is read for those rows only that have one, a tile of rows
 depends on how long the table is, nor on how large the pool. The online softmax is that of arXiv
 2205.14135, pages those of arXiv 2309.06180.
 
-A row's numbers are added up block by block in the order of its places, whoever its neighbours are.
+A row's numbers are added up block by block in the order of its positions, whatever other rows are.
 """
 
 import functools
@@ -31,11 +31,11 @@ class Tile(NamedTuple):
 
 # Few rows waste little where lengths differ, and their copies stay in a core's own cache. One page,
 # because several would have to be copied once more to lie side by side. On a CPU with 64 rows of
-# 576 places, 15.4 ms with 8 rows and 14.5 with 16; of long-tailed lengths, 12.1 and 17.7; with two
+# 576 tokens, 15.4 ms with 8 rows and 14.5 with 16; of long-tailed lengths, 12.1 and 17.7; with two
 # pages of 64 instead of one, 29.9 and 15.9 (fp32, 4 layers, 2026-11).
 ON_CPU = Tile(rows=8, pages=1)
 # Each step is some kernels to start, so steps are few and large. Not measured on a chip yet.
-PLACES_AT_A_TIME = 1024
+TOKENS_AT_A_TIME = 1024
 # The score of what a query may not look at. Finite, because -inf everywhere in a block would make
 # NaN. Where a query has seen nothing else yet, what is summed up is taken back by the first block
 # that it sees.
@@ -49,7 +49,7 @@ def tile_for(platform: str | None, rows: int, own_size: int) -> Tile:
     """
     if platform in (None, "cpu"):
         return ON_CPU._replace(rows=min(rows, ON_CPU.rows))
-    return Tile(rows=rows, pages=max(1, PLACES_AT_A_TIME // own_size))
+    return Tile(rows=rows, pages=max(1, TOKENS_AT_A_TIME // own_size))
 
 
 class Reading(NamedTuple):
@@ -79,8 +79,8 @@ def plan_reading(
     """Returns the pages to read for `length` queries behind `cached_B` positions of each row.
 
     Rows with a count of 0 read nothing; with a window, whole blocks before that of a row's first
-    query are left out. Blocks begin at the same places whichever part of a row is appended, so that
-    what comes of it does not depend on how it was cut. The same for all layers of one window.
+    query are left out. Blocks begin at the same positions whichever part of a row is appended, so
+    that the result does not depend on how it was cut. The same for all layers of one window.
     """
     size, rows = cache.page_size, cached_B.shape[0]
     ends_B = jnp.where(counts_B > 0, cached_B + counts_B, 0)
@@ -130,7 +130,7 @@ def attend_pages(
         reading: by `plan_reading`, with the same window.
         scale: scores are multiplied by it.
         softcap: scores x become softcap * tanh(x / softcap); 0 leaves them.
-        window: a query at place i looks at places > i - window only; None: at all before it.
+        window: a query at position i attends to positions > i - window only; None: to all before.
         share: the part of each page that this device has; what others see is added to it.
         scatter: each of these devices gets what its own part of T attended to.
 
@@ -190,7 +190,7 @@ def _look_at(
     softcap: float,
     window: int | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """Block `index` of what the tile of rows from `start` on has to read.
+    """Reads block `index` for the tile of rows from `start` on.
 
     Returns:
         scores_BKMS, FLOOR where a query may not look; value_BKSH in the type of the query, and
@@ -202,7 +202,7 @@ def _look_at(
     number_BY = (of_these(reading.first) + index * together)[:, None]
     number_BY = number_BY + jnp.arange(together)[None, :]
     pages_BY = jnp.take_along_axis(of_these(reading.table), number_BY, 1, mode="clip")
-    # Behind a row's last page come places behind its queries, which see none of them.
+    # Entries after a row's last page have positions after its queries, which are masked.
     positions_BS = share.positions(number_BY, own_size).reshape(some, -1)
     behind_BTS = of_these(reading.positions)[:, :, None] - positions_BS[:, None, :]
     seen_BTS = (behind_BTS >= 0) & (index < of_these(reading.blocks))[:, None, None]
@@ -210,7 +210,7 @@ def _look_at(
         seen_BTS &= behind_BTS < window
 
     def block(pool: jax.Array, axis: int) -> jax.Array:
-        """The pages side by side, joined along the axis that has their places."""
+        """Returns the pages joined along their token axis."""
         pages = jnp.moveaxis(pool.at[pages_BY].get(mode="clip"), 1, axis)
         shape = pages.shape
         return pages.reshape(*shape[:axis], together * own_size, *shape[axis + 2 :])
@@ -238,7 +238,7 @@ def _add(
     value_BKSH: jax.Array,
     value_scale_BKS: jax.Array | None,
 ) -> _Sums:
-    """One more block."""
+    """Returns the sums with one more block."""
     top_BKM = jnp.maximum(sums.top_BKM, jnp.max(scores_BKMS, axis=-1))
     weights_BKMS = jnp.exp(scores_BKMS - top_BKM[..., None])
     kept_BKM = jnp.exp(sums.top_BKM - top_BKM)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a part of the keys, forward and backward, as what goes round a ring needs it.
+"""Attention over a part of the keys, forward and backward, for ring attention.
 
 What was seen of some keys and of others adds up to what was seen of all (online softmax, arXiv
 1805.02867). The backward pass is written out: differentiated by JAX, a loop over parts would keep
@@ -123,7 +123,7 @@ def look_back(
     own: Positions,
     others: Positions,
 ) -> tuple[jax.Array, Sides]:
-    """Gradients through what these queries saw of these keys, in fp32: BTKGH, and of the sides.
+    """Returns gradients of these queries (BTKGH) and of these keys and values, in fp32.
 
     With p the softmax's weights, the gradient of a score is p (grad v - grad out): FlashAttention,
     arXiv 2205.14135, appendix B.4.
@@ -162,7 +162,7 @@ def look_back(
 def _scores(
     rules: Rules, query_BTKGH: jax.Array, key_BKSH: jax.Array, own: Positions, others: Positions
 ) -> tuple[jax.Array, jax.Array]:
-    """Scores f32 BKGTS, and which of them count, with 1 for K and G."""
+    """Returns scores f32 BKGTS, and the mask of those that count, with 1 for K and G."""
     behind_BTS = own.order[:, :, None] - others.order[:, None, :]
     mask_BTS = (
         (own.segment[:, :, None] == others.segment[:, None, :])
@@ -185,20 +185,20 @@ def _by_query(sums_BKGT: jax.Array) -> jax.Array:
 
 
 def pieces(array: jax.Array, axis: int, number: int) -> jax.Array:
-    """Cut in so many even pieces, along a new first axis."""
+    """Returns an array cut in so many even pieces, along a new first axis."""
     shape = array.shape
     array = array.reshape(*shape[:axis], number, shape[axis] // number, *shape[axis + 1 :])
     return jnp.moveaxis(array, axis, 0)
 
 
 def joined(array: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `pieces`; `axis` is that of the result."""
+    """Returns the inverse of `pieces`; `axis` is that of the result."""
     array = jnp.moveaxis(array, 0, axis)
     return array.reshape(*array.shape[:axis], -1, *array.shape[axis + 2 :])
 
 
 def _blocks(array: jax.Array, axis: int) -> jax.Array:
-    """Blocks of at most BLOCK_SIZE, which `folding.part_length` makes even."""
+    """Returns blocks of at most BLOCK_SIZE, which `folding.part_length` makes even."""
     return pieces(array, axis, -(-array.shape[axis] // BLOCK_SIZE))
 
 

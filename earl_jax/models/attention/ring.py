@@ -79,7 +79,7 @@ def ring_attention(
     softcap: float = 0.0,
     window: Window = None,
 ) -> jax.Array:
-    """`attention` of folded rows over themselves, on a layout with a `context` axis.
+    """Computes `attention` of folded rows over themselves, on a layout with a `context` axis.
 
     Queries, keys and values are folded; `segment_ids_BS` are of whole rows, as they were before. A
     query of segment 0 sees nothing, and gets zeros.
@@ -188,7 +188,7 @@ def _backward_shard(
         )
 
     def hand_on(grads: Any) -> Any:
-        """Gradients go with the keys and values that they are of, and come home behind the last."""
+        """Sends gradients along with their keys and values; they return after the last hop."""
         return grads[0], _hand_on(known, grads[1])
 
     zeros = jax.tree.map(lambda array: jnp.zeros(array.shape, jnp.float32), (queries, own))
@@ -218,7 +218,7 @@ def _go_round(
     see: Callable[[Any, Sides, _Pair], Any],
     hand_on: Callable[[Any], Any] = lambda result: result,
 ) -> Any:
-    """`see(result, sides, pair)` for every pair of parts of which some tokens meet, as keys come.
+    """Calls `see(result, sides, pair)` for every pair of parts whose tokens meet, as keys arrive.
 
     All shards go through the same number of hops: a collective in a loop that some leave earlier
     never ends. Keys travel while those before them are looked at; `hand_on` follows each look.
@@ -259,13 +259,13 @@ def _go_round(
 
 
 def _hand_on(known: _Known, sides: Sides) -> Sides:
-    """To the next shard; what is returned came from the one before."""
+    """Sends keys and values to the next shard; returns those of the one before."""
     ring = [(shard, (shard + 1) % known.size) for shard in range(known.size)]
     return jax.tree.map(lambda side: jax.lax.ppermute(side, _AXIS, ring), sides)
 
 
 def _parts_of(key_BKTH: jax.Array, value_BKTH: jax.Array) -> Sides:
-    """A shard's two parts along a new first axis."""
+    """Returns a shard's two parts along a new first axis."""
     return Sides(pieces(key_BKTH, 2, 2), pieces(value_BKTH, 2, 2))
 
 
@@ -293,7 +293,7 @@ def _meet(pair: _Pair, window: jax.Array) -> jax.Array:
 
 
 def _range_of(positions: Positions) -> tuple[jax.Array, jax.Array]:
-    """The least and the greatest segment of each row, i32[B], which is padding where it is 0."""
+    """Returns the least and the greatest segment of each row, i32[B]; 0 is padding."""
     segment_BT = positions.segment
     least_B = jnp.min(segment_BT, axis=1, where=segment_BT > 0, initial=jnp.iinfo(jnp.int32).max)
     return least_B, jnp.max(segment_BT, axis=1)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Blockwise attention: the reference for every kernel, and what trains where none of them runs.
+"""Blockwise attention: the reference for every kernel, and the fallback where none of them runs.
 
 Arithmetic only, placement is the caller's. The decoder does not come here: it goes through
 kernels.py, which chooses.
@@ -64,7 +64,7 @@ def attention(
         return attend(query_BTKGH, key_BKSH, value_BKSH, query_positions, key_positions)
     blocks = -(-length // BLOCK_SIZE)
     # JAX takes out of a scan over layers what is the same in all of them, and keeps it: the masks
-    # of all blocks, a byte for each head and pair of tokens. Places that come with the queries are
+    # of all blocks, a byte for each head and pair of tokens. Positions tied to the queries are
     # a layer's own.
     _, query_positions = jax.lax.optimization_barrier(
         (jax.lax.stop_gradient(query_BTKGH), query_positions)
@@ -95,7 +95,7 @@ def _attend(
     softcap: float = 0.0,
     window: Window = None,
 ) -> jax.Array:
-    """`attention` with all scores at once."""
+    """Computes `attention` with all scores at once."""
     behind_BTS = query_positions.order[:, :, None] - key_positions.order[:, None, :]
     mask_BTS = (
         (query_positions.segment[:, :, None] == key_positions.segment[:, None, :])

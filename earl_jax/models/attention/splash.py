@@ -33,7 +33,7 @@ def splash_rows(
     softcap: float = 0.0,
     window: int | None = None,
 ) -> jax.Array:
-    """`attention` of whole rows over themselves (S = T), token t of a row standing at place t.
+    """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
     On each device for its rows and heads, without a collective: XLA cannot cut the kernel itself.
     Queries of segment 0 look at each other, which is finite and never read. On CPUs the kernel's
@@ -69,7 +69,7 @@ def _attend(
     window: int | None,
     interpret: bool,
 ) -> jax.Array:
-    """One device's rows and heads, padded to what the kernel takes."""
+    """Computes one device's rows and heads, padded to the sizes of the kernel."""
     rows, length, kv_heads, groups, head_size = query_BTKGH.shape
     heads = kv_heads * groups
     block = min(BLOCK, _up(length, LANES))

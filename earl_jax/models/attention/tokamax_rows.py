@@ -5,7 +5,7 @@
 tokamax is an optional extra, for Python 3.12 and later. Its mask by ranges, which says for every
 query where the keys begin that it looks at, has no public name yet: hence one known version.
 
-It asks JAX's default device which GPU it is for, whenever any pass of it is traced. To compile for
+It looks up the GPU of JAX's default device whenever any pass of it is traced. To compile for
 GPUs that are not here, lower under `jax.default_device` of one of their topology.
 """
 
@@ -65,7 +65,7 @@ def tokamax_rows(
     softcap: float = 0.0,
     window: Window = None,
 ) -> jax.Array:
-    """`attention` of whole rows over themselves (S = T), token t of a row standing at place t.
+    """Computes `attention` of whole rows over themselves (S = T), token t of a row at position t.
 
     On each device for its rows and heads, without a collective. Queries of segment 0 look at each
     other, which is finite and never read. On CPUs it is tokamax's own reference, which makes all

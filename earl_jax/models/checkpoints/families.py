@@ -202,7 +202,7 @@ _REFUSED = {
 
 
 def family_named(settings: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ValueError listing those known."""
+    """Returns the family of a config.json. Raises ValueError listing those known."""
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         reason = _REFUSED.get(str(name), "which is not known here")
@@ -211,7 +211,7 @@ def family_named(settings: Mapping[str, Any]) -> Family:
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family whose layers these are. Raises ValueError where there is none."""
+    """Returns the family that has such layers. Raises ValueError where there is none."""
     for family in FAMILIES.values():
         fixed = all(getattr(model, field) == value for field, value in family.layers.items())
         if fixed and _has_windows(family, model):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""generation_config.json of a checkpoint: what of it is taken, and what is not.
+"""generation_config.json of a checkpoint: the settings that a run uses and those it ignores.
 
 The ids that end a text end a turn of the policy. Who serves the checkpoint draws replies as it says
 (`drawn_by`). A run's episodes are sampled as the run's own config says: training needs log-probs
@@ -45,13 +45,13 @@ class Tokenizer(Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """The tokens beside the vocabulary that was learnt; `special` ones are control tokens."""
+        """The tokens added to the learnt vocabulary; `special` ones are control tokens."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """`eos_token_ids` as the file has them, and the settings of sampling that say something.
+    """`eos_token_ids` as the file has them, and the settings of sampling that have an effect.
 
     `is_greedy`: do_sample is false, so that the likeliest token is taken whatever these say.
     """
@@ -85,7 +85,7 @@ class GenerationSettings:
         return notes
 
     def drawn_by(self) -> dict[str, float]:
-        """Temperature, top_k, top_p and min_p, as far as the file has them; not checked for range.
+        """Returns the file's values of temperature, top_k, top_p and min_p, without range checks.
 
         Raises ValueError for one that is no number.
         """
@@ -101,7 +101,7 @@ class GenerationSettings:
 
 
 def read_generation_settings(folder: Path) -> GenerationSettings:
-    """The settings of a checkpoint's folder; empty where it has no such file.
+    """Reads the settings of a checkpoint's folder; empty where it has no such file.
 
     Raises ValueError for a file that cannot be read.
     """

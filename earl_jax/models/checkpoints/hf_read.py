@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the format of `transformers`, read by slice onto the devices.
 
-A device gets its slice of each tensor and nothing else, block by block (blocks.py). Which tensor is
-which parameter is said in families.py; hf_write.py is the way out.
+A device gets its slice of each tensor and nothing else, block by block (blocks.py). families.py
+maps tensors to parameters; hf_write.py writes checkpoints.
 """
 
 import contextlib
@@ -34,16 +34,16 @@ DTYPES: Mapping[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
 }
-# What was read of a mapped file counts as this process's memory until the file is closed.
+# Bytes read of a mapped file count as this process's memory until the file is closed.
 MAX_MAPPED_BYTES = 32 * 2**20
-# The longest list that safetensors reads; what claims to be longer is no such file.
+# The longest list that safetensors reads; a file that claims more is not of its format.
 MAX_LIST_BYTES = 100_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A folder and what its config.json says. `dtype` is the type that its weights are kept in."""
+    """A folder and the contents of its config.json. `dtype` is the type of its weights."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def max_context(self) -> int | None:
-        """Tokens that the model is made to read at once; None where config.json does not say."""
+        """The longest context of the model in tokens; None where config.json has none."""
         context = self.settings.get("max_position_embeddings")
         return context if isinstance(context, int) and context > 0 else None
 
@@ -90,7 +90,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float32") -> Params:
-    """The checkpoint's weights as parameters of this type, layers stacked, each where it lives.
+    """Loads the weights as parameters of this type, layers stacked, each onto its devices.
 
     Master weights are fp32; weights that are never trained may be "bfloat16".
 
@@ -117,25 +117,25 @@ def load_parameters(checkpoint: Checkpoint, layout: Layout, dtype: str = "float3
 
 
 def check_weights(checkpoint: Checkpoint) -> None:
-    """Raises what `load_parameters` would, as far as it shows before the weights are read."""
+    """Raises the errors of `load_parameters` that can be found without reading the weights."""
     specs = parameter_specs(checkpoint.model, checkpoint.vocab_size)
     with _Tensors(checkpoint) as tensors:
         _check(tensors, specs, checkpoint)
 
 
 def key_of(path: Any) -> str:
-    """A leaf's path in the tree as the keys of a table of weights have it: "layers.query"."""
+    """Returns a leaf's path in the form of the keys of a table of weights: "layers.query"."""
     return ".".join(entry.key for entry in path)
 
 
 def weights_of(specs: Any, family: Family) -> dict[str, Weight]:
-    """The family's table, as far as this model has the parameters."""
+    """Returns the family's table for the parameters of this model."""
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
     return {key_of(path): family.weights[key_of(path)] for path, _ in leaves}
 
 
 class _Tensors:
-    """The tensors of a folder: one file, or those that an index names. Opened when first asked."""
+    """The tensors of a folder: one file, or those that an index names. Opened on first use."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         folder = checkpoint.folder
@@ -180,7 +180,7 @@ class _Tensors:
         return self._open[file]
 
     def read(self, name: str, cuts: tuple[slice, ...]) -> np.ndarray:
-        """A part of the tensor, in the type that it is stored in."""
+        """Reads a part of the tensor, in the type that it is stored in."""
         try:
             values = self.slice_of(name)[cuts]
         except (SafetensorError, OSError) as error:
@@ -193,7 +193,7 @@ class _Tensors:
         return values
 
     def slice_of(self, name: str) -> Any:
-        """The tensor, of which nothing is read before it is indexed."""
+        """Returns the tensor, lazily: nothing is read before it is indexed."""
         file = self.files[name]
         try:
             return self._handle(name, file).get_slice(name)
@@ -202,7 +202,7 @@ class _Tensors:
 
 
 def _where_cut(file: Path, name: str) -> tuple[str, str]:
-    """The first tensor that a file ends before, and this in words; else `name`, and no words.
+    """Returns the first tensor that a cut file lacks, and this in words; else `name` and "".
 
     A file is eight bytes, the length of its list; the list, in JSON; and the tensors.
     """
@@ -222,14 +222,14 @@ def _where_cut(file: Path, name: str) -> tuple[str, str]:
 
 
 def tensor_sizes(spec: ParameterSpec, weight: Weight) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The size of each letter, and the shape that the tensor has in its file."""
+    """Returns the size of each letter, and the shape that the tensor has in its file."""
     sizes = dict(zip(spec.axes, spec.shape, strict=True))
     shape = tuple(math.prod(sizes[letter] for letter in group) for group in weight.axes.split())
     return sizes, shape
 
 
 def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of a parameter, and its place there: (), layer (2,), layer and expert (2, 5)."""
+    """Yields a parameter's tensors and their indices: (), layer (2,), layer and expert (2, 5)."""
     layers = range(model.num_layers) if "{layer}" in weight.name else (None,)
     experts = range(model.num_experts) if "{expert}" in weight.name else (None,)
     for layer, expert in itertools.product(layers, experts):
@@ -238,7 +238,7 @@ def tensor_names(weight: Weight, model: ModelConfig) -> Iterator[tuple[str, tupl
 
 
 def tensor_blocks(weight: Weight, axes: str, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The blocks of a device's part: of one tensor each, cut as that can be cut in its file."""
+    """Returns the blocks of a device's part: of one tensor each, cut along axes of its file."""
     num_stacked = len(axes) - len(weight.axes.replace(" ", ""))
     # Of letters that are one axis of the tensor, the first can be cut.
     outer = "".join(group[0] for group in weight.axes.split())
@@ -252,7 +252,7 @@ def axes_order(weight: Weight, axes: str) -> list[int]:
 
 
 def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
-    """All tensors are there, of the right shape, of a type that can be read; and no others."""
+    """Raises ValueError for a missing or extra tensor, a wrong shape, or an unreadable type."""
     model, family = checkpoint.model, checkpoint.family
     weights = weights_of(specs, family)
     embedding, head = (family.weights[key].name for key in ("embed", "head"))
@@ -286,7 +286,7 @@ def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
 
 
 def _check_copy(tensors: _Tensors, embedding: str, head: str) -> None:
-    """A head beside a tied embedding is the same: `transformers` would compute with another."""
+    """Raises ValueError if the head beside a tied embedding differs from it."""
     if head not in tensors.files:
         return
     one, other = (tensors.slice_of(name) for name in (embedding, head))
@@ -312,7 +312,7 @@ def _read(
     region: Region,
     dtype: str,
 ) -> np.ndarray:
-    """A region of the parameter, of one tensor only, in this type and our order of axes."""
+    """Reads a region of the parameter, of one tensor only, in this type and our order of axes."""
     sizes, _ = tensor_sizes(spec, weight)
     ranges = dict(zip(spec.axes, region, strict=True))
     cuts, lengths, inner = [], [], []

@@ -26,7 +26,7 @@ _EXPERTS = {
 
 
 def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
-    """The model that a config.json describes, and the size of its vocabulary.
+    """Returns the model that a config.json describes, and the size of its vocabulary.
 
     Raises:
         ValueError: an unknown family, a missing key, or one that would be computed wrongly.
@@ -85,7 +85,7 @@ def _size(settings: Mapping[str, Any], key: str) -> int:
 
 
 def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...]:
-    """ModelConfig.windows, the shortest pattern that gives them."""
+    """Returns ModelConfig.windows, the shortest pattern that gives them."""
     num_layers = _size(settings, "num_hidden_layers")
     usual = _usual_kinds(settings, family, num_layers)
     kinds = settings.get("layer_types") or usual
@@ -113,7 +113,7 @@ def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...
 
 
 def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -> list[str]:
-    """The type of each layer where layer_types does not say."""
+    """Returns the type of each layer where layer_types is missing."""
     kind = family.windows
     if kind == "by_pattern":
         every = _size(settings, "sliding_window_pattern")
@@ -127,7 +127,7 @@ def _usual_kinds(settings: Mapping[str, Any], family: Family, num_layers: int) -
 
 
 def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling, float]:
-    """ModelConfig's rope_theta, rope_scaling, window_rope_theta.
+    """Returns ModelConfig's rope_theta, rope_scaling, window_rope_theta.
 
     Older files have rope_theta, rope_local_base_freq and rope_scaling, newer ones all of it in
     rope_parameters, for each type of layer where these differ.
@@ -181,7 +181,7 @@ def _one_rope(rope: Mapping[str, Any], theta: float, key: str) -> tuple[float, R
 
 
 def write_settings(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
-    """The inverse of `read_settings`: what a config.json must say of this model.
+    """Returns the inverse of `read_settings`: the config.json of this model.
 
     Raises:
         ValueError: no known family has such layers.
@@ -235,7 +235,7 @@ def _written_windows(model: ModelConfig, family: Family) -> dict[str, Any]:
     if family.windows == "by_flag":
         written = {"layer_types": kinds, "sliding_window": size, "use_sliding_window": bool(size)}
         return written | ({"max_window_layers": kinds.index(_SLIDING)} if size else {})
-    # A number even where no layer has a window: `transformers` asks for it.
+    # A number even where no layer has a window: `transformers` requires it.
     return {"layer_types": kinds, "sliding_window": size or family.defaults["sliding_window"]}
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a checkpoint that is written: `AutoTokenizer` must give the ids of the run.
+"""Writes a checkpoint's tokenizer, so that `AutoTokenizer` gives the ids of the run.
 
 For some model types `transformers` 5 goes by the type alone: of a qwen2, whatever its
 tokenizer_config.json says, it takes the vocabulary and puts Qwen's way of cutting text in the place
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     """A tokenizer that can write its own files, as every one of `transformers` does."""
 
     def save_pretrained(self, folder: str, /) -> Any:
-        """Writes them."""
+        """Writes the tokenizer's files."""
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
@@ -61,7 +61,7 @@ def _as_json(settings: dict[str, Any]) -> str:
 
 
 def _is_read_as_it_is(folder: Path) -> bool:
-    """Returns True if `AutoTokenizer` encodes as the file says."""
+    """Returns True if `AutoTokenizer` encodes by the file alone."""
     # Here, because only who writes a checkpoint should wait for it.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -73,7 +73,7 @@ def _is_read_as_it_is(folder: Path) -> bool:
 
 
 def _ids_come_of(tokenizer: Any) -> dict[str, Any]:
-    """The parts of a tokenizer.json that decide on ids."""
+    """Returns the parts of a tokenizer.json that decide on ids."""
 
     def that_count(part: dict[str, Any]) -> dict[str, Any]:
         # Offsets change no id, and what is empty is as if it were not there.

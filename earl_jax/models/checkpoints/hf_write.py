@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in the format of `transformers`, written; hf_read.py is the way in.
+"""Writes checkpoints in the format of `transformers`; hf_read.py reads them.
 
 The host holds one tensor at a time, which comes from the devices block by block (blocks.py).
 """
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside it to write to, which takes its name when all is written.
+    """Yields a temporary folder beside it to write to, renamed to it at the end.
 
     Raises:
         ValueError: the folder exists, or what is done inside raised an OSError.
@@ -119,7 +119,7 @@ def _texts(
     max_positions: int,
     source: Checkpoint | None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and generation_config.json."""
+    """Returns config.json and generation_config.json."""
     if source is not None:
         kept = {key: value for key, value in source.settings.items() if key != "torch_dtype"}
         path = source.folder / "generation_config.json"
@@ -127,7 +127,7 @@ def _texts(
             return kept | {"dtype": dtype}, json.loads(path.read_text())
         tokens = {key: kept[key] for key in _TOKEN_KEYS if kept.get(key) is not None}
         return kept | {"dtype": dtype}, tokens
-    # A token that the tokenizer has not must be said to be none: `transformers` has defaults.
+    # A token that the tokenizer lacks must be written as null: `transformers` has defaults.
     tokens = {key: getattr(tokenizer, key, None) for key in _TOKEN_KEYS}
     config = write_settings(model, vocab_size) | tokens
     config |= {"max_position_embeddings": max_positions, "dtype": dtype}
@@ -135,7 +135,7 @@ def _texts(
 
 
 def parameters_of(params: Any) -> dict[str, Any]:
-    """The leaves of a tree of parameters by their keys, in the order that they are written in."""
+    """Returns the leaves of a tree of parameters by their keys, in the order of writing."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_adapted)
     return {key_of(path): leaf for path, leaf in leaves}
 
@@ -143,7 +143,7 @@ def parameters_of(params: Any) -> dict[str, Any]:
 def _one_at_a_time(
     leaves: dict[str, Leaf], bring: Callable[[str, Leaf], Leaf]
 ) -> Callable[[str], Leaf]:
-    """`leaves` as `bring` brings them, of which the last that was asked for is held."""
+    """Returns a function to `bring(key, leaf)` by key, which holds the last result only."""
     held: dict[str, Leaf] = {}
 
     def leaf_of(key: str) -> Leaf:
@@ -177,7 +177,7 @@ def _write_weights(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Planned:
-    """A tensor to write: what is at `index` (see `tensor_names`) of the parameter `key`."""
+    """A tensor to write: the part at `index` (see `tensor_names`) of the parameter `key`."""
 
     name: str
     key: str
@@ -209,7 +209,7 @@ def _planned(model: ModelConfig, vocab_size: int, itemsize: int) -> Iterator[_Pl
 def _shards(
     model: ModelConfig, vocab_size: int, itemsize: int, max_bytes: int
 ) -> list[list[_Planned]]:
-    """Tensors in files of at most `max_bytes`; one that is larger has a file of its own."""
+    """Returns tensors in files of at most `max_bytes`; a larger one has a file of its own."""
     shards: list[list[_Planned]] = [[]]
     for tensor in _planned(model, vocab_size, itemsize):
         held = sum(other.num_bytes for other in shards[-1])
@@ -222,7 +222,7 @@ def _shards(
 def _write_file(
     path: Path, shard: list[_Planned], leaf_of: Callable[[str], Leaf], dtype: str
 ) -> None:
-    """A file of safetensors, tensor by tensor: its library would hold all of them, twice."""
+    """Writes a file of safetensors, tensor by tensor; its library would hold all of them, twice."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in shard:
@@ -237,12 +237,12 @@ def _write_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in shard:
-            # Under a name it would live on beside the next.
+            # Not bound to a name, so that it is freed before the next.
             file.write(_tensor(leaf_of(tensor.key), tensor, np.dtype(DTYPES[dtype])).data)
 
 
 def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
-    """The bytes of the tensor as its file has it."""
+    """Returns the bytes of the tensor in the form of its file."""
     axes, weight, index = tensor.axes, tensor.weight, tensor.index
     if isinstance(leaf, Adapted):
         array, index = _merged_layer(leaf, index[0]), (0, *index[1:])
@@ -262,7 +262,7 @@ def _tensor(leaf: Leaf, tensor: _Planned, dtype: np.dtype) -> np.ndarray:
 
 
 def _merged_layer(leaf: Adapted, layer: int) -> jax.Array:
-    """One layer of the merged weight, where the weight lies; layers are still its first axis."""
+    """Returns one layer of the merged weight on the weight's devices; axis 0 is still layers."""
     return _merge(leaf.weight.sharding)(leaf, np.int32(layer))
 
 

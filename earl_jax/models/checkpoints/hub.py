@@ -11,7 +11,7 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def find_folder(path: str, setting: str = "config.model.path") -> Path:
-    """`path` itself where it is there; else "org/name" is downloaded, or found in the hub's cache.
+    """Returns `path` if it exists; else "org/name" downloaded, or from the hub's cache.
 
     `setting` is what errors call it.
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in the format of PEFT: what `peft.PeftModel.from_pretrained(base, folder)` loads."""
+"""Adapters in the format of PEFT, for `peft.PeftModel.from_pretrained(base, folder)`."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def _settings(lora: LoraConfig, targets: list[str], base: str) -> dict[str, Any]
 def _as_matrices(
     name: str, a: jax.Array, b: jax.Array, weight: Weight
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A as [rank, inputs] and B as [outputs, rank], each side in the order that the tensor has."""
+    """Returns A as [rank, inputs] and B as [outputs, rank], axes in the order of the tensor."""
     inputs, outputs = PROJECTIONS[name]
     their_outputs, their_inputs = weight.axes.split()
     a_order = [f"{inputs}R".index(letter) for letter in f"R{their_inputs}"]

@@ -17,7 +17,7 @@ computes its own experts for all tokens of its group, so that nothing travels bu
   model with small experts, would be computed alike on each of its devices. Tokens are gathered
   over `expert` before, and the parts scattered and added behind, which is as many bytes as the
   all-reduce would be. All-to-all would send less where tokens use fewer experts than there are
-  shards, but needs room for the worst case, or drops tokens.
+  shards, but needs buffers for the worst case, or drops tokens.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ _WITHIN_ROWS = ("expert", "tensor")
 
 
 def router_probabilities(x_TD: jax.Array, router_DX: jax.Array) -> jax.Array:
-    """A softmax over all experts, f32[..., X] whatever the compute type; D is the last axis."""
+    """Returns a softmax over all experts, f32[..., X] for any compute type; D is the last axis."""
     logits_TX = jnp.einsum("...D,DX->...X", x_TD, router_DX, preferred_element_type=jnp.float32)
     return jax.nn.softmax(logits_TX, axis=-1)
 
@@ -49,7 +49,7 @@ def router_probabilities(x_TD: jax.Array, router_DX: jax.Array) -> jax.Array:
 def route(
     config: ModelConfig, x_TD: jax.Array, router_DX: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token, likeliest first, and their weights.
+    """Returns the experts of each token, likeliest first, and their weights.
 
     Returns:
         weights_TU f32 and experts_TU i32.
@@ -96,7 +96,7 @@ def mix_experts(
 def _multiply(
     x_MD: jax.Array, weights_EDF: jax.Array | Quantized, sizes_E: jax.Array, expert_M: jax.Array
 ) -> jax.Array:
-    """`grouped_matmul`, of int8 too. `expert_M` is the group of each row, any behind the last."""
+    """Runs `grouped_matmul`, also of int8. `expert_M` is each row's group, any after the last."""
     if not isinstance(weights_EDF, Quantized):
         return grouped_matmul(x_MD, weights_EDF, sizes_E)
     product_MF = grouped_matmul(x_MD, weights_EDF.values.astype(x_MD.dtype), sizes_E)
@@ -110,18 +110,18 @@ def _permute(x_MD: jax.Array, order_M: jax.Array) -> jax.Array:
 
 
 def _own_experts(config: ModelConfig, layout: Layout) -> jax.Array:
-    """The numbers of the experts that this device has; where all axes are manual.
+    """Returns the numbers of this device's experts; all mesh axes must be manual.
 
-    Counted here, not cut from `arange(num_experts)` by a specification: where XLA places arrays it
-    takes all that hold the same numbers for one, so that whatever counted to as many (the tokens
-    of a burst or of a chunk) was cut over `expert` as well, with permutes and gathers behind it.
+    They are computed here and not cut from `arange(num_experts)` by a specification: XLA merges
+    arrays of equal contents, so that other aranges of that length (the tokens of a burst or of a
+    chunk) were cut over `expert` as well, with permutes and gathers after them.
     """
     num_local = config.num_experts // layout.shape.expert
     return jax.lax.axis_index("expert") * num_local + jnp.arange(num_local)
 
 
 def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.Array) -> jax.Array:
-    """The mixture for whole rows on the trainer's layout.
+    """Computes the mixture for whole rows on the trainer's layout.
 
     Weights are gathered over `fsdp` and `context` for use, and their gradients scattered.
     """
@@ -163,7 +163,7 @@ def experts_of_rows(config: ModelConfig, layout: Layout, layer: Any, x_BTD: jax.
 def experts_of_shard(
     config: ModelConfig, layout: Layout | None, layer: Any, x_BTD: jax.Array
 ) -> jax.Array:
-    """The mixture inside the engine's `shard_map` over rows; `layout` None: weights are whole."""
+    """Computes the mixture inside the engine's `shard_map`; `layout` None: weights are whole."""
     weights = {name: layer[name] for name in _WEIGHTS}
 
     def mix(experts_E: jax.Array, weights: Any, x_BTD: jax.Array) -> jax.Array:
@@ -200,7 +200,7 @@ def experts_of_shard(
 
 
 def _placed(weight: Any, letters: str, place: Callable[[str], P]) -> Any:
-    """The specification of a matrix, or of both parts of a quantised one."""
+    """Returns the specification of a matrix, or of both parts of a quantised one."""
     if not isinstance(weight, Quantized):
         return place(letters)
     outputs = "".join(letter for letter in letters if letter not in weight.inputs)

@@ -22,7 +22,7 @@ MAX_MASKED_ROWS = 8 * BLOCK_SIZE
 
 
 def grouped_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """The first `sizes_E[0]` rows times the first matrix, the next `sizes_E[1]` times the second...
+    """Multiplies the first `sizes_E[0]` rows with the first matrix, the next with the second, ...
 
     Rows behind the last group may come out as anything. Sums are in fp32.
 
@@ -38,7 +38,7 @@ def grouped_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) 
 
 @jax.custom_vjp
 def blocked_matmul(x_MD: jax.Array, weights_EDF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """`grouped_matmul` by blocks; rows behind the last group come out as 0.
+    """Computes `grouped_matmul` by blocks; rows after the last group become 0.
 
     At most M / BLOCK_SIZE + E products, which are only as many as the groups need: the loop ends
     with the last one. Its gradient is two such loops.
@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
     inside: jax.Array
 
     def take(self, x_MD: jax.Array) -> jax.Array:
-        """The block of these rows."""
+        """Returns the block of these rows."""
         return jax.lax.dynamic_slice_in_dim(x_MD, self.start, BLOCK_SIZE, 0)
 
 

@@ -71,14 +71,14 @@ def count_routing(
 
 
 def balance_loss(config: ModelConfig, routing: Routing) -> jax.Array:
-    """The load-balancing loss of Switch Transformers (arXiv 2101.03961, eq. 4), a mean over layers.
+    """Returns the load-balancing loss of Switch Transformers (arXiv 2101.03961, eq. 4).
 
     X * sum_x f_x P_x: f is the share of the tokens that an expert was sent, and has no gradient; P
     is its mean probability. A token has `experts_per_token` experts, so that the shares add up to
     as many, which is also the loss of even routers. `transformers` scales it so, but takes f and P
     of all layers together, where one layer's crowded expert hides behind the next one's idle one.
 
-    `routing` is f32[L, X]. Without tokens, 0.
+    `routing` is f32[L, X]; the loss is a mean over layers. Without tokens, 0.
     """
     tokens_L = jnp.sum(routing.chosen, axis=-1) / config.experts_per_token
     products_L = jnp.sum(routing.chosen * routing.probability, axis=-1)
