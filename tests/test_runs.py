@@ -32,6 +32,8 @@ from tests.support.runs import (
 # Training on data=8 takes 1.98 MiB per device with 24 tokens of room and 3.06 MiB with 40; fsdp=8
 # takes 2.56 MiB (XLA's figures, jax 0.10.2).
 BUDGET = 2_900_000
+# Episodes of a policy that learns as much as this outgrow 24 tokens within ten steps.
+GROWING = {"selector.budget_bytes_per_device": BUDGET, "train.sft_updates": 3}
 
 
 def terminate_after(cache: Path, line: list[str], metrics: Path, step: int) -> int:
@@ -55,7 +57,7 @@ def terminate_after(cache: Path, line: list[str], metrics: Path, step: int) -> i
 def uninterrupted(cache, tmp_path_factory):
     """A run from start to end, whose contexts outgrow the budget on its first mesh."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
-    done = run(cache, *tiny(workdir, **{"selector.budget_bytes_per_device": BUDGET}))
+    done = run(cache, *tiny(workdir, **GROWING))
     assert done.returncode == 0, done.stderr
     return workdir
 
@@ -134,7 +136,7 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
     And nothing because episodes are played where pages are cut over it.
     """
     workdir, meshes = tmp_path / "cut", "('data=8', 'data=2,context=4')"
-    changed = {"selector.budget_bytes_per_device": BUDGET, "selector.train_meshes": meshes}
+    changed = GROWING | {"selector.train_meshes": meshes}
     changed["selector.rollout_meshes"] = "('data=4,context=2',)"
     done = run(cache, *tiny(workdir, **changed))
     assert done.returncode == 0, done.stderr
@@ -167,7 +169,7 @@ def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
     Parameters, optimiser state, meshes, metrics (but for times) and episodes.
     """
     workdir = tmp_path / "killed"
-    line = tiny(workdir, **{"selector.budget_bytes_per_device": BUDGET})
+    line = tiny(workdir, **GROWING)
     rng = np.random.default_rng(0)
     metrics = workdir / "metrics.jsonl"
     for wanted in (1, 6):
@@ -252,7 +254,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     for path in newest.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    done = run(cache, *tiny(workdir, **{"selector.budget_bytes_per_device": BUDGET}))
+    done = run(cache, *tiny(workdir, **GROWING))
     assert done.returncode == 0, done.stderr
     assert "the checkpoint of step 10 is damaged" in done.stdout
     assert "after step 8 of 10" in done.stdout
@@ -323,7 +325,7 @@ def test_a_run_that_nothing_fits_ends_with_the_budget_and_the_hardware_that_woul
 
 
 def test_a_workdir_of_another_config_is_refused(uninterrupted, cache):
-    done = run(cache, *tiny(uninterrupted, **{"train.learning_rate": 0.5}))
+    done = run(cache, *tiny(uninterrupted, **GROWING, **{"train.learning_rate": 0.5}))
     assert done.returncode == 2
     assert "config.train.learning_rate is 0.002 there, 0.5 here" in done.stderr
 
