@@ -13,8 +13,8 @@ from earl_jax.config.file import PLANNED_CONFIG
 from earl_jax.launch.start import exit_status
 
 _HELP = """\
-Says which meshes a run would choose for both of its stages as contexts grow, on hardware that need
-not be here: bytes per device, expected times, the next best mesh, and what does not fit.
+Prints the meshes that a run would choose for both of its stages as contexts grow, on hardware that
+need not be here: bytes per device, expected times, the next best mesh, and what does not fit.
 
 examples:
   python -m earl_jax.plan --topology=h100:1x8 --config.model.preset=qwen2.5-7b

@@ -89,7 +89,7 @@ def _train_until_lost(
     """Trains from the newest checkpoint to the end, to a SIGTERM, or until the state is lost.
 
     The position is None where a lack of memory took the trainer's state. The plan that failed is
-    impossible from then on (the table, which is the last of what is returned, says so, also where
+    impossible from then on (in the table, which is the last of what is returned, also where
     the disk could not keep it), so that this happens once for each plan at most.
     """
     resumed = resume(run, checkpoints, workdir, recorder.note)
@@ -229,7 +229,7 @@ class Training:
         yield from switches
         if self.placement.words != self._differs:
             self._differs = self.placement.words
-            yield self._differs or "all as the config says again"
+            yield self._differs or "all as in the config again"
         if line["switched"] and "compile_s" in line:
             yield (
                 f"its new programs took {line['compile_s']:.2f} s to compile, "

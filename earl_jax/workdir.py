@@ -35,7 +35,7 @@ class Position:
 
 
 def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
-    """Returns the placement of a run that begins; `say` tells the user of a damaged table."""
+    """Returns the placement of a run that begins; `say` reports a damaged table."""
     table, note = run.open_table()
     if note:
         say(note)

@@ -129,24 +129,24 @@ def _fitter(length: int, tree: Any, shardings: tuple[Any, ...]) -> Any:
 
 
 def join_rows(
-    rows: Experience | None, own: Layout, joint: Layout, num_rows: int, length: int
+    rows: Experience | None, own: Layout, global_layout: Layout, num_rows: int, length: int
 ) -> Experience:
     """Returns the rows of all processes as one array each, cut or padded to `length` tokens.
 
     Where a rollout ended on another mesh than that of `own`, its rows move there, within the
-    process; their shards then become those of the joint arrays, without a copy.
+    process; their shards then become those of the global arrays, without a copy.
 
     Args:
         rows: this process's; None where it plays nothing.
         own: this process's part of the rollout's layout.
-        joint: the rollout's layout over the devices of all processes.
+        global_layout: the rollout's layout over the devices of all processes.
         num_rows: rows of all processes.
         length: tokens of a row.
     """
     number: Any = jax.ShapeDtypeStruct((num_rows, length), np.int32)
     real: Any = jax.ShapeDtypeStruct((num_rows, length), np.float32)
     shapes = Experience(tokens=number, turn_ids=number, logprobs=real, versions=number)
-    shardings = jax.tree.map(lambda _: joint.activations("NS"), shapes)
+    shardings = jax.tree.map(lambda _: global_layout.activations("NS"), shapes)
     if rows is None:
         return absent_tree(shapes, shardings)
     rows = reshard(fit(rows, length), jax.tree.map(lambda _: own.activations("NS"), shapes))

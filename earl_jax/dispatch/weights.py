@@ -68,11 +68,16 @@ def publish(
 
 
 def publish_to_engines(
-    params: Any, shapes: Any, shardings: Any, joint: Layout, *, chunk_bytes: int | None = None
+    params: Any,
+    shapes: Any,
+    shardings: Any,
+    global_layout: Layout,
+    *,
+    chunk_bytes: int | None = None,
 ) -> Published:
     """Publishes to the engines of all processes, each of which has a copy; every process calls it.
 
-    On the joint layout, over the devices of all processes that play, a weight is one array, of
+    On the global layout, over the devices of all processes that play, a weight is one array, of
     which the devices of each engine hold a copy. `params` of the result are those of this process's
     engine; in a process that does not play, only handles.
 
@@ -80,10 +85,10 @@ def publish_to_engines(
         params: as in `publish`.
         shapes: as in `publish`.
         shardings: where this process's engine wants each weight.
-        joint: the rollout's layout over the devices of all processes that play.
+        global_layout: the rollout's layout over the devices of all processes that play.
         chunk_bytes: as in `publish`.
     """
-    everywhere = jax.tree.map(lambda own: NamedSharding(joint.mesh, own.spec), shardings)
+    everywhere = jax.tree.map(lambda own: NamedSharding(global_layout.mesh, own.spec), shardings)
     published = publish(params, shapes, everywhere, chunk_bytes=chunk_bytes)
     if not jax.tree.leaves(everywhere)[0].addressable_devices:
         return published

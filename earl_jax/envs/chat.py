@@ -151,7 +151,7 @@ class ChatRenderer:
         frame, shown = self._template.frame(place), self._shown_at(place, content)
         if not opening.texts and min(frame.slots, default=0) < 0:
             raise ValueError(
-                "the chat template says again how the conversation began; tell `answer` its opening"
+                "the chat template says again how the conversation began; give `answer` its opening"
             )
         texts = frame.filled(shown, opening.texts)
         return self._join(frame, self._around(place), texts, shown)

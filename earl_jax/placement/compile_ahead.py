@@ -85,7 +85,7 @@ class CompileAhead:
     def __init__(
         self, say: Callable[[str], None], *, is_on: bool = True, max_context: int = NO_LIMIT
     ) -> None:
-        """`say` tells the user which programs could not be compiled.
+        """Starts no thread yet; `say` reports programs that could not be compiled.
 
         If `is_on`, `look` requests programs, for contexts of up to `max_context` tokens.
         """

@@ -19,7 +19,7 @@ class Observations:
     ) -> None:
         """Begins with a table; the run's speeds are added to it if `is_fed`.
 
-        `say` tells the user what ran out of memory, or that the table cannot be kept.
+        `say` reports plans that ran out of memory, and a table that cannot be kept.
         """
         self._problem, self.table, self._say = problem, table, say
         # Steps of this run with each plan, by key; None where no speeds are added.

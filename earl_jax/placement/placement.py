@@ -76,7 +76,7 @@ class Placement:
     def __init__(
         self, stages: Stages, table: ThroughputTable, say: Callable[[str], None] = lambda text: None
     ) -> None:
-        """`say` tells the user what ran out of memory, or could not be kept."""
+        """Begins without plans; `say` reports plans that ran out of memory or were not kept."""
         self.stages, self.problem = stages, stages.problem
         self.observations = Observations(stages.problem, table, say, is_fed=stages.feeds_table)
         self.plans = Plans()
@@ -432,7 +432,7 @@ class Placement:
         """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
 
         Where memory is too short for that, even piece by piece, the state goes to another mesh.
-        With `to_play` the moments then go to host memory, if the rollout's plan says so.
+        With `to_play` the moments then go to host memory, if the rollout's plan offloads them.
 
         Raises:
             BudgetTooSmall: no mesh is left.

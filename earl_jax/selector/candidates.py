@@ -58,7 +58,7 @@ def context_candidates(
     Args:
         shapes_of: `rollout_shapes` or `train_shapes`, of the devices of one part of a row.
         num_devices: all devices.
-        check: says why a shape cannot be used.
+        check: returns why a shape cannot be used.
         num_experts: experts of a layer, 0 for a model without.
     """
     shapes = [

@@ -22,11 +22,11 @@ class SelectorConfig:
     `horizon_steps`), and only when they have been in use for 8 steps. By the same fraction the last
     episodes of a rollout move to another mesh.
 
-    `table` says by which speeds plans are chosen. "auto": by the steps of this run and of earlier
-    ones, which are kept in the user's cache folder; where a plan never ran, by the speed model,
-    corrected by the plans that did. "model": by the speed model alone, so that a run is the same on
-    every machine and whenever it is repeated. A path: by the throughput table in this file, which
-    is not changed.
+    `table` selects the speeds by which plans are chosen. "auto": observed in the steps of this run
+    and of earlier ones, kept in the user's cache folder; for a plan that never ran, by the speed
+    model, corrected by the plans that did. "model": by the speed model alone, so that a run is the
+    same on every machine and whenever it is repeated. A path: by the throughput table in this file,
+    which is not changed.
 
     `offload` "on" lets the optimizer's moments be in host memory during rollouts that need their
     bytes; "auto" does so on devices with a memory of their own. Each host has those of its devices.

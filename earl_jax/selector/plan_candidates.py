@@ -35,7 +35,7 @@ class Candidate(Generic[P]):
     """A plan with the bytes per device of its own program and its speed.
 
     `is_exact` bytes are XLA's. A speed `is_observed`, or computed; with `is_trial` it is the most
-    that the model's error allows. `steps` of this run were done with the plan. `failed` says how it
+    that the model's error allows. `steps` of this run were done with the plan. `failed` is how it
     ran out of memory before, "" where it did not.
     """
 

@@ -35,7 +35,7 @@ from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.roofline import round_s, train_parts, waves
 from earl_jax.sharding.layout import MeshShape
 
-# Says in words why a mesh cannot be used; None where it can.
+# Returns why a mesh cannot be used, in words; None where it can.
 Check = Callable[[MeshShape], str | None]
 
 
@@ -46,12 +46,12 @@ class Problem:
     Attributes:
         hardware: all devices, of both stages.
         sizes: the model's parameters by shape and placement.
-        work: the slots, rows, chunks and pages of a step, as the config says.
+        work: the slots, rows, chunks and pages of a step, by the config.
         budget_bytes: bytes of a device that a stage may use; None: no limit is known.
         hysteresis: a plan that fits is left only for a step shorter by more than this fraction.
         horizon_steps: over at most so many steps a switch has to pay for itself.
-        weights_obstacle: says why parameters cannot be cut over a mesh.
-        attention_obstacle: says why the trainer's attention cannot.
+        weights_obstacle: returns why parameters cannot be cut over a mesh.
+        attention_obstacle: returns why the trainer's attention cannot.
         rollout_meshes_named: the candidates that the config names, "data=4,tensor=2"; () for all.
         train_meshes_named: likewise.
         num_rollout: devices for rollouts only, the others are for training only; 0: all do both.

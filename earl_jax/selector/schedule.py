@@ -19,7 +19,7 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text, table_lines
 
-# Compiles a plan's program at a context; returns the table with what XLA says of it.
+# Compiles a plan's program at a context; returns the table with XLA's bytes of it.
 Compile = Callable[[ThroughputTable, Plan, int], ThroughputTable]
 Values = dict[str, Any]
 # Programs in bf16 that were compiled for TPUs and H100s, and those within 10 % of computed bytes.

@@ -18,7 +18,7 @@ DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 DEFAULT_SLOT_TOKENS = 2048
 _HELP = """\
 Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
-HealthCheck), on this machine alone unless --host says otherwise. There is no password and no
+HealthCheck), on this machine alone unless --host is given. There is no password and no
 encryption: every client that reaches the address may use it.
 
 examples:

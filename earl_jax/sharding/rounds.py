@@ -29,7 +29,7 @@ _WORTH_HALVING = 64 * 2**10
 class Round:
     """Pieces of one shape, of which each device sends at most one and receives at most one.
 
-    `stays` says that no piece leaves its device.
+    `stays` is True if no piece leaves its device.
     """
 
     stays: bool

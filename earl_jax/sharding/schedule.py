@@ -44,7 +44,7 @@ class Parcels:
 
     Leaves are numbered, devices go by their ids. `sent` names the pieces by source device and
     number of the cut there, in the order in which `joins` (one entry per target device) uses them;
-    `destinations` says where each goes.
+    `destinations` has the target of each.
     """
 
     leaves: tuple[int, ...]

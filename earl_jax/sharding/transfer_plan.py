@@ -81,7 +81,7 @@ class TransferPlan(Traffic):
     """The plan of one array's move from one placement to another.
 
     `pieces` cover every target device's ranges exactly once; a piece from a device to itself stays
-    where it is. `route` says what carries the plan out: "in place" (all devices hold what they
+    where it is. `route` is the way to carry it out: "in place" (all devices hold what they
     need), "compiled" (same devices in the same order: XLA's collectives, for which `pieces` is the
     lower bound), "pieces" (cut, send and join exactly as listed) or "rounds" (the same between
     processes, see `rounds.py`, by their hosts where their devices have no path).

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds that each thread spends until XLA has compiled a program, or has loaded it from a cache.
 
-JAX says them itself (`jax.monitoring`). Tracing and lowering are not among them. Where a version of
+JAX reports them (`jax.monitoring`). Tracing and lowering are not among them. Where a version of
 JAX calls the event otherwise, there are none.
 """
 

@@ -19,7 +19,7 @@ Reads that are not counted:
 - copies to a host memory kind, and `copy_to_host_async` whose value is never taken;
 - copies that a driver stages through host memory on its own.
 
-So a count of zero says that no counted read happened. On the data path the others, but for the
+So a count of zero means that no counted read happened. On the data path the others, but for the
 last, are forbidden by a check of the source text (tests/test_host_byte_lint.py), which names the
 few functions that need them. On CPU an array on one device is read in place and never kept, so
 each read counts.

@@ -46,7 +46,7 @@ class TrainState:
     parameters of a second network that is trained beside the policy, None without one; `optimizer`
     is of `(params, critic)` then.
 
-    The same record holds shapes or shardings where a function says so.
+    Some functions return the same record of shapes or of shardings.
     """
 
     updates: Any

@@ -91,7 +91,7 @@ class Family:
     config.json with the one value that is computed rightly (a key that is absent or null has it),
     `defaults` what `transformers` takes for keys that are absent.
 
-    `windows` says which layers have a sliding window: "none"; "all", where there is a
+    `windows` selects the layers with a sliding window: "none"; "all", where there is a
     sliding_window; "by_flag", those from max_window_layers where use_sliding_window; "by_pattern",
     all but every sliding_window_pattern-th. With the last two layer_types may say otherwise.
     """

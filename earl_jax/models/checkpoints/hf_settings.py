@@ -9,7 +9,7 @@ from earl_jax.models.checkpoints.families import FAMILIES, Family, family_named,
 from earl_jax.models.config import ModelConfig, RopeScaling
 
 _REQUIRED = {"quantization_config": None, "partial_rotary_factor": 1.0}
-# What `transformers` takes where config.json says nothing.
+# Defaults of `transformers` for keys that config.json lacks.
 _DEFAULTS = {"rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # `transformers` 5 computes nothing with Gemma 3's attn_logit_softcapping (no published model has
