@@ -27,6 +27,7 @@ from earl_jax.rollout.gather import Played
 from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
+from earl_jax.selector.plans import RolloutPlan
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
@@ -93,8 +94,13 @@ class StepRecord:
 
 @dataclasses.dataclass(kw_only=True)
 class PlayedStep:
-    """A step's rollout: this process's (None where it plays nothing), and that of all."""
+    """A step's rollout: this process's (None where it plays nothing), and that of all.
 
+    It began with `plan`, and rows of `max_tokens` tokens.
+    """
+
+    plan: RolloutPlan
+    max_tokens: int
     rollout: Rollout | None
     played: Played
     load: Load
@@ -110,7 +116,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     """
     config, step, timer = run.config, position.step, StageTimer()
     state, done = choose_and_play(run, placement, position, timer)
-    rollout_plan, max_tokens = placement.rollout, placement.max_tokens
+    rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
     length = config.rollout.max_tokens_for(done.load.context_tokens_max)
     with timer("select"):
@@ -140,7 +146,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         dispatch_reads.num_bytes,
         done.publish_host_bytes,
     )
-    placement.observations.add_speed(rollout_plan, max_tokens, speeds[0])
+    placement.observations.add_speed(done.plan, done.max_tokens, speeds[0])
     placement.observations.add_speed(train_plan, length, speeds[1])
     record = StepRecord(
         step=step + 1,
@@ -149,7 +155,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         sampling_kl=done.played.sampling_kl,
         stats=done.played.stats,
         load=done.load,
-        rollout_mesh=str(rollout_plan.mesh),
+        rollout_mesh=rollout_mesh,
         rollout_max_tokens=max_tokens,
         updates=updates,
         dispatch_bytes=delivery.plan.moved_bytes,
@@ -175,12 +181,15 @@ def choose_and_play(
         check_learnable(tasks, rollout.sampling)
 
     def publish_and_play() -> PlayedStep:
+        plan, max_tokens = placement.rollout, placement.max_tokens
         with timer("publish"), only_on_devices(run.config.dispatch) as reads:
             policy = run.learner.policy(state)
             session, num_bytes = placement.sessions.open(policy, version=position.step)
         with timer("rollout"):
             own, played = play_all(run.actor, placement, session, tasks, load)
         return PlayedStep(
+            plan=plan,
+            max_tokens=max_tokens,
             rollout=own,
             played=played,
             load=measure_load(played),

@@ -4,7 +4,7 @@
 
 Longer contexts need other programs, and XLA takes seconds (CPU) to minutes (TPU) for one. A thread
 compiles them from shapes alone and leaves them in JAX's persistent compilation cache
-(`main.start_jax`), where the run's own call finds them. Nothing is decided here and no array is
+(`launch.start.start_jax`), where the run's own call finds them. Nothing is decided here and no array is
 touched.
 """
 
