@@ -4,8 +4,8 @@
 
 Longer contexts need other programs, and XLA takes seconds (CPU) to minutes (TPU) for one. A thread
 compiles them from shapes alone and leaves them in JAX's persistent compilation cache
-(`launch.start.start_jax`), where the run's own call finds them. Nothing is decided here and no array is
-touched.
+(`launch.start.start_jax`), where the run's own call finds them. Nothing is decided here and no
+array is touched.
 """
 
 import threading
