@@ -137,7 +137,7 @@ def test_other_errors_are_raised(monkeypatch):
     "source, target",
     [
         # Over the same devices by compiled programs, and to other devices as pieces.
-        ((F8, "fsdp"), (F8, None, "fsdp")),
+        pytest.param((F8, "fsdp"), (F8, None, "fsdp"), marks=pytest.mark.slow),
         ((F8, "fsdp"), (make_layout(MeshShape(fsdp=8), jax.devices()[::-1]).mesh, "fsdp")),
     ],
 )

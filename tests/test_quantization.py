@@ -382,6 +382,7 @@ def test_the_error_of_log_probs_has_bounds(compute, weights, mean, largest):
     assert np.mean(np.exp(ours - engines)) == pytest.approx(1, abs=gap.mean() + 1e-6)
 
 
+@pytest.mark.slow_except("data=2,tensor=4")
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_a_round_talks_as_much_as_one_without_int8_and_holds_less(shape):
     """The same collectives; arguments shrink by what the matrices do, byte for byte."""
