@@ -41,7 +41,8 @@ class Recorder:
     def write(self, line: Mapping[str, Any]) -> None:
         """Writes a line of metrics.jsonl, and shows it; `time_s` is since the start of this run."""
         if "eval" not in line:
-            line = {"time_s": time.perf_counter() - self._start_s} | dict(line)
+            seconds = time.perf_counter() - self._start_s
+            line = {"step": line["step"], "time_s": seconds} | dict(line)
         if self._writes:
             if self._metrics is None:
                 self._metrics = MetricsLog(self._workdir / "metrics.jsonl", self._tensorboard)
