@@ -347,7 +347,7 @@ BAD = {
     "long ids": (request([5] * 65, 4), "prompt has 65 tokens; .* at most 64 .*max_prompt_tokens"),
     "long text": (request("\t" * 65, 4), "prompt has 65 tokens; .* at most 64"),
     "huge text": (request("x" * 500_000, 4), "prompt has 500000 tokens; .* at most 64"),
-    "no room": (request([5] * 64, 65), "64 tokens and max_tokens=65 .*a context of 129; .* at most 64"),
+    "no room": (request([5] * 64, 65), "64 tokens and max_tokens=65 .* context of 129; .* 64"),
     "no room for text": (request("\t", 2**31 - 1), "this server has 128: lower max_tokens .* 127"),
     "no max_tokens": (request("abc", 0), "max_tokens is 0; it must be at least 1"),
     "negative max_tokens": (request([5], -3), "max_tokens is -3; it must be at least 1"),
