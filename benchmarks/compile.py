@@ -46,6 +46,7 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
     import jax.numpy as jnp
 
     from earl_jax.models.attention.kernels import choose_kernel
+    from earl_jax.train import state as train_state
     from earl_jax.train import step as train_step
     from earl_jax.train.config import TrainConfig
 
@@ -60,8 +61,8 @@ def _lower_update(point: Point, layout: Any) -> tuple[Any, str]:
     )
     state = jax.tree.map(
         lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-        train_step.state_shapes(config_of(point), config, vocab_size(point)),
-        train_step.state_shardings(config_of(point), config, vocab_size(point), layout),
+        train_state.state_shapes(config_of(point), config, vocab_size(point)),
+        train_state.state_shardings(config_of(point), config, vocab_size(point), layout),
     )
     batch = train_step.batch_shapes(point.rows * layout.num_row_shards, point.length, layout)
     # Kernels ask JAX's default device which chip they are for.

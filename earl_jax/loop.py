@@ -32,7 +32,7 @@ from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 from earl_jax.trajectory import Experience, Outcome, Trajectory, mean_metrics
 from earl_jax.workdir import Position
 

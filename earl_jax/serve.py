@@ -8,7 +8,6 @@ import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from earl_jax.launch.start import exit_status, start_jax
 from earl_jax.serving.serve_flags import (
@@ -17,9 +16,6 @@ from earl_jax.serving.serve_flags import (
     sampling,
 )
 from earl_jax.serving.served_policy import ServedPolicy, model_policy
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_policy(flags: argparse.Namespace) -> ServedPolicy:

@@ -18,7 +18,7 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, copy_to_save, from_checkpoint
 from earl_jax.train.export import keep_exports
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 
 # A checkpoint's JSON beside the TrainState; of adapters also the base's fingerprint.
 _POSITION_KEYS = {"placement", "history", "throughput"}

@@ -33,15 +33,8 @@ from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
-from earl_jax.train.step import (
-    Critic,
-    init_state,
-    make_train_step,
-    read_metrics,
-    score_batch,
-    state_shapes,
-    state_shardings,
-)
+from earl_jax.train.state import Critic, init_state, state_shapes, state_shardings
+from earl_jax.train.step import make_train_step, read_metrics, score_batch
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY, begin
 

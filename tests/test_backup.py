@@ -19,7 +19,7 @@ from earl_jax.train.offload import (
     offload_moments,
     to_memory,
 )
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 from tests.support.allocator import live_bytes, memory_limit
 from tests.support.processes import Processes
 

@@ -13,7 +13,7 @@ import pytest
 
 from earl_jax.config.file import make_config
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
-from earl_jax.train.step import state_shapes, state_shardings
+from earl_jax.train.state import state_shapes, state_shardings
 from tests.support.saved_states import (
     CUBE,
     D8,

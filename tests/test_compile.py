@@ -24,7 +24,8 @@ from earl_jax.models.presets import PRESETS
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.sharding.topology import make_topology
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import batch_shapes, make_train_step, state_shapes, state_shardings
+from earl_jax.train.state import state_shapes, state_shardings
+from earl_jax.train.step import batch_shapes, make_train_step
 from tests.support.compiled_publish import times_the_plan
 from tests.support.compilers import need_compiler
 from tests.support.hlo import COLLECTIVE

@@ -15,7 +15,7 @@ from earl_jax.engine.round_inputs import inputs_width
 from earl_jax.run import build_run
 from earl_jax.sharding.axes import MESH_AXES
 from earl_jax.sharding.layout import MeshShape, make_abstract_layout
-from earl_jax.train import step as train_step
+from earl_jax.train import state as train_state
 from earl_jax.train.step import batch_shapes, make_train_step
 from tests.support import ROOT
 
@@ -83,7 +83,7 @@ def test_the_training_step_lowers_on_every_mesh_it_may_choose(world):
         layout = make_abstract_layout(shape)
         state = placed(
             world.learner.state_shapes(),
-            train_step.state_shardings(
+            train_state.state_shardings(
                 world.origin.model, config.train, world.origin.vocab_size, layout
             ),
         )

@@ -33,7 +33,8 @@ from earl_jax.models.parameters import (
 )
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import make_train_step, read_metrics, state_of
+from earl_jax.train.state import state_of
+from earl_jax.train.step import make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
 from tests.support.hlo import COLLECTIVE, replica_groups

@@ -29,7 +29,7 @@ from earl_jax.run import Run, build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.export import keep_exports
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 from earl_jax.training import Training, exporter_of
 from earl_jax.workdir import Position
 from tests.support.placements import place

@@ -35,7 +35,7 @@ from earl_jax.selector.memory import resident_bytes
 from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout, make_layout
 from earl_jax.sharding.topology import CHIPS, make_topology
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import state_shapes, state_shardings
+from earl_jax.train.state import state_shapes, state_shardings
 
 # Two layers of width 8, 4 heads on 2 key/value heads of size 4, a network of 16, 32 entries.
 TINY = ModelConfig(

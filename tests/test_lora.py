@@ -44,16 +44,14 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import (
+from earl_jax.train.state import (
     TrainState,
-    batch_shapes,
     init_state,
-    make_train_step,
     policy_parameters,
-    read_metrics,
     state_shapes,
     state_shardings,
 )
+from earl_jax.train.step import batch_shapes, make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 
 REFERENCE = Path(__file__).parent / "reference"

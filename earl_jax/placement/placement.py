@@ -32,7 +32,7 @@ from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
 from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 
 Result = TypeVar("Result")
 # A plan whose computed bytes are nearer to the budget is compiled before it is used: they have been

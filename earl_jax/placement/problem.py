@@ -29,7 +29,7 @@ from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import trained_specs
+from earl_jax.train.state import trained_specs
 
 
 def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int]:

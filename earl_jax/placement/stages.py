@@ -13,7 +13,7 @@ from earl_jax.rollout.engines import Engines
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.train.learner import Learner
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

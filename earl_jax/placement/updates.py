@@ -12,7 +12,8 @@ from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import update_key
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.sft import sft_batch
-from earl_jax.train.step import TrainState, read_metrics
+from earl_jax.train.state import TrainState
+from earl_jax.train.step import read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 
 Metrics = dict[str, float]

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from earl_jax.train.offload import HOST_MEMORY, has_host_memory
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 
 
 class StateLost(RuntimeError):

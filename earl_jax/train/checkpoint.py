@@ -27,7 +27,7 @@ from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.offload import load_moments
-from earl_jax.train.step import TrainState, state_shardings
+from earl_jax.train.state import TrainState, state_shardings
 
 
 class DamagedCheckpoint(ValueError):

@@ -19,7 +19,7 @@ from earl_jax.models.checkpoints.peft_adapter import save_adapter
 from earl_jax.models.parameters import Params
 from earl_jax.sharding.reshard import reshard
 from earl_jax.train.learner import Learner
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 
 # A partial one is of a run that was killed while it wrote.
 _FOLDER = re.compile(r"step_(\d{6,})(_adapter)?(\.partial)?")

@@ -21,18 +21,16 @@ from earl_jax.sharding.placing import absent_tree
 from earl_jax.train.checkpoint import spread_over
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.optimizer import entropy_coefficient, learning_rate
-from earl_jax.train.step import (
+from earl_jax.train.state import (
     TrainState,
-    batch_shapes,
     init_state,
-    make_scorer,
-    make_train_step,
     policy_parameters,
     state_of,
     state_shapes,
     state_shardings,
     trained_specs,
 )
+from earl_jax.train.step import batch_shapes, make_scorer, make_train_step
 from earl_jax.trajectory import TrajectoryBatch
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from earl_jax.train.step import TrainState
+from earl_jax.train.state import TrainState
 
 HOST_MEMORY = "pinned_host"
 

@@ -8,7 +8,7 @@ import numpy as np
 from earl_jax.models.config import ModelConfig
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
-from earl_jax.train.step import state_shapes, state_shardings
+from earl_jax.train.state import state_shapes, state_shardings
 
 MODEL = ModelConfig(num_layers=2, width=16, num_heads=2, num_kv_heads=2, head_size=8, ffn_size=16)
 TRAIN = TrainConfig()
