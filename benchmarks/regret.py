@@ -127,10 +127,11 @@ def measure(point: Point, rounds: int, steps: int, own_steps: int) -> dict[str, 
 
 def run_steps(world: Any, placement: Any, steps: int) -> list[tuple[Pair, float]]:
     """Returns the pair and the seconds of each of the first `steps` steps of a run."""
-    from earl_jax.loop import Position, expected_tokens, rl_step
+    from earl_jax.loop import Position, rl_step
+    from earl_jax.rollout.load import expected_tokens
     from earl_jax.telemetry.load import LoadHistory
 
-    placement.choose_step(expected_tokens(world, None), None)
+    placement.choose_step(expected_tokens(world.config.rollout, None), None)
     state = world.learner.init_state(placement.train.mesh)
     position, taken = Position(step=0, state=state, history=LoadHistory()), []
     for _ in range(steps):

@@ -38,6 +38,7 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_mean": "Mean reward of the step's episodes.",
         "reward_std": "Standard deviation of these rewards.",
         "episodes": "Number of episodes.",
+        "env": "What the environment reports of an episode, each number: its mean.",
         "turns_mean": "Mean number of the policy's turns.",
         "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
         "context_tokens_max": "Tokens of the longest episode.",

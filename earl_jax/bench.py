@@ -24,6 +24,7 @@ from earl_jax.dispatch.weights import publish
 from earl_jax.engine.pages import Pool, dense_pool, pages_for
 from earl_jax.engine.session import Policy, Session, empty_session, relocate
 from earl_jax.launch.start import exit_status, start_jax
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all
 from earl_jax.run import Run, build_run
@@ -58,7 +59,7 @@ def rollout_rows(run: Run, repeats: int) -> Iterator[dict[str, Any]]:
     for mesh in run.problem.rollout_meshes_for(tokens):
         placement = placement_on(run, mesh, None)
         placement.choose_step(tokens, None)
-        state = placement.move_state(run.learner.init_state(placement.train.mesh), to_play=True)
+        state = move_state(placement, run.learner.init_state(placement.train.mesh), to_play=True)
 
         found: list[Any] = []
 

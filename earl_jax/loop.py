@@ -17,6 +17,7 @@ import numpy as np
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import Metrics, learn, sft
@@ -121,7 +122,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     length = config.rollout.max_tokens_for(done.load.context_tokens_max)
     with timer("select"):
         placement.choose_training(history.recent())
-        state = placement.move_state(state)
+        state = move_state(placement, state)
     with timer("dispatch"), only_on_devices(config.dispatch) as dispatch_reads:
         delivery = send_rows(run, placement, done, length)
     # The engine's weights and KV caches leave the devices before training.
@@ -137,7 +138,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
             examples = run.tasks.examples(step, config.train.sft_updates)
             state = sft(placement, state, examples, length)
     with timer("select"):
-        state = placement.move_state(state, to_play=True)
+        state = move_state(placement, state, to_play=True)
     train_tokens = len(updates) * config.rollout.episodes_per_step * length
     updates, speeds, *host_bytes = gather_costs(
         run,
@@ -201,7 +202,7 @@ def choose_and_play(
     while done is None:
         with timer("select"):
             placement.choose_step(expected_tokens(rollout, load), load)
-            state = placement.move_state(state, to_play=True)
+            state = move_state(placement, state, to_play=True)
         done = placement.attempt("rollout", publish_and_play)
     return state, done
 

@@ -18,6 +18,7 @@ from earl_jax.launch.cluster import find_cluster
 from earl_jax.loop import StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run import Run, build_run
@@ -163,7 +164,7 @@ class Training:
         placement.choose_step(expected_tokens(run.config.rollout, None), None)
         self._take_over()
         state = run.learner.first_state(placement.train.mesh)
-        state = placement.move_state(state, to_play=True)
+        state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
         self._evaluate(position, run.config.eval.games)

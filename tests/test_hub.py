@@ -16,6 +16,7 @@ import pytest
 from earl_jax.models.checkpoints.hub import find_folder
 from tests.support import ROOT
 from tests.support.references import REFERENCE
+from tests.support.runs import command
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NO_FOLDERS = ["nowhere", "/no/where", "a/b/c", "./a", "../a", "a/", "~/a", "/a"]
@@ -92,7 +93,7 @@ def test_what_is_no_name_is_a_missing_folder(path):
     ids=["unreachable", "offline"],
 )
 def test_a_hub_out_of_reach_ends_a_run_with_one_message(settings, reason, tmp_path):
-    line = [sys.executable, "-m", "earl_jax.main", "--config.model.path=some/model"]
+    line = command("main", "--config.model.path=some/model")
     done = subprocess.run(
         [*line, f"--workdir={tmp_path / 'run'}"],
         cwd=ROOT,
@@ -107,7 +108,6 @@ def test_a_hub_out_of_reach_ends_a_run_with_one_message(settings, reason, tmp_pa
 
 
 FIND = """
-import sys
 from earl_jax.models.checkpoints.hub import find_folder
 try:
     print(find_folder(sys.argv[1]))

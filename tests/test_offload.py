@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from earl_jax import loop
 from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step
+from earl_jax.placement.moves import move_state
 from earl_jax.run import build_run
 from earl_jax.selector.table import ThroughputTable
 from earl_jax.train.checkpoint import to_checkpoint
@@ -93,11 +95,11 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
     """In its third round, without a budget; the step is then the undisturbed one, bit for bit."""
     placement, engine = placed(world), world.stages.engines.engine(D8)
     position = first_position(world, placement)
-    move_state, plays = placement.move_state, engine._play
+    plays = engine._play
     offloaded, rounds = [], []
 
-    def moving(state, **settings):
-        moved = move_state(state, **settings)
+    def moving(*arguments, **settings):
+        moved = move_state(*arguments, **settings)
         offloaded.append(is_offloaded(moved))
         return moved
 
@@ -106,7 +108,7 @@ def test_rollout_short_of_memory_beside_the_moments_is_played_again_without_them
         enough = offloaded[-1] or len(rounds) < 3
         return (plays if enough else hungry(donated=1))(*arguments)
 
-    monkeypatch.setattr(placement, "move_state", moving)
+    monkeypatch.setattr(loop, "move_state", moving)
     monkeypatch.setattr(engine, "_play", play)
     position, record = rl_step(world, placement, position)
     # Two rounds and the failed one beside the moments; then from the first round again.

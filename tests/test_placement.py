@@ -19,6 +19,7 @@ from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
 from earl_jax.placement import placement as placement_module
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.updates import sft
 from earl_jax.rollout.load import expected_load, expected_tokens
@@ -383,14 +384,14 @@ def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(w
     )
     state = jax.device_put(state, world.learner.state_shardings(D8))
     expected = [leaf.tobytes() for leaf in jax.tree.leaves(on_host(state))]
-    assert placement.move_state(state) is state, "it is there already"
+    assert move_state(placement, state) is state, "it is there already"
     assert placement.take_log().switch_s == 0.0
     pairs = itertools.permutations(meshes, 2)
     for there in itertools.chain.from_iterable(pairs):
         if there == placement.train.mesh:
             continue
         with HostByteCounter() as counter:
-            state = train_on(placement, there).move_state(state)
+            state = move_state(train_on(placement, there), state)
         assert counter.num_bytes == 0 and placement.take_log().switch_s > 0
         shardings = world.learner.state_shardings(there)
         for leaf, where in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
@@ -416,7 +417,7 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
         return [shard.data.unsafe_buffer_pointer() for shard in shards]
 
     before = buffers(state)
-    moved = placement.move_state(state)
+    moved = move_state(placement, state)
     mesh = world.stages.layouts.train(there).mesh
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before

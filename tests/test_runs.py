@@ -160,7 +160,8 @@ def test_a_run_goes_on_where_rows_are_cut(uninterrupted, cache, tmp_path):
         assert left["dispatch_host_bytes"] == left["publish_host_bytes"] == 0
     pairs = zip(final_parameters(workdir, 10), final_parameters(uninterrupted, 10), strict=True)
     for left, right in pairs:
-        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+        # Adam divides small gradients by their own size, and so enlarges their rounding.
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=5e-5)
 
 
 def test_killed_at_any_moment_ends_the_same(uninterrupted, cache, tmp_path):
@@ -216,6 +217,7 @@ def test_a_run_that_guesses_tokens_goes_on_bit_for_bit(cache, tmp_path):
     """And says in its metrics what came of its guesses."""
     guessing = {
         "num_steps": 6,
+        "train.sft_updates": 6,
         "rollout.num_draft_tokens": 4,
         # One program of each kind.
         "rollout.context_buckets": "(48,)",

@@ -108,7 +108,9 @@ def test_where_the_cache_is_full_requests_wait_and_none_is_cut(cache):
         # A prompt that fills the whole context, and one token.
         assert ids_of(server.stub.Decode(request(prompt(3, 127), 1))) == expected(prompt(3, 127), 1)
         code, words = refusal(server.stub.Decode(request(prompt(3, 128), 1)))
-        assert code == Code.INVALID_ARGUMENT and words.endswith("there are 128: shorten the prompt")
+        assert code == Code.INVALID_ARGUMENT and words.endswith(
+            "this server has 128: shorten the prompt"
+        )
         assert server.stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
 
 

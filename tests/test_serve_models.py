@@ -133,7 +133,7 @@ def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
         assert ids_of(server.stub.Decode(request([x] * 40_000, 20))) == [x] * 20
         assert ids_of(server.stub.Decode(request("<", 50))) == saying()
         for prompt_tokens, count, words in (
-            (65_000, 5_001, "there are 70000: lower max_tokens to at most 5000"),
+            (65_000, 5_001, "this server has 70000: lower max_tokens to at most 5000"),
             (65_537, 1, "has 65537 tokens; this server takes at most 65536"),
         ):
             code, told = refusal(server.stub.Decode(request([x] * prompt_tokens, count)))

@@ -14,7 +14,8 @@ import pytest
 from earl_jax.config.file import make_config
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
-from earl_jax.placement import placement as placement_module
+from earl_jax.placement import moves
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.updates import update
 from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
@@ -190,8 +191,8 @@ def test_trainer_that_cannot_move_goes_to_another_mesh(world, monkeypatch):
         asked.append(jax.tree.leaves(shardings)[0].mesh)
         return (tree, False) if len(asked) == 1 else carry(tree, shardings, chunk_bytes, attempt)
 
-    monkeypatch.setattr(placement_module, "carry", short)
-    moved = placement.move_state(state)
+    monkeypatch.setattr(moves, "carry", short)
+    moved = move_state(placement, state)
     assert placement.train != first and len(placement.take_log().failures) == 1
     shardings = world.learner.state_shardings(placement.train.mesh)
     leaves = zip(expected, jax.tree.leaves(moved), jax.tree.leaves(shardings), strict=True)

@@ -6,10 +6,8 @@ The selector decides (selector/choose.py). Sessions of a rollout are in sessions
 """
 
 import dataclasses
-import functools
 import gc
 import math
-import time
 from collections.abc import Callable, Hashable
 from typing import Any, Literal, TypeVar
 
@@ -25,14 +23,9 @@ from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, 
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.table import ThroughputTable
-from earl_jax.sharding.carry import carry, is_placed
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.sharding.placing import absent_tree
-from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
-from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
-from earl_jax.train.state import TrainState
 
 Result = TypeVar("Result")
 # A plan whose computed bytes are nearer to the budget is compiled before it is used: they have been
@@ -422,55 +415,6 @@ class Placement:
             self.fail("rollout")
 
     # Moving.
-
-    @property
-    def chunk_bytes(self) -> int | None:
-        """Bytes that a device holds of a move under way; None: all of it at once."""
-        return self.stages.chunk_bytes
-
-    def move_state(self, state: TrainState, *, to_play: bool = False) -> TrainState:
-        """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
-
-        Where memory is too short for that, even piece by piece, the state goes to another mesh.
-        With `to_play` the moments then go to host memory, if the rollout's plan offloads them.
-
-        Raises:
-            BudgetTooSmall: no mesh is left.
-        """
-        offload = to_play and self.rollout.offload
-        where = self.stages.learner.state_shardings(self.train.mesh)
-        if offload and is_offloaded(state) and is_placed(state.params, where.params):
-            return state
-        state = self._to_mesh(load_moments(state))
-        return offload_moments(state) if offload else state
-
-    def _to_mesh(self, state: TrainState) -> TrainState:
-        stages = self.stages
-        while True:
-            shardings = stages.learner.state_shardings(self.train.mesh)
-            if not stages.cluster.trains:
-                return absent_tree(stages.learner.state_shapes(), shardings)
-            if is_placed(state, shardings):
-                return state
-            start = time.perf_counter()
-            if stages.cluster.count > 1:
-                again = functools.partial(self._to_mesh_together, state, shardings)
-                moved, whole = self.attempt("train", again), True
-                assert moved is not None, "of several processes one that is short ends"
-                state = moved
-            else:
-                attempt = functools.partial(self.attempt, None)
-                state, whole = carry(state, shardings, self.chunk_bytes, attempt)
-            self.log.switch_s += time.perf_counter() - start
-            if whole:
-                return state
-            self.fail("train")
-            self.choose_training_again()
-
-    def _to_mesh_together(self, state: TrainState, shardings: Any) -> TrainState:
-        state = reshard(state, shardings, chunk_bytes=self.chunk_bytes, donate=True)
-        self.stages.cluster.wait(state, "the switch of the trainer")
-        return state
 
     def foresee(self, max_tokens: int) -> Plans:
         """Returns the plans that longer contexts would have; those in use where nothing fits."""

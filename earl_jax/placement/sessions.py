@@ -55,7 +55,7 @@ class Sessions:
             engine.parameter_shapes,
             engine.parameter_shardings,
             stages.layouts.rollout(plan.mesh),
-            chunk_bytes=self._placement.chunk_bytes,
+            chunk_bytes=self._stages.chunk_bytes,
         )
         stages.cluster.wait(published.params, "new weights")
         if not stages.cluster.plays:
@@ -198,7 +198,7 @@ class Sessions:
             engine,
             max(self._placement.max_tokens, session.max_tokens),
             pool,
-            chunk_bytes=self._placement.chunk_bytes,
+            chunk_bytes=self._stages.chunk_bytes,
         )
         jax.block_until_ready((moved.policy.params, moved.state))
         if engine is not session.engine:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import update_key
 from earl_jax.sharding.reshard import reshard
@@ -88,7 +89,7 @@ def update(
             return done[0], batch, done[1]
         state = placement.backup.restore(state)
         placement.choose_training_again()
-        state = placement.move_state(state)
+        state = move_state(placement, state)
         layout = placement.stages.layouts.train(placement.train.mesh)
         rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
         batch = reshard(batch, rows)

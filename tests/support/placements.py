@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from earl_jax.config.file import make_config
 from earl_jax.engine.session import Session
 from earl_jax.loop import Position, StepRecord, rl_step
+from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
 from earl_jax.run import Run, build_run
 from earl_jax.selector.problem import Problem
@@ -158,7 +159,7 @@ def history_of(*longest: int) -> LoadHistory:
 def first_position(world: Run, placement: Placement) -> Position:
     """Returns where a run begins, with random weights on the training mesh in use."""
     state = world.learner.first_state(placement.train.mesh)
-    state = placement.move_state(state, to_play=True)
+    state = move_state(placement, state, to_play=True)
     return Position(step=0, state=state, history=LoadHistory())
 
 

@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Moves of the trainer's state to the training mesh in use, and of its moments to host memory."""
+
+import functools
+import time
+from typing import Any
+
+from earl_jax.placement.placement import Placement
+from earl_jax.sharding.carry import carry, is_placed
+from earl_jax.sharding.placing import absent_tree
+from earl_jax.sharding.reshard import reshard
+from earl_jax.train.offload import is_offloaded, load_moments, offload_moments
+from earl_jax.train.state import TrainState
+
+
+def move_state(placement: Placement, state: TrainState, *, to_play: bool = False) -> TrainState:
+    """Moves parameters and optimizer state to the training mesh in use; gives `state` up.
+
+    Where memory is too short for that, even piece by piece, the state goes to another mesh. With
+    `to_play` the moments then go to host memory, if the rollout's plan offloads them.
+
+    Raises:
+        BudgetTooSmall: no mesh is left.
+    """
+    offload = to_play and placement.rollout.offload
+    where = placement.stages.learner.state_shardings(placement.train.mesh)
+    if offload and is_offloaded(state) and is_placed(state.params, where.params):
+        return state
+    state = _to_mesh(placement, load_moments(state))
+    return offload_moments(state) if offload else state
+
+
+def _to_mesh(placement: Placement, state: TrainState) -> TrainState:
+    stages = placement.stages
+    while True:
+        shardings = stages.learner.state_shardings(placement.train.mesh)
+        if not stages.cluster.trains:
+            return absent_tree(stages.learner.state_shapes(), shardings)
+        if is_placed(state, shardings):
+            return state
+        start = time.perf_counter()
+        if stages.cluster.count > 1:
+            again = functools.partial(_to_mesh_together, placement, state, shardings)
+            moved, whole = placement.attempt("train", again), True
+            assert moved is not None, "of several processes one that is short ends"
+            state = moved
+        else:
+            attempt = functools.partial(placement.attempt, None)
+            state, whole = carry(state, shardings, stages.chunk_bytes, attempt)
+        placement.log.switch_s += time.perf_counter() - start
+        if whole:
+            return state
+        placement.fail("train")
+        placement.choose_training_again()
+
+
+def _to_mesh_together(placement: Placement, state: TrainState, shardings: Any) -> TrainState:
+    stages = placement.stages
+    state = reshard(state, shardings, chunk_bytes=stages.chunk_bytes, donate=True)
+    stages.cluster.wait(state, "the switch of the trainer")
+    return state
