@@ -108,6 +108,7 @@ def test_a_hub_out_of_reach_ends_a_run_with_one_message(settings, reason, tmp_pa
 
 
 FIND = """
+import sys
 from earl_jax.models.checkpoints.hub import find_folder
 try:
     print(find_folder(sys.argv[1]))
