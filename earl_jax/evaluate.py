@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.launch.start import exit_status, start_jax
+from earl_jax.settings.errors import InputError
 
 _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
@@ -43,7 +44,7 @@ def evaluate_command(arguments: Sequence[str]) -> None:
     config = read_workdir_config(flags.workdir)
     games = config.eval.final_games if flags.games is None else flags.games
     if games < 1:
-        raise ValueError(f"--games={games}; it must be at least 1")
+        raise InputError(f"--games={games}; it must be at least 1")
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 

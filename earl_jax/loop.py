@@ -29,6 +29,7 @@ from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
 from earl_jax.selector.plans import RolloutPlan
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
@@ -214,7 +215,7 @@ def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
     with HostByteCounter() as counter, jax.transfer_guard_device_to_host(guard):
         yield counter
     if config.forbid_host_bytes is not False and counter.num_bytes:
-        raise ValueError(
+        raise InputError(
             f"{counter.num_bytes} bytes of experience or weights came through the host, and "
             f"config.dispatch.forbid_host_bytes is {config.forbid_host_bytes!r}; set it to False "
             "to have them counted only"

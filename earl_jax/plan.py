@@ -11,6 +11,7 @@ from pathlib import Path
 
 from earl_jax.config.file import PLANNED_CONFIG
 from earl_jax.launch.start import exit_status
+from earl_jax.settings.errors import InputError
 
 _HELP = """\
 Prints the meshes that a run would choose for both of its stages as contexts grow, on hardware that
@@ -89,11 +90,11 @@ def plan_command(arguments: Sequence[str]) -> None:
     if hardware.platform != "cpu":
         contexts += [c for c in _contexts(DEFAULT_CONTEXTS) if c > contexts[-1]]
     if flags.vocab_size is not None and flags.vocab_size < 1:
-        raise ValueError(f"--vocab_size={flags.vocab_size}; give a number of at least 1")
+        raise InputError(f"--vocab_size={flags.vocab_size}; give a number of at least 1")
     budget = config.selector.budget_bytes_per_device or hardware.usable_bytes
     if flags.hbm_gib is not None:
         if not 0 < flags.hbm_gib < math.inf:
-            raise ValueError(f"--hbm_gib={flags.hbm_gib}; give GiB of a device's memory, above 0")
+            raise InputError(f"--hbm_gib={flags.hbm_gib}; give GiB of a device's memory, above 0")
         budget = int(flags.hbm_gib * 2**30)
     model, vocab_size = find_model(config, flags.vocab_size)
     problem = planned_problem(config, model, vocab_size, hardware, budget)
@@ -121,7 +122,7 @@ def _contexts(text: str) -> list[int]:
     parts = text.split(",") if text else []
     contexts = [int(part) for part in parts if part.isascii() and part.isdigit()]
     if len(contexts) < len(parts) or contexts != sorted(set(contexts)) or 0 in contexts:
-        raise ValueError(
+        raise InputError(
             f"--contexts={text}: give rising numbers of tokens, separated by commas, as in "
             "--contexts=1024,8192,32768"
         )

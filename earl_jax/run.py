@@ -29,6 +29,7 @@ from earl_jax.rollout.tasks import Tasks
 from earl_jax.selector.memory import device_budget
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.train.learner import Learner
 from earl_jax.train.offload import has_host_memory
 
@@ -158,20 +159,20 @@ def build_run(config: Config, tokenizer_folder: Path | None = None) -> Run:
 def _check_origin(config: Config, origin: Origin) -> None:
     """Raises ValueError where a setting does not fit the model of the run."""
     if config.train.balance_coefficient and not origin.model.num_experts:
-        raise ValueError(
+        raise InputError(
             f"config.train.balance_coefficient is {config.train.balance_coefficient}, but the "
             f"model of config.model.path ({config.model.path!r}) has no experts; remove it"
         )
     unknown = [i for i in config.rollout.stop_token_ids if i >= origin.vocab_size]
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"config.rollout.stop_token_ids holds {unknown[0]}; ids go from 0 to "
             f"{origin.vocab_size - 1}"
         )
     most = config.rollout.max_episode_tokens
     # An episode of several samples may come to more than the model reads at once.
     if most > origin.max_context and config.chat.history == "append":
-        raise ValueError(
+        raise InputError(
             f"config.rollout.max_episode_tokens is {most}, and the model of config.model.path "
             f"({config.model.path!r}) is made for {origin.max_context} (max_position_embeddings); "
             "lower it, or leave it at 0: episodes then end where the model does"
@@ -244,7 +245,7 @@ def _choice_branches(config: Config, played: Played, renderer: ChatRenderer) -> 
     replies = Conversation(renderer).choices(choices)
     longest = max(map(len, replies))
     if longest > most:
-        raise ValueError(
+        raise InputError(
             f"a choice of config.env.name {config.env.name!r} takes {longest} tokens with its end "
             f"of turn; config.rollout.max_turn_tokens is {most}: raise it"
         )

@@ -15,6 +15,7 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement
 from earl_jax.run import Run, build_run
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, copy_to_save, from_checkpoint
 from earl_jax.train.export import keep_exports
@@ -78,7 +79,7 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
     """
     folder = workdir / "checkpoints"
     if not folder.is_dir():
-        raise ValueError(f"{workdir} holds no checkpoint yet: there is no {folder}")
+        raise InputError(f"{workdir} holds no checkpoint yet: there is no {folder}")
     run = build_run(config, workdir / "tokenizer")
     checkpoints = Checkpoints(folder, keep=config.checkpoint.keep)
     for step in checkpoints.steps():
@@ -89,7 +90,7 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
             continue
         checkpoints.close()
         return run, position, placement
-    raise ValueError(f"{folder} holds no checkpoint that can be read")
+    raise InputError(f"{folder} holds no checkpoint that can be read")
 
 
 def resume(
@@ -184,7 +185,7 @@ def _with_base(
         return dataclasses.replace(state, base=base)
     if base is not None and int(fingerprint(base)) != saved["base_fingerprint"]:
         path = run.config.model.path
-        raise ValueError(
+        raise InputError(
             f"the weights in config.model.path ({path}) are not those that this run's adapters "
             "were trained on; put these back, or name another --workdir"
             if path

@@ -25,6 +25,7 @@ from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
+from earl_jax.settings.errors import InputError
 
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]
@@ -68,7 +69,7 @@ def load_config_file(path: str | Path) -> ConfigDict:
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3)
-        raise ValueError(
+        raise InputError(
             f"--config={path}: no such file"
             + (f"; did you mean {', '.join(near)}?" if near else "")
         )
@@ -79,9 +80,9 @@ def load_config_file(path: str | Path) -> ConfigDict:
         spec.loader.exec_module(module)
         given = module.get_config()
     except Exception as error:  # noqa: BLE001 - whatever a user's file raises is a user's mistake
-        raise ValueError(f"--config={path}: {type(error).__name__}: {error}") from error
+        raise InputError(f"--config={path}: {type(error).__name__}: {error}") from error
     if not isinstance(given, ConfigDict):
-        raise ValueError(f"--config={path}: get_config() must return an ml_collections.ConfigDict")
+        raise InputError(f"--config={path}: get_config() must return an ml_collections.ConfigDict")
     return given
 
 
@@ -89,11 +90,11 @@ def read_workdir_config(workdir: Path) -> Config:
     """Returns the config of the run in a workdir. Raises ValueError where there is none."""
     path = workdir / "config.json"
     if not path.is_file():
-        raise ValueError(f"--workdir={workdir} holds no run: there is no {path}")
+        raise InputError(f"--workdir={workdir} holds no run: there is no {path}")
     try:
         given = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {error}") from error
     return make_config(given)
 
 
@@ -117,11 +118,11 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
-            raise ValueError(f"--config.{override}: write it as --config.{path}=VALUE")
+            raise InputError(f"--config.{override}: write it as --config.{path}=VALUE")
         _set(values, path.split("."), _parse(text), path)
     for path in required:
         if path not in (override.partition("=")[0] for override in overrides):
-            raise ValueError(
+            raise InputError(
                 f"config.{path} is left open by this config; give it: --config.{path}=VALUE"
             )
     if isinstance(values.get("model"), Mapping):
@@ -158,7 +159,7 @@ def _set(values: dict[str, Any], names: list[str], value: Any, path: str) -> Non
     for name in names[:-1]:
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise ValueError(f"config.{path}: {name} is a value, not a section")
+            raise InputError(f"config.{path}: {name} is a value, not a section")
     values[names[-1]] = value
 
 
@@ -178,12 +179,12 @@ def _build(cls: type, values: Any, path: str) -> Any:
 def _build_fields(cls: type, values: Any, path: str) -> dict[str, Any]:
     """Returns the values, checked and converted to the types of the fields of `cls`."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{path} is {values!r}; it is a section: set its fields, {path}.NAME")
+        raise InputError(f"{path} is {values!r}; it is a section: set its fields, {path}.NAME")
     types = typing.get_type_hints(cls)
     fields = {field.name for field in dataclasses.fields(cls)}
     for key in values:
         if key not in fields:
-            raise ValueError(_unknown_key(cls, key, path, fields))
+            raise InputError(_unknown_key(cls, key, path, fields))
     return {
         key: _build(types[key], value, f"{path}.{key}")
         if dataclasses.is_dataclass(types[key])
@@ -227,16 +228,16 @@ def _typed(kind: Any, value: Any, path: str) -> Any:
         return arguments[arguments.index(value)]
     if origin is Mapping:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
+            raise InputError(f"{path} is {value!r}; name its entries: {path}.NAME=VALUE")
         return dict(value)
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise ValueError(f"{path} is {value!r}; give a list, such as (1, 2)")
+            raise InputError(f"{path} is {value!r}; give a list, such as (1, 2)")
         return tuple(_typed(arguments[0], entry, path) for entry in value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ValueError(
+        raise InputError(
             f"{path} is {value!r}, a {type(value).__name__}; it must be of type {kind.__name__}"
         )
     return value

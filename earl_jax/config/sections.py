@@ -25,6 +25,7 @@ from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
+from earl_jax.settings.errors import InputError
 from earl_jax.train.config import TrainConfig
 
 CORPUS_EPISODES = 300
@@ -47,11 +48,11 @@ class DevicesConfig:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.devices")
         if self.num_cpu_devices < 1:
-            raise ValueError(
+            raise InputError(
                 f"config.devices.num_cpu_devices is {self.num_cpu_devices}; it must be at least 1"
             )
         if self.num_rollout < 0:
-            raise ValueError(
+            raise InputError(
                 f"config.devices.num_rollout is {self.num_rollout}; it must be at least 0 (0: all "
                 "devices play and train)"
             )
@@ -75,7 +76,7 @@ class DispatchConfig:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.dispatch")
         if self.chunk_bytes < 0:
-            raise ValueError(
+            raise InputError(
                 f"config.dispatch.chunk_bytes is {self.chunk_bytes}; give bytes, or 0 for no bound"
             )
 
@@ -99,7 +100,7 @@ class CheckpointConfig:
         """Raises ValueError naming the field that breaks a rule."""
         check_choices(self, "config.checkpoint")
         if self.every_steps < 1 or self.keep < 2:
-            raise ValueError(
+            raise InputError(
                 f"config.checkpoint.every_steps is {self.every_steps} and config.checkpoint.keep "
                 f"is {self.keep}; at least 1 and 2: the one before the newest is the spare"
             )
@@ -131,11 +132,11 @@ class EvalConfig:
         """Raises ValueError naming the field that breaks a rule."""
         for field in ("games", "final_games"):
             if getattr(self, field) < 1:
-                raise ValueError(
+                raise InputError(
                     f"config.eval.{field} is {getattr(self, field)}; it must be at least 1"
                 )
         if self.every_steps < 1:
-            raise ValueError(
+            raise InputError(
                 f"config.eval.every_steps is {self.every_steps}; it must be at least 1"
             )
         self.sampling.validate("config.eval.")
@@ -152,7 +153,7 @@ class LogConfig:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule."""
         if self.trajectories_every_steps < 1 or self.report_every_steps < 1:
-            raise ValueError(
+            raise InputError(
                 "config.log.trajectories_every_steps and config.log.report_every_steps must be at "
                 f"least 1; they are {self.trajectories_every_steps} and {self.report_every_steps}"
             )
@@ -187,16 +188,16 @@ class Config:
     def validate(self) -> None:
         """Raises ValueError naming the field that breaks a rule, or has no effect in this run."""
         if self.num_steps < 1:
-            raise ValueError(f"config.num_steps is {self.num_steps}; it must be at least 1")
+            raise InputError(f"config.num_steps is {self.num_steps}; it must be at least 1")
         if not 0 <= self.seed < 2**31:
-            raise ValueError(f"config.seed is {self.seed}; it must lie in [0, 2**31)")
+            raise InputError(f"config.seed is {self.seed}; it must lie in [0, 2**31)")
         for section in dataclasses.fields(self):
             value = getattr(self, section.name)
             if dataclasses.is_dataclass(value) and section.name != "algorithm_args":
                 typing.cast(Any, value).validate()
         per_update = self.rollout.episodes_per_step
         if per_update % self.train.micro_batches:
-            raise ValueError(
+            raise InputError(
                 f"config.train.micro_batches is {self.train.micro_batches}, which does not divide "
                 f"config.rollout.episodes_per_step ({per_update})"
             )
@@ -207,7 +208,7 @@ class Config:
             try:
                 family_of(self.model)
             except ValueError as error:
-                raise ValueError(
+                raise InputError(
                     f"config.checkpoint.export is True with no config.model.path, and {error}"
                 ) from error
         _check_effects(self)
@@ -221,14 +222,14 @@ class Config:
         algorithm = find_algorithm(self.algorithm)
         kind = type(algorithm.settings)
         if not isinstance(self.algorithm_args, kind):
-            raise ValueError(
+            raise InputError(
                 f"config.algorithm_args is {self.algorithm_args!r}; for config.algorithm = "
                 f"{self.algorithm!r} it must be of type {kind.__name__}"
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
         if self.rollout.group_size < algorithm.min_group_size:
-            raise ValueError(
+            raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
                 f"{self.rollout.group_size}; it compares the episodes of a group: set "
                 f"config.rollout.group_size to {algorithm.min_group_size} or more"
@@ -255,14 +256,14 @@ class Config:
         played = self.open_environment()
         environment = played.make(**played.first_args)
         if self.train.sft_steps and not isinstance(environment, OffersExamples):
-            raise ValueError(
+            raise InputError(
                 f"config.train.sft_steps is {self.train.sft_steps}, and config.env.name "
                 f"{self.env.name!r} offers no examples to learn from (a method example_reply); set "
                 "it to 0"
             )
         chooses = isinstance(environment, Chooses) and len(environment.all_choices()) > 0
         if chooses and self.train.ratio == "behaviour":
-            raise ValueError(
+            raise InputError(
                 f"config.env.name {self.env.name!r} limits replies to choices (mask_illegal) with "
                 "config.train.ratio 'behaviour'; the trainer scores under all tokens, so what is "
                 "not allowed would look like a change of the policy: set config.train.ratio to "
@@ -277,7 +278,7 @@ class Config:
         for field in ("top_k", "top_p", "min_p"):
             value = getattr(rollout, field)
             if value != getattr(Sampling, field):
-                raise ValueError(
+                raise InputError(
                     f"config.rollout.{field} is {value} with config.train.ratio 'behaviour'; the "
                     "trainer scores under all tokens, so what is cut off would look like a change "
                     "of the policy: set config.train.ratio to 'model'"
@@ -319,7 +320,7 @@ def _check_effects(config: Config) -> None:
     ):
         given = _get(config, path)
         if is_idle and given != _get(defaults, path):
-            raise ValueError(
+            raise InputError(
                 f"config.{path} = {given!r} has no effect in this run, because {reason}; "
                 "remove it, or change the other"
             )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.engine.sampling import SamplingRows, sample
+from earl_jax.settings.errors import InputError
 
 # The node of an unrestricted turn; and the parent of an unused branch.
 FREE = -1
@@ -68,7 +69,7 @@ def check_choices(replies: tuple[tuple[int, ...], ...], most: int) -> None:
     """Raises ValueError unless the tree of these replies has at most so many branches."""
     branches = len(choice_tree(replies)[0])
     if branches > most:
-        raise ValueError(
+        raise InputError(
             f"the replies that the environment allows make a tree of {branches} branches; the "
             f"engine takes {most} (SlotRules.choice_branches)"
         )
@@ -78,12 +79,12 @@ def check_allowed(token_ids: tuple[int, ...], most: int, vocab_size: int) -> Non
     """Raises ValueError unless these are ids, and at most so many of them."""
     strange = [token for token in token_ids if not 0 <= token < vocab_size]
     if strange:
-        raise ValueError(
+        raise InputError(
             f"the environment's allowed_token_ids hold {strange[0]}; ids go from 0 to "
             f"{vocab_size - 1}"
         )
     if len(token_ids) > most:
-        raise ValueError(
+        raise InputError(
             f"the environment's allowed_token_ids are {len(token_ids)} with the end of turn; the "
             f"engine takes {most} (SlotRules.choice_branches)"
         )

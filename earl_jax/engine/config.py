@@ -7,6 +7,7 @@ import math
 from typing import Literal, NamedTuple
 
 from earl_jax.models.config import ModelConfig
+from earl_jax.settings.errors import InputError
 
 # Stop ids that a slot holds on the devices.
 MAX_STOP_IDS = 8
@@ -32,19 +33,19 @@ class Sampling:
     def validate(self, where: str) -> None:
         """Raises ValueError naming the field, after `where`, that breaks a rule."""
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"{where}temperature is {self.temperature}; it must be finite and at least 0 "
                 "(0 takes the likeliest token)"
             )
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"{where}top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
+            raise InputError(f"{where}top_k is {self.top_k}; it must be at least 0 (0: all tokens)")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"{where}top_p is {self.top_p}; it must lie in (0, 1] (1: all tokens)")
+            raise InputError(f"{where}top_p is {self.top_p}; it must lie in (0, 1] (1: all tokens)")
         if not 0 <= self.min_p <= 1:
-            raise ValueError(f"{where}min_p is {self.min_p}; it must lie in [0, 1] (0: all tokens)")
+            raise InputError(f"{where}min_p is {self.min_p}; it must lie in [0, 1] (0: all tokens)")
         cuts = (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
         if self.temperature == 0 and cuts:
-            raise ValueError(
+            raise InputError(
                 f"{where}temperature is 0, which takes the likeliest token: {where}top_k, "
                 f"{where}top_p and {where}min_p have no effect beside it; remove them"
             )

@@ -34,6 +34,7 @@ from earl_jax.engine.row_copies import RowCopies
 from earl_jax.models.kv_cache import PagedCache, place_pages
 from earl_jax.models.parameters import Params, parameter_shardings
 from earl_jax.models.quantization import engine_shapes, engine_specs
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout
 from earl_jax.sharding.placing import placed_shapes
 from earl_jax.sharding.reshard import reshard
@@ -319,7 +320,7 @@ def _check_divides(config: EngineConfig, layout: Layout) -> None:
         ("config.rollout.page_size", config.page_size, context),
     ):
         if number % divisor:
-            raise ValueError(
+            raise InputError(
                 f"{name} is {number}, which does not divide over {layout}; choose a multiple of "
                 f"{divisor}"
             )

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from earl_jax.settings.errors import InputError
+
 # In `PageTable.regroup`: the source of a page that is a copy of none.
 NO_SOURCE = -1
 
@@ -205,7 +207,7 @@ class PageTable:
         """
         assert not self._pinned, "pages are regrouped between two rounds"
         if pool.pages < self.least_pages(pool.shards):
-            raise ValueError(
+            raise InputError(
                 f"{pool.pages} pages in each of {pool.shards} row shards do not hold the live "
                 f"episodes, which need {self.least_pages(pool.shards)}"
             )

@@ -19,6 +19,7 @@ import pyspiel
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.games import load_game
 from earl_jax.settings.choices import check_choice
+from earl_jax.settings.errors import InputError
 
 ROLES = ("x", "o")
 # What the policy reads when the rules give it another turn before the opponent's (dots_and_boxes).
@@ -61,9 +62,9 @@ class BoardGame:
         self._game = load_game(game)
         check_choice(opponent, ("random", "mcts"), "opponent")
         if mcts_simulations < 1:
-            raise ValueError(f"mcts_simulations is {mcts_simulations}; it must be at least 1")
+            raise InputError(f"mcts_simulations is {mcts_simulations}; it must be at least 1")
         if opponent != "mcts" and mcts_simulations != _MCTS_SIMULATIONS:
-            raise ValueError(
+            raise InputError(
                 f"mcts_simulations is {mcts_simulations} but has no effect with opponent "
                 f"{opponent!r}; set opponent to 'mcts' or leave it out"
             )
@@ -182,8 +183,8 @@ class BoardGame:
 def check_illegal_reward(illegal_reward: float, mask_illegal: bool) -> None:
     """Raises ValueError for a reward that is not finite, or that nothing can earn."""
     if not math.isfinite(illegal_reward):
-        raise ValueError(f"illegal_reward is {illegal_reward}; it must be finite")
+        raise InputError(f"illegal_reward is {illegal_reward}; it must be finite")
     if mask_illegal and illegal_reward != -1.0:
-        raise ValueError(
+        raise InputError(
             f"illegal_reward is {illegal_reward} but has no effect with mask_illegal; leave it out"
         )

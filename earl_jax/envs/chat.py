@@ -22,6 +22,7 @@ from earl_jax.envs.chat_template import (
     messages_of,
 )
 from earl_jax.envs.text_codec import TextCodec
+from earl_jax.settings.errors import InputError
 
 _logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class ChatRenderer:
         place = Place.of(messages_of(content), opening=opening.place)
         frame, shown = self._template.frame(place), self._shown_at(place, content)
         if not opening.texts and min(frame.slots, default=0) < 0:
-            raise ValueError(
+            raise InputError(
                 "the chat template says again how the conversation began; give `answer` its opening"
             )
         texts = frame.filled(shown, opening.texts)
@@ -210,7 +211,7 @@ class ChatRenderer:
         texts = [message.text for message in messages_of(content)]
         for text in texts:
             if not isinstance(text, str):
-                raise ValueError(f"a message must be a str; got a {type(text).__name__}")
+                raise InputError(f"a message must be a str; got a {type(text).__name__}")
         return tuple(self._template.shown(place, i, text) for i, text in enumerate(texts))
 
     def _around_at(self, place: Place) -> tuple[_Part, ...]:
@@ -239,14 +240,14 @@ class ChatRenderer:
         """Raises ValueError for a tokenizer that does not preserve text, see the class."""
         decoded = self.decode(probe.ids)
         if self.kept(decoded) != self.kept(probe.text):
-            raise ValueError(
+            raise InputError(
                 f"the tokenizer makes {decoded!r} of {probe.text!r}; it must keep text as it is, "
                 "but that it may compose characters (NFC) and take U+2581 for a blank: otherwise "
                 "the policy reads another text than the environment's. See normalizer, "
                 "pre_tokenizer and decoder in tokenizer.json"
             )
         if self._codec.encode_control(probe.text) != probe.ids:
-            raise ValueError(
+            raise InputError(
                 f"the tokenizer gives {probe.text!r} other ids as a whole than in parts, and a "
                 "conversation is encoded in parts: its control tokens strip blanks beside them, or "
                 "are not found everywhere (see lstrip, rstrip, single_word and normalized of "
@@ -283,10 +284,10 @@ def _check_utf8(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"a message cannot be encoded as UTF-8: {error}") from error
+        raise InputError(f"a message cannot be encoded as UTF-8: {error}") from error
 
 
 def _one_id(value: object) -> int:
     if not isinstance(value, int):
-        raise ValueError(f"a special token must have one id; the tokenizer gives {value!r}")
+        raise InputError(f"a special token must have one id; the tokenizer gives {value!r}")
     return value

@@ -19,6 +19,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from earl_jax.envs.environment import Message
+from earl_jax.settings.errors import InputError
 
 # Stand-ins for texts. A template that contains them itself is refused by the checks below.
 _REPLY = "earl-reply"
@@ -41,7 +42,7 @@ def messages_of(content: Content) -> tuple[Message, ...]:
     if isinstance(content, str):
         return (Message(role="user", text=content),)
     if not isinstance(content, Sequence) or not all(isinstance(m, Message) for m in content):
-        raise ValueError(f"a message must be a str or Messages; got a {type(content).__name__}")
+        raise InputError(f"a message must be a str or Messages; got a {type(content).__name__}")
     return tuple(content)
 
 
@@ -97,7 +98,7 @@ class Frame:
         return [texts[slot] if slot >= 0 else opening[slot] for slot in self.slots]
 
 
-class TemplateRefusal(ValueError):
+class TemplateRefusal(InputError):
     """Raised where the template does not accept these messages in this order."""
 
 
@@ -116,12 +117,12 @@ class ChatTemplate:
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ):
         if not tokenizer.chat_template:
-            raise ValueError("the tokenizer needs a chat template")
+            raise InputError("the tokenizer needs a chat template")
         for name in arguments:
             if name in _OURS or not re.search(
                 rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)
             ):
-                raise ValueError(
+                raise InputError(
                     f"config.chat.template_arguments has {name!r}, which the chat template does "
                     "not read, or which a config cannot set; remove it"
                 )
@@ -139,7 +140,7 @@ class ChatTemplate:
         """
         shown = text if self.is_verbatim(place, index) else self._cut(place, index, text)
         if shown is None:
-            raise ValueError(
+            raise InputError(
                 f"the chat template writes something else around the text {text!r:.80} than around "
                 "any other; the environment must write it differently"
             )
@@ -174,7 +175,7 @@ class ChatTemplate:
         opened = _fill(opening.kinds, "earl-opening")
         begun = self._write(opened, opening.tools)
         if opening.tools != "[]" and begun == self._write(opened, "[]"):
-            raise ValueError("the chat template has no place for tools, and there are some")
+            raise InputError("the chat template has no place for tools, and there are some")
         reasoned = f"<think>\n{_REASON}\n</think>\n\n{_REPLY}"
         for reply, kept, reason in (
             (_REPLY, _REPLY, "moves what it wrote at the beginning"),
@@ -195,7 +196,7 @@ class ChatTemplate:
         _, found, behind = written.partition(_REPLY)
         ends = [token for token in self._control if behind.startswith(token)]
         if not found or not ends:
-            raise ValueError(
+            raise InputError(
                 "the chat template does not end a policy turn with a control token of the "
                 f"tokenizer: {written!r}"
             )
@@ -206,7 +207,7 @@ class ChatTemplate:
         for text in (place.tools, *(k.call_id for k in (*place.kinds, *(place.opening or ())))):
             for token in (*self._control, "earl-message", "earl-opening", _REPLY):
                 if token in text:
-                    raise ValueError(
+                    raise InputError(
                         f"descriptions of tools and ids of calls must not contain {token!r}, which "
                         f"means something of its own; got {text!r:.200}"
                     )
@@ -216,7 +217,7 @@ class ChatTemplate:
         frame = _split(written, stand_ins, opened)
         content = [slot for slot in frame.slots if slot >= 0]
         if content != list(range(len(stand_ins))) or _REPLY in written:
-            raise ValueError(f"the chat template must contain a message once: {written!r}")
+            raise InputError(f"the chat template must contain a message once: {written!r}")
         return frame
 
     def _is_verbatim(self, place: Place, index: int) -> bool:
@@ -242,7 +243,7 @@ class ChatTemplate:
         written = self._write([*opened, replies, *messages], place.tools)
         _, found, behind = written.partition(_REPLY)
         if not found or not behind.startswith(self.end):
-            raise ValueError(
+            raise InputError(
                 f"the chat template does not end a policy turn with {self.end!r}: {written!r}"
             )
         return behind.removeprefix(self.end)

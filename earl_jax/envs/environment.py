@@ -10,6 +10,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from earl_jax.settings.errors import InputError
+
 # Why an episode ended that its environment did not end; an environment has words of its own.
 TURN_TOO_LONG = "turn_too_long"
 EPISODE_TOO_LONG = "episode_too_long"
@@ -141,7 +143,7 @@ def check_start(result: object) -> Start:
     _check_allowed("Start", result)
     _check_metrics("Start", result)
     if not result.text and not result.messages:
-        raise ValueError("Start.text is empty; the policy needs a first message")
+        raise InputError("Start.text is empty; the policy needs a first message")
     if not isinstance(result.tools, tuple):
         raise TypeError(f"Start.tools must be a tuple; got {_brief(result.tools)}")
     for tool in result.tools:
@@ -166,9 +168,9 @@ def check_step(result: object) -> StepResult:
     if isinstance(result.reward, bool) or not isinstance(result.reward, numbers.Real):
         raise TypeError(f"StepResult.reward must be a number; got {_brief(result.reward)}")
     if not math.isfinite(result.reward):
-        raise ValueError(f"StepResult.reward must be finite; got {result.reward}")
+        raise InputError(f"StepResult.reward must be finite; got {result.reward}")
     if result.done != bool(result.stop_reason):
-        raise ValueError(
+        raise InputError(
             f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "
             f"stop_reason={_brief(result.stop_reason)}"
         )
@@ -177,7 +179,7 @@ def check_step(result: object) -> StepResult:
     _check_metrics("StepResult", result)
     content = (result.text, result.messages, result.choices, result.allowed_token_ids)
     if result.done and any(content):
-        raise ValueError(
+        raise InputError(
             "StepResult.text, messages, choices and allowed_token_ids must be empty when done, "
             f"nobody reads them; got {_brief(result.text)}, {len(result.messages)} messages, "
             f"{len(result.choices)} choices and {len(result.allowed_token_ids)} tokens"
@@ -189,7 +191,7 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
     if not isinstance(result.messages, tuple):
         raise TypeError(f"{name}.messages must be a tuple; got {_brief(result.messages)}")
     if result.messages and result.text:
-        raise ValueError(
+        raise InputError(
             f"{name} has both a text and messages; say it as one: {_brief(result.text)}"
         )
     for message in result.messages:
@@ -198,7 +200,7 @@ def _check_messages(name: str, result: Start | StepResult) -> None:
         _check_text("Message.text", message.text)
         _check_text("Message.call_id", message.call_id)
         if message.role not in ROLES:
-            raise ValueError(
+            raise InputError(
                 f"Message.role is {_brief(message.role)}; it must be one of {', '.join(ROLES)}"
             )
 
@@ -214,7 +216,7 @@ def _check_allowed(name: str, result: Start | StepResult) -> None:
         if isinstance(token, bool) or not isinstance(token, numbers.Integral):
             raise TypeError(f"{name}.allowed_token_ids must hold int; got {_brief(token)}")
     if result.choices and result.allowed_token_ids:
-        raise ValueError(
+        raise InputError(
             f"{name} has both choices and allowed_token_ids, which each say what the reply may be; "
             "give one of them"
         )
@@ -226,7 +228,7 @@ def _check_metrics(name: str, result: Start | StepResult) -> None:
     for key, value in result.metrics.items():
         _check_text(f"a name in {name}.metrics", key)
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise ValueError(f"{name}.metrics[{key!r}] must be a number; got {_brief(value)}")
+            raise InputError(f"{name}.metrics[{key!r}] must be a number; got {_brief(value)}")
 
 
 def _check_text(field: str, value: object) -> None:

@@ -7,6 +7,8 @@ import functools
 
 import pyspiel
 
+from earl_jax.settings.errors import InputError
+
 _REQUIRED = (
     ("dynamics", pyspiel.GameType.Dynamics.SEQUENTIAL),
     ("information", pyspiel.GameType.Information.PERFECT_INFORMATION),
@@ -37,14 +39,14 @@ def load_game(name: str) -> pyspiel.Game:
     # OpenSpiel prints its 126 names to stderr for an unknown one, so ask before loading.
     short_name = name.split("(", 1)[0]
     if short_name not in pyspiel.registered_names():
-        raise ValueError(f"game is {name!r}: no such game in OpenSpiel; {_hint(short_name)}")
+        raise InputError(f"game is {name!r}: no such game in OpenSpiel; {_hint(short_name)}")
     try:
         game = pyspiel.load_game(name)
         first = game.new_initial_state()
         num_players = game.num_players()
         playable = first.current_player() in (0, 1) and bool(first.legal_actions())
     except (pyspiel.SpielError, ValueError, MemoryError) as error:
-        raise ValueError(
+        raise InputError(
             f"game is {name!r}, which OpenSpiel refuses ({error}). Parameters are "
             "written as in 'connect_four(rows=5,columns=5)'"
         ) from error
@@ -52,14 +54,14 @@ def load_game(name: str) -> pyspiel.Game:
     if num_players != 2:
         misfits = (*misfits, f"{num_players} player(s)")
     if misfits:
-        raise ValueError(
+        raise InputError(
             f"game is {name!r}, a game with {', '.join(misfits)}; it must be "
             "two-player, sequential, deterministic, zero-sum and of perfect information: "
             f"{', '.join(playable_games())}"
         )
     if not playable:
         # Seen with chess(chess960=true), where chance moves first, and connect_four(rows=0).
-        raise ValueError(
+        raise InputError(
             f"game is {name!r}: no player can move in its first position; change its parameters"
         )
     return game

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
+from earl_jax.settings.errors import InputError
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class EnvironmentPool:
 
     def __init__(self, num_workers: int, timeout_s: float):
         if num_workers < 1 or not timeout_s > 0:
-            raise ValueError(
+            raise InputError(
                 f"num_workers is {num_workers} and timeout_s {timeout_s}; both must be positive: "
                 "change config.env.num_workers or config.env.timeout_s"
             )

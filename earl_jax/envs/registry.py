@@ -14,6 +14,7 @@ from earl_jax.envs.single_turn import SingleTurn
 from earl_jax.envs.tasks import TaskArgs, TasksConfig, TaskSource, open_tasks
 from earl_jax.envs.trail import Trail
 from earl_jax.settings.arguments import check_arguments, defaults_of
+from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
 
 # config.env.name: the maker of an episode's environment from config.env.args and its task.
@@ -71,11 +72,11 @@ class EnvConfig:
     def validate(self) -> None:
         """Raises ValueError that names the field, what it holds and what it may hold."""
         if not 0 < self.timeout_s < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"config.env.timeout_s is {self.timeout_s}; it must be a positive number of seconds"
             )
         if self.num_workers < 1:
-            raise ValueError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
+            raise InputError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
         self.maker()
 
     def _find(self) -> Callable[..., Environment]:
@@ -112,11 +113,11 @@ def open_environment(env: EnvConfig, tasks: TasksConfig, *, seed: int, num_tasks
     try:
         first = played.first_args
     except Exception as error:  # noqa: BLE001 - a user's own task source
-        raise ValueError(f"config.tasks.name is {tasks.name!r}, and {_words(error)}") from error
+        raise InputError(f"config.tasks.name is {tasks.name!r}, and {_words(error)}") from error
     try:
         make(**first)
     except Exception as error:  # noqa: BLE001 - a user's own environment
-        raise ValueError(
+        raise InputError(
             f"config.env.name is {env.name!r} with config.env.args {dict(env.args)}, and its "
             f"environment cannot be made: {_words(error)}"
         ) from error

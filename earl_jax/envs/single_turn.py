@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from earl_jax.envs.environment import Message, Start, StepResult
+from earl_jax.settings.errors import InputError
 
 # reward(reply, **row): the reward alone, or with it ("reward") metrics by name.
 Reward = Callable[..., float | Mapping[str, float]]
@@ -22,7 +23,7 @@ class SingleTurn:
 
     def __init__(self, *, row: Mapping[str, Any] | None = None, reward: Reward | None = None):
         if row is None or reward is None:
-            raise ValueError("it needs config.tasks.path and config.tasks.reward")
+            raise InputError("it needs config.tasks.path and config.tasks.reward")
         self._row, self._reward = row, reward
 
     def start(self) -> Start:
@@ -34,7 +35,7 @@ class SingleTurn:
         paid = self._reward(reply, **self._row)
         metrics = dict(paid) if isinstance(paid, Mapping) else {"reward": paid}
         if "reward" not in metrics:
-            raise ValueError(f"the reward function returned {metrics}, without 'reward'")
+            raise InputError(f"the reward function returned {metrics}, without 'reward'")
         reward = metrics.pop("reward")
         # As numpy's numbers and bool: what equals a float is one.
         return StepResult(reward=float(reward), done=True, stop_reason="answered", metrics=metrics)
@@ -46,18 +47,18 @@ def prompt_of(row: Mapping[str, Any]) -> Start:
     if isinstance(prompt, str) and prompt:
         return Start(text=prompt)
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(
+        raise InputError(
             f"'prompt' is {prompt!r:.60}; it must be a text, or a list of messages such as "
             '{"role": "user", "content": "..."}'
         )
     messages = []
     for message in prompt:
         if not isinstance(message, Mapping) or {"role", "content"} != message.keys():
-            raise ValueError(
+            raise InputError(
                 f"a message of 'prompt' is {message!r:.60}; it must have the keys role and content"
             )
         if message["role"] not in ("system", "user") or not isinstance(message["content"], str):
-            raise ValueError(
+            raise InputError(
                 f"a message of 'prompt' is {message!r:.60}; its role must be 'system' or 'user' "
                 "and its content a text"
             )

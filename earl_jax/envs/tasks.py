@@ -15,6 +15,7 @@ import numpy as np
 from earl_jax.envs.environment import check_start
 from earl_jax.envs.single_turn import prompt_of
 from earl_jax.settings.arguments import accepted, check_arguments
+from earl_jax.settings.errors import InputError
 from earl_jax.settings.named import find_named
 
 # Keyword arguments of the environment that plays a task.
@@ -87,12 +88,12 @@ class TasksConfig:
         for field in ("path", "eval_path", "reward"):
             value = getattr(self, field)
             if value and self.source != "dataset":
-                raise ValueError(
+                raise InputError(
                     f"config.tasks.{field} is {value!r} and has no effect with config.tasks.name "
                     f"{self.name!r}; a dataset needs config.tasks.path"
                 )
         if self.source == "dataset" and not self.path:
-            raise ValueError("config.tasks.name is 'dataset', and config.tasks.path is empty")
+            raise InputError("config.tasks.name is 'dataset', and config.tasks.path is empty")
 
 
 class Seeds:
@@ -156,7 +157,7 @@ class Dataset:
     def restore(self, state: dict[str, Any]) -> None:
         """Raises ValueError where these are other rows than when the run began."""
         if state != self.state():
-            raise ValueError(
+            raise InputError(
                 f"config.tasks.path is {self._path!r}, whose {len(self._rows)} rows are not the "
                 f"{state['rows']} that this run began with; put these back, or name another "
                 "--workdir"
@@ -216,7 +217,7 @@ def read_rows(path: str, setting: str) -> tuple[list[dict[str, Any]], str]:
     try:
         data = Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"{setting} is {path!r}, which cannot be read: {error}") from error
+        raise InputError(f"{setting} is {path!r}, which cannot be read: {error}") from error
     rows = []
     for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
@@ -224,13 +225,13 @@ def read_rows(path: str, setting: str) -> tuple[list[dict[str, Any]], str]:
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise ValueError(f"it must be a JSON object; got {line[:60]!r}")
+                raise InputError(f"it must be a JSON object; got {line[:60]!r}")
             if "reply" in row:
-                raise ValueError("a field is named 'reply', which the policy's reply is; rename it")
+                raise InputError("a field is named 'reply', which the policy's reply is; rename it")
             check_start(prompt_of(row))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error} ({setting})") from error
+            raise InputError(f"{path}, line {number}: {error} ({setting})") from error
         rows.append(row)
     if not rows:
-        raise ValueError(f"{setting} is {path!r}, which holds no rows")
+        raise InputError(f"{setting} is {path!r}, which holds no rows")
     return rows, hashlib.sha256(data).hexdigest()

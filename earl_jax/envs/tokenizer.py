@@ -9,6 +9,8 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from earl_jax.settings.errors import InputError
+
 PAD = "<|pad|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
@@ -43,7 +45,7 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     Raises ValueError for a `vocab_size` too small for the 256 bytes and the special tokens.
     """
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
+        raise InputError(
             f"vocab_size is {vocab_size}; it must be at least {MIN_VOCAB_SIZE}: 256 bytes and "
             f"{len(SPECIAL_TOKENS)} special tokens"
         )
@@ -87,7 +89,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     Raises ValueError where the folder holds no tokenizer.
     """
     if not (Path(folder) / "tokenizer.json").is_file():
-        raise ValueError(f"{os.fspath(folder)!r} holds no tokenizer: tokenizer.json is missing")
+        raise InputError(f"{os.fspath(folder)!r} holds no tokenizer: tokenizer.json is missing")
     return PreTrainedTokenizerFast.from_pretrained(os.fspath(folder), local_files_only=True)
 
 

@@ -18,6 +18,7 @@ import random
 
 from earl_jax.envs.board_game import check_illegal_reward
 from earl_jax.envs.environment import Start, StepResult
+from earl_jax.settings.errors import InputError
 
 
 class Trail:
@@ -56,14 +57,14 @@ class Trail:
         )
         for field, value, least in fields:
             if value < least:
-                raise ValueError(f"{field} is {value}; it must be at least {least}")
+                raise InputError(f"{field} is {value}; it must be at least {least}")
         if not longer_every and first_steps != 1:
-            raise ValueError(
+            raise InputError(
                 f"first_steps is {first_steps}, and without longer_every it has no effect; set "
                 "that above 0, or remove it"
             )
         if first_steps > num_steps:
-            raise ValueError(
+            raise InputError(
                 f"first_steps is {first_steps}; it must be at most num_steps ({num_steps})"
             )
         check_illegal_reward(illegal_reward, mask_illegal)

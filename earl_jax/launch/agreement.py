@@ -9,6 +9,7 @@ from typing import Any
 
 from earl_jax.launch.cluster import Cluster
 from earl_jax.settings.differences import differences
+from earl_jax.settings.errors import InputError
 
 _SHOWN = 8
 
@@ -27,7 +28,7 @@ def check_same(cluster: Cluster, config: dict[str, Any]) -> None:
     ]
     if different:
         shown = "; ".join(different[:_SHOWN])
-        raise ValueError(
+        raise InputError(
             f"the processes of this run were started differently: {shown}. Give every process the "
             "same command, but for config.distributed"
         )
@@ -47,12 +48,12 @@ def open_shared_workdir(cluster: Cluster, workdir: Path, open_workdir: Callable[
         except ValueError as error:
             mistake = str(error)
     if mistake := cluster.gather(mistake, "the workdir")[0]:
-        raise ValueError(mistake)
+        raise InputError(mistake)
     path = workdir / "config.json"
     written = cluster.gather(path.stat().st_mtime_ns if path.exists() else None, "the workdir")
     without = [number for number, one in enumerate(written) if one != written[0]]
     if without:
-        raise ValueError(
+        raise InputError(
             f"--workdir={workdir} is not the same folder in process {without[0]} as in process 0; "
             "all processes write the checkpoints, so name one on a file system that all hosts share"
         )

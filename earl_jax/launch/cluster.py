@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from earl_jax.launch.distributed import end_process
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 Item = TypeVar("Item")
@@ -99,7 +100,7 @@ class Cluster:
             if len(kinds) == 1:
                 continue
             found = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
-            raise ValueError(
+            raise InputError(
                 f"the devices that {what} are of different kinds: {found}. All of them run one "
                 "program, so that the fast would wait for the slow, and the large be filled as "
                 "the small: start the run on those of one kind (CUDA_VISIBLE_DEVICES, or hosts "
@@ -227,7 +228,7 @@ def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
     """
     devices = _all_devices()
     if num_rollout >= len(devices):
-        raise ValueError(
+        raise InputError(
             f"config.devices.num_rollout is {num_rollout}, and this run has {len(devices)} devices "
             "in all; leave at least one to train, or set 0 to play and train on all"
         )
@@ -241,7 +242,7 @@ def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
     )
     own = [sum(device.process_index == player for device in playing) for player in cluster.players]
     if len(set(own)) > 1:
-        raise ValueError(
+        raise InputError(
             f"the processes would play on {own} devices, and must play on the same number each; "
             + (
                 f"set config.devices.num_rollout ({num_rollout}) to that of whole processes"

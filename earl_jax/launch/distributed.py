@@ -22,6 +22,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from earl_jax.settings.choices import check_choices
+from earl_jax.settings.errors import InputError
 
 # The environment variables that give the settings, too.
 _VARIABLES = {
@@ -75,12 +76,12 @@ class DistributedConfig:
         check_choices(self, "config.distributed")
         for field in ("start_timeout_s", "heartbeat_s", "timeout_s"):
             if not 1 <= getattr(self, field) < math.inf:
-                raise ValueError(
+                raise InputError(
                     f"config.distributed.{field} is {getattr(self, field)}; it must be a number of "
                     "seconds, at least 1"
                 )
         if self.num_processes < 0 or self.process_id < -1:
-            raise ValueError(
+            raise InputError(
                 f"config.distributed.num_processes is {self.num_processes} and "
                 f"config.distributed.process_id {self.process_id}; they count from 1 and from 0 "
                 "(0 and -1: taken from the environment)"
@@ -133,7 +134,7 @@ def start_processes(config: DistributedConfig) -> None:
         )
     except (RuntimeError, ValueError) as error:
         words = (str(error).splitlines() or [""])[0]
-        raise ValueError(
+        raise InputError(
             f"the processes of this run did not find each other: {words}. {_START}"
         ) from error
     _end_at_abort(f"{who}: {_LOST}")
@@ -194,13 +195,13 @@ def _bind_address(place: "_Place") -> str | None:
     where = f"config.distributed.coordinator is {place.coordinator!r}"
     host, _, port = place.coordinator.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise ValueError(f"{where}; write it as HOST:PORT, such as 'node0:8476'")
+        raise InputError(f"{where}; write it as HOST:PORT, such as 'node0:8476'")
     if place.process_id == 0:
         try:
             # JAX ends the process with a segmentation fault there (0.10.2).
             socket.create_server(("", int(port))).close()
         except OSError as error:
-            raise ValueError(
+            raise InputError(
                 f"{where}, and process 0 cannot listen on port {port} ({error.strerror}); take "
                 "another"
             ) from error
@@ -226,7 +227,7 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
         if len(missing) == len(given) or number == 1 and not coordinator:
             return None
         if missing:
-            raise ValueError(
+            raise InputError(
                 "this run is to have several processes, and "
                 + " and ".join(f"config.distributed.{name}" for name in missing)
                 + " is not given, nor "
@@ -234,7 +235,7 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
                 + " in the environment; give it, or start the processes by Slurm or Open MPI"
             )
     if number and index >= number:
-        raise ValueError(
+        raise InputError(
             f"config.distributed.process_id is {index}, and config.distributed.num_processes "
             f"{number}; processes are numbered from 0 to {number - 1}"
         )
@@ -254,6 +255,6 @@ def _as_int(text: str, name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(
+        raise InputError(
             f"the environment variable {name} is {text!r}; it must be a number"
         ) from None

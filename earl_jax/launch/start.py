@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from earl_jax.settings.errors import InputError
+
 if TYPE_CHECKING:
     from earl_jax.launch.distributed import DistributedConfig
 
@@ -42,16 +44,19 @@ def start_jax(
     try:
         jax.devices()
     except RuntimeError as error:
-        raise ValueError(
+        raise InputError(
             f"config.devices.platform is {platform!r}, but JAX cannot start it here: {error}"
         ) from error
 
 
 def exit_status(command: Callable[[], None]) -> int:
-    """Runs a command; a ValueError is a mistake of the user's: one message, status 2."""
+    """Runs a command; a mistake in what was given is one message and status 2.
+
+    Every other error passes: Python prints its traceback and ends with status 1.
+    """
     try:
         command()
-    except ValueError as error:
+    except InputError as error:
         if os.environ.get("EARL_JAX_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from earl_jax.settings.choices import check_choices
+from earl_jax.settings.errors import InputError
 
 # The projections of a layer, by the names that parameters.py gives them.
 LORA_TARGETS = ("query", "key", "value", "out", "gate", "up", "down")
@@ -33,14 +34,14 @@ class RopeScaling:
         path = "config.model.rope_scaling"
         check_choices(self, path)
         if not 1 <= self.factor < math.inf:
-            raise ValueError(f"{path}.factor is {self.factor}; it must be at least 1 (1: none)")
+            raise InputError(f"{path}.factor is {self.factor}; it must be at least 1 (1: none)")
         if self.original_max_position < 1:
-            raise ValueError(
+            raise InputError(
                 f"{path}.original_max_position is {self.original_max_position}; it must be at "
                 "least 1"
             )
         if not 0 < self.low_freq_factor < self.high_freq_factor < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"{path}.low_freq_factor is {self.low_freq_factor} and {path}.high_freq_factor is "
                 f"{self.high_freq_factor}; both must be positive, the second the larger"
             )
@@ -153,27 +154,27 @@ class ModelConfig:
         """Raises ValueError naming the field that breaks a rule."""
         self._check_numbers()
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InputError(
                 f"config.model.num_heads is {self.num_heads}, not a multiple of "
                 f"config.model.num_kv_heads ({self.num_kv_heads}); each key/value head serves the "
                 "same number of query heads"
             )
         if self.head_size % 2:
-            raise ValueError(
+            raise InputError(
                 f"config.model.head_size is {self.head_size}; rotary embeddings need an even size"
             )
         if any(window < 0 for window in self.windows) or (self.windows and not any(self.windows)):
-            raise ValueError(
+            raise InputError(
                 f"config.model.windows is {self.windows}; give a number of tokens for each layer "
                 "of the pattern, 0 where a layer looks at all, and () where every layer does"
             )
         if self.num_experts < 0:
-            raise ValueError(
+            raise InputError(
                 f"config.model.num_experts is {self.num_experts}; it must be 0 (a dense model) or "
                 "the number of experts of a layer"
             )
         if 0 < self.num_experts < self.experts_per_token:
-            raise ValueError(
+            raise InputError(
                 f"config.model.experts_per_token is {self.experts_per_token}, more than "
                 f"config.model.num_experts ({self.num_experts}); a token uses each expert once"
             )
@@ -184,12 +185,12 @@ class ModelConfig:
         sizes = ("num_layers", "width", "num_heads", "num_kv_heads", "head_size", "ffn_size")
         for field in (*sizes, "experts_per_token", "expert_ffn_size"):
             if getattr(self, field) < 1:
-                raise ValueError(
+                raise InputError(
                     f"config.model.{field} is {getattr(self, field)}; it must be at least 1"
                 )
         for field in ("rope_theta", "norm_eps", "init_scale"):
             if not 0 < getattr(self, field) < math.inf:
-                raise ValueError(
+                raise InputError(
                     f"config.model.{field} is {getattr(self, field)}; it must be a positive number"
                 )
         for field, none in (
@@ -199,7 +200,7 @@ class ModelConfig:
             ("final_softcap", "no cap"),
         ):
             if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(
+                raise InputError(
                     f"config.model.{field} is {getattr(self, field)}; it must be a positive "
                     f"number, or 0 for {none}"
                 )
@@ -224,12 +225,12 @@ class LoraConfig:
         """Raises ValueError naming the field that breaks a rule."""
         path = "config.train.lora"
         if self.rank < 0:
-            raise ValueError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
+            raise InputError(f"{path}.rank is {self.rank}; it must be at least 0 (0: no adapters)")
         if not 0 < self.alpha < math.inf:
-            raise ValueError(f"{path}.alpha is {self.alpha}; it must be a positive number")
+            raise InputError(f"{path}.alpha is {self.alpha}; it must be a positive number")
         unknown = [name for name in self.targets if name not in LORA_TARGETS]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
-            raise ValueError(
+            raise InputError(
                 f"{path}.targets is {self.targets!r}; name at least one of "
                 f"{', '.join(LORA_TARGETS)}, each once"
             )

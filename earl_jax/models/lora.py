@@ -21,6 +21,7 @@ from flax import struct
 from earl_jax.models.config import LoraConfig
 from earl_jax.models.parameters import ParameterSpec, Params
 from earl_jax.models.quantization import Quantized, matmul
+from earl_jax.settings.errors import InputError
 
 # The letters that each projection reads and writes. One with other axes cannot be adapted here.
 PROJECTIONS = {
@@ -72,7 +73,7 @@ def adapter_specs(specs: Any, lora: LoraConfig) -> dict[str, Any]:
     for name in lora.targets:
         if name not in possible:
             experts = " (projections of experts take no adapters)" if "router" in layers else ""
-            raise ValueError(
+            raise InputError(
                 f"config.train.lora.targets has {name!r}, which cannot be adapted in this model"
                 f"{experts}; choose from {', '.join(possible)}"
             )
@@ -85,7 +86,7 @@ def _pair(name: str, weight: ParameterSpec, rank: int) -> dict[str, ParameterSpe
     inputs, outputs = PROJECTIONS[name]
     fan_in, fan_out = (math.prod(sizes[letter] for letter in part) for part in (inputs, outputs))
     if rank > min(fan_in, fan_out):
-        raise ValueError(
+        raise InputError(
             f"config.train.lora.rank is {rank}, but {name!r} is a matrix of {fan_in} x {fan_out}, "
             f"whose rank is at most {min(fan_in, fan_out)}; lower the rank, or leave {name!r} out "
             "of config.train.lora.targets"

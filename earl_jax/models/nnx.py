@@ -28,6 +28,7 @@ from earl_jax.models.parameters import (
     parameter_specs,
     unstacked_specs,
 )
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.axes import LETTERS
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 
@@ -48,7 +49,7 @@ class Decoder(nnx.Module):
         """
         layout = layout or make_layout(MeshShape())
         if layout.shape.context > 1:
-            raise ValueError(
+            raise InputError(
                 f"mesh {layout} splits rows over context, but the module returns logits of whole "
                 "rows; use a mesh of data, fsdp, expert and tensor"
             )
@@ -60,7 +61,7 @@ class Decoder(nnx.Module):
         expected, found = _shapes(specs), _shapes(params)
         if differing := sorted({path for path, _ in expected.items() ^ found.items()}):
             path = differing[0]
-            raise ValueError(
+            raise InputError(
                 f"params{path} is {found.get(path, 'missing')} and should be "
                 f"{expected.get(path, 'left out')} for this config; merge adapters first "
                 "(models/lora.py) and do not quantise"
@@ -100,7 +101,7 @@ class Decoder(nnx.Module):
         """
         del positions
         if cache is not None:
-            raise ValueError("Decoder keeps no cache; decode with decoder.forward_chunk")
+            raise InputError("Decoder keeps no cache; decode with decoder.forward_chunk")
         segments = jnp.ones_like(tokens) if segment_ids is None else segment_ids
         if segment_ids is None and attention_mask is not None:
             segments = jnp.diagonal(attention_mask, axis1=-2, axis2=-1).astype(jnp.int32)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from earl_jax.models.config import MODEL_SETTINGS, ModelConfig, RopeScaling
+from earl_jax.settings.errors import InputError
 
 
 def _config(
@@ -129,7 +130,7 @@ def preset_named(name: str) -> ModelConfig:
         hint = (
             f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(PRESETS)}"
         )
-        raise ValueError(f"config.model.preset is {name!r}, which is not known; {hint}")
+        raise InputError(f"config.model.preset is {name!r}, which is not known; {hint}")
     return dataclasses.replace(PRESETS[name], preset=name)
 
 
@@ -147,7 +148,7 @@ def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
         if field.name in given and field.name not in MODEL_SETTINGS
     ]
     if fixed:
-        raise ValueError(
+        raise InputError(
             f"config.model.{fixed[0]} is no setting: it says how a family of models computes. Name "
             "a preset of that family in config.model.preset, or a checkpoint in config.model.path; "
             f"of a preset you may set {', '.join(MODEL_SETTINGS[2:])}"
@@ -156,7 +157,7 @@ def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
         return dict(given)
     if given.get("path"):
-        raise ValueError(
+        raise InputError(
             f"config.model.preset is {name!r} and config.model.path is {given['path']!r}; each "
             "says what the model is: remove one of the two"
         )

@@ -26,6 +26,7 @@ from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.schedule import Compile
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import TRAINING_ROWS, make_layout
 from earl_jax.sharding.topology import make_topology, missing_compiler
 from earl_jax.train.learner import Learner
@@ -55,7 +56,7 @@ def _devices(hardware: Hardware, topology: str) -> list[Any]:
         return jax.devices()[: hardware.num_devices]
     chips = make_topology(topology)
     if missing := missing_compiler(chips):
-        raise ValueError(f"--exact: {missing}")
+        raise InputError(f"--exact: {missing}")
     start_jax("cpu", 1)
     return chips.devices()
 

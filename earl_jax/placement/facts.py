@@ -20,6 +20,7 @@ from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import METHOD, ThroughputTable, load_table
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.topology import chip_of
 from earl_jax.train.checkpoint import differences
 
@@ -133,13 +134,13 @@ def table_for_plan(
     for backend, kind in kinds:
         known = chip_of(kind)
         if (known.name if known else backend) != wanted:
-            raise ValueError(
+            raise InputError(
                 f"--table={path} is of {kind} devices, and the plan is for {problem.hardware.name}."
                 f" Give a table that a run on {wanted} has written, or none: speeds are then "
                 "computed"
             )
     if found := _differences(table, model_facts(model, vocab_size)):
-        raise ValueError(
+        raise InputError(
             f"--table={path} is of another model: {found}. Plan with the config of the run that "
             "wrote it (--config, --config.model.KEY=VALUE, --vocab_size), or give no table: speeds "
             "are then computed"
@@ -153,7 +154,7 @@ def read_table(path: Path, flag: str) -> ThroughputTable:
     try:
         return ThroughputTable.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag}={path} cannot be read: {error}") from error
+        raise InputError(f"{flag}={path} cannot be read: {error}") from error
 
 
 def _differences(table: ThroughputTable, facts: dict[str, Any]) -> str:

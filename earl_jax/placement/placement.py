@@ -23,6 +23,7 @@ from earl_jax.selector.choose import BudgetTooSmall, Choice, Chooser, Decision, 
 from earl_jax.selector.memory import is_out_of_memory
 from earl_jax.selector.plans import Plan, Plans, RolloutPlan, TrainPlan
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import WINDOW, Load
 from earl_jax.train.backup import StateBackup
@@ -106,7 +107,7 @@ class Placement:
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
             numbers = {name: int(saved[name]) for name in _NUMBERS}
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"its placement is not one: {error}") from error
+            raise InputError(f"its placement is not one: {error}") from error
         self.plans = Plans(rollout, train)
         for name, number in numbers.items():
             setattr(self, name, number)

@@ -26,6 +26,7 @@ from earl_jax.rollout.origin import MAX_VOCAB_SIZE, VOCAB_MULTIPLE
 from earl_jax.selector.footprint import ModelSizes, Parameter, Workload
 from earl_jax.selector.hardware import Hardware, hardware_of, parse_topology
 from earl_jax.selector.problem import Problem
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.topology import CHIPS, Topology, chip_of
 from earl_jax.train.config import TrainConfig
@@ -48,7 +49,7 @@ def find_model(config: Config, vocab_size: int | None) -> tuple[ModelConfig, int
             vocab_size = -(-entries // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         return config.model, vocab_size
     if vocab_size is not None:
-        raise ValueError(
+        raise InputError(
             f"--vocab_size={vocab_size} beside config.model.path ({config.model.path!r}), which "
             "says what the vocabulary is; remove one of the two"
         )
@@ -219,7 +220,7 @@ def planned_problem(
     """
     num_processes = config.distributed.num_processes or hardware.num_hosts
     if hardware.num_devices % num_processes:
-        raise ValueError(
+        raise InputError(
             f"config.distributed.num_processes is {num_processes}, which does not divide the "
             f"{hardware.num_devices} devices of {hardware.name}"
         )
@@ -244,7 +245,7 @@ def planned_problem(
         even = " ".join(
             f"--config.rollout.{f}={-(-n // number) * number}" for f, n in given.items()
         )
-        raise ValueError(f"{error}. These divide evenly: {even}") from error
+        raise InputError(f"{error}. These divide evenly: {even}") from error
     return problem
 
 

@@ -15,6 +15,7 @@ from earl_jax.launch.cluster import Cluster
 from earl_jax.rollout.collect import Collector, Grow, Rollout, ThinOut
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
+from earl_jax.settings.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +70,7 @@ def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:
     """Raises ValueError for a task drawn otherwise than `sampling`, by which the trainer scores."""
     for task in tasks:
         if task.sampling not in (None, sampling):
-            raise ValueError(
+            raise InputError(
                 f"episode {task.episode} is drawn by {task.sampling}, and the trainer scores "
                 "all tokens at config.rollout.temperature; leave Task.sampling to the config, "
                 "or set config.train.ratio = 'model'"

@@ -10,6 +10,7 @@ from earl_jax.engine.config import MAX_STOP_IDS, EngineConfig, Sampling, SlotRul
 from earl_jax.engine.rows import make_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.settings.choices import check_choices
+from earl_jax.settings.errors import InputError
 
 # Contexts from which on large pages are worth what they waste.
 LONG_CONTEXT = 1024
@@ -32,9 +33,9 @@ class Stops:
     def validate(self, where: str) -> None:
         """Raises ValueError naming the field, after `where`, that breaks a rule."""
         if "" in self.strings:
-            raise ValueError(f"{where}strings holds an empty string; remove it")
+            raise InputError(f"{where}strings holds an empty string; remove it")
         if len(self.token_ids) > MAX_STOP_IDS or min(self.token_ids, default=0) < 0:
-            raise ValueError(
+            raise InputError(
                 f"{where}token_ids is {self.token_ids}; give at most {MAX_STOP_IDS} ids, which "
                 "begin at 0"
             )
@@ -50,16 +51,16 @@ class Limits:
     def validate(self, where: str) -> None:
         """Raises ValueError naming the field, after `where`, that breaks a rule."""
         if self.max_turn_tokens < 1:
-            raise ValueError(
+            raise InputError(
                 f"{where}max_turn_tokens is {self.max_turn_tokens}; it must be at least 1"
             )
         if self.max_episode_tokens < 0:
-            raise ValueError(
+            raise InputError(
                 f"{where}max_episode_tokens is {self.max_episode_tokens}; it must be at least 0 "
                 "(0: no limit)"
             )
         if 0 < self.max_episode_tokens <= self.max_turn_tokens:
-            raise ValueError(
+            raise InputError(
                 f"{where}max_episode_tokens is {self.max_episode_tokens} and "
                 f"{where}max_turn_tokens {self.max_turn_tokens}; an episode has a first message "
                 "beside its turns, so no turn could be as long: lower max_turn_tokens, or raise "
@@ -181,33 +182,33 @@ class RolloutConfig:
         self.limits.validate("config.rollout.")
         self.stops.validate("config.rollout.stop_")
         if self.episodes_per_step % self.group_size:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
                 f"multiple of config.rollout.group_size ({self.group_size})"
             )
         if not math.isfinite(self.unfinished_reward):
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite"
             )
         if not 0 <= self.patience_s < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.patience_s is {self.patience_s}; it must be a number of seconds, "
                 "at least 0"
             )
         if not 0 <= self.preemption_host_gib < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.preemption_host_gib is {self.preemption_host_gib}; it must be "
                 "finite and at least 0 (0: preempted episodes are read again)"
             )
         if self.temperature == 0:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
                 "sampled tokens, so it must be finite and above 0"
             )
         self.sampling.validate("config.rollout.")
         buckets = self.context_buckets
         if not buckets or list(buckets) != sorted(set(buckets)) or buckets[0] < 2:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.context_buckets is {buckets}; give rising numbers of tokens, "
                 "such as (32, 64)"
             )
@@ -222,21 +223,21 @@ class RolloutConfig:
             "burst",
         ):
             if getattr(self, field) < 1:
-                raise ValueError(
+                raise InputError(
                     f"config.rollout.{field} is {getattr(self, field)}; it must be at least 1"
                 )
         if not 0 <= self.step_rows < self.num_slots:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.step_rows is {self.step_rows}; it must be at least 0, which is a "
                 f"row for each slot, and below config.rollout.num_slots ({self.num_slots})"
             )
         if self.page_size < 0:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.page_size is {self.page_size}; it must be at least 0 (0: by the "
                 "lengths of contexts)"
             )
         if self.num_draft_tokens < 0:
-            raise ValueError(
+            raise InputError(
                 f"config.rollout.num_draft_tokens is {self.num_draft_tokens}; it must be at least "
                 "0 (0: no speculation)"
             )

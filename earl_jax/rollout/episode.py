@@ -13,6 +13,7 @@ from earl_jax.envs.conversation import Conversation, Heard
 from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
 from earl_jax.envs.text_stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
+from earl_jax.settings.errors import InputError
 from earl_jax.trajectory import Trajectory, Turn
 
 
@@ -39,7 +40,7 @@ class Task:
     def validate(self) -> None:
         """Raises ValueError naming the episode and the field that breaks a rule."""
         if not 0 <= self.token_seed < 2**31:
-            raise ValueError(
+            raise InputError(
                 f"episode {self.episode}: Task.seed is {self.token_seed}; it must lie between 0 "
                 f"and {2**31 - 1}"
             )

@@ -14,6 +14,7 @@ from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.models.checkpoints.hf_read import Checkpoint, open_checkpoint
 from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.config import ModelConfig
+from earl_jax.settings.errors import InputError
 
 MAX_VOCAB_SIZE = 4096
 # The vocabulary is padded to a multiple of this, so that it divides over any usual tensor axis.
@@ -63,7 +64,7 @@ def open_origin(
 def _from_checkpoint(model: ModelConfig, checkpoint: Checkpoint) -> Origin:
     tokenizer = load_tokenizer(checkpoint.folder)
     if len(tokenizer) > checkpoint.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"config.model.path is {model.path!r}, whose tokenizer has {len(tokenizer)} entries, "
             f"but whose model has {checkpoint.vocab_size}"
         )

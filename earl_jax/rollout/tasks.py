@@ -12,6 +12,7 @@ from earl_jax.envs.registry import Played
 from earl_jax.envs.tasks import TaskArgs
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
+from earl_jax.settings.errors import InputError
 
 # Evaluation episodes have numbers, and so seeds, that no training episode reaches.
 FIRST_EVAL_EPISODE = 2**30
@@ -37,7 +38,7 @@ class Tasks:
         count, size = self.rollout.episodes_per_step, self.rollout.group_size
         tasks = self.played.tasks.batch(step)
         if len(tasks) != count // size:
-            raise ValueError(
+            raise InputError(
                 f"the task source gave {len(tasks)} tasks for step {step}; there must be "
                 f"{count // size} (config.rollout.episodes_per_step / group_size)"
             )

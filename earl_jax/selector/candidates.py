@@ -5,6 +5,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 # Returns why a shape cannot be used, in words; None where it can.
@@ -112,18 +113,18 @@ def _checked(
     if not named:
         if not usable:
             why = "; ".join(f"{shape}: {reason}" for shape, reason in reasons.items())
-            raise ValueError(f"no mesh of {num_devices} devices fits this model: {why}")
+            raise InputError(f"no mesh of {num_devices} devices fits this model: {why}")
         return usable
     chosen = []
     for text in named:
         shape = MeshShape.parse(text)
         if shape.num_devices != num_devices:
-            raise ValueError(
+            raise InputError(
                 f"config.selector.{field} has '{text}', a mesh of {shape.num_devices} devices; "
                 f"this run has {num_devices}. Possible here: {allowed}"
             )
         if (reason := check(shape)) is not None:
-            raise ValueError(
+            raise InputError(
                 f"config.selector.{field} has '{text}', which is impossible: {reason}. "
                 f"Possible here: {allowed}"
             )

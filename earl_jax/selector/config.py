@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from earl_jax.settings.choices import check_choices
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 
@@ -53,12 +54,12 @@ class SelectorConfig:
                 try:
                     shape = MeshShape.parse(text)
                 except ValueError as error:
-                    raise ValueError(f"config.selector.{field}: {error}") from None
+                    raise InputError(f"config.selector.{field}: {error}") from None
                 if shape in shapes:
-                    raise ValueError(f"config.selector.{field} names {shape} twice")
+                    raise InputError(f"config.selector.{field} names {shape} twice")
                 shapes.append(shape)
                 if field == "rollout_meshes" and shape.fsdp > 1:
-                    raise ValueError(
+                    raise InputError(
                         f"config.selector.rollout_meshes has {text!r}; the engine keeps whole "
                         "layers on a device or cuts them over expert or tensor: use data, context "
                         "and those"
@@ -69,11 +70,11 @@ class SelectorConfig:
             ("horizon_steps", 1),
         ):
             if getattr(self, field) < least:
-                raise ValueError(
+                raise InputError(
                     f"config.selector.{field} is {getattr(self, field)}; it must be at "
                     f"least {least}"
                 )
         if not self.table:
-            raise ValueError(
+            raise InputError(
                 "config.selector.table is empty; give 'auto', 'model', or the path of a table"
             )

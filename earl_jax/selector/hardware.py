@@ -20,6 +20,7 @@ Data sheets are those of `sharding.topology.CHIPS`. Sources of the other numbers
 import dataclasses
 from typing import Literal
 
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.topology import Topology, make_topology
 
 _GB = 10**9
@@ -183,7 +184,7 @@ def parse_topology(name: str) -> Hardware:
     if chip == "cpu":
         sizes = size.split("x")
         if len(sizes) > 2 or not all(s.isascii() and s.isdigit() and int(s) > 0 for s in sizes):
-            raise ValueError(
+            raise InputError(
                 f"topology {name!r}: virtual CPU devices are given by their number, as in 'cpu:8', "
                 "or as hosts x devices, as in 'cpu:2x4'"
             )
@@ -194,7 +195,7 @@ def parse_topology(name: str) -> Hardware:
     try:
         topology = make_topology(name)
     except ValueError as error:
-        raise ValueError(f"--topology: {error}, or 'cpu:8' (virtual devices)") from error
+        raise InputError(f"--topology: {error}, or 'cpu:8' (virtual devices)") from error
     return hardware_of(topology)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from earl_jax.selector.plan_candidates import Candidate, Candidates
 from earl_jax.selector.plans import Plan, RolloutPlan, TrainPlan
+from earl_jax.settings.errors import InputError
 
 
-class BudgetTooSmall(ValueError):
+class BudgetTooSmall(InputError):
     """Raised where no plan fits the budget; the message names the smallest that would."""
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from earl_jax.selector.plans import Failure, Plan, RolloutPlan, TrainPlan
+from earl_jax.settings.errors import InputError
 from earl_jax.settings.folders import cache_folder
 from earl_jax.sharding.layout import MeshShape
 
@@ -131,7 +132,7 @@ class ThroughputTable:
             failures = tuple(Failure.from_dict(failure) for failure in values["failures"])
             facts = dict(values.get("facts", {}).items())
         except (TypeError, AttributeError, KeyError, ValueError) as error:
-            raise ValueError(f"not a throughput table: {error}") from None
+            raise InputError(f"not a throughput table: {error}") from None
         return ThroughputTable(path=path, entries=entries, failures=failures, facts=facts)
 
 
@@ -165,7 +166,7 @@ _KEY = re.compile(
 def parse_key(text: str) -> tuple[Plan, int]:
     """Returns the plan, without pages, and the context bucket. Raises ValueError for no key."""
     if (found := _KEY.fullmatch(text)) is None:
-        raise ValueError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
+        raise InputError(f"{text!r} is no key; one is like 'rollout data=4,tensor=2 48 slots=32'")
     if found["played"]:
         plan = RolloutPlan(MeshShape.parse(found["played"]), int(found["slots"]), 0)
         return plan, int(found["most"])

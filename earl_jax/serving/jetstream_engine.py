@@ -29,6 +29,7 @@ from earl_jax.serving.block_manager import ServingBlockManager
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.prompts import Prefix
 from earl_jax.serving.step_tokens import decode_step, step_tokens
+from earl_jax.settings.errors import InputError
 
 # The largest seed of a request; seeds of prompts without one lie in 1 to MAX_SEED, and seeds that a
 # request gives are moved behind these.
@@ -140,12 +141,12 @@ class JetStreamEngine(_jetstream.Engine):
         read = 0 if existing_prefix is None else int(existing_prefix.cached[0])
         padded, longest = len(padded_tokens), self.max_prefill_length
         if not 0 < true_length <= padded <= longest or read + true_length > longest:
-            raise ValueError(
+            raise InputError(
                 f"a prompt of {true_length} tokens padded to {padded}, behind {read} tokens "
                 f"read before; the engine takes 1 to {longest} in all"
             )
         if seed is not None and not 0 <= seed <= MAX_SEED:
-            raise ValueError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
+            raise InputError(f"seed is {seed}; it must lie between 0 and {MAX_SEED}")
         with self._dispatching:
             pages = pages_for(read + padded, self.engine.config.page_size)
             prefix = prompts.with_pages(existing_prefix or self._empty_prefix(pages), pages)

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from earl_jax.settings.errors import InputError
+
 if TYPE_CHECKING:
     from earl_jax.models.config import ModelConfig
     from earl_jax.sharding.layout import MeshShape
@@ -160,20 +162,20 @@ def check_flags(flags: argparse.Namespace) -> None:
     ):
         value = getattr(flags, name)
         if value is not None and not low <= value <= high:
-            raise ValueError(f"--{name}={value}; it must lie between {low} and {high}")
+            raise InputError(f"--{name}={value}; it must lie between {low} and {high}")
     prompt = flags.max_prompt_tokens
     if prompt is not None and not LEAST_PREFILL <= prompt == padded_length(prompt) <= 2**30:
-        raise ValueError(
+        raise InputError(
             f"--max_prompt_tokens={prompt}; prompts are padded to powers of two: choose one from "
             f"{LEAST_PREFILL} to {2**30}"
         )
     if flags.workdir and flags.platform:
-        raise ValueError(
+        raise InputError(
             "--platform has no effect beside --workdir: config.devices of the run says its "
             "devices; remove one of the two"
         )
     if flags.temperature == 0 and flags.seed:
-        raise ValueError(
+        raise InputError(
             f"--seed={flags.seed} has no effect with --temperature=0, which draws nothing; remove "
             "one of the two"
         )
@@ -201,16 +203,16 @@ def check_against_model(
     if EngineConfig.page_size % mesh.context:
         obstacle = f"a page of {EngineConfig.page_size} tokens does not divide by {mesh.context}"
     if obstacle:
-        raise ValueError(f"--mesh={mesh} cannot hold this model: {obstacle}")
+        raise InputError(f"--mesh={mesh} cannot hold this model: {obstacle}")
     shards = math.prod(getattr(mesh, axis) for axis in ROLLOUT_ROWS)
     if flags.num_slots % shards:
-        raise ValueError(
+        raise InputError(
             f"--num_slots={flags.num_slots} does not divide over the mesh {mesh}; choose a "
             f"multiple of {shards}"
         )
     context_tokens = flags.max_context or max_context
     if max_context and context_tokens and context_tokens > max_context:
-        raise ValueError(
+        raise InputError(
             f"--max_context={context_tokens}; that of {name} is {max_context} tokens: lower it"
         )
     check_prompt(flags, context_tokens)
@@ -222,7 +224,7 @@ def check_prompt(flags: argparse.Namespace, context_tokens: int | None) -> None:
 
     prompt = flags.max_prompt_tokens
     if context_tokens and prompt and prompt > padded_length(context_tokens):
-        raise ValueError(
+        raise InputError(
             f"--max_prompt_tokens={prompt} is over a context of {context_tokens} tokens; "
             f"choose at most {padded_length(context_tokens)}"
         )

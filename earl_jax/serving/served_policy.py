@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from earl_jax.launch.start import start_jax
 from earl_jax.serving.serve_flags import DRAWN, check_against_model
+from earl_jax.settings.errors import InputError
 
 if TYPE_CHECKING:
     from earl_jax.sharding.layout import MeshShape
@@ -48,7 +49,7 @@ def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
     checkpoint = open_checkpoint(folder)
     tokenizer = load_tokenizer(folder)
     if len(tokenizer) > checkpoint.vocab_size:
-        raise ValueError(
+        raise InputError(
             f"--model={flags.model} has a tokenizer of {len(tokenizer)} entries, but a model of "
             f"{checkpoint.vocab_size}"
         )

@@ -34,6 +34,7 @@ from earl_jax.serving.requests import (
 )
 from earl_jax.serving.scores import LOGPROB, MODEL_LOGPROB, add_scores
 from earl_jax.serving.step_tokens import Failure, ScoredToken
+from earl_jax.settings.errors import InputError
 
 # The size of a request: for each token of the longest prompt, and in all at least and at most.
 BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 32, 2**20, 2**28
@@ -263,7 +264,7 @@ async def serve(
     try:
         bound = server.add_insecure_port(address(host, port))
     except RuntimeError as error:
-        raise ValueError(_unusable(host, port, error)) from error
+        raise InputError(_unusable(host, port, error)) from error
 
     def end() -> None:
         loop.call_soon_threadsafe(stop.set)
@@ -323,7 +324,7 @@ def check_address(host: str, port: int) -> None:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             tried.bind(where)
     except OSError as error:
-        raise ValueError(_unusable(host, port, error)) from error
+        raise InputError(_unusable(host, port, error)) from error
 
 
 def _unusable(host: str, port: int, error: Exception) -> str:

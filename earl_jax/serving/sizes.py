@@ -16,6 +16,7 @@ from earl_jax.serving._jetstream import padded_length
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.serve_flags import DEFAULT_SLOT_TOKENS, check_against_model, check_prompt
 from earl_jax.serving.served_policy import ServedPolicy
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 # The share of a device's memory for weights and KV cache; the remainder is for prompts during
@@ -78,7 +79,7 @@ def context_tokens_of(flags: argparse.Namespace, max_context: int | None, holds:
     Raises ValueError.
     """
     if holds < (flags.max_context or 2):
-        raise ValueError(
+        raise InputError(
             f"--max_context={flags.max_context or 2}; beside the weights the devices' memory holds "
             f"a context of {holds} tokens: lower it, let the KV cache be int8 "
             "(--kv_dtype=int8), or cut it over more devices (--mesh=tensor=...)"

@@ -9,6 +9,8 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from earl_jax.settings.errors import InputError
+
 _PLAIN = (bool, int, float, str)
 
 
@@ -44,7 +46,7 @@ def check_arguments(
     try:
         json.dumps(dict(given), allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} must hold what JSON can say: {error}") from error
+        raise InputError(f"{path} must hold what JSON can say: {error}") from error
     names = argument_names(function)
     what = getattr(getattr(function, "func", function), "__name__", "it")
     for name in given:
@@ -54,11 +56,11 @@ def check_arguments(
             hint = (
                 f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known) or 'none'}"
             )
-            raise ValueError(f"{path}.{name} is not an argument of {what}; {hint}")
+            raise InputError(f"{path}.{name} is not an argument of {what}; {hint}")
     for name, kind in _annotations(function).items():
         if name in given and kind in _PLAIN and not _is_of(given[name], kind):
             value = given[name]
-            raise ValueError(
+            raise InputError(
                 f"{path}.{name} is {value!r}, of type {type(value).__name__}; it must be of type "
                 f"{kind.__name__}"
             )

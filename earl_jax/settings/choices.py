@@ -6,6 +6,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from earl_jax.settings.errors import InputError
+
 
 def check_choices(section: Any, path: str) -> None:
     """Raises ValueError for a field of a `Literal` type that holds something else.
@@ -20,7 +22,7 @@ def check_choices(section: Any, path: str) -> None:
 def check_choice(value: Any, choices: tuple[Any, ...], path: str) -> None:
     """Raises ValueError, with the choices, for a value that is none of them."""
     if value not in choices:
-        raise ValueError(f"{path} is {value!r}; choose one of {', '.join(map(repr, choices))}")
+        raise InputError(f"{path} is {value!r}; choose one of {', '.join(map(repr, choices))}")
 
 
 def check_bounds(section: Any, path: str, bounds: Mapping[str, tuple[float, float | None]]) -> None:
@@ -32,4 +34,4 @@ def check_bounds(section: Any, path: str, bounds: Mapping[str, tuple[float, floa
         value = getattr(section, field)
         if not least <= value <= (1e30 if most is None else most):
             upper = "" if most is None else f" and at most {most}"
-            raise ValueError(f"{path}.{field} is {value}; it must be at least {least}{upper}")
+            raise InputError(f"{path}.{field} is {value}; it must be at least {least}{upper}")

@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from earl_jax.settings.errors import InputError
+
 
 def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> Any:
     """Returns `known[name]`, or for a name with a colon what the user's module has.
@@ -28,16 +30,16 @@ def find_named(name: str, known: Mapping[str, Any], kind: type, path: str) -> An
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known)}, or"
         hint += "" if near else " give your own as 'module:name'"
-        raise ValueError(f"{path} is {name!r}; {hint}")
+        raise InputError(f"{path} is {name!r}; {hint}")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # noqa: BLE001 - whatever a user's module raises is a user's mistake
-        raise ValueError(
+        raise InputError(
             f"{path} is {name!r}, which cannot be imported ({type(error).__name__}: {error}); give "
             "a module that Python finds from here (PYTHONPATH) and a name in it"
         ) from error
     if not isinstance(found, kind):
-        raise ValueError(
+        raise InputError(
             f"{path} is {name!r}, which is of type {type(found).__name__}; it must be of type "
             f"{kind.__name__}"
         )

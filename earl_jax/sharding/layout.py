@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.axes import LETTERS, MESH_AXES
 
 # Over which axes a stage cuts its rows (B, N). Between experts, training cuts rows too: attention
@@ -75,7 +76,7 @@ class MeshShape:
             axis, _, size = part.partition("=")
             known = axis in MESH_AXES and axis not in sizes
             if not known or not (size.isascii() and size.isdigit()) or int(size) < 1:
-                raise ValueError(
+                raise InputError(
                     f"mesh shape {text!r}: cannot read {part!r}; write each axis once, as in "
                     f"'data=4,tensor=2'; the axes are {', '.join(MESH_AXES)}"
                 )
@@ -155,7 +156,7 @@ def make_layout(
     """
     devices = jax.devices() if devices is None else devices
     if shape.num_devices > len(devices):
-        raise ValueError(
+        raise InputError(
             f"mesh {shape} needs {shape.num_devices} devices, this run has {len(devices)}; "
             "choose a smaller mesh or raise config.devices.num_cpu_devices"
         )

@@ -21,6 +21,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.experimental import topologies
 
+from earl_jax.settings.errors import InputError
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -174,12 +176,12 @@ class Topology:
         try:
             return list(load(self))
         except NotImplementedError as error:
-            raise ValueError(
+            raise InputError(
                 f"topology {self}: JAX looked for a real GPU before and, finding none, gave its "
                 "plugin up; call jax.config.update('jax_platforms', 'cpu') first"
             ) from error
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"topology {self}: its compiler says: {error}") from error
+            raise InputError(f"topology {self}: its compiler says: {error}") from error
 
 
 def make_topology(name: str) -> Topology:
@@ -191,11 +193,11 @@ def make_topology(name: str) -> Topology:
     chip = CHIPS.get(name.partition(":")[0])
     if chip is None:
         examples = ", ".join(repr(known.example) for known in CHIPS.values())
-        raise ValueError(f"topology {name!r} is not known; those known are like {examples}")
+        raise InputError(f"topology {name!r} is not known; those known are like {examples}")
     sizes = name.partition(":")[2].split("x")
     right = all(size.isascii() and size.isdigit() and int(size) > 0 for size in sizes)
     if len(sizes) != chip.axes or not right:
-        raise ValueError(
+        raise InputError(
             f"topology {name!r}: a {chip.name} has {chip.axes} sizes behind the colon, of at least "
             f"1, as in {chip.example!r}"
             + (" (hosts x GPUs of a host)" if chip.platform == "gpu" else "")
@@ -219,7 +221,7 @@ def missing_compiler(topology: Topology) -> str | None:
 
 def _tpu_devices(topology: Topology) -> Any:
     if missing := missing_compiler(topology):
-        raise ValueError(missing)
+        raise InputError(missing)
     # Otherwise libtpu queries the cloud's metadata server for the machine type, for minutes.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # Else one process of a machine at a time, which protects chips and not compilers.
@@ -229,7 +231,7 @@ def _tpu_devices(topology: Topology) -> Any:
 
 def _gpu_devices(topology: Topology) -> Any:
     if missing := missing_compiler(topology):
-        raise ValueError(missing)
+        raise InputError(missing)
     hosts, gpus = topology.grid
     return topologies.get_topology_desc(
         platform="cuda",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import NONFINITE
 from earl_jax.trajectory import FAILURES, Trajectory, Turn
@@ -63,7 +64,7 @@ def read_trajectories(path: Path) -> list[dict[str, Any]]:
                 episode[key] = [NONFINITE.get(x, x) for x in episode[key]]
             episode["reward"] = NONFINITE.get(episode["reward"], episode["reward"])
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}, line {number} is not an episode: {error!r}") from error
+            raise InputError(f"{path}, line {number} is not an episode: {error!r}") from error
         episodes.append(episode)
     return episodes
 
@@ -131,7 +132,7 @@ def _per_token(turn: Turn, field: str, convert) -> list:
         return [None] * len(turn.token_ids)
     values = getattr(turn, field)
     if len(values) != len(turn.token_ids):
-        raise ValueError(
+        raise InputError(
             f"a policy turn has {len(turn.token_ids)} tokens but {len(values)} {field}; "
             f"Turn.{field} must hold one value per token"
         )

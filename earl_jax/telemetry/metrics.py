@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.trajectory import Trajectory
 
@@ -48,7 +49,7 @@ class MetricsLog:
         """
         line = to_plain(metrics)
         if not isinstance(line.get("step"), int):
-            raise ValueError(f"a line of metrics needs an integer 'step', got {line.get('step')!r}")
+            raise InputError(f"a line of metrics needs an integer 'step', got {line.get('step')!r}")
         self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -85,7 +86,7 @@ def truncate_after(path: Path, step: int) -> None:
     kept = []
     for number, (line, record) in enumerate(_whole_lines(path), start=1):
         if not isinstance(record.get("step"), int):
-            raise ValueError(f"{path}, line {number}: no integer 'step' in {_shorten(line)}")
+            raise InputError(f"{path}, line {number}: no integer 'step' in {_shorten(line)}")
         if record["step"] <= step:
             kept.append(line)
     data = b"".join(kept)
@@ -149,12 +150,12 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise ValueError(
+            raise InputError(
                 f"{path}, line {number} of {len(lines)} is damaged ({error}): {_shorten(line)}. "
                 f"Only a cut last line is expected after a kill; remove this line to go on."
             ) from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, got {_shorten(line)}")
+            raise InputError(f"{path}, line {number}: expected a JSON object, got {_shorten(line)}")
         yield line + b"\n", record
 
 
@@ -176,7 +177,7 @@ class _TensorBoard:
         try:
             import tensorboardX
         except ImportError as error:
-            raise ValueError(
+            raise InputError(
                 "config.log.tensorboard is on, but tensorboardX is not installed: "
                 "pip install 'earl_jax[tensorboard]', or set config.log.tensorboard to False"
             ) from error

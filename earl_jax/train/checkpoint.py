@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.memory import unless_out_of_memory
 from earl_jax.settings.differences import differences
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
 from earl_jax.telemetry.atomic import write_atomically
@@ -207,15 +208,15 @@ def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
             return
         saved = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(
+        raise InputError(
             f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
             "that you may write"
         ) from error
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); name another --workdir") from error
+        raise InputError(f"{path} is damaged ({error}); name another --workdir") from error
     different = differences(saved, json.loads(text), "config")
     if different:
-        raise ValueError(
+        raise InputError(
             f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
             "another --workdir, or run with the config of that one"
         )

@@ -16,6 +16,7 @@ from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import Params
 from earl_jax.selector.plans import TrainPlan
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train.checkpoint import spread_over
@@ -60,9 +61,9 @@ class Learner:
             ValueError: the algorithm needs what this training does not have.
         """
         if "critic" in algorithm.needs:
-            raise ValueError("config.algorithm needs a critic, and no config describes one yet")
+            raise InputError("config.algorithm needs a critic, and no config describes one yet")
         if "reference" in algorithm.needs and not config.lora.rank:
-            raise ValueError(
+            raise InputError(
                 "config.algorithm needs the log-probs of a reference policy, which is the base of "
                 "the adapters, and config.train.lora.rank is 0; set it above 0"
             )

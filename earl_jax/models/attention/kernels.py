@@ -27,6 +27,7 @@ from earl_jax.models.attention.rows import BLOCK_SIZE, Positions, Window, attent
 from earl_jax.models.attention.tokamax_rows import tokamax_obstacle, tokamax_rows
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.kv_cache import LayerCache, PagedCache
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape
 
 Kernel = Literal["blockwise", "splash", "tokamax"]
@@ -63,7 +64,7 @@ def choose_kernel(setting: str, layout: Layout, model: ModelConfig, length: int)
     if setting != "auto":
         kernel = cast(Kernel, setting)
         if obstacle := _obstacle(kernel, layout, model):
-            raise ValueError(
+            raise InputError(
                 f"config.train.attention is {setting!r}, but {obstacle}: choose 'auto' or "
                 "'blockwise'"
             )

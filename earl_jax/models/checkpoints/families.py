@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from earl_jax.models.config import ModelConfig
+from earl_jax.settings.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +207,7 @@ def family_named(settings: Mapping[str, Any]) -> Family:
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         reason = _REFUSED.get(str(name), "which is not known here")
-        raise ValueError(f"model_type is {name!r}, {reason}; known are {', '.join(FAMILIES)}")
+        raise InputError(f"model_type is {name!r}, {reason}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -224,7 +225,7 @@ def family_of(model: ModelConfig) -> Family:
     known = "; ".join(
         f"{name} has " + ", ".join(_particular(family)) for name, family in FAMILIES.items()
     )
-    raise ValueError(
+    raise InputError(
         f"no known family has layers with {', '.join(given)}: {known}; all windows are of one size"
     )
 

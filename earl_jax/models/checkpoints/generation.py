@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from earl_jax.settings.errors import InputError
+
 # What would change a sampled text, and the values that would not.
 _NEUTRAL: Mapping[str, Any] = {
     "temperature": 1.0,
@@ -94,7 +96,7 @@ class GenerationSettings:
             whole = name == "top_k"
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 kind = "a whole number" if whole else "a number"
-                raise ValueError(f"{self.path}: {name} is {value!r}; it must be {kind}")
+                raise InputError(f"{self.path}: {name} is {value!r}; it must be {kind}")
         if self.is_greedy or drawn.get("temperature") == 0:
             return {"temperature": 0.0}
         return drawn
@@ -111,13 +113,13 @@ def read_generation_settings(folder: Path) -> GenerationSettings:
     try:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise InputError(f"{path} is no JSON object")
     eos = settings.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ValueError(f"{path}: eos_token_id is {eos!r}; it must be an id or a list of ids")
+        raise InputError(f"{path}: eos_token_id is {eos!r}; it must be an id or a list of ids")
     sampling = {
         name: settings[name]
         for name, neutral in _NEUTRAL.items()

@@ -25,6 +25,7 @@ from earl_jax.models.checkpoints.families import Family, Weight, family_named
 from earl_jax.models.checkpoints.hf_settings import read_settings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import ParameterSpec, Params, is_spec, parameter_specs
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout
 
 # Types of tensors, by safetensors' name and by that of config.json.
@@ -69,16 +70,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     try:
         settings = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise InputError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise InputError(f"{path} is no JSON object")
     dtype = settings.get("dtype", settings.get("torch_dtype")) or "float32"
     try:
         model, vocab_size = read_settings(settings)
         if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+            raise InputError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}") from error
     return Checkpoint(
         folder=folder,
         settings=settings,
@@ -148,10 +149,10 @@ class _Tensors:
                 names = json.loads(index.read_text())["weight_map"]
                 self.files = {name: folder / file for name, file in names.items()}
             except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise ValueError(f"{index} is damaged: {error!r}") from error
+                raise InputError(f"{index} is damaged: {error!r}") from error
             for name, file in names.items():
                 if Path(file).name != file:
-                    raise ValueError(
+                    raise InputError(
                         f"{index} says that {name} is in {file!r}; only the name of a file beside "
                         "it can stand there"
                     )
@@ -161,7 +162,7 @@ class _Tensors:
             keys = self._handle(name, folder / SINGLE).keys()
             self.files = dict.fromkeys(keys, folder / SINGLE)
         else:
-            raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}")
+            raise InputError(f"{folder} holds neither {SINGLE} nor {INDEX}")
 
     def __enter__(self) -> "_Tensors":
         return self
@@ -175,7 +176,7 @@ class _Tensors:
                 handle = self._stack.enter_context(safe_open(file, framework="np"))
             except (SafetensorError, OSError) as error:
                 name, words = _where_cut(file, name)
-                raise ValueError(f"{name} cannot be read from {file}: {error}{words}") from error
+                raise InputError(f"{name} cannot be read from {file}: {error}{words}") from error
             self._open[file] = handle
         return self._open[file]
 
@@ -184,7 +185,7 @@ class _Tensors:
         try:
             values = self.slice_of(name)[cuts]
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{name} cannot be read from {self.files[name]}: {error}") from error
+            raise InputError(f"{name} cannot be read from {self.files[name]}: {error}") from error
         self._mapped_bytes += values.nbytes
         if self._mapped_bytes > MAX_MAPPED_BYTES:
             self._stack.close()
@@ -198,7 +199,7 @@ class _Tensors:
         try:
             return self._handle(name, file).get_slice(name)
         except SafetensorError as error:
-            raise ValueError(f"{name} cannot be read from {file}: {error}") from error
+            raise InputError(f"{name} cannot be read from {file}: {error}") from error
 
 
 def _where_cut(file: Path, name: str) -> tuple[str, str]:
@@ -264,15 +265,15 @@ def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
     for name, shape in expected.items():
         if name not in tensors.files:
             where = ", ".join(sorted({file.name for file in tensors.files.values()}))
-            raise ValueError(f"{name} is missing; it is not in {where}")
+            raise InputError(f"{name} is missing; it is not in {where}")
         found = tensors.slice_of(name)
         if tuple(found.get_shape()) != shape:
-            raise ValueError(
+            raise InputError(
                 f"{name} in {tensors.files[name]} has the shape {tuple(found.get_shape())}; "
                 f"config.json gives {shape}"
             )
         if found.get_dtype() not in _READABLE:
-            raise ValueError(
+            raise InputError(
                 f"{name} in {tensors.files[name]} is of type {found.get_dtype()}; only "
                 f"{', '.join(_READABLE)} can be read"
             )
@@ -282,7 +283,7 @@ def _check(tensors: _Tensors, specs: Any, checkpoint: Checkpoint) -> None:
         # Old files hold the rotary frequencies, which are computed here, and a copy of a tied head.
         copied = model.tie_embeddings and name == head
         if name not in expected and not copied and not name.endswith("rotary_emb.inv_freq"):
-            raise ValueError(f"{name} in {file} is not part of the model that config.json gives")
+            raise InputError(f"{name} in {file} is not part of the model that config.json gives")
 
 
 def _check_copy(tensors: _Tensors, embedding: str, head: str) -> None:
@@ -298,7 +299,7 @@ def _check_copy(tensors: _Tensors, embedding: str, head: str) -> None:
         left, right = (tensors.read(name, part) for name in (embedding, head))
         same = same and left.tobytes() == right.tobytes()
     if not same:
-        raise ValueError(
+        raise InputError(
             f"{head} in {tensors.files[head]} is not the same as {embedding}, but config.json "
             "ties them (tie_word_embeddings): set it to false there, or remove the tensor"
         )

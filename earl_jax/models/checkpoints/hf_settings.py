@@ -7,6 +7,7 @@ from typing import Any
 
 from earl_jax.models.checkpoints.families import FAMILIES, Family, family_named, family_of
 from earl_jax.models.config import ModelConfig, RopeScaling
+from earl_jax.settings.errors import InputError
 
 _REQUIRED = {"quantization_config": None, "partial_rotary_factor": 1.0}
 # Defaults of `transformers` for keys that config.json lacks.
@@ -34,7 +35,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     family = family_named(settings)
     for key, value in {**_REQUIRED, **family.required}.items():
         if settings.get(key) not in (None, value):
-            raise ValueError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
+            raise InputError(f"{key} is {settings[key]!r}; only {value!r} can be computed")
     settings = {**_DEFAULTS, **family.defaults, **settings}
     heads, width = _size(settings, "num_attention_heads"), _size(settings, "hidden_size")
     head_size = family.defaults.get("head_dim") or width // heads
@@ -45,7 +46,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
     theta, scaling, window_theta = _read_rope(settings)
     window_theta = window_theta if windows else 0.0
     if layers.setdefault("window_rope_theta", window_theta) != window_theta:
-        raise ValueError("layers with a window cannot rotate otherwise in this model_type")
+        raise InputError("layers with a window cannot rotate otherwise in this model_type")
     if "query_pre_attn_scalar" not in layers:
         scalar = _size(settings, "query_pre_attn_scalar")
         layers["query_pre_attn_scalar"] = 0 if scalar == head_size else scalar
@@ -80,7 +81,7 @@ def read_settings(settings: Mapping[str, Any]) -> tuple[ModelConfig, int]:
 def _size(settings: Mapping[str, Any], key: str) -> int:
     value = settings.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1")
+        raise InputError(f"{key} is {value!r}; it must be a whole number of at least 1")
     return value
 
 
@@ -90,14 +91,14 @@ def _read_windows(settings: Mapping[str, Any], family: Family) -> tuple[int, ...
     usual = _usual_kinds(settings, family, num_layers)
     kinds = settings.get("layer_types") or usual
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ValueError(f"layer_types is {kinds!r}; it must name the {num_layers} layers' types")
+        raise InputError(f"layer_types is {kinds!r}; it must name the {num_layers} layers' types")
     unknown = sorted({str(kind) for kind in kinds} - {_SLIDING, _FULL})
     free = family.windows == "by_pattern" or (
         family.windows == "by_flag" and settings.get("use_sliding_window")
     )
     if unknown or (kinds != usual and not free):
         wanted = [_SLIDING, _FULL] if free else sorted(set(usual))
-        raise ValueError(
+        raise InputError(
             f"layer_types has {', '.join(unknown or sorted(set(kinds)))}; only "
             f"{' and '.join(wanted)} can be computed, as the model_type and sliding_window say"
         )
@@ -146,7 +147,7 @@ def _read_rope(settings: Mapping[str, Any]) -> tuple[float, RopeScaling, float]:
     if local == (theta, scaling):
         return theta, scaling, 0.0
     if local[1].factor != 1:
-        raise ValueError(
+        raise InputError(
             f"{key}.{_SLIDING} is {sliding!r}; layers with a window can be stretched only as the "
             "others are"
         )
@@ -157,7 +158,7 @@ def _one_rope(rope: Mapping[str, Any], theta: float, key: str) -> tuple[float, R
     theta = float(rope.get("rope_theta", theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
+        raise InputError(
             f"{key}.partial_rotary_factor is {rope['partial_rotary_factor']!r}; only whole heads "
             "are rotated here"
         )
@@ -174,8 +175,8 @@ def _one_rope(rope: Mapping[str, Any], theta: float, key: str) -> tuple[float, R
                 original_max_position=int(rope["original_max_position_embeddings"]),
             )
     except KeyError as error:
-        raise ValueError(f"{key} of the type {kind!r} has no {error.args[0]}") from error
-    raise ValueError(
+        raise InputError(f"{key} of the type {kind!r} has no {error.args[0]}") from error
+    raise InputError(
         f"{key} is of the type {kind!r}; only 'default', 'linear' and 'llama3' can be computed"
     )
 

@@ -39,6 +39,7 @@ from earl_jax.models.checkpoints.hf_tokenizer import Tokenizer, write_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import Adapted, is_adapted, merged
 from earl_jax.models.parameters import Params, is_spec, parameter_specs
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 # By the names of DTYPES.
@@ -100,7 +101,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         ValueError: the folder exists, or what is done inside raised an OSError.
     """
     if folder.exists():
-        raise ValueError(f"{folder} exists already")
+        raise InputError(f"{folder} exists already")
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -108,7 +109,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         yield partial
         os.replace(partial, folder)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}") from error
+        raise InputError(f"{folder} cannot be written: {error}") from error
 
 
 def _texts(

@@ -5,6 +5,8 @@
 import re
 from pathlib import Path
 
+from earl_jax.settings.errors import InputError
+
 # What is read of a checkpoint. Some repositories hold the weights again in other formats.
 FILES = ("*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors")
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -25,7 +27,7 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
     if folder.exists():
         return folder
     if not _NAME.fullmatch(path):
-        raise ValueError(
+        raise InputError(
             f"{setting} is {path!r}, and there is no such folder; give the folder of a "
             "checkpoint, or a hub's name for one, ORG/NAME"
         )
@@ -37,7 +39,7 @@ def find_folder(path: str, setting: str = "config.model.path") -> Path:
         return Path(snapshot_download(path, allow_patterns=list(FILES)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ValueError(
+        raise InputError(
             f"{setting} is {path!r}; there is no such folder, and no hub gives a model of "
             f"this name ({type(error).__name__}: {reason}). Give the folder of a checkpoint, or "
             "download it where there is a network"
