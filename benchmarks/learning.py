@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Five seeds of the default config, each as a user would start it; table and curves.
+"""Five seeds of Tic-Tac-Toe, with and without supervised steps; table and curves.
 
     uv run python benchmarks/learning.py [--seeds=0,1,2,3,4] [--from=DIR]
 
-Writes benchmarks/learning.md and benchmarks/learning.svg. With --from, the runs are read from
-DIR/seed_N instead of made.
+Writes benchmarks/learning.md and benchmarks/learning.svg. With --from, runs that are in
+DIR/with_N and DIR/without_N are read, and only the others are made there.
 """
 
 import argparse
@@ -22,6 +22,9 @@ from earl_jax.telemetry.charts import Series, line_chart
 from earl_jax.telemetry.metrics import read_metrics
 
 HERE = Path(__file__).parent
+CONFIG = "configs/tictactoe_tiny_cpu.py"
+WITHOUT = ("train.sft_steps=0",)
+Runs = dict[int, list[dict]]
 
 
 def main() -> None:
@@ -30,23 +33,23 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3,4")
     parser.add_argument("--from", dest="source", type=Path)
     flags = parser.parse_args()
-    seeds = [int(seed) for seed in flags.seeds.split(",")]
     folder = flags.source or Path(tempfile.mkdtemp(prefix="earl_jax_learning_"))
-    for seed in seeds:
-        if not flags.source:
-            _run(seed, folder)
-    runs = {seed: read_metrics(folder / f"seed_{seed}" / "metrics.jsonl") for seed in seeds}
-    walls = {seed: (folder / f"seed_{seed}.seconds").read_text() for seed in seeds}
-    (HERE / "learning.svg").write_text(_curves(runs))
-    (HERE / "learning.md").write_text(_page(runs, walls))
+    found: dict[str, Runs] = {"with": {}, "without": {}}
+    for name, overrides in (("with", ()), ("without", WITHOUT)):
+        for seed in map(int, flags.seeds.split(",")):
+            workdir = folder / f"{name}_{seed}"
+            if not (workdir / "report.html").exists():
+                _run(seed, overrides, workdir)
+            found[name][seed] = read_metrics(workdir / "metrics.jsonl")
+    (HERE / "learning.svg").write_text(_curves(found["with"]))
+    (HERE / "learning.md").write_text(_page(found))
     print((HERE / "learning.md").read_text())
 
 
-def _run(seed: int, folder: Path) -> None:
-    line = [sys.executable, "-m", "earl_jax.main", f"--config.seed={seed}"]
-    start = time.perf_counter()
-    subprocess.run([*line, f"--workdir={folder / f'seed_{seed}'}"], check=True)
-    (folder / f"seed_{seed}.seconds").write_text(f"{time.perf_counter() - start:.0f}")
+def _run(seed: int, overrides: Sequence[str], workdir: Path) -> None:
+    line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}", f"--config.seed={seed}"]
+    line += [f"--config.{override}" for override in overrides]
+    subprocess.run([*line, f"--workdir={workdir}"], check=True)
 
 
 def _evaluations(rows: list[dict]) -> list[dict]:
@@ -81,49 +84,77 @@ def curves_svg(series: Sequence[Series], *, label: str, y_range: tuple[float, fl
     return f"{opening}>{style}{rest}\n"
 
 
-def _page(runs: dict[int, list[dict]], walls: dict[int, str]) -> str:
+def _page(found: dict[str, Runs]) -> str:
     versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "open_spiel"))
     lines = [
-        "# Learning Tic-Tac-Toe: five seeds of the default config",
+        "# Learning Tic-Tac-Toe: five seeds, with and without supervised steps",
         "",
-        "`uv run python benchmarks/learning.py`: for each seed",
-        "`python -m earl_jax.main --config.seed=N`, compilation included, but for what an",
-        "earlier run left in the user's cache: programs, and speeds that were observed.",
+        f"`uv run python benchmarks/learning.py`: for each seed `python -m earl_jax.main "
+        f"--config={CONFIG} --config.seed=N`,",
+        f"and the same with {' and '.join(f'`--config.{each}`' for each in WITHOUT)}.",
         f"{platform.machine()}, 2 cores, Python {platform.python_version()}, {versions},",
         f"{time.strftime('%Y-%m')}. 512 games against the random opponent, half on each side, at",
-        "temperature 1. Random legal play wins 43.7 %, the best possible 96.7 %. In its first 120",
-        "steps the policy was also trained on games of random legal moves.",
+        "temperature 1. Random legal play wins 43.7 %, the best possible 96.7 %.",
         "",
-        "| seed | wall s | win % | as x | as o | draw % | loss % | illegal % | switches of mesh |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for seed, rows in runs.items():
-        last = _evaluations(rows)[-1]
-        switches = [
-            f"{stage} at {row['step']}" for row in rows for stage in row.get("switched", ())
-        ]
-        shares = (last[k] for k in ("win", "win_as_x", "win_as_o", "draw", "loss"))
-        # A turn that never ends is not a legal move either.
-        illegal = last["illegal"] + last.get("turn_too_long", 0.0)
-        cells = " | ".join(f"{100 * share:.1f}" for share in (*shares, illegal))
-        lines.append(f"| {seed} | {walls[seed]} | {cells} | {', '.join(switches)} |")
-    worst = max(
-        row["logprob_mismatch_max"] for rows in runs.values() for row in rows if "loss" in row
-    )
-    lines += [
+        "## With supervised steps",
         "",
-        "Largest difference between a log-prob of the engine and the trainer's in any step of any",
-        f"seed: {worst:.1e} (fp32).",
+        "In its first 120 steps the policy is also trained on games of random legal moves.",
+        "",
+        *_table(found["with"]),
         "",
         "![win (solid) and illegal (dashed) by step](learning.svg)",
         "",
+        *_by_step(found["with"]),
+        "",
+        "## Without supervised steps",
+        "",
+        "The policy begins with random weights and learns from rewards alone what a move looks like.",
+        "",
+        *_table(found["without"]),
+        "",
+        *_by_step(found["without"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(runs: Runs) -> list[str]:
+    """Returns the last evaluation of each seed, and their mean."""
+    columns = ("win %", "as x", "as o", "draw %", "loss %", "illegal %")
+    lasts = {seed: _percents(_evaluations(rows)[-1]) for seed, rows in runs.items()}
+    means = [sum(values) / len(values) for values in zip(*lasts.values(), strict=True)]
+    rows = [
+        f"| {name} | " + " | ".join(f"{value:.1f}" for value in values) + " |"
+        for name, values in [*lasts.items(), ("mean", means)]
+    ]
+    worst = max(
+        row["logprob_mismatch_max"] for rows in runs.values() for row in rows if "loss" in row
+    )
+    return [
+        f"| seed | {' | '.join(columns)} |",
+        "|---" * (1 + len(columns)) + "|",
+        *rows,
+        "",
+        "Largest difference between a log-prob of the engine and the trainer's in any step of any",
+        f"seed: {worst:.1e} (fp32).",
+    ]
+
+
+def _percents(last: dict) -> list[float]:
+    # A turn that never ends is not a legal move either.
+    illegal = last["illegal"] + last.get("turn_too_long", 0.0)
+    shares = [last[name] for name in ("win", "win_as_x", "win_as_o", "draw", "loss")]
+    return [100.0 * share for share in (*shares, illegal)]
+
+
+def _by_step(runs: Runs) -> list[str]:
+    lines = [
         "| step | " + " | ".join(f"win / illegal, seed {seed}" for seed in runs) + " |",
         "|---|" + "---|" * len(runs),
     ]
     for points in zip(*(_evaluations(rows) for rows in runs.values()), strict=True):
         cells = [f"{100 * p['win']:.0f} / {100 * p['illegal']:.0f}" for p in points]
         lines.append(f"| {points[0]['step']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 if __name__ == "__main__":
