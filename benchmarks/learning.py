@@ -108,7 +108,7 @@ def _page(found: dict[str, Runs]) -> str:
         "",
         "## Without supervised steps",
         "",
-        "The policy begins with random weights and learns from rewards alone what a move looks like.",
+        "The policy begins with random weights and learns what a move is from rewards alone.",
         "",
         *_table(found["without"]),
         "",

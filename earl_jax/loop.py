@@ -35,7 +35,7 @@ from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import Experience, Outcome, Trajectory, mean_metrics
+from earl_jax.trajectory import Experience, Outcome, Trajectory, TrajectoryBatch, mean_metrics
 from earl_jax.workdir import Position
 
 # Metrics of the first update of a step: measured before the step has changed the policy.
@@ -44,7 +44,11 @@ _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The record of one step, of all processes; `trajectories` and times are this process's."""
+    """The record of one step, of all processes; `trajectories` and times are this process's.
+
+    `updates` are the metrics of the updates from the step's batch; supervised ones are apart. The
+    `batch` is kept where an update was skipped.
+    """
 
     step: int
     trajectories: list[Trajectory]
@@ -54,7 +58,11 @@ class StepRecord:
     load: Load
     rollout_mesh: str
     rollout_max_tokens: int
+    learning_rate: float
+    entropy_coefficient: float
     updates: list[Metrics]
+    sft_updates: list[Metrics]
+    batch: TrajectoryBatch | None
     dispatch_bytes: int
     dispatch_host_bytes: int | None
     publish_bytes: int
@@ -91,7 +99,21 @@ class StepRecord:
             "version_lag_max": self.step - 1 - min(versions, default=self.step - 1),
             **self.updates[-1],
             **{name: self.updates[0][name] for name in _OF_FIRST_UPDATE},
+            "learning_rate": self.learning_rate,
+            "entropy_coefficient": self.entropy_coefficient,
+            "skipped_updates": self.skipped_updates,
+            "sft_loss": self.sft_updates[-1]["loss"] if self.sft_updates else None,
         }
+
+    @property
+    def skipped_updates(self) -> int:
+        """The number of updates that were skipped, because they were not finite."""
+        return count_skipped(self.updates + self.sft_updates)
+
+
+def count_skipped(updates: Sequence[Metrics]) -> int:
+    """Returns how many updates were skipped, because they were not finite."""
+    return int(sum(each["skipped_updates"] for each in updates))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -137,10 +159,11 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     with timer("sft"):
         if step < config.train.sft_steps:
             examples = run.tasks.examples(step, config.train.sft_updates)
-            state = sft(placement, state, examples, length)
+            state, more = sft(placement, state, examples, length)
+            updates += more
     with timer("select"):
         state = move_state(placement, state, to_play=True)
-    train_tokens = len(updates) * config.rollout.episodes_per_step * length
+    train_tokens = config.train.epochs * config.rollout.episodes_per_step * length
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,
@@ -159,7 +182,11 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         load=done.load,
         rollout_mesh=rollout_mesh,
         rollout_max_tokens=max_tokens,
-        updates=updates,
+        learning_rate=float(controls[0]),
+        entropy_coefficient=float(controls[1]),
+        updates=updates[: config.train.epochs],
+        sft_updates=updates[config.train.epochs :],
+        batch=delivery.batch if count_skipped(updates) else None,
         dispatch_bytes=delivery.plan.moved_bytes,
         dispatch_host_bytes=host_bytes[0],
         publish_bytes=done.publish_bytes,

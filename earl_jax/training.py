@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import find_cluster
@@ -24,6 +26,7 @@ from earl_jax.rollout.load import expected_tokens
 from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.smallest import smallest_hardware, smallest_words
+from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import failures_in_words, trajectory_lines
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
@@ -31,6 +34,7 @@ from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.backup import StateLost
 from earl_jax.train.checkpoint import Checkpoints, open_workdir
 from earl_jax.train.export import Exporter, keep_exports
+from earl_jax.train.inspection import write_batch
 from earl_jax.workdir import Position, new_placement, resume, save
 
 
@@ -143,6 +147,8 @@ class Training:
     ahead: CompileAhead
     stop: list[int]
     stopped: bool = False
+    # Steps in a row without an update, all of which were skipped.
+    _skipped_steps: int = 0
     # How the step before differed from the config, because memory was short.
     _differs: str = ""
 
@@ -184,6 +190,7 @@ class Training:
         for note in self._notes(record, line.pop("switch_notes"), line):
             self.recorder.note(f"step {step}: {note}")
         self.recorder.write(line)
+        self._check_updates(record)
         if not last:
             self.ahead.look(self.placement, position.history)
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
@@ -201,6 +208,28 @@ class Training:
         if last or self.stopped or step % config.log.report_every_steps == 0:
             title = f"earl_jax: {config.env.title}"
             self.recorder.write_report(title, config.as_dict(), _report_notes(config))
+
+    def _check_updates(self, record: StepRecord) -> None:
+        """Says which updates were skipped; raises RunError after too many steps without one."""
+        done = len(record.updates + record.sft_updates)
+        if not (skipped := record.skipped_updates):
+            self._skipped_steps = 0
+            return
+        why = "their loss, gradient or step was not finite"
+        self.recorder.note(f"step {record.step}: {skipped} of {done} updates were skipped: {why}")
+        self._skipped_steps = self._skipped_steps + 1 if skipped == done else 0
+        most = self.run.config.train.max_skipped_steps
+        if self._skipped_steps < most:
+            return
+        name = f"skipped_step_{record.step:06d}.{jax.process_index()}.npz"
+        if self.run.cluster.trains and record.batch is not None:
+            write_batch(self.workdir / name, record.batch)
+        raise RunError(
+            f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
+            f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "
+            "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
+            "rewards, or compute in another precision, in another --workdir"
+        )
 
     def _line(self, record: StepRecord) -> dict[str, Any]:
         """Returns the line of metrics.jsonl for this step, in the words of the contract."""

@@ -421,6 +421,6 @@ def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_onc
     mesh = world.stages.layouts.train(there).mesh
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(moved)} == {mesh}
     assert buffers(moved) == before
-    assert int(sft(placement, moved, world.tasks.examples(0, 2), LONG).updates) == 2
+    assert int(sft(placement, moved, world.tasks.examples(0, 2), LONG)[0].updates) == 2
     program = world.learner.program(placement.train, sft=True)
     assert program._cache_size() == 1

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from earl_jax.engine.config import Sampling
+from earl_jax.engine.round_inputs import pack_outputs, unpack_outputs
 from earl_jax.engine.sampling import (
     BLOCK_SIZE,
     SamplingRows,
@@ -17,6 +18,7 @@ from earl_jax.engine.sampling import (
     sampling_rows,
     token_uniforms,
 )
+from earl_jax.settings.errors import RunError
 
 # Below a block, two blocks and a bit, exactly one block, and one entry more.
 VOCABULARIES = (300, 1100, BLOCK_SIZE, BLOCK_SIZE + 1)
@@ -116,6 +118,42 @@ def test_far_apart_logits_and_low_temperatures_never_make_nan():
             )
             assert np.isfinite(logprobs).all()
             assert (logits[np.arange(3), tokens] > -1e8).all()
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    logits = np.array([[3.0, 5.0, 4.0], [1.0, 0.0, 2.0]], np.float32)
+    for temperature in (1e-6, 1e-30, 1e-45):
+        tokens, logprobs = _sample(
+            np.full(2, 0.999, np.float32), logits, np.full(2, temperature, np.float32)
+        )
+        greedy, untempered = _sample(np.zeros(2, np.float32), logits, np.zeros(2, np.float32))
+        np.testing.assert_array_equal(tokens, [1, 2])
+        np.testing.assert_array_equal(greedy, [1, 2])
+        np.testing.assert_array_equal(logprobs, untempered)
+
+
+@pytest.mark.parametrize("fault", [np.nan, np.inf])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_logits_that_are_not_finite_have_no_logprob(fault, wanted):
+    """Also where log-probs are not wanted, and in their own row only."""
+    logits = np.zeros((3, 600), np.float32)
+    logits[1, 7] = fault
+    settings = sampling_rows(Sampling(), 3)
+    _, logprobs = _sample_rows(np.full(3, 0.5, np.float32), logits, settings, np.array(wanted))
+    np.testing.assert_array_equal(np.isfinite(logprobs), [True, False, True])
+
+
+def test_a_round_that_sampled_from_logits_that_are_not_finite_is_an_error():
+    """By hand: row 1 sampled two tokens, and the second has no log-prob; the third is not read."""
+    logprobs = np.float32([[-1, -1, np.nan], [-1, np.nan, -1]])
+    tokens, active = np.ones((2, 3), np.int32), np.ones(2, bool)
+    for count, is_fault in (([2, 1], False), ([2, 2], True)):
+        packed = pack_outputs(tokens, jnp.asarray(logprobs), jnp.asarray(count), active)
+        if not is_fault:
+            unpack_outputs(np.asarray(packed))
+            continue
+        with pytest.raises(RunError, match="logits are not finite"):
+            unpack_outputs(np.asarray(packed))
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)

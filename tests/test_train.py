@@ -205,6 +205,7 @@ def reference_loss(params, batch: TrajectoryBatch):
         "logprob_mismatch_mean": mean(jnp.abs(log_ratio)),
         "logprob_mismatch_max": jnp.abs(log_ratio).max(),
         "policy_tokens": count,
+        "skipped_updates": 0.0,
     }
 
 
@@ -636,3 +637,26 @@ def test_traced_shapes_are_those_of_a_batch():
     shapes.validate()
     with pytest.raises(ValueError, match=r"TrajectoryBatch.advantages has shape \(16, 23\)"):
         dataclasses.replace(placed, advantages=placed.advantages[:, 1:]).validate()
+
+
+@pytest.mark.parametrize("shape", [ONE_DEVICE, MeshShape(data=2, fsdp=2, tensor=2)], ids=str)
+@pytest.mark.parametrize("what", ["an advantage", "the learning rate"])
+def test_an_update_that_is_not_finite_is_skipped(shape, what):
+    """Parameters and moments keep every bit; the next batch is learnt from as if nothing was."""
+    batch, controls = make_batch(), np.array(CONTROLS)
+    faulty = batch
+    if what == "an advantage":
+        row, token = np.argwhere(batch.turn_ids > 0)[0]
+        advantages = np.array(batch.advantages)
+        advantages[row, token] = np.inf
+        faulty = dataclasses.replace(batch, advantages=advantages)
+    else:
+        controls[0] = 1e38
+    step, place = compiled_step(shape, CONFIG, CLIPPED), make_layout(shape).activations("NS")
+    before = jax.tree.map(np.array, first_state(shape))
+    state, metrics = step(first_state(shape), jax.device_put(faulty, place), controls)
+    assert read_metrics(metrics)["skipped_updates"] == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, state), before)
+    state, metrics = step(state, jax.device_put(batch, place), CONTROLS)
+    assert read_metrics(metrics)["skipped_updates"] == 0 and int(state.updates) == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, update(batch, shape).params)

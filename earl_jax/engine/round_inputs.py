@@ -11,6 +11,7 @@ import numpy as np
 from earl_jax.engine.choices import Choices, no_choices
 from earl_jax.engine.config import MAX_STOP_IDS, Sampling
 from earl_jax.engine.sampling import SamplingRows, sampling_rows
+from earl_jax.settings.errors import RunError
 
 NO_ROW = NO_PAGE = NO_ID = -1
 NO_LIMIT = 2**31 - 1
@@ -196,17 +197,29 @@ def unpack_outputs(
     drafts: bool = False,
     steps: bool = False,
 ) -> RoundOutputs:
-    """Returns the inverse of `pack_outputs`, on the host."""
+    """Returns the inverse of `pack_outputs`, on the host.
+
+    Raises:
+        RunError: a token was sampled from logits that are not finite.
+    """
     columns = 2 + 2 * drafts + steps
     width = (packed.shape[1] - columns) // (3 if model_logprobs else 2)
 
     def floats(first: int) -> np.ndarray:
         return np.ascontiguousarray(packed[:, first : first + width]).view(np.float32)
 
+    logprobs, count = floats(width), packed[:, -2]
+    sampled = np.arange(width) < count[:, None]
+    if not np.isfinite(logprobs[sampled]).all():
+        raise RunError(
+            "the policy's logits are not finite, so that no token can be sampled from them; look "
+            "for NaN or huge weights in the checkpoint, or for an overflow of config.rollout's "
+            "types (weight_dtype, kv_dtype)"
+        )
     return RoundOutputs(
         tokens=packed[:, :width],
-        logprobs=floats(width),
-        count=packed[:, -2],
+        logprobs=logprobs,
+        count=count,
         active=packed[:, -1].astype(bool),
         model_logprobs=floats(2 * width) if model_logprobs else None,
         passes=packed[:, -4] if drafts else None,

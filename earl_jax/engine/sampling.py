@@ -15,6 +15,8 @@ import numpy as np
 from earl_jax.engine.config import Sampling
 
 BLOCK_SIZE = 512
+# Logits divided by less may overflow: the token is the likeliest then, as at temperature 0.
+LEAST_TEMPERATURE = 1e-5
 # Masses relative to the likeliest token's lie in [0, 1]. As floats of one sign they are ordered as
 # their bits are, of which the highest that can be set is the 29th.
 _MASS_BITS = 30
@@ -63,9 +65,10 @@ def sample(
 
     Returns:
         tokens_B i32, and logprobs_B f32: under the distribution that the token was drawn from, or,
-        where the temperature is 0, under the untempered one.
+        where the temperature is below LEAST_TEMPERATURE, under the untempered one. Log-probs are
+        NaN where logits are not finite, also where they are not wanted.
     """
-    greedy_B = settings.temperature <= 0
+    greedy_B = settings.temperature < LEAST_TEMPERATURE
     scaled_BV = logits_BV / jnp.where(greedy_B, 1.0, settings.temperature)[:, None]
     top_B = jnp.max(scaled_BV, axis=-1)
     mass_BV = jnp.exp(scaled_BV - top_B[:, None])
@@ -77,7 +80,9 @@ def sample(
         chosen_B = jnp.take_along_axis(scaled_BV, tokens_B[:, None], axis=-1)[:, 0]
         return chosen_B - top_B - jnp.log(jnp.sum(mass_BV, axis=-1))
 
-    return tokens_B, _if_wanted(wanted, logprobs, len(tokens_B))
+    # 0, or NaN where the largest logit is not a finite number.
+    fault_B = top_B - top_B
+    return tokens_B, _if_wanted(wanted, logprobs, len(tokens_B)) + fault_B
 
 
 def model_logprobs(
@@ -129,7 +134,7 @@ def _cut(mass_BV: jax.Array, settings: SamplingRows) -> jax.Array:
     def same(mass_BV: jax.Array) -> jax.Array:
         return mass_BV
 
-    cuts_B = settings.temperature > 0
+    cuts_B = settings.temperature >= LEAST_TEMPERATURE
     mass_BV = jax.lax.cond(jnp.any(cuts_B & (settings.top_k > 0)), cut_rank, same, mass_BV)
     mass_BV = jax.lax.cond(jnp.any(cuts_B & (settings.top_p < 1)), cut_share, same, mass_BV)
     return jnp.where(mass_BV >= settings.min_p[:, None], mass_BV, 0.0)

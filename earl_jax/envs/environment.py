@@ -28,6 +28,9 @@ STOPPED = (
     UNENCODABLE,
 )
 
+# The largest number of float32, in which advantages are.
+LARGEST_REWARD = 3.4028234e38
+
 Author = Literal["environment", "policy"]
 ROLES = ("system", "user", "tool")
 
@@ -167,8 +170,11 @@ def check_step(result: object) -> StepResult:
         raise TypeError(f"StepResult.done must be a bool; got {_brief(result.done)}")
     if isinstance(result.reward, bool) or not isinstance(result.reward, numbers.Real):
         raise TypeError(f"StepResult.reward must be a number; got {_brief(result.reward)}")
-    if not math.isfinite(result.reward):
-        raise InputError(f"StepResult.reward must be finite; got {result.reward}")
+    if not abs(result.reward) <= LARGEST_REWARD:
+        raise InputError(
+            f"StepResult.reward must be a number from -{LARGEST_REWARD:g} to {LARGEST_REWARD:g}; "
+            f"got {result.reward}"
+        )
     if result.done != bool(result.stop_reason):
         raise InputError(
             f"StepResult.stop_reason must be given exactly if done; got done={result.done}, "

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
 
 if TYPE_CHECKING:
     from earl_jax.launch.distributed import DistributedConfig
@@ -50,15 +50,16 @@ def start_jax(
 
 
 def exit_status(command: Callable[[], None]) -> int:
-    """Runs a command; a mistake in what was given is one message and status 2.
+    """Runs a command. A mistake in what was given is one message and status 2.
 
-    Every other error passes: Python prints its traceback and ends with status 1.
+    A run that cannot go on is one message and status 1. Every other error passes: Python prints its
+    traceback and ends with status 1.
     """
     try:
         command()
-    except InputError as error:
+    except (InputError, RunError) as error:
         if os.environ.get("EARL_JAX_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, InputError) else 1
     return 0

@@ -47,16 +47,21 @@ def learn(
 
 def sft(
     placement: Placement, state: TrainState, batches: Iterable[Sequence[Example]], length: int
-) -> TrainState:
-    """Makes a supervised update of each batch of examples, in rows of `length` tokens."""
-    stages = placement.stages
+) -> tuple[TrainState, list[Metrics]]:
+    """Makes a supervised update of each batch of examples, in rows of `length` tokens.
+
+    Returns:
+        As `learn`.
+    """
+    stages, updates = placement.stages, []
     if not stages.cluster.trains:
-        return state
+        return state, updates
     controls = stages.learner.sft_controls()
     for examples in batches:
         batch = sft_batch(examples, stages.layouts.train(placement.train.mesh), length)
-        state, _, _ = update(placement, state, batch, controls, sft=True)
-    return state
+        state, _, metrics = update(placement, state, batch, controls, sft=True)
+        updates.append(metrics)
+    return state, updates
 
 
 def update(

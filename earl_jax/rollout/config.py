@@ -8,6 +8,8 @@ from typing import Literal
 
 from earl_jax.engine.config import MAX_STOP_IDS, EngineConfig, Sampling, SlotRules
 from earl_jax.engine.rows import make_rows
+from earl_jax.engine.sampling import LEAST_TEMPERATURE
+from earl_jax.envs.environment import LARGEST_REWARD
 from earl_jax.models.config import ModelConfig
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
@@ -186,9 +188,10 @@ class RolloutConfig:
                 f"config.rollout.episodes_per_step is {self.episodes_per_step}; it must be a "
                 f"multiple of config.rollout.group_size ({self.group_size})"
             )
-        if not math.isfinite(self.unfinished_reward):
+        if not abs(self.unfinished_reward) <= LARGEST_REWARD:
             raise InputError(
-                f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite"
+                f"config.rollout.unfinished_reward is {self.unfinished_reward}; it must be finite "
+                "in float32"
             )
         if not 0 <= self.patience_s < math.inf:
             raise InputError(
@@ -200,10 +203,10 @@ class RolloutConfig:
                 f"config.rollout.preemption_host_gib is {self.preemption_host_gib}; it must be "
                 "finite and at least 0 (0: preempted episodes are read again)"
             )
-        if self.temperature == 0:
+        if self.temperature < LEAST_TEMPERATURE:
             raise InputError(
                 f"config.rollout.temperature is {self.temperature}; training needs log-probs of "
-                "sampled tokens, so it must be finite and above 0"
+                f"sampled tokens, so it must be finite and at least {LEAST_TEMPERATURE}"
             )
         self.sampling.validate("config.rollout.")
         buckets = self.context_buckets

@@ -1,6 +1,13 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The error for a mistake in what was given: a setting, a file, a request."""
+"""Errors that end a command with one message: a mistake in what was given, or a failed run."""
+
+
+class RunError(RuntimeError):
+    """The reason why a run cannot go on, through no mistake in what was given.
+
+    A command that ends with it prints this message alone and exits with status 1.
+    """
 
 
 class InputError(ValueError):

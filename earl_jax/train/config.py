@@ -13,6 +13,7 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
     "micro_batches": (1, None),
     "logprob_chunk": (1, None),
     "warmup_steps": (0, None),
+    "max_skipped_steps": (1, None),
     "sft_steps": (0, None),
     "sft_updates": (1, None),
     "sft_learning_rate": (0.0, None),
@@ -61,6 +62,9 @@ class TrainConfig:
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
     right half the time), at `sft_learning_rate`. 0 turns them off.
 
+    An update whose loss, gradient or step is not finite is skipped: parameters and moments stay as
+    they are. After `max_skipped_steps` RL steps in a row without an update the run ends.
+
     `balance_coefficient` times the load-balancing loss of a mixture's routers (routing.py)
     is added to the loss, on the scale of a checkpoint's `router_aux_loss_coef`; 0 leaves balance to
     the policy's gradient.
@@ -87,6 +91,7 @@ class TrainConfig:
     remat: bool = False
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512
+    max_skipped_steps: int = 3
     sft_steps: int = 0
     sft_updates: int = 1
     sft_learning_rate: float = 3e-3

@@ -95,10 +95,11 @@ def make_train_step(
     micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
     balanced within each micro-batch, which counts by the policy's tokens in it. A frozen base goes
     through in the buffers that it came in. `metrics` are f32 scalars by name, of the policy's
-    tokens; read them with `read_metrics`. `importance_cap` above 0 corrects for who sampled: the
-    ratio is relative to the proximal policy, and the loss of each token is weighted with
-    `truncated_importance`. With more than one update a batch, give the batch what `make_scorer`
-    computes.
+    tokens; read them with `read_metrics`. An update whose loss, gradient or step is not finite is
+    skipped: parameters and moments stay as they are. `importance_cap` above 0 corrects for who
+    sampled: the ratio is relative to the proximal policy, and the loss of each token is weighted
+    with `truncated_importance`. With more than one update a batch, give the batch what
+    `make_scorer` computes.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout, critic)
@@ -148,16 +149,26 @@ def make_train_step(
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
         grads = jax.tree.map(lambda grad: grad / tokens, grads)
         direction, moments = optimizer.update(grads, state.optimizer, state.trained)
-        trained = jax.tree.map(lambda p, d: p - rate * d, state.trained, direction)
+        norms = jnp.stack([sums["loss"], optax.tree.norm(grads), rate * optax.tree.norm(direction)])
+        is_finite = jnp.isfinite(norms).all()
+        trained, moments = jax.tree.map(
+            lambda after, before: jnp.where(is_finite, after, before),
+            (jax.tree.map(lambda p, d: p - rate * d, state.trained, direction), moments),
+            (state.trained, state.optimizer),
+        )
         params, critic_params = trained if critic else (trained, None)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()
         }
-        metrics |= {"grad_norm": optax.tree.norm(grads), "policy_tokens": tokens}
+        metrics |= {
+            "grad_norm": norms[1],
+            "policy_tokens": tokens,
+            "skipped_updates": 1.0 - is_finite,
+        }
         state = dataclasses.replace(
             state,
-            updates=state.updates + 1,
+            updates=state.updates + is_finite,
             params=params,
             critic=critic_params,
             optimizer=moments,

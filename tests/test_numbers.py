@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that overflow in a run: no update is made from them, none is saved, and the run ends."""
+
+import numpy as np
+import pytest
+
+from earl_jax.config.file import make_config
+from earl_jax.envs.environment import StepResult, check_step
+from earl_jax.envs.trail import Trail
+from earl_jax.settings.errors import RunError
+from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
+from tests.support.placements import TINY
+
+GIVEN = {
+    "num_steps": 9,
+    "model": TINY,
+    "env": {
+        "name": "tests.test_numbers:Huge",
+        "args": {"num_stones": 4, "num_steps": 4, "mask_illegal": True},
+    },
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 8,
+        "max_turn_tokens": 4,
+        "context_buckets": (64,),
+        "unfinished_reward": 0.0,
+        "patience_s": 10.0,
+    },
+    "selector": {"rollout_meshes": ("data=8",), "train_meshes": ("data=8",), "table": "model"},
+    "algorithm_args": {"normalize_advantages": False},
+    "train": {"max_skipped_steps": 2, "ratio": "model"},
+    "checkpoint": {"every_steps": 1},
+    "eval": {"every_steps": 100, "games": 2, "final_games": 2},
+}
+
+
+class Huge(Trail):
+    """A trail whose rewards are as large as float32 allows, of either sign by the seed."""
+
+    def __init__(self, *, seed=0, index=0, **settings):
+        super().__init__(seed=seed, index=index, **settings)
+        self.sign = 1.0 if seed % 2 else -1.0
+
+    def step(self, reply):
+        return StepResult(done=True, reward=self.sign * 3.4e38, stop_reason="huge")
+
+
+def test_rewards_are_numbers_of_float32():
+    for reward in (3.4e38, -3.4e38, 0):
+        check_step(StepResult(done=True, reward=reward, stop_reason="over"))
+    for reward in (1e300, -1e39, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"from -3.40282e\+38 to 3.40282e\+38; got"):
+            check_step(StepResult(done=True, reward=reward, stop_reason="over"))
+
+
+def test_a_run_whose_updates_are_not_finite_ends_with_its_batch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    workdir = tmp_path / "run"
+    with pytest.raises(RunError, match=r"no update could be made in 2 steps in a row"):
+        train(make_config(GIVEN), workdir)
+    assert "step 2: 1 of 1 updates were skipped" in capsys.readouterr().out
+    lines = [line for line in read_metrics(workdir / "metrics.jsonl") if "eval" not in line]
+    assert [line["skipped_updates"] for line in lines] == [1, 1]
+    assert not np.isfinite(lines[-1]["loss"]), "a metric does not hide it"
+    with np.load(workdir / "skipped_step_000002.0.npz") as batch:
+        assert batch["tokens"].shape == batch["advantages"].shape == (8, 64)
+        assert np.abs(batch["advantages"]).max() > 1e38
+    # What was saved before is whole.
+    assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"1"}
