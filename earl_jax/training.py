@@ -67,13 +67,12 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         recorder = Recorder(
             workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard
         )
-        checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
         position, known = None, None
-        while position is None:
-            position, is_stopped, known = _train_until_lost(
-                run, recorder, checkpoints, workdir, stop, known
-            )
-        checkpoints.close()
+        with Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep) as checkpoints:
+            while position is None:
+                position, is_stopped, known = _train_until_lost(
+                    run, recorder, checkpoints, workdir, stop, known
+                )
         cluster.barrier("the end of the run")
         if is_stopped:
             progress.note(

@@ -36,7 +36,10 @@ class DamagedCheckpoint(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
+    """The checkpoints of one workdir. Saving returns before the bytes are on disk.
+
+    As a context manager it finishes what is being written.
+    """
 
     def __init__(self, folder: Path, *, keep: int) -> None:
         """Opens the folder; the newest `keep` checkpoints are kept."""
@@ -45,6 +48,7 @@ class Checkpoints:
             max_to_keep=keep, create=True, enable_async_checkpointing=True
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
+        self._is_closed = False
 
     def steps(self) -> list[int]:
         """Returns the steps with a finished checkpoint, newest first."""
@@ -101,9 +105,22 @@ class Checkpoints:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for pending saves and closes the folder."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits for pending saves and closes the folder. A second call does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._manager.wait_until_finished()
+            self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finishes the checkpoint that is being written, whatever ends the run.
+
+        But not where one of several processes fails: the others do not help it to.
+        """
+        if kind is None or jax.process_count() == 1:
+            self.close()
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
