@@ -4,14 +4,17 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import multiprocessing
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
 from earl_jax.config.file import make_config
+from earl_jax.settings.errors import InputError
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.train.state import state_shapes, state_shardings
 from tests.support.saved_states import (
@@ -186,13 +189,89 @@ def read_as_a_wider_model(folder):
     checkpoints = Checkpoints(folder, keep=2)
     wider = dataclasses.replace(MODEL, width=32)
     shapes, shardings = state_shapes(wider, TRAIN, VOCAB), state_shardings(wider, TRAIN, VOCAB, D8)
-    return failure(lambda: checkpoints.state(1, shapes, shardings))
+    with pytest.raises(InputError) as raised:
+        checkpoints.state(1, shapes, shardings)
+    return str(raised.value)
 
 
-def test_a_state_of_another_model_raises(checkpoints, next_process, tmp_path):
+def test_a_state_of_another_structure_is_a_mistake_and_no_damage(
+    checkpoints, next_process, tmp_path
+):
     checkpoints.save(1, made(1), POSITION)
     checkpoints.wait()
-    assert "shape" in next_process(read_as_a_wider_model, tmp_path / "checkpoints")
+    words = next_process(read_as_a_wider_model, tmp_path / "checkpoints")
+    assert "the checkpoint of step 1" in words and "['float32', [64, 16]] there" in words
+    assert "name another --workdir" in words
+
+
+# From this width on arrays are files of their own; smaller ones are in files that check themselves.
+WIDE = dataclasses.replace(MODEL, width=64, ffn_size=128, head_size=32)
+
+
+def wide_state(seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf, where: jax.device_put(
+            rng.standard_normal(leaf.shape).astype(leaf.dtype), where
+        ),
+        state_shapes(WIDE, TRAIN, VOCAB),
+        state_shardings(WIDE, TRAIN, VOCAB, CUBE),
+    )
+
+
+def damage_one_file(rng, folder):
+    """Flips a bit, cuts a file short, removes it, or fills a part of it with zeros."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    sizes = np.array([path.stat().st_size for path in files])
+    # Every second one by the bytes: in the arrays.
+    by_bytes = rng.integers(2) == 1
+    path = files[rng.choice(len(files), p=sizes / sizes.sum() if by_bytes else None)]
+    data, kind = bytearray(path.read_bytes()), rng.integers(4)
+    at = int(rng.integers(max(1, len(data))))
+    if kind == 0 and data:
+        data[at] ^= 1 << int(rng.integers(8))
+    elif kind == 1:
+        del data[at:]
+    elif kind == 2:
+        path.unlink()
+        return f"{path.name} removed"
+    else:
+        data[at : at + 64] = bytes(len(data[at : at + 64]))
+    path.write_bytes(bytes(data))
+    return f"{path.name} {('flipped', 'cut', '', 'zeroed')[kind]} at {at}"
+
+
+def read_damaged(folder, spoilt, seeds):
+    """Damages a copy of a checkpoint for each seed; returns (what was done, what came of it)."""
+    found, expected = [], wide_state(5)
+    shapes = state_shapes(WIDE, TRAIN, VOCAB)
+    shardings = state_shardings(WIDE, TRAIN, VOCAB, D8)
+    for seed in seeds:
+        shutil.rmtree(spoilt, ignore_errors=True)
+        shutil.copytree(folder, spoilt)
+        done = damage_one_file(np.random.default_rng(seed), spoilt / "20")
+        checkpoints = Checkpoints(spoilt, keep=2)
+        words = failure(functools.partial(checkpoints.position, 20))
+        words = words or failure(functools.partial(checkpoints.state, 20, shapes, shardings))
+        if words is None:
+            assert checkpoints.position(20) == POSITION, done
+            assert_bitwise_equal(expected, checkpoints.state(20, shapes, shardings))
+        checkpoints.close()
+        found.append((done, words))
+    return found
+
+
+@pytest.mark.slow_except("12")
+@pytest.mark.parametrize("number", [12, 200])
+def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path, number):
+    """Never wrong values: each damaged checkpoint is read as it was saved, or not at all."""
+    checkpoints.save(20, wide_state(5), POSITION)
+    checkpoints.wait()
+    files = list((tmp_path / "checkpoints/20").rglob("d/*"))
+    assert len(files) > 8, "arrays are files of their own"
+    found = next_process(read_damaged, tmp_path / "checkpoints", tmp_path / "spoilt", range(number))
+    named = [done for done, words in found if words]
+    assert number // 3 < len(named) < number, found
 
 
 # The workdir.

@@ -5,11 +5,19 @@
 A checkpoint holds the TrainState, and as JSON the loop's position: the step, the load history, the
 meshes, the measurements that the selector chose from. A frozen base is not in it: the run reads or
 draws it again, and compares its fingerprint.
+
+The JSON also has the fingerprint of each array, computed on the devices, and a digest of itself.
+Both are computed again where a checkpoint is read, so that a damaged one is never taken for what
+was saved: not with a single bit changed.
 """
 
 import dataclasses
+import functools
+import hashlib
+import itertools
 import json
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +28,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from earl_jax.models.config import ModelConfig
-from earl_jax.selector.memory import unless_out_of_memory
+from earl_jax.models.lora import fingerprint
+from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
@@ -56,48 +65,76 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, position: dict[str, Any]) -> None:
         """Begins to save. `state` may be donated once this returns."""
+        kept = _kept(state)
+        # As it will be read: keys of JSON are strings.
+        values = json.loads(json.dumps({"position": position, "arrays": _describe(kept)}))
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_kept(state)), position=ocp.args.JsonSave(position)
+                state=ocp.args.StandardSave(kept),
+                position=ocp.args.JsonSave({**values, "digest": _digest(values)}),
             ),
         )
 
     def position(self, step: int) -> dict[str, Any]:
         """Returns the loop's position at this step. Raises DamagedCheckpoint."""
-        return self._read(step, position=ocp.args.JsonRestore())["position"]
+        return self._values(step)["position"]
+
+    def _values(self, step: int) -> dict[str, Any]:
+        """Returns the JSON of a checkpoint. Raises DamagedCheckpoint."""
+        values = self._read(step, position=ocp.args.JsonRestore())["position"]
+        digest = values.pop("digest", None) if isinstance(values, dict) else None
+        if digest is None or digest != _digest(values):
+            raise DamagedCheckpoint("its position is not what was saved")
+        return values
 
     def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
         """Returns the TrainState at this step without a base; each device reads its part.
 
         Raises:
-            DamagedCheckpoint: it cannot be what was saved.
+            DamagedCheckpoint: it is not what was saved.
+            InputError: it has other arrays than this run's state.
         """
+        saved, wanted = self._values(step)["arrays"], _shapes_of(_kept(shapes))
+        different = differences({name: each[:2] for name, each in saved.items()}, wanted, "state")
+        if different:
+            raise InputError(
+                f"the checkpoint of step {step} in {self._folder} has other arrays than this run's "
+                f"state: {'; '.join(different[:4])}. Use the versions of earl_jax and optax that "
+                "saved it, or name another --workdir"
+            )
         placed = jax.tree.map(
             lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
             _kept(shapes),
             _kept(shardings),
         )
-        return TrainState(**self._read(step, state=ocp.args.StandardRestore(placed))["state"])
+        state = self._read(step, state=ocp.args.StandardRestore(placed))["state"]
+        read = _describe(state)
+        known = [name for name in saved if None not in (saved[name][2], read[name][2])]
+        if wrong := [name for name in known if read[name] != saved[name]]:
+            raise DamagedCheckpoint(f"its array {wrong[0]} is not what was saved")
+        return TrainState(**state)
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except (OSError, ValueError, KeyError) as error:
-            # All that orbax was seen to raise for files that are cut short, gone, or full of
-            # something else (0.12). Any other exception would be a defect of a program.
+        except Exception as error:
+            # Orbax and tensorstore raise errors of any kind for files that are cut short, gone, or
+            # full of something else. The arrays were compared before: they are the state's.
+            if isinstance(error, jax.errors.JaxRuntimeError) and is_out_of_memory(error):
+                raise
             words = (str(error).splitlines() or [""])[0][:200]
             raise DamagedCheckpoint(f"{type(error).__name__}: {words}") from error
 
     def discard(self, step: int) -> None:
-        """Sets a damaged checkpoint aside, as `damaged_STEP`: its step can be saved again.
+        """Sets a damaged checkpoint aside, as damaged_STEP: its step can be saved again.
 
         Of several processes the first calls it before the others, which find it done.
         """
-        target = self._folder.parent / f"damaged_{step}"
         if (self._folder / str(step)).exists():
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.move(self._folder / str(step), target)
+            names = (f"damaged_{step}", *(f"damaged_{step}_{n}" for n in itertools.count(2)))
+            targets = (self._folder.parent / name for name in names)
+            shutil.move(self._folder / str(step), next(t for t in targets if not t.exists()))
         self._manager.reload()
 
     def wait(self) -> None:
@@ -121,6 +158,47 @@ class Checkpoints:
         """
         if kind is None or jax.process_count() == 1:
             self.close()
+
+
+def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:
+    """Returns dtype, shape and fingerprint of each array by its path.
+
+    Waits for the devices. The fingerprint is None for an array in host memory for which the devices
+    have no memory.
+    """
+    shapes, together = _shapes_of(kept), defaultdict[Any, dict[str, jax.Array]](dict)
+    prints: dict[str, jax.Array | None] = {}
+    for name, leaf in zip(shapes, jax.tree.leaves(kept), strict=True):
+        where = leaf.sharding
+        if where.memory_kind != "pinned_host":
+            # One program for all arrays on the same devices.
+            together[tuple(where.mesh.devices.flat)][name] = leaf
+        else:
+            on_devices = functools.partial(jax.device_put, leaf, where.with_memory_kind("device"))
+            prints[name] = unless_out_of_memory(lambda put=on_devices: fingerprint(put()))
+    for arrays in together.values():
+        prints |= _fingerprints(arrays)
+    found = jax.device_get(prints)
+    return {
+        name: [*shapes[name], None if found[name] is None else int(found[name])] for name in shapes
+    }
+
+
+@jax.jit
+def _fingerprints(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(fingerprint, arrays)
+
+
+def _shapes_of(kept: dict[str, Any]) -> dict[str, list[Any]]:
+    leaves = jax.tree_util.tree_flatten_with_path(kept)[0]
+    return {
+        jax.tree_util.keystr(path): [str(leaf.dtype), list(leaf.shape)] for path, leaf in leaves
+    }
+
+
+def _digest(values: dict[str, Any]) -> str:
+    """Returns the SHA-256 of values as JSON."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
