@@ -19,12 +19,16 @@ _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",
 
 
 def start_jax(
-    platform: str, num_cpu_devices: int, distributed: "DistributedConfig | None" = None
+    platform: str,
+    num_cpu_devices: int,
+    distributed: "DistributedConfig | None" = None,
+    setting: str = "config.devices.platform",
 ) -> None:
     """Chooses JAX's devices, and keeps compiled programs in the user's cache folder.
 
     Joins the other processes of the run, where `distributed` or the environment names some; None:
-    this is a program of one process. Must come before anything uses a device.
+    this is a program of one process. Must come before anything uses a device. `setting` is what
+    gave the platform, for errors.
     """
     # XLA's CPU client runs the independent collectives of a program at once, each blocking a thread
     # per device; with as many threads as devices they starve each other on a busy machine, and XLA
@@ -50,12 +54,12 @@ def start_jax(
         # JAX asserts that a platform asked for by name has a plugin (jax 0.10.2 and 0.12).
         if isinstance(error, AssertionError) and platform not in _PLUGINS:
             raise
-        raise InputError(_missing(platform, error)) from error
+        raise InputError(_missing(setting, platform, error)) from error
 
 
-def _missing(platform: str, error: Exception) -> str:
+def _missing(setting: str, platform: str, error: Exception) -> str:
     """Returns the message about devices that JAX cannot start, in one line."""
-    text = f"config.devices.platform is {platform!r}, but "
+    text = f"{setting} is {platform!r}, but "
     if platform in _PLUGINS and not any(map(importlib.util.find_spec, _PLUGINS[platform])):
         extra, other = {"gpu": ("cuda13", " (or cuda12)"), "tpu": ("tpu", "")}[platform]
         return (
