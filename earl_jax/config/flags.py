@@ -13,13 +13,13 @@ from earl_jax.config.names import meant_by
 from earl_jax.settings.errors import InputError
 
 
-def config_parser(module: str, description: str, default: Path) -> argparse.ArgumentParser:
+def config_parser(module: str, description: str, default: Path | None) -> argparse.ArgumentParser:
     """Returns a parser with the flag --config, whose --help lists every setting.
 
     Args:
         module: the command, as in `python -m earl_jax.MODULE`.
         description: the text of --help before the flags.
-        default: the config file of a command without --config.
+        default: the config file of a command without --config; None: the settings' own defaults.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m earl_jax.{module}",
@@ -28,7 +28,7 @@ def config_parser(module: str, description: str, default: Path) -> argparse.Argu
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    shown = f"configs/{default.name}"
+    shown = f"configs/{default.name}" if default else "the settings' own defaults"
     parser.add_argument(
         "--config", type=Path, default=default, help=f"a config file (default: {shown})"
     )
