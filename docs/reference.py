@@ -9,19 +9,18 @@ config.md comes from the dataclasses and their docstrings, commands.md from --he
 METRICS below, whose names a test holds against a run.
 """
 
-import dataclasses
-import inspect
 import os
-import re
 import subprocess
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from earl_jax.config.keys import Section
 
 FOLDER = Path(__file__).parent / "reference"
-COMMANDS = ("main", "evaluate", "serve", "plan", "bench")
+COMMANDS = ("main", "evaluate", "serve", "plan", "bench", "view")
 NOTE = "<!-- Written by docs/reference.py; edit the code and run it again. -->\n"
 
 # metrics.jsonl, by topic: each name with its meaning. A key without a value in a run is left out.
@@ -112,8 +111,8 @@ METRICS: dict[str, dict[str, str]] = {
 
 def config_page() -> str:
     """Returns the page of all config keys."""
-    from earl_jax.algorithms.algorithms import ALGORITHMS
     from earl_jax.config import Config
+    from earl_jax.config.keys import algorithm_sections, sections_of
 
     lines = [f"# Configuration\n\n{NOTE}"]
     lines += [
@@ -122,85 +121,23 @@ def config_page() -> str:
         "key, a value of another type, and a key without effect in the run are errors. The "
         "complete configuration of a run is in its `config.json`.\n"
     ]
-    lines += _section(Config, "config")
-    for name, algorithm in ALGORITHMS.items():
-        if dataclasses.fields(algorithm.settings):
-            lines.append(f'# With config.algorithm="{name}"\n')
-            lines += _section(type(algorithm.settings), "config.algorithm_args")
+    for section in sections_of(Config, "config"):
+        lines += _section(section)
+    for name, section in algorithm_sections():
+        lines.append(f'# With config.algorithm="{name}"\n')
+        lines += _section(section)
     return "\n".join(lines)
 
 
-def _section(cls: type, path: str) -> Iterator[str]:
-    types, sections = typing.get_type_hints(cls), []
-    about, by_field = _descriptions(cls)
-    yield f"## {path}\n\n{about}\n" if path != "config" else f"{about}\n"
+def _section(section: "Section") -> Iterator[str]:
+    is_whole = section.path == "config"
+    yield f"{section.about}\n" if is_whole else f"## {section.path}\n\n{section.about}\n"
     yield "| key | type | default | meaning |\n|---|---|---|---|"
-    first_of: dict[str, str] = {}
-    for field in dataclasses.fields(cls):
-        kind = types[field.name]
-        if dataclasses.is_dataclass(kind):
-            sections.append((kind, f"{path}.{field.name}"))
-            continue
-        words = []
-        for text in by_field.get(field.name, []):
-            first = first_of.setdefault(text, field.name)
-            words.append(text if first == field.name else f"See `{first}`.")
-        meaning = " ".join(dict.fromkeys(words)) or _name_in_words(field.name)
-        cells = (f"`{path}.{field.name}`", _type_name(kind), f"`{_default(field)!r}`", meaning)
+    for key in section.keys:
+        kind = ", ".join(f"`{choice!r}`" for choice in key.choices) or key.type
+        cells = (f"`{key.path}`", kind, f"`{key.default!r}`", key.meaning)
         yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
     yield ""
-    for kind, name in sections:
-        yield from _section(typing.cast(type, kind), name)
-
-
-def _descriptions(cls: type) -> tuple[str, dict[str, list[str]]]:
-    """Returns what a docstring says of the whole record, and of each field.
-
-    A sentence is about the fields that it names in backticks; one that names none goes on from the
-    sentence before it in its paragraph.
-    """
-    names, about, by_field = {field.name for field in dataclasses.fields(cls)}, [], {}
-    for paragraph in re.split(r"\n\n|\n- ", inspect.cleandoc(cls.__doc__ or "")):
-        text, named = "", set()
-        for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`\"])", " ".join(paragraph.split())):
-            quoted = " ".join(re.findall(r"`([^`]+)`", sentence))
-            found = {word.split(".")[0] for word in re.findall(r"[\w.]+", quoted)} & names
-            if found and text:
-                _add(by_field, about, named, text)
-                text, named = "", set()
-            named |= found
-            text = f"{text} {sentence}".strip()
-        _add(by_field, about, named, text)
-    return "\n\n".join(about), by_field
-
-
-def _add(by_field: dict[str, list[str]], about: list[str], names: set[str], text: str) -> None:
-    for name in names:
-        by_field.setdefault(name, []).append(text)
-    if not names:
-        about.append(text)
-
-
-def _name_in_words(name: str) -> str:
-    return name.replace("_", " ").capitalize() + "."
-
-
-def _type_name(kind: Any) -> str:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return ", ".join(f"`{choice!r}`" for choice in arguments)
-    if origin is tuple:
-        return f"list of {arguments[0].__name__}"
-    if origin is not None:
-        return "dict"
-    return getattr(kind, "__name__", "any").replace("Any", "any")
-
-
-def _default(field: dataclasses.Field) -> Any:
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    made_by = field.default_factory
-    return None if made_by is dataclasses.MISSING else made_by()
 
 
 def metrics_page() -> str:
@@ -220,7 +157,9 @@ def metrics_page() -> str:
 
 
 def commands_page() -> str:
-    """Returns the page of all commands, by their --help."""
+    """Returns the page of all commands, by their --help without the settings."""
+    from earl_jax.config.keys import SETTINGS
+
     lines = [f"# Commands\n\n{NOTE}"]
     for name in COMMANDS:
         done = subprocess.run(
@@ -230,7 +169,9 @@ def commands_page() -> str:
             check=True,
             env={**os.environ, "COLUMNS": "100"},
         )
-        lines.append(f"## python -m earl_jax.{name}\n\n```text\n{done.stdout.rstrip()}\n```\n")
+        text, settings, _ = done.stdout.partition(SETTINGS)
+        shown = text + f"{settings} see Configuration" * bool(settings)
+        lines.append(f"## python -m earl_jax.{name}\n\n```text\n{shown.rstrip()}\n```\n")
     return "\n".join(lines)
 
 

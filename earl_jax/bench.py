@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times one stage of a config: python -m earl_jax.bench {dispatch,rollout,train,switch}."""
 
-import argparse
 import dataclasses
 import json
 import statistics
@@ -10,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from earl_jax.config.file import PLANNED_CONFIG, load_config_file, make_config
+from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import publish
@@ -246,19 +245,11 @@ def _full_session(run: Run, mesh: MeshShape, params: Any) -> Session:
 
 def bench_command(arguments: Sequence[str]) -> None:
     """Runs the whole command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m earl_jax.bench",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = config_parser("bench", _HELP, PLANNED_CONFIG)
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--config", type=Path, default=PLANNED_CONFIG, help="a config file")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row (3)")
     parser.add_argument("--json", action="store_true", help="an object a line")
-    parser.epilog = "--config.section.key=value changes one setting"
-    flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
-    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
+    flags, overrides = parse_with_overrides(parser, arguments)
     config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices)
     for number, row in enumerate(STAGES[flags.stage](build_run(config), flags.repeats)):

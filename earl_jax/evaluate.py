@@ -14,7 +14,8 @@ from earl_jax.settings.errors import InputError
 _HELP = """\
 Plays evaluation episodes with the newest checkpoint of a workdir and prints the mean reward and the
 means of what the environment reports: of games, the fractions won, drawn and lost. Nothing in the
-workdir is changed.
+workdir is changed. The settings are those of the run, in WORKDIR/config.json, which
+python -m earl_jax.main --help explains.
 
 It takes as many devices as the run had: of a run over several hosts, start it on each of them by
 Slurm or Open MPI, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID set.

@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains: python -m earl_jax.main [--config=FILE] [--config.KEY=VALUE ...] [--workdir=DIR]."""
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
+from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status, start_jax
 
 _HELP = """\
@@ -39,20 +39,11 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
 
     Exits with status 2 for a flag that does not exist.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m earl_jax.main",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a file in configs/")
+    parser = config_parser("main", _HELP, DEFAULT_CONFIG)
     parser.add_argument(
         "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
     )
-    parser.epilog = "--config.section.key=value changes one setting; the sections are those of "
-    parser.epilog += "config.json"
-    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
-    flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
+    flags, overrides = parse_with_overrides(parser, arguments)
     return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
 
 

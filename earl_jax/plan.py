@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from earl_jax.config.file import PLANNED_CONFIG
+from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status
 from earl_jax.settings.errors import InputError
 
@@ -40,14 +41,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
 
     Exits with status 2 for a flag that does not exist.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m earl_jax.plan",
-        description=_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = config_parser("plan", _HELP, PLANNED_CONFIG)
     add = parser.add_argument
-    add("--config", type=Path, default=PLANNED_CONFIG, help="a file in configs/")
     names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, b200, cpu:8, cpu:2x4"
     add("--topology", required=True, help=f"{names} (hosts x devices)")
     add(
@@ -64,8 +59,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     add("--table", type=Path, help=table)
     add("--exact", action="store_true", help="let XLA compile what is chosen, for its bytes")
     add("--json", action="store_true", help="print one JSON object, with all meshes")
-    overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
-    return parser.parse_args([a for a in arguments if not a.startswith("--config.")]), overrides
+    return parse_with_overrides(parser, arguments)
 
 
 def plan_command(arguments: Sequence[str]) -> None:

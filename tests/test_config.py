@@ -12,6 +12,9 @@ from ml_collections import ConfigDict, config_dict
 
 from earl_jax.config import Config
 from earl_jax.config.file import load_config_file, make_config
+from earl_jax.config.keys import all_keys
+from earl_jax.config.names import NAMES_ELSEWHERE
+from earl_jax.settings.errors import InputError
 
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 
@@ -166,6 +169,35 @@ def test_an_unknown_key_is_an_error_with_its_path_and_the_nearest_name(given, me
         with pytest.raises(ValueError) as error:
             make_config(form)
         assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.lr=1", "there is config.train.learning_rate"),
+        ("lr=1", "there is config.train.learning_rate"),
+        ("batch_size=8", "there is config.rollout.episodes_per_step"),
+        ("train.batchSize=8", "there is config.rollout.episodes_per_step"),
+        ("rollout.max_new_tokens=8", "there is config.rollout.max_turn_tokens"),
+        ("steps=8", "there is config.num_steps"),
+        ("model.name=x", "there is config.model.path (a checkpoint) or config.model.preset"),
+        ("train.temperature=1", "there is config.rollout.temperature and config.eval.temperature"),
+        ("output_dir=x", "the flag --workdir=DIR says where the run lives"),
+        ("learning_rat=1", "did you mean config.train.learning_rate?"),
+        ("train.clip_lo=1", "did you mean config.algorithm_args.clip_low?"),
+    ],
+)
+def test_a_name_of_another_program_or_section_finds_the_key(override, hint):
+    with pytest.raises(InputError, match=re.escape(f"; {hint}")):
+        with_overrides(override)
+
+
+def test_names_of_other_programs_lead_to_keys_that_exist():
+    keys = set(all_keys())
+    meant = {name: re.findall(r"config\.[a-z_.]+", text) for name, text in NAMES_ELSEWHERE.items()}
+    assert {one.rstrip(".") for found in meant.values() for one in found} <= keys
+    # A key's own name needs no entry.
+    assert not meant.keys() & {key.rpartition(".")[2] for key in keys}
 
 
 @pytest.mark.parametrize("section", SECTIONS)

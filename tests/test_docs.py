@@ -1,14 +1,10 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation says what the code does, and an installed wheel has all it needs."""
+"""The documentation says what the code does."""
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -71,29 +67,3 @@ def test_pages_name_files_that_exist():
 
 def test_readme_is_one_page():
     assert (ROOT / "README.md").stat().st_size <= 10_000
-
-
-@pytest.mark.slow
-def test_wheel_runs_without_the_repository(tmp_path):
-    """bench, with the default config, from nothing but the files of the wheel."""
-    pytest.importorskip("hatchling")
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(installed)
-    sizes = [f"--config.model.{name}={value}" for name, value in TINY["model"].items()]
-    sizes += ["--config.rollout.num_slots=8", "--config.rollout.episodes_per_step=16"]
-    done = subprocess.run(
-        [sys.executable, "-m", "earl_jax.bench", "dispatch", "--json", "--repeats=1", *sizes],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed), "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert {json.loads(line)["what"] for line in done.stdout.splitlines()} == {
-        "experience",
-        "weights",
-    }

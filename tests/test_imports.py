@@ -29,7 +29,7 @@ LEVELS = (
     ("workdir",),
     ("loop",),
     ("training",),
-    ("main", "evaluate", "serve", "plan", "bench"),
+    ("main", "evaluate", "serve", "plan", "bench", "view"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
 # Stages share records, not each other.
@@ -92,7 +92,7 @@ def test_every_folder_and_module_has_a_level():
     names = {module.relative_to(PACKAGE).parts[0].removesuffix(".py") for module in MODULES}
     assert names - {"__init__"} == LEVEL.keys()
     modules = [path for path in PACKAGE.glob("*.py") if path.name != "__init__.py"]
-    assert len(modules) <= 10
+    assert len(modules) <= 11
 
 
 def test_no_circle_of_imports():

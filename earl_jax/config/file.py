@@ -14,7 +14,7 @@ import difflib
 import importlib.util
 import json
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ml_collections.config_dict import RequiredValueError
 
 from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
+from earl_jax.config.names import meant_by
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
@@ -197,24 +198,8 @@ def _unknown_key(cls: type, key: str, path: str, fields: set[str]) -> str:
     if renamed := RENAMED_KEYS.get(f"{path}.{key}"):
         is_key = renamed.startswith("config.")
         return f"{path}.{key} {'is now' if is_key else 'is no setting any more:'} {renamed}"
-    near = difflib.get_close_matches(str(key), fields, n=1)
-    if near:
-        hint = f"did you mean {near[0]!r}?"
-    else:
-        elsewhere = [name for name in _all_paths(Config, "config") if name.endswith(f".{key}")]
-        hint = (
-            f"there is {elsewhere[0]}"
-            if elsewhere
-            else f"its fields are {', '.join(sorted(fields))}"
-        )
+    hint = meant_by(f"{path}.{key}", fields) or f"its fields are {', '.join(sorted(fields))}"
     return f"{path}.{key} is not a field of {cls.__name__}; {hint}"
-
-
-def _all_paths(cls: type, path: str) -> Iterator[str]:
-    for name, kind in typing.get_type_hints(cls).items():
-        yield f"{path}.{name}"
-        if dataclasses.is_dataclass(kind):
-            yield from _all_paths(typing.cast(type, kind), f"{path}.{name}")
 
 
 def _typed(kind: Any, value: Any, path: str) -> Any:

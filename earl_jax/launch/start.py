@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start of JAX for a command: its devices, its compilation cache, the processes of its run."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -13,15 +14,21 @@ if TYPE_CHECKING:
     from earl_jax.launch.distributed import DistributedConfig
 
 THREADS_PER_CPU_DEVICE = 32
+# The packages of which one must be installed for a platform.
+_PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 
 
 def start_jax(
-    platform: str, num_cpu_devices: int, distributed: "DistributedConfig | None" = None
+    platform: str,
+    num_cpu_devices: int,
+    distributed: "DistributedConfig | None" = None,
+    setting: str = "config.devices.platform",
 ) -> None:
     """Chooses JAX's devices, and keeps compiled programs in the user's cache folder.
 
     Joins the other processes of the run, where `distributed` or the environment names some; None:
-    this is a program of one process. Must come before anything uses a device.
+    this is a program of one process. Must come before anything uses a device. `setting` is what
+    gave the platform, for errors.
     """
     # XLA's CPU client runs the independent collectives of a program at once, each blocking a thread
     # per device; with as many threads as devices they starve each other on a busy machine, and XLA
@@ -43,10 +50,24 @@ def start_jax(
         start_processes(distributed)
     try:
         jax.devices()
-    except RuntimeError as error:
-        raise InputError(
-            f"config.devices.platform is {platform!r}, but JAX cannot start it here: {error}"
-        ) from error
+    except (RuntimeError, AssertionError) as error:
+        # JAX asserts that a platform asked for by name has a plugin (jax 0.10.2 and 0.12).
+        if isinstance(error, AssertionError) and platform not in _PLUGINS:
+            raise
+        raise InputError(_missing(setting, platform, error)) from error
+
+
+def _missing(setting: str, platform: str, error: Exception) -> str:
+    """Returns the message about devices that JAX cannot start, in one line."""
+    text = f"{setting} is {platform!r}, but "
+    if platform in _PLUGINS and not any(map(importlib.util.find_spec, _PLUGINS[platform])):
+        extra, other = {"gpu": ("cuda13", " (or cuda12)"), "tpu": ("tpu", "")}[platform]
+        return (
+            f"{text}JAX's plugin for it is not installed: install the extra {extra}{other}, by "
+            f"uv run --extra {extra} or pip install 'jax[{extra}]', or set it to 'cpu'"
+        )
+    reason = " ".join(str(error).split()) or "its plugin failed, as it says above"
+    return f"{text}JAX cannot start it here: {reason}"
 
 
 def exit_status(command: Callable[[], None]) -> int:

@@ -50,8 +50,11 @@ max_tokens, stop_string or stop_token_id. With "logprobs": true each token comes
 under the sampling distribution, with "model_logprobs": true with that under the model itself, in
 two more fields of its sample (earl_jax/serving/scores.py).
 
-SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if
-the devices failed.
+Of a run, the model and its devices are as in WORKDIR/config.json, whose settings
+python -m earl_jax.main --help explains.
+
+SIGTERM and SIGINT (Ctrl-C) end it. Exit status: 0 then, 2 for a mistake in what was given, 1 if the
+devices failed.
 """
 
 

@@ -58,7 +58,7 @@ def model_policy(flags: argparse.Namespace, mesh: "MeshShape") -> ServedPolicy:
     check_against_model(
         flags, mesh, flags.model, checkpoint.model, checkpoint.vocab_size, checkpoint.max_context
     )
-    start_jax(flags.platform or "auto", mesh.num_devices)
+    start_jax(flags.platform or "auto", mesh.num_devices, setting="--platform")
     dtype = flags.compute_dtype or ("float32" if checkpoint.dtype == "float32" else "bfloat16")
     return ServedPolicy(
         name=flags.model,

@@ -189,7 +189,7 @@ class _TensorBoard:
         if self._writer is None:
             # purge_step hides the events of steps that a resumed run takes again.
             self._writer = self._open(str(self._folder), purge_step=line["step"])
-        for tag, value in _scalars(line):
+        for tag, value in scalars(line):
             if tag != "step":
                 self._writer.add_scalar(tag, value, line["step"])
 
@@ -199,10 +199,11 @@ class _TensorBoard:
             self._writer = None
 
 
-def _scalars(line: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def scalars(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yields name and value of every number in a line; nested names are joined by "/"."""
     for key, value in line.items():
         value = NONFINITE.get(value, value) if isinstance(value, str) else value
         if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{key}/")
+            yield from scalars(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + key, float(value)

@@ -7,7 +7,6 @@ No plotting library, no external resource: the curves are inline SVG (`charts`),
 """
 
 import functools
-import importlib.resources
 import itertools
 import json
 import math
@@ -53,7 +52,7 @@ def write_report(
     """
     steps = [row for row in metrics if "eval" not in row]
     evaluations = [row for row in metrics if "eval" in row]
-    page = _template().render(
+    page = template("report.html.jinja").render(
         title=title,
         notes=notes,
         figures=_figures(config, steps, evaluations),
@@ -68,12 +67,16 @@ def write_report(
 
 
 @functools.cache
-def _template() -> jinja2.Template:
-    source = importlib.resources.files("earl_jax.telemetry").joinpath("report.html.jinja")
+def template(name: str) -> jinja2.Template:
+    """Returns a template of this folder, with autoescape."""
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("earl_jax.telemetry", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return environment.from_string(source.read_text(encoding="utf-8"))
+    return environment.get_template(name)
 
 
 def _figures(
@@ -83,7 +86,7 @@ def _figures(
     num_steps = config.get("num_steps")
     step = max((row["step"] for row in (*steps, *evaluations)), default=0)
     figures = [_figure(f"{step}", "steps", f"of {num_steps}" if num_steps else "")]
-    times = _column(steps, "time_s")[1]
+    times = column(steps, "time_s")[1]
     if times:
         # time_s starts again where a run was resumed by a new process.
         ends = [a for a, b in itertools.pairwise(times) if b < a] + times[-1:]
@@ -93,11 +96,11 @@ def _figures(
         ("reward_mean", "reward", "{:+.3f}".format),
         ("rollout_tokens_per_s", "rollout tokens/s", format_count),
     ):
-        recent = [y for y in _column(steps, key)[1] if math.isfinite(y)][-_RECENT_STEPS:]
+        recent = [y for y in column(steps, key)[1] if math.isfinite(y)][-_RECENT_STEPS:]
         if recent:
             detail = f"mean of the last {len(recent)} steps" if len(recent) > 1 else "last step"
             figures.append(_figure(form(statistics.fmean(recent)), name, detail))
-    longest = [y for y in _column(steps, "context_tokens_max")[1] if math.isfinite(y)]
+    longest = [y for y in column(steps, "context_tokens_max")[1] if math.isfinite(y)]
     if longest:
         figures.append(_figure(f"{max(longest):,.0f}", "longest context", "tokens"))
     if any("rollout_mesh" in row or "train_mesh" in row for row in steps):
@@ -140,12 +143,12 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
     def curves(title: str, label: str, *keys: tuple[str, str], scale: float = 1.0, **options):
         series = []
         for color, (key, name) in enumerate(keys):
-            xs, ys = _column(steps, key)
+            xs, ys = column(steps, key)
             if xs:
                 dashed = key == "budget_bytes_per_device"
                 ys = [y / scale for y in ys]
                 series.append(Series(name=name, xs=xs, ys=ys, color=color, dashed=dashed))
-        return _card(title, series, line_chart(series, label=label, **options))
+        return card(title, series, line_chart(series, label=label, **options))
 
     cards = [
         curves("Reward", "mean reward of an episode", ("reward_mean", "reward")),
@@ -180,7 +183,8 @@ def _charts(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[dict[str, 
     return [card for card in cards if card["svg"]]
 
 
-def _card(title: str, series: Sequence[Series], svg: Markup) -> dict[str, Any]:
+def card(title: str, series: Sequence[Series], svg: Markup) -> dict[str, Any]:
+    """Returns a chart for charts.html.jinja, with a legend where it has several curves."""
     return {"title": title, "legend": series if len(series) > 1 else (), "svg": svg}
 
 
@@ -194,10 +198,10 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
             for row in evaluations
             if row["eval"].get("name") == name
         ]
-        columns = {key: _column(rows, key) for key in _reported(rows)}
+        columns = {key: column(rows, key) for key in _reported(rows)}
         title = f"Evaluation: {name}" if name else "Evaluation"
         if not columns:
-            columns = {"reward_mean": _column(rows, "reward_mean")}
+            columns = {"reward_mean": column(rows, "reward_mean")}
         inside = {k for k, (_, ys) in columns.items() if all(0 <= y <= 1 for y in ys)}
         for keys, y_range in ((inside, (0.0, 1.0)), (columns.keys() - inside, None)):
             series = [
@@ -206,7 +210,7 @@ def _evaluation_charts(evaluations: Sequence[Row]) -> list[dict[str, Any]]:
                 if key in keys and xs
             ]
             svg = line_chart(series, label="mean of the episodes", y_range=y_range)
-            cards.append(_card(title, series, svg))
+            cards.append(card(title, series, svg))
     return cards
 
 
@@ -226,7 +230,7 @@ def _stage_chart(steps: Sequence[Row]) -> dict[str, Any]:
         Series(name=s, xs=xs, ys=[_number(row["stage_s"].get(s)) or 0.0 for row in rows], color=i)
         for i, s in enumerate(stages)
     ]
-    return _card("Time of the stages", series, stacked_chart(series, label="seconds per step"))
+    return card("Time of the stages", series, stacked_chart(series, label="seconds per step"))
 
 
 def _episode(episode: Row) -> dict[str, Any]:
@@ -264,7 +268,7 @@ def _episode(episode: Row) -> dict[str, Any]:
     }
 
 
-def _column(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
+def column(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """Returns steps and values of the rows that have a number under `key`."""
     pairs = [(row["step"], _number(row.get(key))) for row in rows]
     found = [(step, value) for step, value in pairs if value is not None]

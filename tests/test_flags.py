@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the commands: --help lists every setting, and a mistake says what to write."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import earl_jax
+from earl_jax import bench, main, plan
+from earl_jax.config import Config
+from earl_jax.config.keys import all_keys
+from earl_jax.launch import console
+from earl_jax.settings.errors import InputError
+from earl_jax.train.config import TrainConfig
+from tests.support import ROOT
+
+
+@pytest.mark.parametrize("parse", [main.parse_flags, plan.parse_flags, bench.bench_command])
+def test_help_lists_every_setting(parse, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    names = [key.removeprefix("config.") for key in all_keys()]
+    assert len(names) > 100
+    assert [name for name in names if not re.search(rf"^  {re.escape(name)}\b", text, re.M)] == []
+    assert f"\n  num_steps = {Config.num_steps}  (int)\n" in text
+    assert f"\n  train.max_grad_norm = {TrainConfig.max_grad_norm}  (float)\n" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config.num_steps", "50"], "without a blank, --config.num_steps=50"),
+        (["--config.num_steps", "=", "50"], "without a blank, --config.num_steps=50"),
+        (["--config.num_steps", "=50"], "without a blank, --config.num_steps=50"),
+        (["--num_steps=50"], "--num_steps=50; a setting is written --config.num_steps=50"),
+        (["--train.epochs", "2"], "a setting is written --config.train.epochs=2"),
+        (["--seed"], "a setting is written --config.seed=VALUE"),
+        (["--lr=1"], "there is config.train.learning_rate, written --config.KEY=VALUE"),
+        (["--model=x"], "there is config.model.path (a checkpoint)"),
+        (["--output_dir=x"], "the flag --workdir=DIR says where the run lives"),
+        (["--confg=x"], "unrecognized arguments: --confg=x; did you mean --config?"),
+        (["--work_dir=x"], "did you mean --workdir?"),
+        (["configs/x.py"], "write --config=configs/x.py"),
+        (["--qqq"], "unrecognized arguments: --qqq; see --help"),
+    ],
+)
+def test_a_flag_that_is_none_says_what_to_write(arguments, words):
+    with pytest.raises(InputError, match=re.escape(words)):
+        main.parse_flags(arguments)
+
+
+def test_flags_and_overrides_are_told_apart():
+    path, overrides, workdir = main.parse_flags(
+        ["--config=a/b.py", "--config.seed=1", "--config.model.path=--odd"]
+    )
+    assert (str(path), overrides, str(workdir)) == (
+        "a/b.py",
+        ["seed=1", "model.path=--odd"],
+        "runs/b",
+    )
+
+
+# The command earl-jax.
+
+
+def test_console_without_a_command_lists_them(capsys):
+    for arguments in ([], ["--help"], ["-h"]):
+        console.hand_on(arguments)
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text for name in console.COMMANDS)
+
+
+def test_console_knows_its_version_and_refuses_other_commands(capsys):
+    console.hand_on(["--version"])
+    assert capsys.readouterr().out == f"earl-jax {earl_jax.__version__}\n"
+    with pytest.raises(InputError, match="'trian' is not a command of earl-jax; did you mean 'tra"):
+        console.hand_on(["trian"])
+    with pytest.raises(InputError, match="choose one of train, evaluate, serve, plan, bench, view"):
+        console.hand_on(["xyz"])
+
+
+def run_console(*arguments):
+    program = (
+        "import sys; from earl_jax.launch import console; "
+        "assert 'jax' not in sys.modules; console.main()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", console.COMMANDS)
+@pytest.mark.slow_except("evaluate")
+def test_console_hands_on_to_each_command(name):
+    done = run_console(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: python -m earl_jax.{console.COMMANDS[name][0]} " in done.stdout
+
+
+def test_console_ends_with_the_status_of_the_command():
+    done = run_console("plan", "--topology=nothing:3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
