@@ -27,6 +27,7 @@ for argument in "${arguments[@]}"; do
   quoted+="${quoted:+, }\"$argument\""
 done
 filled=$(grep -v '^#' "$manifest") values[ARGUMENTS]=$quoted
+# shellcheck disable=SC2016
 for key in $(grep -o '\${[A-Z]*}' <<<"$filled" | sort -u | tr -d '${}'); do
   [[ ${values[$key]-} ]] || { echo "--${key,,} is missing" >&2; usage; }
   filled=${filled//"\${$key}"/"${values[$key]}"}

@@ -3,8 +3,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# Starts a run on a GKE cluster made by xpk, which writes the JobSet itself. The workdir is on a
-# storage attached to the cluster (xpk storage attach). By itself xpk does not restart status 1. IMAGE: gpu_scripts/Dockerfile with EXTRA=tpu.
+# Starts a run on a GKE cluster made by xpk, which writes the JobSet itself; without the flag, xpk
+# does not restart a run that lost a process (status 1). The workdir is on a storage attached to the
+# cluster (xpk storage attach). IMAGE: gpu_scripts/Dockerfile with EXTRA=tpu.
 set -euo pipefail
 usage() { sed -n '2s/^# //p' "$0" >&2; exit 2; }
 name='' cluster='' zone='' type='' image='' num_slices=1 project='' dry_run='' arguments=()

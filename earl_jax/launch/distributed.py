@@ -3,10 +3,10 @@
 """Processes find each other through jax.distributed, and end with status 1 when one is lost.
 
 The same command on every host is one run. The number of each process comes from the settings, from
-JAX's own environment variables, or from the launcher (Slurm, Open MPI, Kubernetes, a TPU pod), whose
-variables jax.distributed reads. Where a process cannot go on, all end with status 1; the launcher
-starts all of them again, and the run resumes from its newest checkpoint (gpu_scripts/slurm.sbatch,
-tpu_scripts/run.sh).
+JAX's own environment variables, or from the launcher (Slurm, Open MPI, Kubernetes, a TPU pod),
+whose variables jax.distributed reads. Where a process cannot go on, all end with status 1; the
+launcher starts all of them again, and the run resumes from its newest checkpoint
+(gpu_scripts/slurm.sbatch, tpu_scripts/run.sh).
 """
 
 import contextlib
@@ -60,8 +60,8 @@ class DistributedConfig:
 
     `mode` "auto" starts several where the settings below, the environment variables
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables of Slurm, Open
-    MPI, Kubernetes (an indexed Job or JobSet) or GKE's TPU slices (MEGASCALE: several) name several;
-    "on" also asks for those of TPU VMs, which no variable names; "off" starts one process.
+    MPI, Kubernetes (an indexed Job or JobSet) or GKE's TPU slices (and MEGASCALE) name several;
+    "on" also asks the metadata of TPU VMs, which no variable names; "off" starts one process.
     `coordinator` is the "HOST:PORT" on which process 0 listens, `num_processes` the number of
     processes, `process_id` the number of this one. Defaults ("", 0, -1) take the variables' values.
 
