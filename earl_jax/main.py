@@ -24,7 +24,7 @@ A workdir that holds a checkpoint of the same config is resumed. In the workdir:
 report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
 saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost
 or had too little memory for an update: start all again, and the run resumes, with less where
-memory was short (gpu_scripts/slurm.sh does).
+memory was short (gpu_scripts/slurm.sbatch does).
 
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\

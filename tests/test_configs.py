@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every file in configs/ is a run: valid, and its programs trace on every mesh it may choose."""
 
+import dataclasses
+import functools
 import importlib.util
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +15,27 @@ from reference.make_checkpoint import write_checkpoint
 from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
 from earl_jax.engine.engine import Engine
 from earl_jax.engine.round_inputs import inputs_width
+from earl_jax.placement.problem import find_model, planned_problem
+from earl_jax.rollout.config import make_engine_config
 from earl_jax.run import build_run
+from earl_jax.selector.hardware import parse_topology
+from earl_jax.selector.schedule import make_schedule
+from earl_jax.selector.table import ThroughputTable
 from earl_jax.sharding.axes import MESH_AXES
-from earl_jax.sharding.layout import MeshShape, make_abstract_layout
+from earl_jax.sharding.layout import TRAINING_ROWS, MeshShape, make_abstract_layout
 from earl_jax.train import state as train_state
 from earl_jax.train.step import batch_shapes, make_train_step
 from tests.support import ROOT
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
+# The hardware that a config of a published model is for, by the names of the planner.
+CHIPS = {
+    "qwen25_7b_lora": ("qwen2.5-7b", "h100:1x1"),
+    "qwen25_7b": ("qwen2.5-7b", "h100:1x8", "v5e:8x8"),
+    "qwen3_30b_a3b": ("qwen3-30b-a3b", "h100:2x8"),
+    "qwen25_72b": ("qwen2.5-72b", "h100:16x8", "v5p:4x4x8"),
+}
+LAPTOP = [path for path in FILES if path.stem not in CHIPS]
 PLATFORMS = {"auto": "cpu", "cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -40,7 +56,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope="module", params=FILES, ids=lambda path: path.stem)
+@pytest.fixture(scope="module", params=LAPTOP, ids=lambda path: path.stem)
 def world(request, made):
     """The config's Run. Its device count must be that of these tests until a config has more."""
     config = made(request.param)
@@ -55,7 +71,11 @@ def placed(shapes, shardings):
 
 
 def lowered(traced, world):
-    return traced.lower(lowering_platforms=(PLATFORMS[world.config.devices.platform],)).as_text()
+    return lowered_for(traced, PLATFORMS[world.config.devices.platform])
+
+
+def lowered_for(traced, platform):
+    return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 def mesh_words(shape: MeshShape) -> str:
@@ -123,3 +143,100 @@ def test_the_round_of_the_engine_lowers_on_every_mesh_and_room_it_may_choose(wor
             assert report.shape == (rollout.num_slots, 2 * rollout.burst + 2)
             assert state.experience.tokens.shape == (engine.config.num_rows, max_tokens)
             assert mesh_words(shape) in lowered(traced, world)
+
+
+# Published models on the hardware that their configs name.
+
+
+@functools.cache
+def schedule_of(name, topology):
+    """The config, its problem on this hardware, and the planner's schedule of its contexts."""
+    preset = CHIPS[name][0]
+    config = make_config(
+        load_config_file(ROOT / "configs" / f"{name}.py"),
+        ["model.path=", f"model.preset={preset}"],
+    )
+    hardware = parse_topology(topology)
+    model, vocab_size = find_model(config, None)
+    problem = planned_problem(config, model, vocab_size, hardware, hardware.usable_bytes)
+    return (
+        config,
+        problem,
+        make_schedule(problem, ThroughputTable(), config.rollout.context_buckets),
+    )
+
+
+TARGETS = [(name, topology) for name, (_, *all_of) in CHIPS.items() for topology in all_of]
+
+
+@pytest.mark.parametrize(("name", "topology"), TARGETS)
+@pytest.mark.slow_except("qwen25_7b-h100:1x8", "qwen25_7b_lora-*")
+def test_every_context_of_a_published_model_fits_its_hardware_and_traces(name, topology):
+    config, problem, schedule = schedule_of(name, topology)
+    assert all(stop.decision is not None for stop in schedule), [stop.why for stop in schedule]
+    # The layers are alike: two are traced in a tenth of the time of eighty.
+    model, vocab_size = find_model(config, None)
+    model = dataclasses.replace(model, num_layers=2)
+    platform = {"gpu": "cuda", "tpu": "tpu"}[problem.hardware.platform]
+    stops = {(s.decision.train.plan.mesh, s.decision.rollout.plan.mesh): s for s in schedule}
+    for stop in stops.values():
+        plan = stop.decision.train.plan
+        layout = make_abstract_layout(plan.mesh, row_axes=TRAINING_ROWS)
+        train = dataclasses.replace(
+            config.train, micro_batches=plan.micro_batches, remat=plan.remat
+        )
+        step = make_train_step(
+            model,
+            train,
+            layout,
+            vocab_size=vocab_size,
+            temperature=config.train_temperature,
+            algorithm=config.make_algorithm(),
+        )
+        state = placed(
+            train_state.state_shapes(model, train, vocab_size),
+            train_state.state_shardings(model, train, vocab_size, layout),
+        )
+        batch = batch_shapes(config.rollout.episodes_per_step, stop.context, layout)
+        rates = jax.ShapeDtypeStruct((2,), jnp.float32)
+        assert mesh_words(plan.mesh) in lowered_for(step.trace(state, batch, rates), platform)
+        assert_round_lowers(config, model, vocab_size, problem, stop, platform)
+
+
+def assert_round_lowers(config, model, vocab_size, problem, stop, platform):
+    """A round of one process of the rollout."""
+    num, mesh = problem.num_players, stop.decision.rollout.plan.mesh
+    own = dataclasses.replace(mesh, data=mesh.data // num)
+    rollout = config.rollout.part(num)
+    engine_config = make_engine_config(
+        rollout,
+        model,
+        vocab_size,
+        num_devices=problem.hardware.num_devices // num,
+        seed=config.seed,
+        model_logprobs=False,
+    )
+    engine = Engine(engine_config, make_abstract_layout(own))
+    width = inputs_width(rollout.chunk_size)
+    rows = engine.layout.activations("B")
+    traced = engine._play.trace(
+        placed(engine.parameter_shapes, engine.parameter_shardings),
+        placed(engine.state_shapes(stop.context), engine.state_shardings),
+        jax.ShapeDtypeStruct((rollout.num_slots, width), jnp.int32, sharding=rows),
+        jax.ShapeDtypeStruct((2,), jnp.uint32),
+    )
+    assert mesh_words(own) in lowered_for(traced, platform)
+
+
+@pytest.mark.parametrize(("name", "topology"), TARGETS)
+@pytest.mark.slow_except("qwen25_7b-*", "qwen25_7b_lora-*")
+def test_docstring_has_the_schedule_of_the_planner(name, topology):
+    """The command is in the docstring, and the meshes are what it prints."""
+    text = (ROOT / "configs" / f"{name}.py").read_text()
+    assert (
+        f"--topology={topology} --config.model.path= --config.model.preset={CHIPS[name][0]}" in text
+    )
+    for stop in schedule_of(name, topology)[2]:
+        choice = stop.decision
+        row = rf"^ +{stop.context:,} +{choice.train.plan.mesh} .* {choice.rollout.plan.mesh} "
+        assert re.search(row, text, re.MULTILINE), row

@@ -3,6 +3,7 @@
 """One run over several processes: who is who, the same training as one process, ends in words."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import shutil
@@ -65,6 +66,9 @@ APART = {
 
 # Who is who.
 
+PLACE = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+
 
 @pytest.mark.parametrize(
     ("settings", "variables", "expected"),
@@ -88,6 +92,15 @@ APART = {
         ({}, {"SLURM_NTASKS": "2"}, None),
         ({}, {"SLURM_STEP_NODELIST": "n0", "SLURM_NTASKS": "1"}, None),
         ({}, {"OMPI_COMM_WORLD_SIZE": "2"}, (None, None, None)),
+        ({}, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, (None, None, None)),
+        ({}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"}, (None, None, None)),
+        ({}, {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, (None, None, None)),
+        # A slice of one host, also where it is the pod of an indexed Job.
+        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({}, {"TPU_WORKER_HOSTNAMES": "a"} | POD, None),
+        # A pod whose manifest says all, and one of a Job without.
+        ({}, PLACE | POD, ("a:1", 2, 1)),
+        ({"mode": "off"}, POD, None),
         ({"mode": "on"}, {}, (None, None, None)),
         ({"num_processes": 1}, {}, None),
     ],
@@ -104,11 +117,98 @@ def test_who_is_who(settings, variables, expected):
         ({"coordinator": "a:1", "num_processes": 2}, {}, "JAX_PROCESS_ID in the environment"),
         ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "numbered from 0 to 1"),
         ({}, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'"),
+        ({}, {"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "two"}, "SLICES is 'two'"),
     ],
 )
 def test_a_place_that_is_none(settings, variables, words):
     with pytest.raises(ValueError, match=words):
         _find_place(DistributedConfig(**settings), variables)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_pod_of_an_indexed_job_needs_the_kubernetes_package_to_count_the_others(
+    installed, monkeypatch
+):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *of: installed or None if name == "kubernetes" else find(name, *of),
+    )
+    if installed:
+        assert _find_place(DistributedConfig(), POD) is not None
+        return
+    with pytest.raises(ValueError, match="pod 1 of an indexed Kubernetes Job; set JAX_COORDINATOR"):
+        _find_place(DistributedConfig(), POD)
+
+
+JOINED = """
+from earl_jax.launch.distributed import DistributedConfig, start_processes
+start_processes(DistributedConfig())
+import jax
+print(jax.process_index(), jax.process_count(), jax.config._read("jax_cuda_visible_devices"))
+"""
+SLURM = {
+    "SLURM_JOB_ID": "1",
+    "SLURM_STEP_NODELIST": "127.0.0.1",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "{n}",
+}
+# JAX takes this machine for a TPU VM, and asks no metadata server how many slices there are.
+TPU = {
+    "JAX_FORCE_TPU_INIT": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "",
+    "MEGASCALE_NUM_SLICES": "",
+    "MEGASCALE_SLICE_ID": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus"),
+    [
+        # Slurm: a process a node takes all GPUs, several on a node one each, or those it is given.
+        (SLURM | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, "all"),
+        (SLURM | {"SLURM_LOCALID": "{n}", "SLURM_STEP_TASKS_PER_NODE": "2"}, "{n}"),
+        (
+            SLURM
+            | {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+            | {"JAX_LOCAL_DEVICE_IDS": "2,3"},
+            "2,3",
+        ),
+        # One TPU slice of two hosts, and two of one each, as GKE names them.
+        (TPU | {"TPU_WORKER_HOSTNAMES": "localhost,localhost", "TPU_WORKER_ID": "{n}"}, "all"),
+        (
+            TPU
+            | {
+                "TPU_WORKER_HOSTNAMES": "localhost",
+                "TPU_WORKER_ID": "0",
+                "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
+                "MEGASCALE_NUM_SLICES": "2",
+                "MEGASCALE_SLICE_ID": "{n}",
+            },
+            "all",
+        ),
+    ],
+    ids=["slurm-a-node", "slurm-a-gpu", "slurm-some-gpus", "slice", "slices"],
+)
+@pytest.mark.slow_except("slurm-a-node", "slices")
+def test_processes_of_a_launcher_find_each_other(variables, gpus):
+    common = {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_PORT": str(free_port())}
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINED],
+            cwd=ROOT,
+            env=os.environ | common | {k: v.format(n=n) for k, v in variables.items()},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(2)
+    ]
+    ends = [process.communicate(timeout=90) for process in both]
+    for n, (output, errors) in enumerate(ends):
+        assert both[n].returncode == 0, errors
+        assert output.split() == [str(n), "2", gpus.format(n=n)]
 
 
 @dataclasses.dataclass(frozen=True)

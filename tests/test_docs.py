@@ -58,7 +58,7 @@ def test_pages_name_files_that_exist():
     for page in pages:
         text = page.read_text()
         links = re.findall(r"\]\(([^)#:]+)\)", text)
-        folders = "tests|configs|benchmarks|docs|gpu_scripts"
+        folders = "tests|configs|benchmarks|docs|gpu_scripts|tpu_scripts"
         named = re.findall(rf"\b((?:{folders})/[a-z0-9_/]+\.[a-z]+)", text)
         missing += [(page.name, link) for link in links if not (page.parent / link).exists()]
         missing += [(page.name, name) for name in named if not (ROOT / name).exists()]

@@ -3,16 +3,19 @@
 """Processes find each other through jax.distributed, and end with status 1 when one is lost.
 
 The same command on every host is one run. The number of each process comes from the settings, from
-JAX's own environment variables, or from the launcher (Slurm, Open MPI, a TPU pod). Where a process
-cannot go on, all end with status 1; the launcher starts all of them again, and the run resumes from
-its newest checkpoint (gpu_scripts/slurm.sh).
+JAX's own environment variables, or from the launcher (Slurm, Open MPI, Kubernetes, a TPU pod),
+whose variables jax.distributed reads. Where a process cannot go on, all end with status 1; the
+launcher starts all of them again, and the run resumes from its newest checkpoint
+(gpu_scripts/slurm.sbatch, tpu_scripts/run.sh).
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import math
 import os
+import re
 import signal
 import socket
 import traceback
@@ -35,10 +38,15 @@ _LAUNCHERS = (
     ("SLURM_STEP_NODELIST", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"),
 )
+# The variables that name the hosts of this process's TPU slice, set by GKE.
+_SLICE_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+# The number of processes on this one's host: of Slurm for each node, as "1(x2)" or "8,4".
+_ON_A_HOST = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _START = (
     "Start the same command for every process, with config.distributed.coordinator and "
-    "num_processes alike and a process_id of its own for each (from 0), or by Slurm or Open MPI"
+    "num_processes alike and a process_id of its own for each (from 0), or by a launcher such as "
+    "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
 _LOST = "most likely another process of the run ended or cannot be reached"
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
@@ -51,8 +59,9 @@ class DistributedConfig:
     """The processes of one run, which each execute the same command.
 
     `mode` "auto" starts several where the settings below, the environment variables
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables of Slurm or Open
-    MPI name several; "on" also uses JAX's own detection (TPU pods); "off" starts one process.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables of Slurm, Open
+    MPI, Kubernetes (an indexed Job or JobSet) or GKE's TPU slices (and MEGASCALE) name several;
+    "on" also asks the metadata of TPU VMs, which no variable names; "off" starts one process.
     `coordinator` is the "HOST:PORT" on which process 0 listens, `num_processes` the number of
     processes, `process_id` the number of this one. Defaults ("", 0, -1) take the variables' values.
 
@@ -126,6 +135,7 @@ def start_processes(config: DistributedConfig) -> None:
             place.coordinator,
             place.num_processes,
             place.process_id,
+            local_device_ids=_local_devices(os.environ),
             initialization_timeout=int(config.start_timeout_s),
             heartbeat_timeout_seconds=int(config.heartbeat_s),
             # All processes end together; one that ends alone must not wait for the others.
@@ -215,14 +225,10 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
     coordinator = config.coordinator or variables.get(_VARIABLES["coordinator"], "")
     number = config.num_processes or _number(variables, "num_processes", 0)
     index = config.process_id if config.process_id >= 0 else _number(variables, "process_id", -1)
-    launched = any(
-        mark in variables and _as_int(variables.get(count, "1"), count) > 1
-        for mark, count in _LAUNCHERS
-    )
     given = {"coordinator": coordinator, "num_processes": number, "process_id": index}
     absent = {"coordinator": "", "num_processes": 0, "process_id": -1}
     missing = [name for name, value in given.items() if value == absent[name]]
-    detects = launched or config.mode == "on"
+    detects = config.mode == "on" or (bool(missing) and _is_launched(variables))
     if not detects:
         if len(missing) == len(given) or number == 1 and not coordinator:
             return None
@@ -232,7 +238,8 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
                 + " and ".join(f"config.distributed.{name}" for name in missing)
                 + " is not given, nor "
                 + " and ".join(_VARIABLES[name] for name in missing)
-                + " in the environment; give it, or start the processes by Slurm or Open MPI"
+                + " in the environment; give it, or start the processes by a launcher such as "
+                "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
             )
     if number and index >= number:
         raise InputError(
@@ -244,6 +251,43 @@ def _find_place(config: DistributedConfig, variables: Mapping[str, str]) -> _Pla
         num_processes=number or None,
         process_id=None if index < 0 else index,
     )
+
+
+def _is_launched(variables: Mapping[str, str]) -> bool:
+    """Returns whether a launcher that jax.distributed detects has started several processes.
+
+    Raises:
+        ValueError: the process is one of a Kubernetes Job, and JAX cannot ask how many there are.
+    """
+    for mark, count in _LAUNCHERS:
+        if mark in variables and _as_int(variables.get(count, "1"), count) > 1:
+            return True
+    hosts = next((variables[name] for name in _SLICE_HOSTS if name in variables), None)
+    if hosts is not None:
+        slices = _as_int(variables.get("MEGASCALE_NUM_SLICES") or "1", "MEGASCALE_NUM_SLICES")
+        return len(hosts.split(",")) * slices > 1
+    index = variables.get("JOB_COMPLETION_INDEX")
+    if index is None or "KUBERNETES_SERVICE_HOST" not in variables:
+        return False
+    if importlib.util.find_spec("kubernetes") is None:
+        raise InputError(
+            f"this is pod {index} of an indexed Kubernetes Job; set "
+            + ", ".join(_VARIABLES.values())
+            + " in it (gpu_scripts/jobset.yaml), install the extra k8s so that JAX asks the "
+            "cluster, or set config.distributed.mode=off for a run of one pod"
+        )
+    return True
+
+
+def _local_devices(variables: Mapping[str, str]) -> list[int] | None:
+    """Returns [], which is all devices, for the only process of a host; None: JAX decides.
+
+    JAX gives a process of Slurm or Open MPI one GPU, also where it is alone on its host.
+    """
+    if "JAX_LOCAL_DEVICE_IDS" in variables:
+        return None
+    counts = next((variables[name] for name in _ON_A_HOST if name in variables), "")
+    return [] if set(re.sub(r"\(x\d+\)", "", counts).split(",")) == {"1"} else None
 
 
 def _number(variables: Mapping[str, str], field: str, absent: int) -> int:

@@ -1,0 +1,70 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Qwen2.5-72B-Instruct learns Connect Four, on the EARL paper's 16 x 8 H100 or a v5p-256.
+
+uv run python -m earl_jax.main --config=configs/qwen25_72b.py --workdir=/shared/qwen25_72b
+
+docs/howto/launch.md has the commands for Slurm, Kubernetes and TPU VMs.
+
+No GPU or TPU has run it. By the planner, for episodes that fill each context; the step's time is a
+roofline of data sheets:
+
+uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
+  --topology=h100:16x8 --config.model.path= --config.model.preset=qwen2.5-72b
+
+  context  train                    micro-batches  rollout                       a step
+    2,048  data=1,fsdp=128                      1  data=16,tensor=8               173 s
+    4,096  data=1,fsdp=64,tensor=2              4  data=16,tensor=8               427 s
+    8,192  data=1,fsdp=64,tensor=2              8  data=16,context=2,tensor=4   1,086 s
+   16,384  data=1,fsdp=16,tensor=8             32  data=16,context=2,tensor=4   3,265 s
+   32,768  data=1,fsdp=16,tensor=8             64  data=16,tensor=8            13,373 s
+
+uv run python -m earl_jax.plan --config=configs/qwen25_72b.py \
+  --topology=v5p:4x4x8 --config.model.path= --config.model.preset=qwen2.5-72b
+
+  context  train                              micro-batches  rollout             a step
+    2,048  data=1,fsdp=128                                1  data=32,tensor=4     212 s
+    4,096  data=1,fsdp=128                                1  data=32,tensor=4     457 s
+    8,192  data=1,fsdp=64,tensor=2                        8  data=32,tensor=4   1,072 s
+   16,384  data=1,fsdp=32,tensor=4                       32  data=32,tensor=4   2,794 s
+   32,768  data=1,fsdp=16,context=2,tensor=4             64  data=32,tensor=4   8,883 s
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the settings that differ from the defaults."""
+    return ConfigDict(
+        {
+            "num_steps": 500,
+            "env": {"name": "connect_four", "num_workers": 64},
+            "model": {"path": "Qwen/Qwen2.5-72B-Instruct", "compute_dtype": "bfloat16"},
+            "rollout": {
+                "num_slots": 512,
+                "episodes_per_step": 1024,
+                "group_size": 8,
+                "max_turn_tokens": 1024,
+                "max_episode_tokens": 32768,
+                "context_buckets": (2048, 4096, 8192, 16384, 32768),
+                "chunk_size": 128,
+                "burst": 16,
+            },
+            "selector": {
+                "budget_bytes_per_device": 0,
+                "rollout_meshes": (),
+                "train_meshes": (),
+            },
+            "algorithm": "grpo",
+            "train": {
+                "learning_rate": 1e-6,
+                "schedule": "constant",
+                "max_grad_norm": 1.0,
+                "entropy_coefficient": 0.0,
+                "remat": True,
+            },
+            # A checkpoint is 870 GB.
+            "checkpoint": {"every_steps": 50, "keep": 2},
+            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
+        }
+    )

@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+r"""Qwen2.5-7B-Instruct learns Connect Four with reasoning, on 8 x H100 or a v5e-64.
+
+uv run python -m earl_jax.main --config=configs/qwen25_7b.py --workdir=/shared/qwen25_7b
+
+docs/howto/launch.md has the commands for a v5e-64.
+
+No GPU or TPU has run it. By the planner, for episodes that fill each context; the step's time is a
+roofline of data sheets:
+
+uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
+  --topology=h100:1x8 --config.model.path= --config.model.preset=qwen2.5-7b
+
+  context  train          micro-batches  rollout            a step
+    1,024  data=1,fsdp=8              2  data=4,tensor=2      41 s
+    2,048  data=1,fsdp=8              4  data=8               98 s
+    4,096  data=1,fsdp=8              4  data=8              254 s
+    8,192  data=1,fsdp=8              8  data=8              781 s
+
+uv run python -m earl_jax.plan --config=configs/qwen25_7b.py \
+  --topology=v5e:8x8 --config.model.path= --config.model.preset=qwen2.5-7b
+
+  context  train                    micro-batches  rollout             a step
+    1,024  data=2,fsdp=16,tensor=2              2  data=16,tensor=4      30 s
+    2,048  data=2,fsdp=16,tensor=2              4  data=16,tensor=4      64 s
+    4,096  data=2,fsdp=16,tensor=2              8  data=16,tensor=4     148 s
+    8,192  data=2,fsdp=16,tensor=2              8  data=16,tensor=4     386 s
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """Returns the settings that differ from the defaults."""
+    return ConfigDict(
+        {
+            "num_steps": 500,
+            "env": {"name": "connect_four", "num_workers": 32},
+            "model": {"path": "Qwen/Qwen2.5-7B-Instruct", "compute_dtype": "bfloat16"},
+            "rollout": {
+                "num_slots": 256,
+                "episodes_per_step": 512,
+                "group_size": 8,
+                # A game begins with some 100 tokens of rules, and has up to 21 turns of reasoning.
+                "max_turn_tokens": 512,
+                "max_episode_tokens": 8192,
+                "context_buckets": (1024, 2048, 4096, 8192),
+                "chunk_size": 128,
+                "burst": 16,
+            },
+            # Every mesh that the devices allow, within their whole memory.
+            "selector": {
+                "budget_bytes_per_device": 0,
+                "rollout_meshes": (),
+                "train_meshes": (),
+            },
+            "algorithm": "grpo",
+            "train": {
+                "learning_rate": 1e-6,
+                "schedule": "constant",
+                "max_grad_norm": 1.0,
+                "entropy_coefficient": 0.0,
+                "remat": True,
+            },
+            "checkpoint": {"every_steps": 20},
+            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
+        }
+    )

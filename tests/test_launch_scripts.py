@@ -1,0 +1,515 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts of gpu_scripts/ and tpu_scripts/, with stand-ins of what they call on PATH."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from earl_jax.telemetry.metrics import read_metrics
+from tests.support import ROOT
+from tests.support.processes import free_port
+from tests.support.runs import TINY
+
+SCRIPTS = sorted(
+    [*ROOT.glob("gpu_scripts/*.s*"), *ROOT.glob("tpu_scripts/*.sh")], key=lambda path: str(path)
+)
+STAND_INS = ("srun", "sbatch", "scontrol", "ssh", "gcloud", "kubectl", "xpk", "uv", "pip")
+CONFIG = "--config=configs/tictactoe_tiny_cpu.py"
+CONTEXTS = "--config.rollout.context_buckets=(48,)"
+SBATCH = ["sbatch", "--nodes=2", "--gpus-per-node=8", "gpu_scripts/slurm.sbatch"]
+TPU = ["--name=earl", "--zone=us-east5-b", "--type=v6e-16"]
+MIG = ["--name=earl", "--zone=us-east5-b", "--type=tpu7x-standard-4t", "--topology=2x2x2", "--mig"]
+MIG += ["--version=family", "--image_project=images"]
+POD = ["--name=earl", "--image=registry/earl:1", "--claim=shared"]
+GPU_POD = [*POD, "--nodes=2"]
+TPU_POD = [*POD, "--accelerator=tpu-v6e-slice", "--topology=4x4"]
+XPK = [*TPU, "--cluster=c", "--image=registry/earl:1"]
+
+
+class Machine:
+    """A machine with the stand-ins, on which scripts run from the repository's folder."""
+
+    def __init__(self, folder: Path, cache: Path):
+        self.home = folder
+        (folder / "bin").mkdir()
+        for name in STAND_INS:
+            self.program(name, f'{ROOT / "tests/support/stand_ins.py"} {name} "$@"')
+        # In the place of the training command: says who it is.
+        self.program("probe", f'-c {shlex.quote(PROBE)} "$@"')
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "SLURM_"))},
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(folder),
+            "RECORD": str(folder / "record"),
+            "XDG_CACHE_HOME": str(cache),
+            "JAX_COORDINATOR_PORT": str(free_port()),
+            "PYTHON": sys.executable,
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "WAIT_S": "0",
+        }
+
+    def program(self, name: str, arguments: str) -> Path:
+        path = self.home / "bin" / name
+        path.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} {arguments}\n")
+        path.chmod(0o755)
+        return path
+
+    def start(self, *line: str, **variables: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            line,
+            cwd=ROOT,
+            env=self.environment | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *line: str, **variables: str) -> subprocess.CompletedProcess:
+        process = self.start(*line, **variables)
+        try:
+            output, errors = process.communicate(timeout=280)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess(line, process.returncode, output, errors)
+
+    def records(self) -> list[dict]:
+        path = self.home / "record"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def calls(self, name: str) -> list[list[str]]:
+        return [each["arguments"] for each in self.records() if each.get("name") == name]
+
+
+# The variables that tell a process who it is, one JSON object a line.
+PROBE = """
+import json, os, sys
+names = "COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_DEVICE_IDS"
+names = (*(f"JAX_{name}" for name in names), "XLA_FLAGS", "SLURM_PROCID")
+told = {"place": {name: os.environ.get(name) for name in names}}
+told |= {"arguments": sys.argv[1:], "cwd": os.getcwd()}
+sys.stdout.write(json.dumps(told) + chr(10))
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, cache) -> Machine:
+    return Machine(tmp_path, cache)
+
+
+def objects(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"place"')]
+
+
+# All scripts.
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_script_says_its_usage_and_passes_shellcheck(path, machine):
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/bin/bash" and lines[1].startswith("# usage: ")
+    sourced = path.name in ("flags.sh", "settings.sh")
+    assert sourced or "set -euo pipefail" in lines
+    if not sourced:
+        done = machine.run("bash", str(path))
+        assert done.returncode == 2 and done.stderr.strip() in lines[1].removeprefix("# ")
+        assert machine.records() == []
+    shellcheck = shutil.which("shellcheck") or shutil.which(
+        "shellcheck", path=Path(sys.executable).parent
+    )
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed (uv sync --group lint)")
+    checked = machine.run(shellcheck, "-x", "-P", "SCRIPTDIR", str(path.relative_to(ROOT)))
+    assert checked.returncode == 0, checked.stdout
+
+
+DRY = {
+    "slurm": ["bash", "gpu_scripts/slurm.sbatch", "--dry-run"],
+    "ssh": ["gpu_scripts/launch.sh", "--dry-run", "--hosts=a,b"],
+    "kubernetes": ["gpu_scripts/kubernetes.sh", "--dry-run", *GPU_POD],
+    "tpu": ["tpu_scripts/run.sh", "--dry-run", *TPU],
+    "mig": ["tpu_scripts/run.sh", "--dry-run", *MIG],
+    "gke": ["tpu_scripts/gke.sh", "--dry-run", *TPU_POD],
+    "xpk": ["tpu_scripts/xpk.sh", "--dry-run", *XPK],
+}
+
+
+@pytest.mark.parametrize("line", DRY.values(), ids=DRY)
+def test_dry_run_prints_the_commands_and_the_config_and_runs_nothing(line, machine):
+    done = machine.run(*line, CONFIG, "--workdir=/shared/w", CONTEXTS)
+    assert done.returncode == 0, done.stderr
+    commands, brace, config = done.stdout.partition("\n{\n")
+    assert "earl_jax.main" in commands or "args: [" in commands
+    assert "48" in commands and "/shared/w" in commands
+    config = json.loads(brace + config)
+    assert config["workdir"] == "/shared/w" and config["rollout"]["context_buckets"] == [48]
+    assert config["num_steps"] == 400
+    assert machine.records() == []
+
+
+@pytest.mark.parametrize("line", [DRY["slurm"], DRY["tpu"]], ids=["slurm", "tpu"])
+def test_dry_run_of_a_config_that_is_none_is_a_mistake(line, machine):
+    done = machine.run(*line, CONFIG, "--workdir=/shared/w", "--config.rollout.num_slot=1")
+    assert done.returncode == 2 and "did you mean 'num_slots'?" in done.stderr
+
+
+# Starting again.
+
+LAUNCHERS = {
+    "slurm": SBATCH,
+    "ssh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1"],
+    "tpu": ["tpu_scripts/run.sh", *TPU],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [("0", 0), ("2", 2), ("1,1,0", 0), ("1,255,2", 2)],
+    ids=["done", "mistake", "lost twice", "lost and mistaken"],
+)
+def test_lost_run_starts_again_and_a_mistake_does_not(launcher, statuses, expected, machine):
+    done = machine.run(*LAUNCHERS[launcher], CONFIG, "--workdir=/w", STATUSES=statuses)
+    assert done.returncode == expected, done.stderr
+    starts = statuses.count(",") + 1
+    assert (machine.home / "starts").read_text() == str(starts)
+    assert done.stderr.count("starting the run again") == starts - 1
+
+
+def test_preempted_tpus_are_requested_and_set_up_again(machine):
+    (machine.home / "state").write_text("SUSPENDED")
+    line = ["tpu_scripts/run.sh", *TPU, "--spot", "--num_slices=2", "--prepare=echo ready"]
+    done = machine.run(*line, CONFIG, "--workdir=/w", STATUSES="0")
+    assert done.returncode == 0, done.stderr
+    verbs = [call[3] for call in machine.calls("gcloud")]
+    assert verbs == ["describe", "delete", "create", "describe", "scp", "ssh", "ssh"]
+    create = machine.calls("gcloud")[2]
+    assert {"--spot", "--node-count=2", "--node-prefix=earl", "--zone=us-east5-b"} <= set(create)
+    assert "--runtime-version=v2-alpha-tpuv6e" in create
+    setup = next(a for a in machine.calls("gcloud")[5] if a.startswith("--command="))
+    assert setup.startswith("--command=echo ready && mkdir -p earl_jax && tar xzf")
+
+
+def test_slurm_job_whose_time_is_over_saves_and_goes_back_to_the_queue(machine):
+    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"
+    python = machine.program("waits", f'-c "{waits}"')
+    job = machine.start(*SBATCH, CONFIG, "--workdir=/w", PYTHON=str(python))
+    while not any("pids" in each for each in machine.records()):
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.05)
+    time.sleep(1.0)
+    os.kill(job.pid, signal.SIGUSR1)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 0, errors
+    assert machine.calls("scontrol") == [["requeue", "7"]]
+    assert len(machine.calls("srun")) == 1
+
+
+def test_launch_sh_stops_all_processes_when_it_is_told_to(machine):
+    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"
+    python = machine.program("waits", f'-c "print(1); {waits}"')
+    line = ["gpu_scripts/launch.sh", "--per_host=2", CONFIG, "--workdir=/w"]
+    job = machine.start(*line, PYTHON=str(python))
+    assert [job.stdout.readline() for _ in range(2)] == ["1\n", "1\n"]
+    time.sleep(0.5)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    job.communicate()
+
+
+# What the processes are told.
+
+
+def test_slurm_starts_a_task_a_node_in_the_submitted_folder(machine):
+    probe, image = str(machine.home / "bin/probe"), {"IMAGE": "img", "MOUNTS": "/data:/data"}
+    done = machine.run(*SBATCH, CONFIG, "--workdir=/w", PYTHON=probe)
+    assert done.returncode == 0, done.stderr
+    told = objects(done.stdout)
+    assert {each["place"]["SLURM_PROCID"] for each in told} == {"0", "1"}
+    for each in told:
+        assert each["cwd"] == str(ROOT)
+        assert each["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/w"]
+        assert "--xla_gpu_enable_latency_hiding_scheduler=true" in each["place"]["XLA_FLAGS"]
+    assert machine.run(*SBATCH, CONFIG, "--workdir=/w", STATUSES="0", **image).returncode == 0
+    container = [a for a in machine.calls("srun")[-1] if a.startswith("--container")]
+    assert f"--container-mounts={ROOT}:{ROOT},/data:/data" in container
+    assert "--container-image=img" in container
+
+
+@pytest.mark.parametrize(
+    ("flags", "coordinator", "gpus"),
+    [
+        (["--per_host=2", "--port=9000"], "localhost:9000", ["0", "1"]),
+        (["--hosts=me@h1,h2"], "h1:8476", [None, None]),
+        (["--hosts=h1,h2", "--per_host=2"], "h1:8476", ["0", "1", "0", "1"]),
+    ],
+    ids=["here", "hosts", "several a host"],
+)
+def test_launch_sh_tells_each_process_who_it_is(flags, coordinator, gpus, machine):
+    odd = "--config.env.args={'a b': \"$c\"}"
+    line = ["gpu_scripts/launch.sh", *flags, CONFIG, "--workdir=/w", odd]
+    done = machine.run(*line, PYTHON=str(machine.home / "bin/probe"), JAX_GIVEN="a b")
+    assert done.returncode == 0, done.stderr
+    told = sorted(objects(done.stdout), key=lambda each: each["place"]["JAX_PROCESS_ID"])
+    for n, (each, own) in enumerate(zip(told, gpus, strict=True)):
+        place = each["place"]
+        assert place["JAX_COORDINATOR_ADDRESS"] == coordinator
+        assert (place["JAX_PROCESS_ID"], place["JAX_NUM_PROCESSES"]) == (str(n), str(len(gpus)))
+        assert place["JAX_LOCAL_DEVICE_IDS"] == own
+        assert each["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/w", odd]
+    hosts = {call[2] for call in machine.calls("ssh")}
+    named = next((flag for flag in flags if flag.startswith("--hosts=")), "")
+    assert hosts == set(named.removeprefix("--hosts=").split(",")) - {""}
+
+
+def test_instance_group_starts_every_instance(machine):
+    done = machine.run("tpu_scripts/setup.sh", *MIG)
+    assert done.returncode == 0, done.stderr
+    verbs = [call[1:3] for call in machine.calls("gcloud")]
+    assert verbs.count(["instance-groups", "managed"]) == 2
+    for verb in ("scp", "ssh"):
+        at = [call for call in machine.calls("gcloud") if call[1] == verb]
+        assert {call[2 + (verb == "scp")].partition(":")[0] for call in at} == {"earl-0", "earl-1"}
+
+
+def test_xpk_restarts_a_run_that_lost_a_process(machine):
+    done = machine.run("tpu_scripts/xpk.sh", *XPK, CONFIG, "--workdir=/shared/w", CONTEXTS)
+    assert done.returncode == 0, done.stderr
+    (call,) = machine.calls("xpk")
+    assert call[:2] == ["workload", "create"] and "--restart-on-exit-codes=1" in call
+    command = next(a for a in call if a.startswith("--command="))
+    assert shlex.split(command.removeprefix("--command=")) == [
+        *("python", "-m", "earl_jax.main", CONFIG, "--workdir=/shared/w", CONTEXTS)
+    ]
+
+
+@pytest.mark.parametrize("gpu", ["hopper", "blackwell"])
+def test_settings_of_xla_exist(gpu, machine):
+    """XLA ends a process at a flag that it does not know, on any platform."""
+    start = f"source gpu_scripts/settings.sh && exec {shlex.quote(sys.executable)} -c "
+    start += "'import jax; print(len(jax.devices()))'"
+    mine = "--xla_gpu_all_reduce_combine_threshold_bytes=7"
+    done = machine.run("bash", "-c", start, GPU=gpu, JAX_PLATFORMS="cpu", XLA_FLAGS=mine)
+    assert done.returncode == 0, done.stderr
+    flags = machine.run(
+        "bash", "-c", "source gpu_scripts/settings.sh; echo $XLA_FLAGS", GPU=gpu, XLA_FLAGS=mine
+    )
+    assert flags.stdout.split()[-1] == mine and len(flags.stdout.split()) == 8
+    wrong = machine.run("bash", "-c", "source gpu_scripts/settings.sh", GPU="volta")
+    assert wrong.returncode == 2 and "GPU=hopper or GPU=blackwell" in wrong.stderr
+
+
+# Manifests.
+
+MANIFESTS = {
+    "gpu": ["gpu_scripts/kubernetes.sh", *GPU_POD],
+    "tpu": ["tpu_scripts/gke.sh", *TPU_POD, "--slices=2"],
+}
+# What these manifests use of the JobSet API, v1alpha2 (jobset.sigs.k8s.io, API reference).
+TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}
+
+
+def record_of(required: dict, **optional: dict) -> dict:
+    return {
+        "type": "object",
+        "properties": required | optional,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+JOBSET = record_of(
+    {
+        "apiVersion": {"const": "jobset.x-k8s.io/v1alpha2"},
+        "kind": {"const": "JobSet"},
+        "metadata": record_of({"name": TEXT}, annotations={"type": "object"}),
+        "spec": record_of(
+            {
+                "replicatedJobs": {
+                    "type": "array",
+                    "items": record_of(
+                        {"name": TEXT, "template": {"type": "object"}}, replicas=COUNT
+                    ),
+                }
+            },
+            network=record_of(
+                {},
+                enableDNSHostnames={"type": "boolean"},
+                publishNotReadyAddresses={"type": "boolean"},
+            ),
+            failurePolicy=record_of(
+                {},
+                maxRestarts={"type": "integer"},
+                rules={
+                    "type": "array",
+                    "items": record_of(
+                        {
+                            "name": TEXT,
+                            "action": {
+                                "enum": [
+                                    "FailJobSet",
+                                    "RestartJobSet",
+                                    "RestartJobSetAndIgnoreMaxRestarts",
+                                ]
+                            },
+                        },
+                        onJobFailureReasons={
+                            "type": "array",
+                            "items": {
+                                "enum": [
+                                    "BackoffLimitExceeded",
+                                    "DeadlineExceeded",
+                                    "FailedIndexes",
+                                    "MaxFailedIndexesExceeded",
+                                    "PodFailurePolicy",
+                                ]
+                            },
+                        },
+                    ),
+                },
+            ),
+        ),
+    }
+)
+
+
+def manifest_of(kind: str, machine: Machine, *more: str) -> dict:
+    done = machine.run(*MANIFESTS[kind], CONFIG, "--workdir=/shared/w", CONTEXTS, *more)
+    assert done.returncode == 0, done.stderr
+    (call,) = [each for each in machine.records() if each.get("name") == "kubectl"]
+    assert call["arguments"] == ["apply", "-f", "-"]
+    return yaml.safe_load(call["input"])
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_manifest_keeps_its_schemas(kind, machine):
+    jsonschema = pytest.importorskip("jsonschema")
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    jobset = manifest_of(kind, machine)
+    jsonschema.validate(jobset, JOBSET)
+    for job in jobset["spec"]["replicatedJobs"]:
+        alone = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+        kubernetes.validate(alone | job["template"], "1.33", strict=True)
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_manifest_has_what_was_given(kind, machine):
+    quoted = '--config.model.path="a\\b $(HOME)"'
+    jobset = manifest_of(kind, machine, quoted)
+    (job,) = jobset["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    given = [CONFIG, "--workdir=/shared/w", CONTEXTS, quoted.replace("$", "$$")]
+    assert container["args"][-4:] == given
+    assert container["image"] == "registry/earl:1"
+    assert (job["replicas"], spec["parallelism"], spec["completions"]) == {
+        "gpu": (1, 2, 2),
+        "tpu": (2, 4, 4),
+    }[kind]
+    assert (
+        container["resources"]["limits"]
+        == {
+            "gpu": {"nvidia.com/gpu": 8},
+            "tpu": {"google.com/tpu": 4},
+        }[kind]
+    )
+
+
+def test_missing_value_of_a_manifest_is_a_mistake(machine):
+    done = machine.run("gpu_scripts/kubernetes.sh", *POD, CONFIG, "--workdir=/shared/w")
+    assert done.returncode == 2 and "--nodes is missing" in done.stderr
+    assert machine.records() == []
+
+
+def test_sky_task_tells_each_node_who_it_is(machine):
+    task = yaml.safe_load((ROOT / "gpu_scripts/skypilot.yaml").read_text())
+    run = task["run"].replace(".venv/bin/python", str(machine.home / "bin/probe"))
+    variables = task["envs"] | {
+        "ARGUMENTS": f"{CONFIG} --workdir=/shared/w",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+    }
+    done = machine.run("bash", "-c", run, **variables)
+    assert done.returncode == 0, done.stderr
+    (told,) = objects(done.stdout)
+    place = told["place"]
+    assert (place["JAX_COORDINATOR_ADDRESS"], place["JAX_PROCESS_ID"]) == ("10.0.0.1:8476", "1")
+    assert told["arguments"] == ["-m", "earl_jax.main", CONFIG, "--workdir=/shared/w"]
+
+
+def test_image_copies_what_there_is():
+    lines = (ROOT / "gpu_scripts/Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    assert len(copied) >= 7 and all((ROOT / name).exists() for name in copied)
+
+
+# Real runs of two processes.
+
+RUN = TINY | {
+    "num_steps": 3,
+    "devices.num_cpu_devices": 4,
+    "rollout.context_buckets": "(48,)",
+    "selector.rollout_meshes": "('data=8',)",
+    "selector.train_meshes": "('data=2,fsdp=4',)",
+    "train.sft_steps": 1,
+    "train.sft_updates": 1,
+    "checkpoint.every_steps": 1,
+    "eval.every_steps": 1000,
+    "eval.games": 16,
+    "eval.final_games": 16,
+}
+FLAGS = [CONFIG, *(f"--config.{key}={value}" for key, value in RUN.items())]
+REAL = {
+    "slurm": SBATCH,
+    "here": ["gpu_scripts/launch.sh", "--per_host=2"],
+    "ssh": ["gpu_scripts/launch.sh", "--hosts=127.0.0.1,localhost"],
+    "tpu": ["tpu_scripts/run.sh", *TPU],
+}
+
+
+def steps_of(workdir: Path) -> list[int]:
+    path = workdir / "metrics.jsonl"
+    return [row["step"] for row in read_metrics(path) if "eval" not in row] if path.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", REAL)
+def test_two_processes_train(launcher, machine):
+    workdir = machine.home / "run"
+    port = [f"--port={free_port()}"] * REAL[launcher][0].endswith("launch.sh")
+    done = machine.run(*REAL[launcher], *port, *FLAGS, f"--workdir={workdir}")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert steps_of(workdir) == [1, 2, 3]
+    # One process reports.
+    assert done.stdout.count("done in ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_run_resumes_after_a_process_is_killed(lost, machine):
+    workdir = machine.home / "run"
+    job = machine.start(*SBATCH, *FLAGS, "--config.num_steps=6", f"--workdir={workdir}")
+    deadline_s = time.monotonic() + 270
+    while 2 not in steps_of(workdir):
+        assert job.poll() is None and time.monotonic() < deadline_s, job.communicate()
+        time.sleep(0.05)
+    pids = next(each["pids"] for each in machine.records() if "pids" in each)
+    os.kill(pids[lost], signal.SIGKILL)
+    output, errors = job.communicate(timeout=270)
+    assert job.returncode == 0, errors[-4000:]
+    assert "starting the run again (1 of 10)" in errors
+    assert steps_of(workdir) == [1, 2, 3, 4, 5, 6]
+    assert len(machine.calls("srun")) == 2 and "resum" in output
