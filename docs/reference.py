@@ -76,7 +76,7 @@ METRICS: dict[str, dict[str, str]] = {
         "budget_bytes_per_device": "The budget; left out where there is none.",
     },
     "Dispatch": {
-        "dispatch_bytes": "Bytes of experience that changed device.",
+        "dispatch_bytes": "Bytes of experience that changed device, before rows are packed.",
         "dispatch_host_bytes": "Bytes of experience that passed through the host.",
         "publish_bytes": "Bytes of weights that changed device.",
         "publish_host_bytes": "Bytes of weights that passed through the host.",
@@ -84,6 +84,7 @@ METRICS: dict[str, dict[str, str]] = {
     "Training": {
         "train_tokens": "Tokens trained on, over all updates of the step.",
         "train_tokens_per_s": "`train_tokens` over the seconds of training.",
+        "packing_fill": "Fraction of the places of the step's training rows that hold a token.",
         "loss": "Loss of the step's last update.",
         "kl": "KL to the policy that sampled (k3 estimate), in the last update.",
         "entropy": "Mean entropy of the policy, in the first update.",

@@ -17,7 +17,9 @@ import numpy as np
 from earl_jax.algorithms.advantages import assign_credit
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
+from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.moves import move_state
+from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import Metrics, learn, sft
@@ -63,6 +65,7 @@ class StepRecord:
     updates: list[Metrics]
     sft_updates: list[Metrics]
     batch: TrajectoryBatch | None
+    packing_fill: float
     dispatch_bytes: int
     dispatch_host_bytes: int | None
     publish_bytes: int
@@ -88,6 +91,7 @@ class StepRecord:
             **self.stats.metrics(),
             "train_tokens": train_tokens,
             "train_tokens_per_s": train_tokens / stage_s["train"],
+            "packing_fill": self.packing_fill,
             "stage_s": stage_s,
             "rollout_mesh": self.rollout_mesh,
             "rollout_max_tokens": self.rollout_max_tokens,
@@ -147,7 +151,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         placement.choose_training(history.recent())
         state = move_state(placement, state)
     with timer("dispatch"), only_on_devices(config.dispatch) as dispatch_reads:
-        delivery = send_rows(run, placement, done, length)
+        delivery, fill = send_rows(run, placement, done, length)
     # The engine's weights and KV caches leave the devices before training.
     trajectories, done.rollout = done.rollout.trajectories if done.rollout else [], None
     train_plan, compiled_s = placement.train, compile_clock().own_seconds()
@@ -163,7 +167,8 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
             updates += more
     with timer("select"):
         state = move_state(placement, state, to_play=True)
-    train_tokens = config.train.epochs * config.rollout.episodes_per_step * length
+    # Of the rows as they are computed, as the selector counts them.
+    train_tokens = config.train.epochs * delivery.batch.tokens.size
     updates, speeds, *host_bytes = gather_costs(
         run,
         updates,
@@ -187,6 +192,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         updates=updates[: config.train.epochs],
         sft_updates=updates[config.train.epochs :],
         batch=delivery.batch if count_skipped(updates) else None,
+        packing_fill=fill,
         dispatch_bytes=delivery.plan.moved_bytes,
         dispatch_host_bytes=host_bytes[0],
         publish_bytes=done.publish_bytes,
@@ -249,8 +255,15 @@ def only_on_devices(config: DispatchConfig) -> Iterator[HostByteCounter]:
         )
 
 
-def send_rows(run: Run, placement: Placement, done: PlayedStep, length: int) -> Delivery:
-    """Sends the rows of all processes to the training layout, as a batch with its advantages."""
+def send_rows(
+    run: Run, placement: Placement, done: PlayedStep, length: int
+) -> tuple[Delivery, float]:
+    """Sends the rows of all processes to the training layout, as a batch with its advantages.
+
+    Returns:
+        The batch, packed unless the config says otherwise, and the fraction of its places that
+        hold a token.
+    """
     layouts, mesh = run.stages.layouts, placement.rollout.mesh
     own = rows_to_learn_from(run, done.rollout.experience) if done.rollout else None
     experience = join_rows(
@@ -260,10 +273,19 @@ def send_rows(run: Run, placement: Placement, done: PlayedStep, length: int) -> 
         run.config.rollout.episodes_per_step,
         length,
     )
-    facts = row_facts(run, done.played.outcomes, length)
-    delivery = dispatch(experience, layouts.train(placement.train.mesh), **facts)
+    outcomes, layout = done.played.outcomes, layouts.train(placement.train.mesh)
+    facts, own = row_facts(run, outcomes, length), run.cluster.own
+    own_facts = {name: own(fact) for name, fact in facts.items()}
+    delivery = dispatch(experience, layout, length=length, **own_facts)
+    lengths = facts["lengths"]
+    placement.trained_tokens = int(lengths.sum())
+    if run.config.train.pack:
+        num_samples = [len(outcome.sample_starts) for outcome in outcomes]
+        packing = plan_batch(placement, lengths.tolist(), length, num_samples)
+        batch = pack_rows(delivery.batch, packing, layout)
+        delivery = dataclasses.replace(delivery, batch=batch)
     run.cluster.wait(delivery.batch, "dispatch")
-    return delivery
+    return delivery, placement.trained_tokens / delivery.batch.tokens.size
 
 
 def rows_to_learn_from(run: Run, experience: Experience) -> Experience:
@@ -274,18 +296,16 @@ def rows_to_learn_from(run: Run, experience: Experience) -> Experience:
     return dataclasses.replace(experience, logprobs=experience.model_logprobs, model_logprobs=None)
 
 
-def row_facts(run: Run, outcomes: Sequence[Outcome], length: int) -> dict[str, Any]:
-    """Returns the small facts that the host adds to this process's device rows.
+def row_facts(run: Run, outcomes: Sequence[Outcome], length: int) -> dict[str, np.ndarray]:
+    """Returns the small facts that the host adds to the device rows of all processes.
 
     A row whose episode does not count has no tokens for the trainer.
     """
-    credit, own = assign_credit(run.learner.algorithm, outcomes), run.cluster.own
-    lengths = np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0)
+    credit = assign_credit(run.learner.algorithm, outcomes)
     return {
-        "length": length,
-        "lengths": own(lengths),
-        "advantages": own(credit.advantages),
-        "sample_starts": own(sample_starts([o.sample_starts for o in outcomes], length)),
+        "lengths": np.where(credit.counts, [outcome.num_tokens for outcome in outcomes], 0),
+        "advantages": credit.advantages,
+        "sample_starts": sample_starts([o.sample_starts for o in outcomes], length),
     }
 
 

@@ -160,17 +160,19 @@ class Experience:
 
 @struct.dataclass(frozen=True, kw_only=True)
 class TrajectoryBatch:
-    """Episodes as the trainer reads them, one a row: N rows of T tokens, on the training layout.
+    """Episodes as the trainer reads them: N rows of T tokens, on the training layout.
 
-    `tokens` i32[N,T]; `segment_ids` i32[N,T], 0 where the row is padding and s in an episode's s-th
-    sample (there is one, unless it forks), which sees nothing of the others; `turn_ids` i32[N,T], 0
+    A row holds one episode, or several where they are packed (dispatch/packing.py). `tokens`
+    i32[N,T]; `segment_ids` i32[N,T], 0 where the row is padding and s in the s-th sample of the row
+    (an episode is one, unless it forks), which sees nothing of the others; `turn_ids` i32[N,T], 0
     where the environment wrote and t where the policy wrote in its t-th turn; `logprobs` f32[N,T]
     of the policy that the update is measured against (config.train.ratio), `versions` i32[N,T] of
     the policy that sampled, `advantages` f32[N,T]. `proximal` f32[N,T] are log-probs of the policy
     that learning from this batch begins with, as the trainer scores it, and `reference` those of
     the frozen reference policy; None where the loss needs none (`train.step.make_scorer`). All but
     `tokens` and `segment_ids` mean something only where `turn_ids` > 0. An episode that does not
-    count (its environment failed, or the algorithm does not keep its group) is a row of padding.
+    count (its environment failed, or the algorithm does not keep its group) is no row, or one of
+    padding.
 
     Example: prompt p0 p1, reply a0 a1, answer q0, reply b0 b1, one place of padding:
     segment_ids 1 1 1 1 1 1 1 0, turn_ids 0 0 1 1 0 2 2 0.

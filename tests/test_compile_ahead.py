@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of longer contexts are compiled in the background, and the run finds them."""
 
+import json
 import threading
 
 import jax
@@ -13,6 +14,7 @@ from earl_jax.config.file import make_config
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.placement.compile_ahead import CompileAhead, Wanted, compiles_ahead, wanted_programs
+from earl_jax.placement.packing import plan_batch, rows_ahead
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
@@ -50,6 +52,8 @@ def placed(run, max_tokens, table=None, **changes):
     table = table or table_of(run.problem, *speeds, (SHORT, LONG, 2 * LONG))
     placement = place(run, table, **changes)
     placement.restore(standing(D8, D8, max_tokens, pages=max_tokens // 16))
+    # Of a step before: 1.1 times as many need 6 rows of LONG tokens.
+    placement.trained_tokens = 160
     return placement
 
 
@@ -65,7 +69,29 @@ def test_more_pages_come_in_steps():
 
 def test_programs_of_the_next_configured_context_are_always_wanted(run):
     plan = TrainPlan(D8, 1, False)
-    assert keys(run, SHORT, LoadHistory()) == [update_key(plan, LONG), play_key(D8, 8, LONG)]
+    # 6 rows are 8: one for each shard.
+    update = update_key(plan, 8, LONG)
+    assert keys(run, SHORT, LoadHistory()) == [update, play_key(D8, 8, LONG)]
+
+
+def test_rows_of_a_packed_batch_are_known_after_the_first_step_and_stay(run):
+    placement, plan = placed(run, SHORT), TrainPlan(D8, 1, False)
+    placement.trained_tokens = 0
+    (play,) = wanted_programs(placement, LoadHistory(), NO_LIMIT)
+    assert play.key == play_key(D8, 8, LONG)
+    placement.trained_tokens = 160
+    assert rows_ahead(placement, plan, LONG) == 8
+    placement.trained_tokens = 500
+    assert rows_ahead(placement, plan, LONG) == 8
+    # A batch that needs 5 rows has the 8 of the program that was compiled ahead.
+    assert plan_batch(placement, [30] * 5 + [0] * 11, LONG).num_rows == 8
+    assert placement.row_counts[str(LONG)] == [8]
+    # One that needs 16 has a row for each episode, which is no number to remember.
+    assert plan_batch(placement, [30] * 16, LONG).num_rows == 16
+    assert placement.row_counts[str(LONG)] == [8]
+    again = placed(run, SHORT)
+    again.restore(json.loads(json.dumps(placement.as_dict())))
+    assert again.row_counts == placement.row_counts
 
 
 def test_nothing_is_wanted_beyond_the_configured_contexts(run):
@@ -78,7 +104,7 @@ def test_programs_of_the_plans_that_longer_contexts_will_have_are_wanted(run):
     table = table_of(run.problem, *speeds, (SHORT, LONG))
     table = too_large_for(table, run.problem, train=((D8, LONG),), rollout=((D8, LONG),))
     train, play = keys(run, SHORT, LoadHistory(), table=table, budget_bytes=10**9)
-    assert train == update_key(TrainPlan(CUBE, 1, False), LONG)
+    assert train == update_key(TrainPlan(CUBE, 1, False), 8, LONG)
     assert play == play_key(D4T2, 8, LONG)
 
 
@@ -119,7 +145,7 @@ def test_run_finds_what_was_compiled_ahead(run, programs):
     jax.clear_caches()
     plans = placement.foresee(LONG)
     lower_round(run.stages, plans.rollout, LONG).compile()
-    lower_update(run.stages, plans.train, LONG).compile()
+    lower_update(run.stages, plans.train, LONG, 8).compile()
     assert programs() == compiled
 
 

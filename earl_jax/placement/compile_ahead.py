@@ -18,6 +18,7 @@ import jax
 
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.launch.cluster import Cluster
+from earl_jax.placement.packing import plan_of_rows, rows_ahead
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import lower_round, lower_update, play_key, update_key
 from earl_jax.placement.stages import Stages
@@ -48,10 +49,12 @@ def wanted_programs(
     if bucket > min(max_context, rollout.context_buckets[-1]):
         return
     plans = placement.foresee(bucket)
-    if (train := plans.train) is not None:
+    if plans.train is not None and (rows := rows_ahead(placement, plans.train, bucket)):
+        train = plan_of_rows(stages, plans.train, rows)
         # Jitted here: two threads would make two of it.
         stages.learner.program(train)
-        yield Wanted(update_key(train, bucket), lambda: lower_update(stages, train, bucket))
+        key = update_key(train, rows, bucket)
+        yield Wanted(key, lambda: lower_update(stages, train, bucket, rows))
     if plans.rollout is not None:
         yield _round(stages, plans.rollout, bucket)
 

@@ -80,6 +80,9 @@ class Placement:
         self.calm_steps = 0
         # Tokens that the KV cache of the last rollout held in the end, over all row shards.
         self.cache_tokens = 0
+        # Numbers of rows of packed batches, by their length, and the tokens of the last one.
+        self.row_counts: dict[str, list[int]] = {}
+        self.trained_tokens = 0
         # The bucket of a rollout that ran out of memory: it is played again from the start.
         self.outgrown = 0
         self.backup = StateBackup(stages.cluster.count == 1)
@@ -95,6 +98,7 @@ class Placement:
         return {
             "rollout": rollout and [str(rollout.mesh), *rollout[1:]],
             "train": train and [str(train.mesh), *train[1:]],
+            "row_counts": {length: list(counts) for length, counts in self.row_counts.items()},
             **{name: getattr(self, name) for name in _NUMBERS},
         }
 
@@ -106,9 +110,12 @@ class Placement:
             mesh, micro_batches, remat = saved["train"]
             train = TrainPlan(MeshShape.parse(mesh), int(micro_batches), bool(remat))
             numbers = {name: int(saved[name]) for name in _NUMBERS}
-        except (KeyError, TypeError, ValueError) as error:
+            # Runs of before batches were packed have none.
+            counts = saved.get("row_counts", {}).items()
+            row_counts = {length: [int(count) for count in each] for length, each in counts}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"its placement is not one: {error}") from error
-        self.plans = Plans(rollout, train)
+        self.plans, self.row_counts = Plans(rollout, train), row_counts
         for name, number in numbers.items():
             setattr(self, name, number)
 

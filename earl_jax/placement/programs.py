@@ -17,9 +17,9 @@ def lower_round(stages: Stages, plan: RolloutPlan, max_tokens: int) -> Any:
     return engine.lower_play(max_tokens, stages.pool(plan))
 
 
-def lower_update(stages: Stages, plan: TrainPlan, length: int) -> Any:
-    """Lowers an update on rows of `length` tokens."""
-    return stages.learner.lower(plan, stages.rollout.episodes_per_step, length)
+def lower_update(stages: Stages, plan: TrainPlan, length: int, num_rows: int | None = None) -> Any:
+    """Lowers an update on rows of `length` tokens; `num_rows` None: a row for each episode."""
+    return stages.learner.lower(plan, num_rows or stages.rollout.episodes_per_step, length)
 
 
 def compiled_bytes(
@@ -49,6 +49,6 @@ def play_key(mesh: MeshShape, num_slots: int, max_tokens: int) -> Hashable:
     return "play", mesh, num_slots, max_tokens
 
 
-def update_key(plan: TrainPlan, length: int) -> Hashable:
+def update_key(plan: TrainPlan, num_rows: int, length: int) -> Hashable:
     """Returns the name of an update's program."""
-    return "train", plan, length
+    return "train", plan, num_rows, length

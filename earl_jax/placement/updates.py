@@ -5,13 +5,15 @@
 import functools
 from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
 
+from earl_jax.dispatch.packing import pack_rows
 from earl_jax.placement.moves import move_state
+from earl_jax.placement.packing import move_batch, plan_batch, plan_of_rows
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.programs import update_key
-from earl_jax.sharding.reshard import reshard
+from earl_jax.placement.stages import Stages
+from earl_jax.selector.plans import TrainPlan
 from earl_jax.train.sft import sft_batch
 from earl_jax.train.state import TrainState
 from earl_jax.train.step import read_metrics
@@ -37,7 +39,8 @@ def learn(
     stages = placement.stages
     if not stages.cluster.trains:
         return state, []
-    batch = stages.learner.score(placement.train, state, batch)
+    plan = plan_of_rows(stages, placement.train, batch.tokens.shape[0])
+    batch = stages.learner.score(plan, state, batch)
     updates = []
     for _ in range(epochs):
         state, batch, metrics = update(placement, state, batch, controls)
@@ -54,11 +57,16 @@ def sft(
         As `learn`.
     """
     stages, updates = placement.stages, []
-    if not stages.cluster.trains:
-        return state, updates
     controls = stages.learner.sft_controls()
     for examples in batches:
-        batch = sft_batch(examples, stages.layouts.train(placement.train.mesh), length)
+        lengths = [min(len(ids), length) for ids, _ in examples]
+        # In every process: all know the same numbers of rows.
+        packing = plan_batch(placement, lengths, length) if stages.learner.config.pack else None
+        if not stages.cluster.trains:
+            continue
+        layout = stages.layouts.train(placement.train.mesh)
+        batch = sft_batch(examples, layout, length)
+        batch = pack_rows(batch, packing, layout) if packing else batch
         state, _, metrics = update(placement, state, batch, controls, sft=True)
         updates.append(metrics)
     return state, updates
@@ -83,11 +91,12 @@ def update(
         StateLost: a program failed that had run before.
     """
     while True:
-        plan, length = placement.train, batch.tokens.shape[1]
+        rows, length = batch.tokens.shape
+        plan = plan_of_rows(placement.stages, placement.train, rows)
         if not sft:
-            placement.about_to_use(update_key(plan, length))
+            placement.about_to_use(update_key(plan, rows, length))
         placement.backup.save((plan, sft, batch.tokens.shape), state)
-        again = functools.partial(_run_update, placement, state, batch, controls, sft=sft)
+        again = functools.partial(_run_update, placement.stages, plan, state, batch, controls, sft)
         done = placement.attempt("train", again, length)
         if done is not None:
             placement.backup.discard()
@@ -95,21 +104,18 @@ def update(
         state = placement.backup.restore(state)
         placement.choose_training_again()
         state = move_state(placement, state)
-        layout = placement.stages.layouts.train(placement.train.mesh)
-        rows = jax.tree.map(lambda _, layout=layout: layout.activations("NS"), batch)
-        batch = reshard(batch, rows)
+        batch = move_batch(placement, batch)
 
 
 def _run_update(
-    placement: Placement,
+    stages: Stages,
+    plan: TrainPlan,
     state: TrainState,
     batch: TrajectoryBatch,
     controls: np.ndarray,
-    *,
     sft: bool,
 ) -> tuple[TrainState, Metrics]:
-    stages = placement.stages
-    after, metrics = stages.learner.update(placement.train, state, batch, controls, sft=sft)
+    after, metrics = stages.learner.update(plan, state, batch, controls, sft=sft)
     # Reading what an earlier failure left ends the process (jaxlib 0.10.2); waiting for it raises.
     stages.cluster.wait(metrics, "training")
     return after, read_metrics(metrics)

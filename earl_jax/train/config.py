@@ -38,7 +38,8 @@ class TrainConfig:
     update. The learning rate rises over `warmup_steps` RL steps and then follows `schedule` down to
     `final_learning_rate`; an entropy bonus, added to the algorithm's loss, goes linearly from
     `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk` tokens of every row are
-    scored at a time. `remat` recomputes activations in the backward pass.
+    scored at a time. `pack` puts several episodes in a row, in fewer rows; without it each episode
+    has a row, padded to the context bucket. `remat` recomputes activations in the backward pass.
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
 
@@ -88,6 +89,7 @@ class TrainConfig:
     balance_coefficient: float = 0.0
     epochs: int = 1
     micro_batches: int = 1
+    pack: bool = True
     remat: bool = False
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512

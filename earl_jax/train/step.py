@@ -41,7 +41,7 @@ def score_batch(
 ) -> TokenScores:
     """Returns the log-prob of every token given those before it, and the entropy there; f32[N,T].
 
-    Token t is scored from the hidden state at t - 1; token 0 gets zeros.
+    Token t is scored from the hidden state at t - 1; the first of each segment gets zeros.
     """
     return _score_batch(model, config, layout, temperature, params, batch)[0]
 
@@ -75,7 +75,10 @@ def _score_batch(
         softcap=model.final_softcap,
     )
     whole = (unfold(layout, score, length) for score in scores)
-    return TokenScores(*(jnp.pad(score[:, :-1], ((0, 0), (1, 0))) for score in whole)), routing
+    shifted = (jnp.pad(score[:, :-1], ((0, 0), (1, 0))) for score in whole)
+    before_BT = jnp.pad(batch.segment_ids[:, :-1], ((0, 0), (1, 0)))
+    begins_BT = (batch.segment_ids != before_BT) & (batch.segment_ids > 0)
+    return TokenScores(*(jnp.where(begins_BT, 0.0, score) for score in shifted)), routing
 
 
 def make_train_step(

@@ -1,0 +1,363 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes share rows: the plan by hand, every token once, and an update that stays the same."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
+from earl_jax.dispatch.packing import (
+    MOST_COUNTS,
+    RowRule,
+    add_rows,
+    best_fit,
+    pack_rows,
+    plan_packing,
+)
+from earl_jax.models.config import ModelConfig
+from earl_jax.selector.plans import TrainPlan
+from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
+from earl_jax.train.config import TrainConfig
+from earl_jax.train.learner import Learner
+from earl_jax.train.step import read_metrics, score_batch
+from earl_jax.trajectory import TrajectoryBatch
+from tests.support import experts
+
+FIELDS = tuple(field.name for field in dataclasses.fields(TrajectoryBatch))
+
+
+def training_layout(mesh: str) -> Layout:
+    return make_layout(MeshShape.parse(mesh), row_axes=TRAINING_ROWS)
+
+
+def log_normal(rng: np.random.Generator, number: int, mean: float = 1024) -> np.ndarray:
+    """Lengths with a spread of 1.0, rounded up."""
+    return np.ceil(rng.lognormal(np.log(mean) - 0.5, 1.0, number)).astype(int)
+
+
+# The plan.
+
+
+@pytest.mark.parametrize(
+    ("lengths", "rows"),
+    [
+        # 6 opens a row with 2 left, 3 another with 5 left; 2 goes where 2 are left.
+        ([3, 0, 6, 2], [[2, 3], [0]]),
+        # 5 and 3 fill a row; 4 and 4 another.
+        ([4, 5, 3, 4], [[1, 2], [0, 3]]),
+        # Of 7 5 2 1: 2 does not fit beside 7, but beside 5; 1 fits both, and fills both.
+        ([7, 5, 2, 1], [[0, 3], [1, 2]]),
+        # Equal episodes keep their order.
+        ([8, 8], [[0], [1]]),
+        ([0, 0], []),
+        ([], []),
+    ],
+)
+def test_episodes_go_to_the_fullest_row_that_holds_them(lengths, rows):
+    assert best_fit(lengths, 8) == rows
+
+
+def test_a_plan_says_where_each_episode_begins():
+    packing = plan_packing([3, 0, 6, 2], 8, RowRule(4, 1, 1), num_samples=[1, 1, 2, 3])
+    assert (packing.num_rows, packing.length) == (2, 8)
+    assert packing.order.tolist() == [2, 3, 0, 1]
+    assert packing.starts.tolist() == [0, 6, 8, 16]
+    assert packing.lengths.tolist() == [6, 2, 3, 0]
+    # Episode 3 comes behind the two samples of episode 2.
+    assert packing.offsets.tolist() == [0, 2, 0, 0]
+    assert packing.fill == 11 / 16
+
+
+def test_an_episode_longer_than_a_row_is_refused():
+    with pytest.raises(ValueError, match="an episode of 9 tokens does not fit rows of 8"):
+        plan_packing([3, 9], 8, RowRule(2, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "rounded", "parts"),
+    [
+        (RowRule(16, 1, 1), 5, 5, 1),
+        (RowRule(16, 1, 4), 5, 8, 1),
+        # Micro-batches have at most four rows: five rows are two of them, with 4 rows each.
+        (RowRule(16, 4, 1), 5, 6, 2),
+        (RowRule(16, 4, 4), 5, 8, 2),
+        (RowRule(16, 4, 4), 9, 12, 3),
+        (RowRule(16, 4, 2), 13, 16, 4),
+        (RowRule(16, 4, 4), 0, 4, 1),
+        (RowRule(16, 2, 8), 16, 16, 2),
+    ],
+)
+def test_rows_divide_over_micro_batches_and_shards(rule, rows, rounded, parts):
+    assert rule.round_up(rows) == rounded
+    assert rule.parts(rounded) == parts
+
+
+def test_every_number_of_rows_can_be_rounded_up():
+    for shards in (1, 2, 4):
+        for micro_batches in (1, 2, 3, 4, 6):
+            rule = RowRule(24 * shards, micro_batches, shards)
+            for rows in range(rule.most + 1):
+                rounded = rule.round_up(rows)
+                parts = rule.parts(rounded)
+                assert max(rows, 1) <= rounded <= rule.most
+                assert rounded % (parts * shards) == 0
+                assert rounded // parts <= rule.most // micro_batches
+                assert rule.round_up(rounded) == rounded
+
+
+def test_known_numbers_of_rows_are_used_again():
+    rule = RowRule(128, 1, 1)
+    assert rule.choose(16, []) == 16
+    # 17 rows with a 32nd of headroom.
+    assert rule.choose(17, [16]) == 18
+    # 16 is less than a 16th more than 15 and a new number would be.
+    assert rule.choose(15, [16]) == 16
+    assert rule.choose(10, [16]) == 11
+    # The fifth is the last new one.
+    assert rule.choose(20, [16, 18, 11, 12]) == 23
+    assert rule.choose(20, [16, 18, 11, 12, 40]) == 40
+    assert rule.choose(41, [16, 18, 11, 12, 40]) == 128
+    # Known ones that another plan's shards do not divide do not count.
+    assert RowRule(128, 1, 8).choose(9, [11, 18]) == 16
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.02])
+def test_a_run_has_few_numbers_of_rows(growth):
+    rng, rule, known, wasted = np.random.default_rng(0), RowRule(128, 1, 2), [], []
+    for step in range(60):
+        needed = int(rng.normal(16, 2) * growth**step)
+        rows = rule.choose(needed, known)
+        assert rows >= needed
+        known += [rows] * (rows not in known and rows != rule.most)
+        wasted.append(rows / needed)
+    assert len({*known, rule.most}) <= MOST_COUNTS
+    assert np.mean(wasted[:30]) < 1.2
+
+
+@pytest.mark.parametrize(("number", "least"), [(128, 0.9), (512, 0.95)])
+def test_rows_are_full(number, least):
+    fills = []
+    for seed in range(10):
+        lengths = log_normal(np.random.default_rng(seed), number)
+        length = 1 << int(lengths.max() - 1).bit_length()
+        fills.append(plan_packing(lengths, length, RowRule(number, 1, 1)).fill)
+    assert np.mean(fills) >= least, fills
+
+
+# The gather.
+
+
+def random_batch(lengths, length: int, *, samples=None, scored=()) -> TrajectoryBatch:
+    """On the host: rows of random numbers, and garbage behind the episodes but for segments."""
+    rng, shape = np.random.default_rng(len(lengths)), (len(lengths), length)
+    fields = {
+        name: rng.integers(1, 99, shape).astype(np.int32)
+        for name in ("tokens", "turn_ids", "versions")
+    }
+    fields |= {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name in ("logprobs", "advantages", *scored)
+    }
+    segments = np.zeros(shape, np.int32)
+    for row, size in enumerate(lengths):
+        number = samples[row] if samples else 1
+        segments[row, :size] = 1 + np.arange(size) * number // max(1, size)
+    return TrajectoryBatch(**fields, segment_ids=segments)
+
+
+def assert_every_token_once(batch, packed, packing) -> None:
+    """Episode by episode: the same tokens beside each other, and zeros everywhere else."""
+    seen = np.zeros((packing.num_rows, packing.length), bool)
+    for episode, start, size, offset in zip(
+        packing.order, packing.starts, packing.lengths, packing.offsets, strict=True
+    ):
+        row, at = divmod(int(start), packing.length)
+        if not size:
+            continue
+        place = row, slice(at, at + int(size))
+        assert not seen[place].any()
+        seen[place] = True
+        for name in FIELDS:
+            if (values := getattr(batch, name)) is not None:
+                more = offset if name == "segment_ids" else 0
+                got = np.asarray(getattr(packed, name))[place]
+                np.testing.assert_array_equal(got, values[episode, :size] + more, err_msg=name)
+    assert seen.sum() == packing.lengths.sum()
+    for name in FIELDS:
+        if getattr(packed, name) is not None:
+            assert not np.asarray(getattr(packed, name))[~seen].any(), name
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=8", "data=2,fsdp=2,tensor=2", "data=2,context=4"])
+@pytest.mark.parametrize("seed", range(3))
+def test_every_token_is_there_once(mesh, seed):
+    layout, rng = training_layout(mesh), np.random.default_rng(seed)
+    lengths = np.minimum(log_normal(rng, 32, 6), 24) * (rng.random(32) < 0.9)
+    samples = rng.integers(1, 4, 32).tolist()
+    batch = random_batch(lengths, 24, samples=samples, scored=("proximal",))
+    packing = plan_packing(lengths, 24, RowRule(32, 2, layout.num_row_shards), num_samples=samples)
+    assert sorted(packing.order.tolist()) == list(range(32))
+    assert np.all(np.diff(packing.starts) >= 0)
+    placed = jax.device_put(batch, layout.activations("NS"))
+    with jax.transfer_guard_device_to_host("disallow_explicit"):
+        packed = jax.block_until_ready(pack_rows(placed, packing, layout))
+    packed.validate()
+    assert all(
+        field.sharding.is_equivalent_to(layout.activations("NS"), 2)
+        for field in jax.tree.leaves(packed)
+    )
+    assert_every_token_once(batch, packed, packing)
+    # Neighbours in a row are told apart.
+    segments = np.asarray(packed.segment_ids)
+    for start, size in zip(packing.starts, packing.lengths, strict=True):
+        row, at = divmod(int(start), 24)
+        if size and at:
+            assert segments[row, at - 1] < segments[row, at]
+
+
+def test_a_batch_without_tokens_is_padding():
+    layout = training_layout("data=8")
+    packing = plan_packing([0] * 16, 8, RowRule(16, 1, 8))
+    assert packing.num_rows == 8
+    placed = jax.device_put(random_batch([0] * 16, 8), layout.activations("NS"))
+    packed = pack_rows(placed, packing, layout)
+    assert not any(np.asarray(field).any() for field in jax.tree.leaves(packed))
+
+
+def test_rows_of_padding_come_behind():
+    layout = training_layout("data=4,tensor=2")
+    batch = random_batch([3, 4, 5, 6], 8)
+    longer = add_rows(jax.device_put(batch, layout.activations("NS")), 8)
+    for name in FIELDS:
+        if (values := getattr(batch, name)) is not None:
+            got = np.asarray(getattr(longer, name))
+            np.testing.assert_array_equal(got[:4], values)
+            assert not got[4:].any()
+
+
+# The update.
+
+VOCAB, EPISODES, LENGTH = 32, 16, 24
+DENSE = ModelConfig(
+    num_layers=2, width=32, num_heads=4, num_kv_heads=2, head_size=8, ffn_size=64, init_scale=4.0
+)
+CONTROLS = np.array([1e-3, 0.05], np.float32)
+
+
+def episodes() -> tuple[TrajectoryBatch, list[int], list[int]]:
+    """On the host: 16 episodes of 0 to 24 tokens, their lengths and samples; some have two."""
+    rng = np.random.default_rng(3)
+    lengths = [24, 0, *rng.integers(4, 15, EPISODES - 2).tolist()]
+    samples = [1 + (row % 3 == 0) for row in range(EPISODES)]
+    batch = random_batch(lengths, LENGTH, samples=samples)
+    places = np.arange(LENGTH)
+    # A sample begins with a prompt.
+    begins = np.diff(batch.segment_ids, axis=1, prepend=0) != 0
+    policy = (batch.segment_ids > 0) & ~begins & (places % 4 > 0)
+    return (
+        dataclasses.replace(
+            batch,
+            tokens=batch.tokens % VOCAB,
+            turn_ids=np.where(policy, 1 + places // 4, 0).astype(np.int32),
+            logprobs=(batch.logprobs - 3).astype(np.float32),
+        ),
+        lengths,
+        samples,
+    )
+
+
+def learner_of(kind: str, **settings) -> Learner:
+    mixture = kind == "mixture"
+    return Learner(
+        experts.MODEL if mixture else DENSE,
+        TrainConfig(
+            max_grad_norm=1e9, logprob_chunk=10, balance_coefficient=0.5 * mixture, **settings
+        ),
+        dataclasses.replace(
+            ALGORITHMS["reinforce"], settings=ReinforceSettings(clip_low=0.2, clip_high=0.3)
+        ),
+        vocab_size=VOCAB,
+        temperature=0.8,
+        importance_cap=1.3,
+        layout=functools.partial(make_layout, row_axes=TRAINING_ROWS),
+        seed=1,
+    )
+
+
+def updated(kind: str, mesh: str, *, packs: bool, micro_batches: int = 1):
+    """Gradients (read from Adam's first moment), metrics and scores of an update.
+
+    The log-probs are found by `Learner.score`, as for the first of two epochs.
+    """
+    learner, layout = learner_of(kind, epochs=2), training_layout(mesh)
+    batch, lengths, samples = episodes()
+    batch = jax.device_put(batch, layout.activations("NS"))
+    if packs:
+        rule = RowRule(EPISODES, micro_batches, layout.num_row_shards)
+        packing = plan_packing(lengths, LENGTH, rule, num_samples=samples)
+        assert packing.num_rows <= EPISODES // 2
+        batch, micro_batches = pack_rows(batch, packing, layout), rule.parts(packing.num_rows)
+    plan = TrainPlan(layout.shape, micro_batches, False)
+    state = learner.init_state(plan.mesh)
+    batch = learner.score(plan, state, batch)
+    state, metrics = learner.update(plan, state, batch, CONTROLS)
+    grads = jax.tree.map(lambda m: np.asarray(m) / 0.1, state.optimizer[1].mu)
+    found = np.asarray(batch.proximal)[np.asarray(batch.turn_ids) > 0]
+    return grads, read_metrics(metrics), np.sort(found)
+
+
+@functools.cache
+def unpacked(kind: str):
+    return updated(kind, "data=1", packs=False)
+
+
+@pytest.mark.slow_except("dense-data=1", "dense-data=8", "mixture-data=1")
+@pytest.mark.parametrize(
+    "mesh", ["data=1", "data=8", "data=2,fsdp=2,tensor=2", "data=2,fsdp=2,context=2"]
+)
+@pytest.mark.parametrize("kind", ["dense", "mixture"])
+def test_a_packed_update_is_the_same(kind, mesh):
+    expected, got = unpacked(kind), updated(kind, mesh, packs=True)
+    assert got[1] == pytest.approx(expected[1], rel=5e-5, abs=1e-6)
+    assert expected[1]["truncated_fraction"] > 0.05 and expected[1]["policy_tokens"] > 50
+    np.testing.assert_allclose(got[2], expected[2], atol=1e-5)
+
+    def check(path, grad, other):
+        largest = np.abs(other).max()
+        np.testing.assert_allclose(
+            grad, other, atol=3e-5 * largest, err_msg=jax.tree_util.keystr(path)
+        )
+        assert largest > 1e-4
+
+    jax.tree_util.tree_map_with_path(check, got[0], expected[0])
+
+
+@pytest.mark.slow
+def test_micro_batches_of_packed_rows_add_up():
+    """Of 16 rows in 4 parts, 8 or fewer packed rows are in 2."""
+    expected, got = unpacked("dense"), updated("dense", "data=2", packs=True, micro_batches=4)
+    assert got[1] == pytest.approx(expected[1], rel=5e-5, abs=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5 * np.abs(b).max()),
+        got[0],
+        expected[0],
+    )
+
+
+def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():
+    layout = training_layout("data=1")
+    batch, lengths, samples = episodes()
+    packing = plan_packing(lengths, LENGTH, RowRule(EPISODES, 1, 1), num_samples=samples)
+    packed = pack_rows(jax.device_put(batch, layout.activations("NS")), packing, layout)
+    params = learner_of("dense").init_state(layout.shape).params
+    scores = score_batch(DENSE, TrainConfig(), layout, 1.0, params, packed)
+    segments = np.asarray(packed.segment_ids)
+    begins = (np.diff(segments, axis=1, prepend=0) != 0) & (segments > 0)
+    assert begins[:, 1:].any()
+    assert not np.asarray(scores.logprobs)[begins].any()
+    assert not np.asarray(scores.entropy)[begins].any()
+    assert np.asarray(scores.logprobs)[~begins & (segments > 0)].all()
