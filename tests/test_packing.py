@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
+from earl_jax.config.file import make_config
 from earl_jax.dispatch.packing import (
     MOST_COUNTS,
     RowRule,
@@ -18,7 +19,9 @@ from earl_jax.dispatch.packing import (
     pack_rows,
     plan_packing,
 )
+from earl_jax.loop import rl_step
 from earl_jax.models.config import ModelConfig
+from earl_jax.run import build_run
 from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import TRAINING_ROWS, Layout, MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
@@ -26,6 +29,7 @@ from earl_jax.train.learner import Learner
 from earl_jax.train.step import read_metrics, score_batch
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support import experts
+from tests.support.placements import begin
 
 FIELDS = tuple(field.name for field in dataclasses.fields(TrajectoryBatch))
 
@@ -361,3 +365,51 @@ def test_the_first_token_of_an_episode_is_not_scored_from_its_neighbour():
     assert not np.asarray(scores.logprobs)[begins].any()
     assert not np.asarray(scores.entropy)[begins].any()
     assert np.asarray(scores.logprobs)[~begins & (segments > 0)].all()
+
+
+# A run.
+
+
+def steps_of(*, packs: bool, **train):
+    """Three steps of a run with a supervised update in each: their records and the last state."""
+    run = build_run(
+        make_config(
+            {
+                "num_steps": 3,
+                "model": {"width": 32, "ffn_size": 64},
+                "env": {"args": {"mask_illegal": True}},
+                "rollout": {"num_slots": 8, "episodes_per_step": 32},
+                "selector": {
+                    "rollout_meshes": ("data=8",),
+                    "train_meshes": ("data=2,fsdp=2,tensor=2",),
+                    "table": "model",
+                },
+                "train": {"pack": packs, "sft_steps": 3, **train},
+            }
+        )
+    )
+    placement, position = begin(run)
+    records = []
+    for _ in range(3):
+        position, record = rl_step(run, placement, position)
+        records.append(record)
+    return records, placement
+
+
+@pytest.mark.slow
+def test_a_run_learns_alike_in_packed_rows():
+    packed, placement = steps_of(packs=True, epochs=2, ratio="model")
+    padded, _ = steps_of(packs=False, epochs=2, ratio="model")
+    assert placement.row_counts
+    for record, other in zip(packed, padded, strict=True):
+        assert [o.reward for o in record.outcomes] == [o.reward for o in other.outcomes]
+        updates = zip(
+            record.updates + record.sft_updates, other.updates + other.sft_updates, strict=True
+        )
+        for metrics, expected in updates:
+            assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        tokens = sum(outcome.num_tokens for outcome in record.outcomes)
+        assert record.metrics()["train_tokens"] == 2 * tokens
+        assert record.packing_fill > other.packing_fill
+    rows = 32 * packed[-1].rollout_max_tokens
+    assert padded[-1].packing_fill <= tokens / rows

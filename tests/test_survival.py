@@ -148,6 +148,31 @@ def test_update_that_runs_out_of_memory_is_done_by_another_plan(world, monkeypat
     assert ThroughputTable().over(table).failures == table.failures
 
 
+def test_packed_rows_go_to_a_mesh_with_more_row_shards(world, monkeypatch):
+    """Four rows on the four row shards of a mesh get four of padding for the eight of another."""
+    placement = placed(world, train_meshes_named=(str(CUBE), str(D8)))
+    placement.plans = placement.plans._replace(train=TrainPlan(CUBE, 1, False))
+
+    def program(plan, *, sft=False):
+        if plan.mesh == CUBE:
+            return hungry(donated=0)
+        return Learner.program(world.learner, plan, sft=sft)
+
+    monkeypatch.setattr(world.learner, "program", program)
+    layout = world.stages.layouts.train(CUBE)
+    batch = jax.tree.map(
+        lambda field: jax.device_put(np.asarray(field)[:4], layout.activations("NS")),
+        rows_on(world, CUBE),
+    )
+    state = world.learner.init_state(CUBE)
+    _, moved, metrics = update(placement, state, batch, CONTROLS)
+    assert placement.train == TrainPlan(D8, 1, False)
+    assert moved.tokens.shape == (8, TOKENS)
+    np.testing.assert_array_equal(np.asarray(moved.tokens)[:4], batch.tokens)
+    assert not np.asarray(moved.segment_ids)[4:].any()
+    assert metrics["policy_tokens"] == (np.asarray(batch.turn_ids) > 0).sum()
+
+
 @pytest.mark.slow
 def test_smaller_micro_batches_are_used_where_no_mesh_is_left_until_the_run_stops(
     world, monkeypatch
