@@ -116,13 +116,13 @@ def test_every_number_of_rows_can_be_rounded_up():
 def test_known_numbers_of_rows_are_used_again():
     rule = RowRule(128, 1, 1)
     assert rule.choose(16, []) == 16
-    # 17 rows with a 32nd of headroom.
+    # 17 rows with a 40th of headroom.
     assert rule.choose(17, [16]) == 18
-    # 16 is less than a 16th more than 15 and a new number would be.
+    # 15 rows with a 40th of headroom are 16 again.
     assert rule.choose(15, [16]) == 16
     assert rule.choose(10, [16]) == 11
     # The fifth is the last new one.
-    assert rule.choose(20, [16, 18, 11, 12]) == 23
+    assert rule.choose(20, [16, 18, 11, 12]) == 22
     assert rule.choose(20, [16, 18, 11, 12, 40]) == 40
     assert rule.choose(41, [16, 18, 11, 12, 40]) == 128
     # Known ones that another plan's shards do not divide do not count.
