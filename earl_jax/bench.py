@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.config.file import PLANNED_CONFIG, load_config_file, make_config
+from earl_jax.config.file import BENCH_CONFIG, load_config_file, make_config
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
 from earl_jax.dispatch.weights import publish
@@ -253,7 +253,7 @@ def bench_command(arguments: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("stage", choices=STAGES)
-    parser.add_argument("--config", type=Path, default=PLANNED_CONFIG, help="a config file")
+    parser.add_argument("--config", type=Path, default=BENCH_CONFIG, help="a config file")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row (3)")
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.epilog = "--config.section.key=value changes one setting"

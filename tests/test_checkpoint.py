@@ -11,7 +11,6 @@ import shutil
 import jax
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
 from earl_jax.train.state import state_shapes, state_shardings
 from tests.support.saved_states import (
@@ -25,6 +24,7 @@ from tests.support.saved_states import (
     made,
     restored,
 )
+from tests.support.settings import make_config
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tasks import Dataset, read_rows
@@ -25,6 +24,7 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
 from tests.support.episodes import renderer
 from tests.support.placements import TINY, one_step
+from tests.support.settings import make_config
 
 ROOT = Path(__file__).parent.parent
 HOW_TO = ROOT / "docs" / "howto"

@@ -169,8 +169,8 @@ class Config:
 
     num_steps: int = 100
     seed: int = 0
-    algorithm: str = "reinforce"
-    algorithm_args: Any = ALGORITHMS["reinforce"].settings
+    algorithm: str = "grpo"
+    algorithm_args: Any = ALGORITHMS["grpo"].settings
     devices: DevicesConfig = DevicesConfig()
     distributed: DistributedConfig = DistributedConfig()
     env: EnvConfig = EnvConfig()

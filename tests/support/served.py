@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from earl_jax.config.file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
@@ -37,6 +36,7 @@ from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints, open_workdir
 from tests.support import ROOT
 from tests.support.references import REFERENCE
+from tests.support.settings import make_config
 
 MODEL = REFERENCE / "qwen2_tied"
 CONTEXT, VOCAB = 128, 320
