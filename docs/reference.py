@@ -110,6 +110,7 @@ def config_page() -> str:
     """Returns the page of all config keys."""
     from earl_jax.algorithms.algorithms import ALGORITHMS
     from earl_jax.config import Config
+    from earl_jax.config.resume import MAY_CHANGE
 
     lines = [f"# Configuration\n\n{NOTE}"]
     lines += [
@@ -123,6 +124,11 @@ def config_page() -> str:
         if dataclasses.fields(algorithm.settings):
             lines.append(f'# With config.algorithm="{name}"\n')
             lines += _section(type(algorithm.settings), "config.algorithm_args")
+    lines.append("# Settings that may change when a run is resumed\n\n| key | effect |\n|---|---|")
+    for name, effect in MAY_CHANGE.items():
+        is_section = dataclasses.is_dataclass(getattr(Config, name, None))
+        lines.append(f"| `config.{name}{'.*' if is_section else ''}` | {effect} |")
+    lines.append("| `config.distributed.*` | It is not in config.json. |")
     return "\n".join(lines)
 
 

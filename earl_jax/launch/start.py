@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunFailed
 
 if TYPE_CHECKING:
     from earl_jax.launch.distributed import DistributedConfig
@@ -52,7 +52,8 @@ def start_jax(
 def exit_status(command: Callable[[], None]) -> int:
     """Runs a command; a mistake in what was given is one message and status 2.
 
-    Every other error passes: Python prints its traceback and ends with status 1.
+    A run that failed for a reason in words is one message and status 1. Every other error passes:
+    Python prints its traceback and ends with status 1.
     """
     try:
         command()
@@ -61,4 +62,7 @@ def exit_status(command: Callable[[], None]) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RunFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0

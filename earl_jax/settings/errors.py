@@ -9,3 +9,10 @@ class InputError(ValueError):
     A command that ends with it prints this message alone and exits with status 2. Any other error
     is one of the machine or of the program, and ends a command with status 1.
     """
+
+
+class RunFailed(RuntimeError):
+    """An end of a run that every process comes to alike, with its reason in words.
+
+    A command that ends with it prints the message without a traceback and exits with status 1.
+    """

@@ -8,7 +8,6 @@ draws it again, and compares its fingerprint.
 """
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,12 +19,10 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from earl_jax.models.config import ModelConfig
+from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import unless_out_of_memory
-from earl_jax.settings.differences import differences
-from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
-from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.offload import load_moments
 from earl_jax.train.state import TrainState, state_shardings
@@ -38,11 +35,13 @@ class DamagedCheckpoint(ValueError):
 class Checkpoints:
     """The checkpoints of one workdir. Saving returns before the bytes are on disk."""
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        """Opens the folder; the newest `keep` checkpoints are kept."""
+    def __init__(self, folder: Path, *, keep: int | None) -> None:
+        """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read."""
         self._folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, enable_async_checkpointing=True
+            max_to_keep=keep,
+            create=keep is not None,
+            enable_async_checkpointing=keep is not None,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -63,17 +62,35 @@ class Checkpoints:
         """Returns the loop's position at this step. Raises DamagedCheckpoint."""
         return self._read(step, position=ocp.args.JsonRestore())["position"]
 
+    def parameters(self, step: int, shapes: Params, shardings: Params) -> Params:
+        """Returns the parameters alone at this step; each device reads its part.
+
+        Raises:
+            DamagedCheckpoint: they cannot be what was saved.
+        """
+        placed = {"params": _placed(shapes, shardings)}
+        part = ocp.args.PyTreeRestore(
+            placed,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
+            partial_restore=True,
+        )
+        return self._read(step, state=part)["state"]["params"]
+
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each parameter at this step, by its name. Raises as `position`."""
+        try:
+            path = self._folder / str(step) / "state"
+            return shapes_by_name(ocp.PyTreeCheckpointHandler().metadata(path).tree["params"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DamagedCheckpoint(f"its parameters cannot be read: {error}") from error
+
     def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
         """Returns the TrainState at this step without a base; each device reads its part.
 
         Raises:
             DamagedCheckpoint: it cannot be what was saved.
         """
-        placed = jax.tree.map(
-            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-            _kept(shapes),
-            _kept(shardings),
-        )
+        placed = _placed(_kept(shapes), _kept(shardings))
         return TrainState(**self._read(step, state=ocp.args.StandardRestore(placed))["state"])
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -104,6 +121,24 @@ class Checkpoints:
         """Waits for pending saves and closes the folder."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def shapes_by_name(shapes: Params) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter by its name, as `Checkpoints.shapes` does."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
@@ -191,32 +226,3 @@ def _first_replica(array: jax.Array) -> jax.Array:
         [shards[device] for device in devices[first].flat],
         dtype=array.dtype,
     )
-
-
-def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
-    """Makes the workdir this run's: writes config.json, or checks that it is the same.
-
-    Raises:
-        ValueError: the folder cannot be written, or belongs to a run of another config.
-    """
-    path = workdir / "config.json"
-    text = json.dumps(config, indent=2)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_atomically(path, text)
-            return
-        saved = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(
-            f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
-            "that you may write"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}); name another --workdir") from error
-    different = differences(saved, json.loads(text), "config")
-    if different:
-        raise InputError(
-            f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
-            "another --workdir, or run with the config of that one"
-        )
