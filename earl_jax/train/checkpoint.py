@@ -79,7 +79,7 @@ class Checkpoints:
     def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
         """Returns the shape of each parameter at this step, by its name. Raises as `position`."""
         try:
-            path = self._folder / str(step) / "state"
+            path: Any = self._folder / str(step) / "state"
             return shapes_by_name(ocp.PyTreeCheckpointHandler().metadata(path).tree["params"])
         except (OSError, ValueError, KeyError) as error:
             raise DamagedCheckpoint(f"its parameters cannot be read: {error}") from error
