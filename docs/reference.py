@@ -9,6 +9,7 @@ config.md comes from the dataclasses and their docstrings, commands.md from --he
 METRICS below, whose names a test holds against a run.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -113,6 +114,7 @@ def config_page() -> str:
     """Returns the page of all config keys."""
     from earl_jax.config import Config
     from earl_jax.config.keys import algorithm_sections, sections_of
+    from earl_jax.config.resume import MAY_CHANGE
 
     lines = [f"# Configuration\n\n{NOTE}"]
     lines += [
@@ -126,6 +128,11 @@ def config_page() -> str:
     for name, section in algorithm_sections():
         lines.append(f'# With config.algorithm="{name}"\n')
         lines += _section(section)
+    lines.append("# Settings that may change when a run is resumed\n\n| key | effect |\n|---|---|")
+    for name, effect in MAY_CHANGE.items():
+        is_section = dataclasses.is_dataclass(getattr(Config, name, None))
+        lines.append(f"| `config.{name}{'.*' if is_section else ''}` | {effect} |")
+    lines.append("| `config.distributed.*` | It is not in config.json. |")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ where they run is decided in placement/.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,17 +30,38 @@ from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
 from earl_jax.selector.plans import RolloutPlan
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunFailed
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import Experience, Outcome, Trajectory, TrajectoryBatch, mean_metrics
+from earl_jax.trajectory import (
+    FAILURES,
+    Experience,
+    Outcome,
+    Trajectory,
+    TrajectoryBatch,
+    mean_metrics,
+)
 from earl_jax.workdir import Position
 
+# Reasons of failed episodes that end a run.
+REASONS_SHOWN = 3
 # Metrics of the first update of a step: measured before the step has changed the policy.
 _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
+
+
+class AllEpisodesFailed(RunFailed):
+    """Raised where nothing can be learnt from a step; `position` is the one before it."""
+
+    def __init__(self, step: int, reasons: Sequence[str], position: Position) -> None:
+        shown = "\n".join(f"  {reason}" for reason in reasons)
+        super().__init__(
+            f"every episode of step {step} failed in its environment (config.env), so that there "
+            f"is nothing to learn from. The first reasons:\n{shown}"
+        )
+        self.position = position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +162,9 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     """
     config, step, timer = run.config, position.step, StageTimer()
     state, done = choose_and_play(run, placement, position, timer)
+    if all(outcome.stop_reason in FAILURES for outcome in done.played.outcomes):
+        before = dataclasses.replace(position, state=state)
+        raise AllEpisodesFailed(step + 1, _reasons(run, done.rollout), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
     length = config.rollout.max_tokens_for(done.load.context_tokens_max)
@@ -194,6 +219,14 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         stage_s=timer.seconds,
     )
     return Position(step=step + 1, state=state, history=history), record
+
+
+def _reasons(run: Run, rollout: Rollout | None) -> list[str]:
+    """Returns the first different reasons of failed episodes, of all processes."""
+    own = [f"{t.stop_reason}: {t.detail[:300]}" for t in rollout.trajectories] if rollout else []
+    few = list(dict.fromkeys(own))[:REASONS_SHOWN]
+    each = run.cluster.gather(few, "the reasons of failures")
+    return list(dict.fromkeys(itertools.chain.from_iterable(each)))[:REASONS_SHOWN]
 
 
 # The stages of a step, in its order.

@@ -20,7 +20,8 @@ examples:
   python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py --workdir=runs/c4
   python -m earl_jax.main --config.num_steps=50 --workdir=runs/short
 
-A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
+A workdir that holds a checkpoint of the same config is resumed; num_steps, budgets, the number of
+devices and some others may change (docs/howto/resume.md). In the workdir: metrics.jsonl,
 report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
 saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost
 or had too little memory for an update: start all again, and the run resumes, with less where
@@ -43,7 +44,14 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
     parser.add_argument(
         "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
     )
+    parser.add_argument(
+        "--init_from",
+        metavar="WORKDIR[@STEP]",
+        help="begin a new run with the weights of another run (default step: its newest)",
+    )
     flags, overrides = parse_with_overrides(parser, arguments)
+    if flags.init_from is not None:
+        overrides.append(f"init_from={flags.init_from!r}")
     return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
 
 

@@ -4,7 +4,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import signal
@@ -17,7 +16,7 @@ import jax
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import find_cluster
-from earl_jax.loop import StepRecord, evaluate, rl_step
+from earl_jax.loop import AllEpisodesFailed, StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
@@ -26,16 +25,24 @@ from earl_jax.rollout.load import expected_tokens
 from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.smallest import smallest_hardware, smallest_words
-from earl_jax.settings.errors import RunError
+from earl_jax.settings.errors import RunFailed
 from earl_jax.telemetry.episodes import failures_in_words, trajectory_lines
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.backup import StateLost
-from earl_jax.train.checkpoint import Checkpoints, open_workdir
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.export import Exporter, keep_exports
 from earl_jax.train.inspection import write_batch
-from earl_jax.workdir import Position, new_placement, resume, save
+from earl_jax.workdir import (
+    Position,
+    keep_config,
+    new_placement,
+    open_source,
+    open_workdir,
+    resume,
+    save,
+)
 
 
 def train(config: Config, workdir: Path) -> dict[str, Any]:
@@ -53,22 +60,28 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     """
     cluster = find_cluster(0, config.distributed.timeout_s)
     check_same(cluster, config.as_dict())
+    changed: list[str] = []
     open_shared_workdir(
-        cluster, workdir, functools.partial(open_workdir, workdir, config.as_dict())
+        cluster, workdir, lambda: changed.extend(open_workdir(workdir, config.as_dict()))
     )
-    run = build_run(config, workdir / "tokenizer")
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    source = None if checkpoints.steps() else open_source(config.init_from)
+    folder = (source.workdir if source else workdir) / "tokenizer"
+    run = build_run(config, folder)
+    if source:
+        source.check(run)
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
     with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
         if cluster.count > 1 or run.cluster.disjoint:
             progress.note(str(run.cluster))
-        for note in run.notes:
+        for note in (*(f"changed: {line}" for line in changed), *run.notes):
             progress.note(note)
         recorder = Recorder(
             workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard
         )
         position, known = None, None
-        with Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep) as checkpoints:
+        with checkpoints:
             while position is None:
                 position, is_stopped, known = _train_until_lost(
                     run, recorder, checkpoints, workdir, stop, known
@@ -120,6 +133,9 @@ def _train_until_lost(
             while position.step < run.config.num_steps and not training.stopped:
                 position, record = rl_step(run, placement, position)
                 training.record(position, record)
+        except AllEpisodesFailed as failed:
+            training.save_before(failed.position)
+            raise
         except BudgetTooSmall as error:
             if run.cluster.disjoint:
                 raise
@@ -159,6 +175,7 @@ class Training:
         """
         run, placement = self.run, self.placement
         if position is not None:
+            self._keep_config()
             self._take_over()
             if self._is_due(position.step):
                 self._export(position)
@@ -167,13 +184,23 @@ class Training:
             # Before any program is compiled, which takes minutes.
             check_weights(run.origin.checkpoint)
         placement.choose_step(expected_tokens(run.config.rollout, None), None)
+        self._keep_config()
         self._take_over()
-        state = run.learner.first_state(placement.train.mesh)
+        source, mesh = open_source(run.config.init_from), placement.train.mesh
+        if source:
+            self.recorder.note(f"begins with the weights of {source}")
+        state = source.first_state(run, mesh) if source else run.learner.first_state(mesh)
         state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
         self._evaluate(position, run.config.eval.games)
         return position
+
+    def _keep_config(self) -> None:
+        """Writes config.json: all that was given is right, as far as can be known now."""
+        open_shared_workdir(
+            self.run.cluster, self.workdir, lambda: keep_config(self.run, self.workdir)
+        )
 
     def _take_over(self) -> None:
         """Connects the placement to the thread that compiles ahead, from here on."""
@@ -209,7 +236,7 @@ class Training:
             self.recorder.write_report(title, config.as_dict(), _report_notes(config))
 
     def _check_updates(self, record: StepRecord) -> None:
-        """Says which updates were skipped; raises RunError after too many steps without one."""
+        """Says which updates were skipped; raises RunFailed after too many steps without one."""
         done = len(record.updates + record.sft_updates)
         if not (skipped := record.skipped_updates):
             self._skipped_steps = 0
@@ -223,12 +250,18 @@ class Training:
         name = f"skipped_step_{record.step:06d}.{jax.process_index()}.npz"
         if self.run.cluster.trains and record.batch is not None:
             write_batch(self.workdir / name, record.batch)
-        raise RunError(
+        raise RunFailed(
             f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
             f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "
             "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
             "rewards, or compute in another precision, in another --workdir"
         )
+
+    def save_before(self, position: Position) -> None:
+        """Saves the state before a step that could not be taken, unless it was saved."""
+        if position.step and position.step not in self.checkpoints.steps():
+            save(self.run, self.placement, self.checkpoints, position)
+        self.checkpoints.close()
 
     def _line(self, record: StepRecord) -> dict[str, Any]:
         """Returns the line of metrics.jsonl for this step, in the words of the contract."""

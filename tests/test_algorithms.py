@@ -20,7 +20,6 @@ from earl_jax.algorithms.algorithms import (
     no_advantages,
 )
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
-from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step, row_facts
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import ParameterSpec
@@ -37,6 +36,7 @@ from earl_jax.train.state import Critic, init_state, state_shapes, state_shardin
 from earl_jax.train.step import make_train_step, read_metrics, score_batch
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY, begin
+from tests.support.settings import make_config
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from earl_jax import workdir
-from earl_jax.config.file import make_config
 from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.learner import Learner
+from tests.support.settings import make_config
 
 D8 = MeshShape(data=8)
 POSITION = {

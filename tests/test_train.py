@@ -593,9 +593,9 @@ def test_the_learning_rate_by_hand(schedule, step, rate):
 
 
 def test_the_learning_rate_without_warmup_and_with_nothing_but_it():
-    config = TrainConfig(warmup_steps=0, learning_rate=1.0, final_learning_rate=0.0)
+    config = TrainConfig(warmup_steps=0, learning_rate=1.0, schedule="linear")
     assert [learning_rate(config, step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
-    config = TrainConfig(warmup_steps=10, learning_rate=1.1, final_learning_rate=0.0)
+    config = TrainConfig(warmup_steps=10, learning_rate=1.1, schedule="linear")
     assert learning_rate(config, 4, 5) == pytest.approx(0.5)
 
 

@@ -31,9 +31,9 @@ from earl_jax.settings.errors import InputError
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]
 _CONFIGS = next(p / "configs" for p in (_PACKAGE, _PACKAGE.parent) if (p / "configs").is_dir())
-# The run of a newcomer, and the config that plans and benchmarks begin with.
+# The run of a newcomer, and the config that benchmarks begin with.
 DEFAULT_CONFIG = _CONFIGS / "trail_tiny_cpu.py"
-PLANNED_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
+BENCH_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
@@ -104,6 +104,7 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
 
     A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
     override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
+    One of `model.path` or `model.preset` leaves out the file's model, but for its `compute_dtype`.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -116,6 +117,9 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values = copy.deepcopy(dict(given))
     if any(override.startswith("algorithm=") for override in overrides):
         values.pop("algorithm_args", None)
+    if _names_model(overrides) and isinstance(values.get("model"), dict):
+        values["model"] = {k: v for k, v in values["model"].items() if k == "compute_dtype"}
+        required = [path for path in required if not path.startswith("model.")]
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
@@ -132,6 +136,12 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
     config = _build(Config, values, "config")
     config.validate()
     return config
+
+
+def _names_model(overrides: Sequence[str]) -> bool:
+    """Returns True if an override says which model it is: another than the file's."""
+    pairs = (override.partition("=") for override in overrides)
+    return any(path in ("model.path", "model.preset") and _parse(text) for path, _, text in pairs)
 
 
 def _algorithm_settings(values: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunFailed
 from earl_jax.train.config import TrainConfig
 
 CORPUS_EPISODES = 300
@@ -164,13 +164,16 @@ class Config:
     """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
 
     `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
-    `algorithm_args` are its settings, a record of the type of `Algorithm.settings`.
+    `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
+    (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
+    checkpoint, the newest unless a step is given, and with nothing else of it.
     """
 
     num_steps: int = 100
     seed: int = 0
-    algorithm: str = "reinforce"
-    algorithm_args: Any = ALGORITHMS["reinforce"].settings
+    init_from: str = ""
+    algorithm: str = "grpo"
+    algorithm_args: Any = ALGORITHMS["grpo"].settings
     devices: DevicesConfig = DevicesConfig()
     distributed: DistributedConfig = DistributedConfig()
     env: EnvConfig = EnvConfig()
@@ -241,15 +244,24 @@ class Config:
         return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=num_tasks)
 
     def corpus(self) -> list[str]:
-        """Returns the text that the tokenizer of a run without a checkpoint is trained on."""
+        """Returns the text that the tokenizer of a run without a checkpoint is trained on.
+
+        Raises RunFailed where the environment, which tells it, raises.
+        """
         played = self.open_environment()
-        return corpus(
-            played.make,
-            played.tasks,
-            num_steps=self.num_steps,
-            num_episodes=CORPUS_EPISODES,
-            seed=0,
-        )
+        try:
+            return corpus(
+                played.make,
+                played.tasks,
+                num_steps=self.num_steps,
+                num_episodes=CORPUS_EPISODES,
+                seed=0,
+            )
+        except Exception as error:  # noqa: BLE001 - a user's own environment
+            raise RunFailed(
+                f"an episode of config.env.name {self.env.name!r}, whose text the tokenizer is "
+                f"trained on, failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _check_environment(self) -> None:
         """Raises ValueError unless the environment can be made and has the methods needed."""

@@ -41,16 +41,22 @@ def open_shared_workdir(cluster: Cluster, workdir: Path, open_workdir: Callable[
         ValueError: in every process; as `open_workdir`, or a process has another folder of this
             name.
     """
-    mistake = ""
+    mistake, marker = "", workdir / ".opening"
     if cluster.is_first:
         try:
             open_workdir()
+            marker.touch()
         except ValueError as error:
             mistake = str(error)
+        except OSError as error:
+            words = error.strerror or error
+            mistake = f"--workdir={workdir} cannot be used: {words}; name one that you may write"
     if mistake := cluster.gather(mistake, "the workdir")[0]:
         raise InputError(mistake)
-    path = workdir / "config.json"
-    written = cluster.gather(path.stat().st_mtime_ns if path.exists() else None, "the workdir")
+    found = marker.stat().st_mtime_ns if marker.exists() else None
+    written = cluster.gather(found, "the workdir")
+    if cluster.is_first:
+        marker.unlink(missing_ok=True)
     without = [number for number, one in enumerate(written) if one != written[0]]
     if without:
         raise InputError(

@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn
 import jax
 
 from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunFailed
 
 # The environment variables that give the settings, too.
 _VARIABLES = {
@@ -154,15 +154,15 @@ def start_processes(config: DistributedConfig) -> None:
 def end_together() -> Iterator[None]:
     """Ends this process of several with status 1 at an exception inside, but for a user's mistake.
 
-    A mistake is a ValueError, which all processes raise alike. What one process raises alone leaves
-    none of the others waiting for it.
+    A mistake is a ValueError, which all processes raise alike, as they do RunFailed. What one
+    process raises alone leaves none of the others waiting for it.
     """
     try:
         yield
     except Exception as error:
         # On CPUs a program that runs at once raises ValueError for a lost process (jax 0.10.2).
         is_lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        is_mistake = isinstance(error, ValueError) and not is_lost
+        is_mistake = isinstance(error, ValueError | RunFailed) and not is_lost
         if jax.process_count() == 1 or is_mistake:
             raise
         if not (is_lost or isinstance(error, RestartNeeded)):

@@ -34,11 +34,15 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
 class TrainConfig:
     """Settings of the trainer, whatever the algorithm (config.algorithm).
 
+    The defaults are for a pretrained model; one from scratch needs a `learning_rate` near 1e-3.
+
     Each batch is learnt from `epochs` times; `micro_batches` accumulate gradients within one
-    update. The learning rate rises over `warmup_steps` RL steps and then follows `schedule` down to
-    `final_learning_rate`; an entropy bonus, added to the algorithm's loss, goes linearly from
-    `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk` tokens of every row are
-    scored at a time. `remat` recomputes activations in the backward pass.
+    update. The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than
+    "constant" it then falls to `final_learning_rate` at the last step. An entropy bonus, added to
+    the algorithm's loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`,
+    which the last step has. `logprob_chunk` tokens of every row are scored at a time. `remat`
+    recomputes activations in the backward pass.
+
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
 
@@ -72,17 +76,17 @@ class TrainConfig:
     `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
     """
 
-    learning_rate: float = 2e-3
-    final_learning_rate: float = 1e-4
+    learning_rate: float = 1e-6
+    final_learning_rate: float = 0.0
     warmup_steps: int = 10
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     correction: Literal["auto", "none", "truncated"] = "auto"
     importance_cap: float = 2.0
-    entropy_coefficient: float = 0.03
+    entropy_coefficient: float = 0.0
     final_entropy_coefficient: float = 0.0
     ratio: Literal["behaviour", "model"] = "behaviour"
     balance_coefficient: float = 0.0
@@ -94,7 +98,7 @@ class TrainConfig:
     max_skipped_steps: int = 3
     sft_steps: int = 0
     sft_updates: int = 1
-    sft_learning_rate: float = 3e-3
+    sft_learning_rate: float = 1e-5
     lora: LoraConfig = LoraConfig()
 
     def validate(self) -> None:

@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from earl_jax.config.file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
@@ -34,9 +33,11 @@ from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
 from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.train.checkpoint import Checkpoints, open_workdir
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.workdir import keep_config
 from tests.support import ROOT
 from tests.support.references import REFERENCE
+from tests.support.settings import make_config
 
 MODEL = REFERENCE / "qwen2_tied"
 CONTEXT, VOCAB = 128, 320
@@ -245,8 +246,8 @@ def save_run(folder: Path, rank: int):
             "train": {"learning_rate": 0.001, "lora": {"rank": rank} if rank else {}},
         }
     )
-    open_workdir(folder, config.as_dict())
-    world = build_run(config, folder / "tokenizer")
+    world = build_run(config)
+    keep_config(world, folder)
     state = world.learner.init_state(MeshShape())
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)
