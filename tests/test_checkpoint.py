@@ -271,7 +271,7 @@ def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path,
     checkpoints.save(20, wide_state(5), POSITION)
     checkpoints.wait()
     files = list((tmp_path / "checkpoints/20").rglob("d/*"))
-    assert len(files) > 8, "arrays are files of their own"
+    assert max(file.stat().st_size for file in files) > 100_000, "arrays lie outside"
     found = next_process(read_damaged, tmp_path / "checkpoints", tmp_path / "spoilt", range(number))
     named = [done for done, words in found if words]
     assert number // 3 < len(named) < number, found

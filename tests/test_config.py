@@ -519,3 +519,15 @@ def test_what_a_file_leaves_open_must_be_given():
         make_config(given, ["model.paths=/here"])
     config = make_config(given, ["model.path=/here"])
     assert (config.seed, config.model.path) == (3, "/here")
+
+
+def test_what_an_override_leaves_without_effect_takes_its_default():
+    given = {"train": {"sft_steps": 5, "sft_updates": 3}}
+    config = make_config(given, ["train.sft_steps=0"])
+    assert (config.train.sft_steps, config.train.sft_updates) == (0, Config().train.sft_updates)
+    # The complete config is one that can be read again.
+    assert make_config(config.as_dict()).as_dict() == config.as_dict()
+    with pytest.raises(ValueError, match="config.train.sft_updates = 4 has no effect"):
+        make_config(given, ["train.sft_steps=0", "train.sft_updates=4"])
+    with pytest.raises(ValueError, match="config.train.sft_updates = 3 has no effect"):
+        make_config({"train": {"sft_updates": 3}})

@@ -14,7 +14,7 @@ import difflib
 import importlib.util
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ml_collections.config_dict import RequiredValueError
 from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
 from earl_jax.config.names import meant_by
+from earl_jax.config.sections import settings_without_effect
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
@@ -105,6 +106,7 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
     A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
     override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
     One of `model.path` or `model.preset` leaves out the file's model, but for its `compute_dtype`.
+    What overrides leave without effect takes its default: `train.sft_steps=0` is enough.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -134,8 +136,24 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values["model"] = fill_section(values["model"])
     values["algorithm_args"] = _algorithm_settings(values)
     config = _build(Config, values, "config")
+    if overrides:
+        config = _without_idle(config, {override.partition("=")[0] for override in overrides})
     config.validate()
     return config
+
+
+def _without_idle(config: Config, given: Collection[str]) -> Config:
+    """Returns the config with the defaults of what overrides leave without effect, but for them."""
+    for path, default, _ in list(settings_without_effect(config)):
+        if path not in given:
+            config = _replaced(config, path.split("."), default)
+    return config
+
+
+def _replaced(config: Any, names: Sequence[str], value: Any) -> Any:
+    name, *rest = names
+    value = _replaced(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: value})
 
 
 def _names_model(overrides: Sequence[str]) -> bool:

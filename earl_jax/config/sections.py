@@ -323,6 +323,18 @@ _Idle = tuple[bool, str, str]
 
 def _check_effects(config: Config) -> None:
     """Raises ValueError for a setting that differs from its default and has no effect here."""
+    for path, _, reason in settings_without_effect(config):
+        raise InputError(
+            f"config.{path} = {_get(config, path)!r} has no effect in this run, because {reason}; "
+            "remove it, or change the other"
+        )
+
+
+def settings_without_effect(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Yields the settings that differ from their defaults and have no effect in this run.
+
+    Each with its default, and the reason in words.
+    """
     settings = find_algorithm(config.algorithm).settings
     defaults = Config(model=preset_named(config.model.preset), algorithm_args=settings)
     for is_idle, path, reason in (
@@ -330,12 +342,8 @@ def _check_effects(config: Config) -> None:
         *_idle_rollout(config),
         *_idle_training(config),
     ):
-        given = _get(config, path)
-        if is_idle and given != _get(defaults, path):
-            raise InputError(
-                f"config.{path} = {given!r} has no effect in this run, because {reason}; "
-                "remove it, or change the other"
-            )
+        if is_idle and _get(config, path) != _get(defaults, path):
+            yield path, _get(defaults, path), reason
 
 
 def _idle_model(config: Config) -> Iterator[_Idle]:

@@ -151,8 +151,8 @@ class Checkpoints:
         Of several processes the first calls it before the others, which find it done.
         """
         if (self._folder / str(step)).exists():
-            names = (f"damaged_{step}", *(f"damaged_{step}_{n}" for n in itertools.count(2)))
-            targets = (self._folder.parent / name for name in names)
+            parent, name = self._folder.parent, f"damaged_{step}"
+            targets = (parent / f"{name}{f'_{n}' if n else ''}" for n in itertools.count())
             shutil.move(self._folder / str(step), next(t for t in targets if not t.exists()))
         self._manager.reload()
 
