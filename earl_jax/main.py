@@ -3,6 +3,7 @@
 """Trains: python -m earl_jax.main [--config=FILE] [--config.KEY=VALUE ...] [--workdir=DIR]."""
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -21,10 +22,12 @@ examples:
   python -m earl_jax.main --config.num_steps=50 --workdir=runs/short
 
 A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
-report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
-saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost
-or had too little memory for an update: start all again, and the run resumes, with less where
-memory was short (gpu_scripts/slurm.sh does).
+report.html, trajectories/, checkpoints/, config.json.
+
+Ctrl-C or SIGTERM ends the run after its step, saved, and says how to go on; a second Ctrl-C ends it
+at once. Exit status: 0 when done, or stopped and saved; 2 for a mistake in what was given; 1 where
+another process of the run was lost or had too little memory for an update: start all again, and the
+run resumes, with less where memory was short (gpu_scripts/slurm.sh does).
 
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
@@ -67,14 +70,20 @@ def train_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.launch.distributed import end_together
+    from earl_jax.launch.signals import StopSignals
     from earl_jax.training import train
+    from earl_jax.workdir import saved_in_words
 
-    with end_together():
-        evaluation = train(config, workdir)
+    with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
+        end = train(config, workdir, lambda: signals.received)
     if jax.process_index() > 0:
         return
-    if evaluation:
+    if evaluation := end.evaluation:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
+    if end.stopped:
+        all_of_them = "on each host, with its own process_id: " if jax.process_count() > 1 else ""
+        print(f"{end.stopped}. To go on: {all_of_them}{shlex.join(sys.orig_argv)}")
+        return
     print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
 
 

@@ -2,13 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole training run in its workdir: begun or resumed, recorded behind each step, stopped."""
 
-import contextlib
 import dataclasses
 import functools
 import io
 import itertools
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +32,24 @@ from earl_jax.train.export import Exporter, keep_exports
 from earl_jax.workdir import Position, new_placement, resume, save
 
 
-def train(config: Config, workdir: Path) -> dict[str, Any]:
-    """Trains from where the workdir stands to the end, or to a SIGTERM.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """The end of a run: its last evaluation, and why it stopped before its last step, in words.
+
+    `evaluation` is empty where there is none yet, and in a process that is not the first.
+    """
+
+    evaluation: dict[str, Any]
+    stopped: str
+
+
+def train(config: Config, workdir: Path, stop: Callable[[], str] = lambda: "") -> RunEnd:
+    """Trains from where the workdir stands to the end, or until `stop()` names a signal.
+
+    Of several processes `stop` of one is enough: all stop after the same step.
 
     Where a lack of memory takes the trainer's state, the run goes on from the newest checkpoint (or
     from the start, where there is none yet) with less.
-
-    Returns:
-        The last evaluation, empty if there is none yet, and in a process that is not the first.
 
     Raises:
         ValueError: a mistake of the user's, in words; a model that is too large for its devices on
@@ -55,7 +63,7 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     run = build_run(config, workdir / "tokenizer")
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
-    with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
+    with Progress(config.num_steps, stream) as progress:
         if cluster.count > 1 or run.cluster.disjoint:
             progress.note(str(run.cluster))
         for note in run.notes:
@@ -66,17 +74,22 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
         position, known = None, None
         while position is None:
-            position, is_stopped, known = _train_until_lost(
+            position, stopped, known = _train_until_lost(
                 run, recorder, checkpoints, workdir, stop, known
             )
         checkpoints.close()
         cluster.barrier("the end of the run")
-        if is_stopped:
-            progress.note(
-                f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
-                "from here"
-            )
-    return recorder.last_evaluation()
+    early = stopped and position.step < config.num_steps
+    words = _stopped_words(stopped, position.step, workdir) if early else ""
+    return RunEnd(evaluation=recorder.last_evaluation(), stopped=words)
+
+
+def _stopped_words(signal_name: str, step: int, workdir: Path) -> str:
+    """Returns what a run that stopped here has saved."""
+    if not step:
+        return f"stopped by {signal_name} before the first step; there was nothing to save"
+    saved = workdir / "checkpoints" / str(step)
+    return f"stopped by {signal_name} after step {step}; saved in {saved}"
 
 
 def _train_until_lost(
@@ -84,14 +97,15 @@ def _train_until_lost(
     recorder: Recorder,
     checkpoints: Checkpoints,
     workdir: Path,
-    stop: list[int],
+    stop: Callable[[], str],
     known: Any,
-) -> tuple[Position | None, bool, Any]:
-    """Trains from the newest checkpoint to the end, to a SIGTERM, or until the state is lost.
+) -> tuple[Position | None, str, Any]:
+    """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
-    The position is None where a lack of memory took the trainer's state. The plan that failed is
-    impossible from then on (in the table, which is the last of what is returned, also where
-    the disk could not keep it), so that this happens once for each plan at most.
+    The signal's name is the second of the results, "" for none. The position is None where a lack
+    of memory took the trainer's state. The plan that failed is impossible from then on (in the
+    table, which is the last of what is returned, also where the disk could not keep it), so that
+    this happens once for each plan at most.
     """
     resumed = resume(run, checkpoints, workdir, recorder.note)
     recorder.drop_after(resumed[0].step if resumed else -1)
@@ -114,6 +128,7 @@ def _train_until_lost(
         )
         try:
             position = training.begin(position)
+            training.look_for_a_signal()
             while position.step < run.config.num_steps and not training.stopped:
                 position, record = rl_step(run, placement, position)
                 training.record(position, record)
@@ -127,7 +142,7 @@ def _train_until_lost(
             recorder.note(str(lost))
             # The kept session leaves its memory to the state from the checkpoint.
             placement.sessions.forget()
-            return None, False, placement.observations.table
+            return None, "", placement.observations.table
     return position, training.stopped, None
 
 
@@ -141,8 +156,8 @@ class Training:
     checkpoints: Checkpoints
     workdir: Path
     ahead: CompileAhead
-    stop: list[int]
-    stopped: bool = False
+    stop: Callable[[], str]
+    stopped: str = ""
     # How the step before differed from the config, because memory was short.
     _differs: str = ""
 
@@ -167,8 +182,15 @@ class Training:
         state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
-        self._evaluate(position, run.config.eval.games)
+        self.look_for_a_signal()
+        if not self.stopped:
+            self._evaluate(position, run.config.eval.games)
         return position
+
+    def look_for_a_signal(self) -> None:
+        """Sets `stopped` to the name of the signal that some process received, "" for none."""
+        names = self.run.cluster.gather(self.stop(), "a signal to stop")
+        self.stopped = next(filter(None, names), "")
 
     def _take_over(self) -> None:
         """Connects the placement to the thread that compiles ahead, from here on."""
@@ -193,7 +215,7 @@ class Training:
             self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)
-        self.stopped = self.run.cluster.any(bool(self.stop), "a signal to stop")
+        self.look_for_a_signal()
         if self.stopped or self._is_due(step):
             save(self.run, self.placement, self.checkpoints, position)
         if self._is_due(step):
@@ -283,14 +305,3 @@ def _report_notes(config: Config) -> list[str]:
         f"In its first {train.sft_steps} steps the policy was also trained on "
         f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
     ]
-
-
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[list[int]]:
-    """Yields a list that is empty until a SIGTERM arrives."""
-    received: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, previous)

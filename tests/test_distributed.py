@@ -3,7 +3,6 @@
 """One run over several processes: who is who, the same training as one process, ends in words."""
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
@@ -34,34 +32,20 @@ from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import build_run
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import exporter_of, train
 from tests.support import ROOT
+from tests.support.commands import (
+    ALL,
+    APART,
+    CONFIG,
+    SMALL,
+    Command,
+    episodes_of,
+    final_parameters,
+    steps_of,
+)
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
-from tests.support.runs import TINY
-
-# The config that TINY is of.
-CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
-# One room and one mesh for each stage, so that few programs are compiled.
-SMALL = TINY | {
-    "num_steps": 2,
-    "rollout.context_buckets": "(48,)",
-    "train.sft_steps": 1,
-    "train.sft_updates": 1,
-    "checkpoint.every_steps": 1000,
-    "eval.every_steps": 1000,
-    "eval.games": 16,
-    "eval.final_games": 16,
-    "log.report_every_steps": 1000,
-}
-ALL = {"selector.rollout_meshes": "('data=8',)", "selector.train_meshes": "('data=2,fsdp=4',)"}
-APART = {
-    "devices.num_rollout": 4,
-    "selector.rollout_meshes": "('data=4',)",
-    "selector.train_meshes": "('data=1,fsdp=4',)",
-}
-
 
 # Who is who.
 
@@ -289,91 +273,6 @@ def test_a_lost_process_ends_the_other_with_status_1_and_a_message(how, lost, ti
 # Real processes of the command.
 
 
-class Command:
-    """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
-
-    def __init__(
-        self,
-        cache: Path,
-        workdir: Path,
-        num: int,
-        *own: list[str],
-        **overrides,
-    ):
-        """`own` are further flags of each process."""
-        port, self.workdir = free_port(), workdir
-        self.all = []
-        for number in range(num):
-            settings = SMALL | {"devices.num_cpu_devices": 8 // num} | overrides
-            if num > 1:
-                settings |= {
-                    "distributed.coordinator": f"127.0.0.1:{port}",
-                    "distributed.num_processes": num,
-                    "distributed.process_id": number,
-                }
-            line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
-            line += [f"--workdir={workdir}"]
-            line += [f"--config.{key}={value}" for key, value in settings.items()]
-            self.all.append(
-                subprocess.Popen(
-                    line + (own[number] if own else []),
-                    cwd=ROOT,
-                    env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-
-    def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
-        """Exit status, output and errors of each."""
-        deadline_s, ends = time.monotonic() + timeout_s, []
-        try:
-            for process in self.all:
-                output, errors = process.communicate(timeout=deadline_s - time.monotonic())
-                ends.append((process.returncode, output, errors))
-        finally:
-            for process in self.all:
-                if process.poll() is None:
-                    process.kill()
-                    process.communicate()
-        return ends
-
-    def done(self) -> Path:
-        """The workdir, when all have ended well."""
-        for number, (status, output, errors) in enumerate(self.ends()):
-            assert status == 0, f"process {number}: {status}\n{output}\n{errors[-4000:]}"
-        return self.workdir
-
-    def after_step(self, step: int) -> None:
-        """Returns when the step is in the metrics."""
-        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 270
-        while not metrics.exists() or f'{{"step": {step}, "time_s"' not in metrics.read_text():
-            assert time.monotonic() < deadline_s, "no step was taken"
-            assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
-            time.sleep(0.02)
-
-
-def episodes_of(workdir: Path, step: int) -> list[dict]:
-    path = workdir / "trajectories" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def final_parameters(workdir: Path) -> list[np.ndarray]:
-    """Every array of the newest checkpoint, which may have been written by several processes."""
-    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
-        step = manager.latest_step()
-        folder = workdir / "checkpoints" / str(step) / "state"
-        saved = ocp.StandardCheckpointer().metadata(folder).item_metadata
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
-        )
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        state = manager.restore(step, args=wanted)["state"]
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-
-
 def assert_same_run(one: Path, other: Path) -> None:
     """The same tokens, and weights that differ by rounding."""
     for step in (1, 2):
@@ -388,10 +287,6 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert [line["step"] for line in lines] == [1, 2]
         assert all(line["episodes"] == 32 for line in lines)
         assert all(line["logprob_mismatch_max"] < 1e-4 for line in lines)
-
-
-def steps_of(workdir: Path) -> list[dict]:
-    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
 
 
 def assert_past_the_hosts(*workdirs: Path) -> None:
@@ -443,18 +338,6 @@ def test_a_run_of_two_processes_is_resumed_by_one(
     assert "after step 1 of 2" in capsys.readouterr().out
     for left, right in zip(of_two, final_parameters(tmp_path), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_process_stops_all_at_the_same_step(cache, tmp_path):
-    flags = ALL | {"num_steps": 1000, "log.trajectories_every_steps": 1000}
-    command = Command(cache, tmp_path / "w", 2, **flags)
-    command.after_step(2)
-    command.all[1].send_signal(signal.SIGTERM)
-    workdir = command.done()
-    steps = [row["step"] for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
-    assert steps[-1] < 1000
-    assert (workdir / "checkpoints" / str(steps[-1])).is_dir()
 
 
 @pytest.mark.slow
