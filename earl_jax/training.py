@@ -13,6 +13,7 @@ from typing import Any
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import find_cluster
+from earl_jax.launch.layouts import across_in_words
 from earl_jax.loop import StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
@@ -66,6 +67,8 @@ def train(config: Config, workdir: Path, stop: Callable[[], str] = lambda: "") -
     with Progress(config.num_steps, stream) as progress:
         if cluster.count > 1 or run.cluster.disjoint:
             progress.note(str(run.cluster))
+        if cluster.count > 1:
+            progress.note(run.cluster.order_in_words())
         for note in run.notes:
             progress.note(note)
         recorder = Recorder(
@@ -197,6 +200,11 @@ class Training:
         self.placement.about_to_use = self.ahead.hand_over
         self.placement.is_compiled = self.ahead.is_compiled
         self.ahead.take_times()
+        cluster, layouts = self.run.cluster, self.run.stages.layouts
+        if cluster.num_hosts > 1:
+            rollout = across_in_words(layouts.rollout(self.placement.rollout.mesh), cluster.hosts)
+            train = across_in_words(layouts.train(self.placement.train.mesh), cluster.hosts)
+            self.recorder.note(f"rollout {rollout}; train {train}")
 
     def record(self, position: Position, record: StepRecord) -> None:
         """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
@@ -211,7 +219,8 @@ class Training:
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             # Gathering all tokens is expensive: only at the steps that are written down.
             own = trajectory_lines(record.trajectories)
-            each = self.run.cluster.gather(own, "the episodes to write down")
+            cluster = self.run.cluster
+            each = cluster.of_players(cluster.gather(own, "the episodes to write down"))
             self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)

@@ -19,7 +19,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from earl_jax.config.file import load_config_file, make_config
-from earl_jax.launch.cluster import Cluster, find_cluster
+from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
 from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
@@ -27,6 +27,7 @@ from earl_jax.launch.distributed import (
     end_together,
     start_processes,
 )
+from earl_jax.launch.layouts import axes_across_hosts
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
@@ -397,3 +398,100 @@ def test_a_checkpoint_goes_in_and_out_over_two_processes(tmp_path):
     assert len(adapter) == 2 * 2 * 7
     for name, values in adapter.items():
         assert np.any(values) == ("lora_A" in name)
+
+
+# The order of the devices.
+
+
+def devices_of(num_hosts: int, a_host: int, a_process: int) -> tuple[list[Device], list[str]]:
+    """Devices as JAX lists them, and the hosts of their processes, which go round the hosts."""
+    num_processes = num_hosts * a_host // a_process
+    devices = [Device(id=n, process_index=n // a_process) for n in range(num_hosts * a_host)]
+    return devices, [f"n{process % num_hosts}" for process in range(num_processes)]
+
+
+@pytest.mark.parametrize(("num_hosts", "a_process"), [(2, 1), (2, 8), (4, 2), (16, 8)])
+def test_tensor_and_context_stay_inside_a_host(num_hosts, a_process):
+    """Wherever they have no more devices than a host, however the processes are numbered."""
+    devices, hosts = devices_of(num_hosts, 8, a_process)
+    ordered = host_by_host(devices, hosts)
+    assert sorted(d.id for d in ordered) == list(range(num_hosts * 8))
+    for inner in (MeshShape(tensor=t, context=c) for t in (1, 2, 4, 8) for c in (1, 2, 4)):
+        outside = num_hosts * 8 // inner.num_devices
+        for fsdp in (f for f in (1, 2, 8) if outside % f == 0):
+            shape = dataclasses.replace(inner, data=outside // fsdp, fsdp=fsdp)
+            grid = np.array(ordered, dtype=object).reshape(shape.sizes)
+            across, inside = axes_across_hosts(grid, hosts)
+            assert sorted((*across, *inside)) == sorted(
+                axis for axis, n in dataclasses.asdict(shape).items() if n > 1
+            )
+            if inner.num_devices <= 8:
+                assert set(across) <= {"data", "fsdp"}, shape
+
+
+def test_slices_come_before_hosts():
+    devices = [
+        types.SimpleNamespace(id=n, process_index=n // 2, slice_index=n // 2 % 2) for n in range(8)
+    ]
+    assert [d.id for d in host_by_host(devices, ["a", "b", "c", "d"])] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_the_order_of_the_hosts_in_words():
+    devices, hosts = devices_of(2, 4, 2)
+    cluster = Cluster(
+        index=0,
+        count=4,
+        rollout_devices=tuple(host_by_host(devices, hosts)),
+        train_devices=tuple(host_by_host(devices, hosts)),
+        timeout_s=1.0,
+        hosts=tuple(hosts),
+    )
+    assert cluster.num_hosts == 2 and cluster.players == (0, 2, 1, 3)
+    assert cluster.order_in_words() == (
+        "meshes go over the hosts in this order: n0 (4 devices of processes 0, 2), "
+        "n1 (4 devices of processes 1, 3)"
+    )
+    assert dataclasses.replace(cluster, index=2).own(range(8)) == range(2, 4)
+    assert cluster.of_players(["a", "b", "c", "d"]) == ["a", "c", "b", "d"]
+
+
+def train_round_the_hosts(workdir: str) -> bool:
+    """As `train_small`, with processes that are numbered round two hosts."""
+    host = f"n{jax.process_index() % 2}"
+    socket.gethostname = lambda: host
+    return train_small(workdir)
+
+
+@pytest.mark.slow
+def test_processes_that_go_round_the_hosts_train_as_one_does(cache, tmp_path, monkeypatch):
+    one = Command(cache, tmp_path / "one", 1, **ALL).done()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    around = RealProcesses(4, 2, "test_distributed:train_round_the_hosts", str(tmp_path / "around"))
+    assert around.results(400) == [True] * 4
+    assert_same_run(one, tmp_path / "around")
+
+
+# The number of processes.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [2, 4])
+def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(cache, tmp_path, num):
+    """1 x 8, 2 x 4 and 4 x 2 devices: the same losses, the same meshes at every step."""
+    flags = {
+        "num_steps": 6,
+        "selector.budget_bytes_per_device": 2_900_000,
+        "rollout.context_buckets": "(24,40)",
+        "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
+        "train.sft_steps": 6,
+        "train.sft_updates": 3,
+    }
+    one, several = (
+        steps_of(Command(cache, tmp_path / str(n), n, **flags).done()) for n in (1, num)
+    )
+    for left, right in zip(one, several, strict=True):
+        for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
+            assert left[name] == right[name], (left["step"], name)
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4, abs=1e-6)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
+    assert any(line["switched"] for line in one[1:])

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import json
+import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -33,9 +34,10 @@ _PROCESS = "process"
 class Cluster:
     """This process, number `index` of `count`, and the groups of devices.
 
-    `rollout_devices` and `train_devices` are those of all processes, process by process; the two
-    groups are equal or disjoint. Every process that plays has the same number of rollout devices.
-    A process that waits for the others for `timeout_s` seconds ends with status 1.
+    `rollout_devices` and `train_devices` are those of all processes, host by host; the two groups
+    are equal or disjoint. Every process that plays has the same number of rollout devices. `hosts`
+    are the names of the processes' hosts, process by process. A process that waits
+    for the others for `timeout_s` seconds ends with status 1.
 
     Example: two processes of four devices with `num_rollout` 4: the first plays and the second
     trains. With `num_rollout` 0 both play half of the episodes, and train together.
@@ -46,6 +48,7 @@ class Cluster:
     rollout_devices: tuple[Any, ...]
     train_devices: tuple[Any, ...]
     timeout_s: float
+    hosts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Returns the cluster in words, for the start of a run."""
@@ -55,18 +58,31 @@ class Cluster:
 
     @functools.cached_property
     def players(self) -> tuple[int, ...]:
-        """The processes that play episodes."""
-        return tuple(sorted({device.process_index for device in self.rollout_devices}))
+        """The processes that play episodes, in the order of their devices."""
+        return tuple(dict.fromkeys(device.process_index for device in self.rollout_devices))
 
     @functools.cached_property
     def trainers(self) -> tuple[int, ...]:
-        """The processes that train."""
-        return tuple(sorted({device.process_index for device in self.train_devices}))
+        """The processes that train, in the order of their devices."""
+        return tuple(dict.fromkeys(device.process_index for device in self.train_devices))
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
-        """The devices of the run, process by process."""
+        """The devices of the run, host by host."""
         return tuple(dict.fromkeys((*self.rollout_devices, *self.train_devices)))
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts, each with one or several processes."""
+        return len(set(self.hosts)) or self.count
+
+    def order_in_words(self) -> str:
+        """Returns the order of the devices, which the axes of every mesh are laid over."""
+        numbers: dict[str, list[int]] = {}
+        for device in self.devices:
+            numbers.setdefault(self.hosts[device.process_index], []).append(device.process_index)
+        each = [f"{host} ({_counted(processes)})" for host, processes in numbers.items()]
+        return "meshes go over the hosts in this order: " + ", ".join(each)
 
     @property
     def all_train(self) -> bool:
@@ -107,6 +123,11 @@ class Cluster:
                 "that are alike), or give each kind a stage by config.devices.num_rollout"
             )
 
+    @property
+    def who(self) -> str:
+        """This process and its host, in words."""
+        return f"process {self.index} of {self.count} on {socket.gethostname()}"
+
     # Parts of a rollout.
 
     @functools.cached_property
@@ -128,6 +149,10 @@ class Cluster:
             return items[:0]
         part, num = self.players.index(self.index), len(self.players)
         return items[len(items) * part // num : len(items) * (part + 1) // num]
+
+    def of_players(self, each: Sequence[Item]) -> list[Item]:
+        """Returns the players' items of one for each process, in the order of the episodes."""
+        return [each[player] for player in self.players]
 
     # Communication.
 
@@ -191,7 +216,7 @@ class Cluster:
             return
         words = (
             f"{what}: nothing came for {self.timeout_s:g} s (config.distributed.timeout_s) in "
-            f"process {self.index} of {self.count}; another process or the network hangs"
+            f"{self.who}; another process or the network hangs"
         )
         timer = threading.Timer(self.timeout_s, end_process, [words])
         timer.daemon = True
@@ -215,6 +240,42 @@ def _to_all(mesh: Mesh) -> Any:
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+def _counted(processes: Sequence[int]) -> str:
+    """Returns the processes of these devices in words, such as "8 devices of processes 0, 1"."""
+    names = ", ".join(map(str, dict.fromkeys(processes)))
+    several = "es" if len(set(processes)) > 1 else ""
+    return f"{len(processes)} devices of process{several} {names}"
+
+
+def host_by_host(devices: Iterable[Any], hosts: Sequence[str]) -> list[Any]:
+    """Returns the devices in the order that meshes are laid over.
+
+    Those of a slice follow each other, within it those of a host, and there those of a process: the
+    inner axes of a mesh (tensor, expert, context) then stay inside a host as far as its devices go,
+    and data and fsdp cross hosts. Launchers may number processes otherwise, such as round the hosts
+    (`srun --distribution=cyclic`). Where `hosts` has a name for each process, by its number.
+    """
+
+    def place(device: Any) -> tuple[int, int, int]:
+        process = device.process_index
+        return getattr(device, "slice_index", None) or 0, hosts.index(hosts[process]), process
+
+    return sorted(devices, key=place)
+
+
+@functools.lru_cache(maxsize=1)
+def _hosts(timeout_s: float) -> tuple[str, ...]:
+    """Returns the name of each process's host; every process calls it."""
+    processes = Cluster(
+        index=jax.process_index(),
+        count=jax.process_count(),
+        rollout_devices=(),
+        train_devices=(),
+        timeout_s=timeout_s,
+    )
+    return tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
+
+
 def _all_devices() -> list[Any]:
     """Returns all devices, process by process, within a process in the order of `jax.devices()`."""
     return sorted(jax.devices(), key=lambda device: device.process_index)
@@ -226,7 +287,8 @@ def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
     Raises:
         ValueError: the devices do not divide so.
     """
-    devices = _all_devices()
+    hosts = _hosts(timeout_s)
+    devices = host_by_host(jax.devices(), hosts)
     if num_rollout >= len(devices):
         raise InputError(
             f"config.devices.num_rollout is {num_rollout}, and this run has {len(devices)} devices "
@@ -239,6 +301,7 @@ def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
         rollout_devices=tuple(playing),
         train_devices=tuple(devices[num_rollout:]),
         timeout_s=timeout_s,
+        hosts=hosts,
     )
     own = [sum(device.process_index == player for device in playing) for player in cluster.players]
     if len(set(own)) > 1:
