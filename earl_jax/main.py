@@ -29,6 +29,8 @@ at once. Exit status: 0 when done, or stopped and saved; 2 for a mistake in what
 another process of the run was lost or had too little memory for an update: start all again, and the
 run resumes, with less where memory was short (gpu_scripts/slurm.sh does).
 
+With --check it looks at every host before hours are spent: the same command on each.
+
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
       --config.distributed.num_processes=2 --config.distributed.process_id=0   (1 on the other)
@@ -37,8 +39,8 @@ without these. All hosts must see the workdir.
 """
 
 
-def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
-    """Returns the config file, the overrides ("section.key=value"), and the workdir.
+def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path, bool]:
+    """Returns the config file, the overrides ("section.key=value"), the workdir, and `--check`.
 
     Exits with status 2 for a flag that does not exist.
     """
@@ -52,28 +54,39 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
     parser.add_argument(
         "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="look at devices, hosts, links, storage and the first programs, and train nothing",
+    )
     parser.epilog = "--config.section.key=value changes one setting; the sections are those of "
     parser.epilog += "config.json"
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
-    return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
+    workdir = flags.workdir or Path("runs") / flags.config.stem
+    return flags.config, overrides, workdir, flags.check
 
 
 def train_command(arguments: Sequence[str]) -> None:
     """Runs the whole command, from its flags to its last line."""
     start_s = time.perf_counter()
-    config_path, overrides, workdir = parse_flags(arguments)
+    config_path, overrides, workdir, checks = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
 
     config = make_config(load_config_file(config_path), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
-    from earl_jax.launch.distributed import end_together
+    from earl_jax.launch.ending import end_together
     from earl_jax.launch.signals import StopSignals
+    from earl_jax.preflight.preflight import check
     from earl_jax.training import train
     from earl_jax.workdir import saved_in_words
 
+    if checks:
+        with end_together():
+            check(config, workdir)
+        return
     with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
         end = train(config, workdir, lambda: signals.received)
     if jax.process_index() > 0:

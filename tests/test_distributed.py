@@ -24,15 +24,18 @@ from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
     _find_place,
-    end_together,
     start_processes,
 )
+from earl_jax.launch.ending import end_together
 from earl_jax.launch.layouts import axes_across_hosts
+from earl_jax.launch.start import exit_status
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import build_run
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
+from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import exporter_of, train
 from tests.support import ROOT
 from tests.support.commands import (
@@ -221,17 +224,29 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
             coordinator=address, num_processes=2, process_id=index, heartbeat_s=heartbeat_s
         )
     )
-    with end_together():
-        cluster = find_cluster(0, timeout_s)
-        assert cluster.gather({"index": index}, "the start") == [{"index": 0}, {"index": 1}]
-        assert cluster.any(index == 1, "a flag") and not cluster.any(False, "a flag")
-        if index == lost:
-            if how == "raises":
-                raise RestartNeeded("there was too little memory")
-            if how == "hangs":
-                time.sleep(1000)
-            os.kill(os.getpid(), getattr(signal, how))
-        cluster.barrier("the end")
+
+    def gather() -> None:
+        with end_together():
+            cluster = find_cluster(0, timeout_s)
+            assert cluster.gather({"index": index}, "the start") == [{"index": 0}, {"index": 1}]
+            assert cluster.any(index == 1, "a flag") and not cluster.any(False, "a flag")
+            with StageTimer()("rollout"):
+                if index == lost:
+                    fail()
+                cluster.barrier("the end")
+
+    def fail() -> None:
+        if how == "raises":
+            raise RestartNeeded("there was too little memory")
+        if how == "mistake":
+            raise InputError("config.seed is odd")
+        if how == "bug":
+            raise OSError("the disk is full")
+        if how == "hangs":
+            time.sleep(1000)
+        os.kill(os.getpid(), getattr(signal, how))
+
+    sys.exit(exit_status(gather))
 
 
 @pytest.mark.slow
@@ -239,14 +254,16 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
 @pytest.mark.parametrize(
     ("how", "timeout_s", "words"),
     [
-        ("SIGKILL", 60.0, "most likely another process of the run ended or cannot be reached"),
-        ("SIGSTOP", 60.0, "most likely another process of the run ended or cannot be reached"),
-        ("raises", 60.0, "most likely another process of the run ended or cannot be reached"),
-        ("hangs", 5.0, "the end: nothing came for 5 s"),
+        ("SIGKILL", 60.0, "process {lost} on {host} has ended"),
+        ("SIGSTOP", 60.0, "process {lost} on {host} does not answer"),
+        ("raises", 60.0, "{who}: in the stage rollout: there was too little memory"),
+        ("bug", 60.0, "{who}: in the stage rollout: OSError: the disk is full"),
+        ("mistake", 60.0, "{who}: config.seed is odd"),
+        ("hangs", 5.0, "process {lost} on {host} is still in the stage rollout (the end: nothing "),
     ],
 )
-def test_a_lost_process_ends_the_other_with_status_1_and_a_message(how, lost, timeout_s, words):
-    address = f"127.0.0.1:{free_port()}"
+def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
+    address, host = f"127.0.0.1:{free_port()}", socket.gethostname()
     call = f"lose_one({how!r}, {lost}, {timeout_s}, 10.0)"
     program = f"import test_distributed; test_distributed.{call}"
     both = [
@@ -259,16 +276,36 @@ def test_a_lost_process_ends_the_other_with_status_1_and_a_message(how, lost, ti
         )
         for index in range(2)
     ]
-    _, errors = both[1 - lost].communicate(timeout=90)
-    both[lost].kill()
-    _, other_errors = both[lost].communicate()
-    assert both[1 - lost].returncode == 1, errors
-    last = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(last) == 1 and words in last[0] and "Start all processes again" in last[0]
-    if how == "raises":
-        assert both[lost].returncode == 1
-        assert f"process {lost} of 2: there was too little memory" in other_errors
-        assert "Traceback" not in other_errors
+    try:
+        _, errors = both[1 - lost].communicate(timeout=90)
+        if how in ("SIGSTOP", "hangs"):
+            both[lost].kill()
+        _, other_errors = both[lost].communicate(timeout=30)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    words = words.format(lost=lost, host=host, who=f"process {lost} of 2 on {host}")
+    told = [
+        [line for line in each.splitlines() if line.startswith("error: ")]
+        for each in (errors, other_errors)
+    ]
+    status = 2 if how == "mistake" else 1
+    assert both[1 - lost].returncode == status, errors
+    if how == "mistake":
+        # In the first process alone, whichever has made it.
+        assert both[lost].returncode == 2
+        assert sorted(map(len, told)) == [0, 1] and len(told[0 if lost else 1]) == 1
+        assert words in (*told[0], *told[1])[0]
+        assert "Traceback" not in errors + other_errors
+        return
+    assert len(told[0]) == 1 and words in told[0][0] and "Start all processes again" in told[0][0]
+    assert "Traceback" not in errors
+    if how in ("raises", "bug"):
+        assert both[lost].returncode == 1 and len(told[1]) == 1 and words in told[1][0]
+        assert ("Traceback" in other_errors) == (how == "bug")
+    else:
+        assert f"on {host}, in the stage rollout, waiting for the end: process {lost}" in told[0][0]
 
 
 # Real processes of the command.
@@ -352,14 +389,15 @@ def test_a_killed_process_ends_the_other_with_status_1_and_a_message(cache, tmp_
     status, _, errors = command.ends(90)[1 - lost]
     assert time.monotonic() - killed_s < 60
     assert status == 1, errors
-    assert "error: " in errors and "another process of the run ended" in errors
+    last = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(last) == 1 and f"process {lost} on {socket.gethostname()} has ended" in last[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        (["--config.seed=1"], "config.seed is 0 in process 0, 1 in process 1"),
+        (["--config.seed=1"], "config.seed is 0 in process 0 on {host}, 1 in process 1 on {host}"),
         (["--config.devices.num_cpu_devices=2"], "play on [4, 2] devices"),
     ],
 )
@@ -417,6 +455,8 @@ def test_tensor_and_context_stay_inside_a_host(num_hosts, a_process):
     ordered = host_by_host(devices, hosts)
     assert sorted(d.id for d in ordered) == list(range(num_hosts * 8))
     for inner in (MeshShape(tensor=t, context=c) for t in (1, 2, 4, 8) for c in (1, 2, 4)):
+        if inner.num_devices > num_hosts * 8:
+            continue
         outside = num_hosts * 8 // inner.num_devices
         for fsdp in (f for f in (1, 2, 8) if outside % f == 0):
             shape = dataclasses.replace(inner, data=outside // fsdp, fsdp=fsdp)

@@ -21,13 +21,37 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from earl_jax.launch.distributed import end_process
+from earl_jax.launch.distributed import end_as_lost, end_process
+from earl_jax.launch.presence import Place, be_present, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
 Item = TypeVar("Item")
 
 _PROCESS = "process"
+
+
+class ToldError(RuntimeError):
+    """Raised in every process at a gather: some processes cannot go on.
+
+    `errors` are theirs, by the number of the process, each of "who", "words" and "is_mistake".
+    """
+
+    def __init__(self, errors: dict[int, dict[str, Any]]) -> None:
+        super().__init__("; ".join(error["words"] for error in errors.values()))
+        self.errors = errors
+
+    @property
+    def is_mistake(self) -> bool:
+        """True if all of them are mistakes in what was given."""
+        return all(error["is_mistake"] for error in self.errors.values())
+
+    def in_words(self, count: int) -> str:
+        """Returns the errors and who has them; one that all `count` processes have, once."""
+        words = {error["words"] for error in self.errors.values()}
+        if len(words) == 1 and len(self.errors) == count:
+            return words.pop()
+        return "; ".join(f"{error['who']}: {error['words']}" for error in self.errors.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,14 +186,35 @@ class Cluster:
         For small facts on the host: `value` is None, a bool, a number, a string, or lists and dicts
         of these; tuples become lists. `what` names it in the error of a process that timed out.
         """
-        data = json.dumps(value).encode()
         if self.count == 1:
-            return [json.loads(data)]
-        sizes = self._gather_rows(np.array([len(data)], np.int32), what)[:, 0]
+            return [json.loads(json.dumps(value))]
+        letters = self._exchange({"value": value}, what)
+        errors = {n: letter["error"] for n, letter in enumerate(letters) if "error" in letter}
+        if errors:
+            raise ToldError(errors)
+        return [letter["value"] for letter in letters]
+
+    def tell(self, words: str, *, is_mistake: bool) -> ToldError:
+        """Tells the others, at what they gather next, that this process ends; returns why all do.
+
+        Processes that fail at the same place tell each other. If the others do not listen within
+        `timeout_s`, this process ends.
+        """
+        error = {"who": self.who, "words": words, "is_mistake": is_mistake}
+        ends = functools.partial(end_process, f"{self.who}: {words}", status=2 if is_mistake else 1)
+        letters = self._exchange({"error": error}, "the others to hear of an error", ends)
+        return ToldError({n: each["error"] for n, each in enumerate(letters) if "error" in each})
+
+    def _exchange(
+        self, letter: dict[str, Any], what: str, too_late: Callable[[], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Returns the letters of all processes; calls `too_late` where they do not come in time."""
+        data = json.dumps(letter).encode()
+        sizes = self._gather_rows(np.array([len(data)], np.int32), what, too_late)[:, 0]
         # Rows are padded to a power of two, so that few programs are compiled.
         width = 1 << int(sizes.max() - 1).bit_length()
         row = np.pad(np.frombuffer(data, np.uint8), (0, width - len(data)))
-        rows = self._gather_rows(row, what)
+        rows = self._gather_rows(row, what, too_late)
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def any(self, flag: bool, what: str) -> bool:
@@ -194,37 +239,42 @@ class Cluster:
             self.barrier(what)
         return made
 
-    def _gather_rows(self, row: np.ndarray, what: str) -> np.ndarray:
+    def _gather_rows(
+        self, row: np.ndarray, what: str, too_late: Callable[[], None] | None
+    ) -> np.ndarray:
         """Returns the rows of all processes, [processes, ...]."""
         mesh = _one_device_each()
         own = jax.device_put(row[None], mesh.local_devices[0])
         rows = jax.make_array_from_single_device_arrays(
             (mesh.size, *row.shape), NamedSharding(mesh, PartitionSpec(_PROCESS)), [own]
         )
-        with self._limited(what):
+        with self._limited(what, too_late):
             every = jax.block_until_ready(_to_all(mesh)(rows))
         return np.asarray(every.addressable_data(0))
 
     @contextlib.contextmanager
-    def _limited(self, what: str) -> Iterator[None]:
-        """Ends this process if the block takes longer than `timeout_s`.
+    def _limited(self, what: str, too_late: Callable[[], None] | None = None) -> Iterator[None]:
+        """Calls `too_late` if the block takes longer than `timeout_s`; None: ends this process.
 
         JAX's heartbeats see processes that are gone, and not those that live and hang.
         """
         if self.count == 1:
             yield
             return
-        words = (
-            f"{what}: nothing came for {self.timeout_s:g} s (config.distributed.timeout_s) in "
-            f"{self.who}; another process or the network hangs"
+        why = (
+            f"{what}: nothing came for {self.timeout_s:g} s (config.distributed.timeout_s); "
+            "another process or the network hangs"
         )
-        timer = threading.Timer(self.timeout_s, end_process, [words])
+        ends = too_late or functools.partial(end_as_lost, self.who, why)
+        timer = threading.Timer(self.timeout_s, ends)
         timer.daemon = True
         timer.start()
+        waits(what)
         try:
             yield
         finally:
             timer.cancel()
+            waits("")
 
 
 @functools.lru_cache(maxsize=1)
@@ -265,15 +315,26 @@ def host_by_host(devices: Iterable[Any], hosts: Sequence[str]) -> list[Any]:
 
 @functools.lru_cache(maxsize=1)
 def _hosts(timeout_s: float) -> tuple[str, ...]:
-    """Returns the name of each process's host; every process calls it."""
-    processes = Cluster(
+    """Returns the name of each process's host; every process calls it, and answers from then on."""
+    processes = processes_only(timeout_s)
+    hosts = tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
+    if processes.count > 1:
+        presence = be_present(on_one_host=len(set(hosts)) == 1)
+        ports = processes.gather(presence.port, "the ports of the processes")
+        places = enumerate(zip(hosts, ports, strict=True))
+        presence.meet([Place(n, *each) for n, each in places if n != processes.index])
+    return hosts
+
+
+def processes_only(timeout_s: float) -> Cluster:
+    """Returns the processes without devices: to communicate before, or without, groups of them."""
+    return Cluster(
         index=jax.process_index(),
         count=jax.process_count(),
         rollout_devices=(),
         train_devices=(),
         timeout_s=timeout_s,
     )
-    return tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
 
 
 def _all_devices() -> list[Any]:
