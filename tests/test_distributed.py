@@ -261,6 +261,7 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
         ("mistake", 60.0, "{who}: config.seed is odd"),
         ("hangs", 5.0, "process {lost} on {host} is still in the stage rollout (the end: nothing "),
     ],
+    ids=["SIGKILL", "SIGSTOP", "raises", "bug", "mistake", "hangs"],
 )
 def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
     address, host = f"127.0.0.1:{free_port()}", socket.gethostname()
@@ -379,21 +380,6 @@ def test_a_run_of_two_processes_is_resumed_by_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_process_ends_the_other_with_status_1_and_a_message(cache, tmp_path, lost):
-    flags = ALL | {"num_steps": 1000, "distributed.heartbeat_s": 20}
-    command = Command(cache, tmp_path / "w", 2, **flags)
-    command.after_step(1)
-    command.all[lost].kill()
-    killed_s = time.monotonic()
-    status, _, errors = command.ends(90)[1 - lost]
-    assert time.monotonic() - killed_s < 60
-    assert status == 1, errors
-    last = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(last) == 1 and f"process {lost} on {socket.gethostname()} has ended" in last[0]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "words"),
     [
@@ -403,9 +389,10 @@ def test_a_killed_process_ends_the_other_with_status_1_and_a_message(cache, tmp_
 )
 def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, words):
     command = Command(cache, tmp_path / "w", 2, [], own, **ALL)
-    for status, _, errors in command.ends():
-        assert status == 2, errors
-        assert words in errors and "Traceback" not in errors
+    ends = command.ends()
+    assert [status for status, _, _ in ends] == [2, 2], ends
+    assert words.format(host=socket.gethostname()) in ends[0][2]
+    assert "error: " not in ends[1][2] and "Traceback" not in ends[0][2] + ends[1][2]
 
 
 SOURCE = ROOT / "tests/reference/qwen2_tied"
@@ -515,6 +502,7 @@ def test_processes_that_go_round_the_hosts_train_as_one_does(cache, tmp_path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("num", [2, 4])
 def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(cache, tmp_path, num):
     """1 x 8, 2 x 4 and 4 x 2 devices: the same losses, the same meshes at every step."""
@@ -525,9 +513,11 @@ def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(cache, tmp
         "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
         "train.sft_steps": 6,
         "train.sft_updates": 3,
+        # Four processes that compile on two cores may be silent for long.
+        "distributed.heartbeat_s": 300,
     }
     one, several = (
-        steps_of(Command(cache, tmp_path / str(n), n, **flags).done()) for n in (1, num)
+        steps_of(Command(cache, tmp_path / str(n), n, **flags).done(280)) for n in (1, num)
     )
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):

@@ -24,8 +24,9 @@ def check_storage(cluster: Cluster, workdir: Path) -> list[str]:
         ValueError: the workdir cannot be written, or is not the same folder on all hosts.
         OSError: the storage fails.
     """
-    token = cluster.gather(secrets.token_hex(4), "a name")[0]
+    # Before another process makes them.
     made = _folders_to_make(workdir) if cluster.is_first else []
+    token = cluster.gather(secrets.token_hex(4), "a name")[0]
     folder = workdir / f".check-{token}"
     try:
         start_s = time.perf_counter()

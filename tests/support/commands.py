@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -50,9 +50,14 @@ class Command:
         workdir: Path,
         num: int,
         *own: list[str],
+        folders: Sequence[Path] = (),
+        program: str = "",
         **overrides,
     ):
-        """`own` are further flags of each process."""
+        """`own` are further flags of each process; `folders` are those that it starts in.
+
+        `program` runs in place of the command, with its flags; it may import tests by their names.
+        """
         port, self.workdir = free_port(), workdir
         self.all = []
         for number in range(num):
@@ -63,14 +68,17 @@ class Command:
                     "distributed.num_processes": num,
                     "distributed.process_id": number,
                 }
-            line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
+            line = [sys.executable, *(["-c", program] if program else ["-m", "earl_jax.main"])]
+            line += [f"--config={CONFIG}"]
             line += [f"--workdir={workdir}"]
             line += [f"--config.{key}={value}" for key, value in settings.items()]
             self.all.append(
                 subprocess.Popen(
                     line + (own[number] if own else []),
-                    cwd=ROOT,
-                    env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"},
+                    cwd=folders[number] if folders else ROOT,
+                    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+                    | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+                    | ({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} if program else {}),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -91,9 +99,9 @@ class Command:
                     process.communicate()
         return ends
 
-    def done(self) -> Path:
+    def done(self, timeout_s: float = 240.0) -> Path:
         """The workdir, when all have ended well."""
-        for number, (status, output, errors) in enumerate(self.ends()):
+        for number, (status, output, errors) in enumerate(self.ends(timeout_s)):
             assert status == 0, f"process {number}: {status}\n{output}\n{errors[-4000:]}"
         return self.workdir
 
