@@ -167,9 +167,8 @@ def test_checkpoints_that_are_gone_begin_the_run_again(cache, tmp_path, whole):
         ({"selector.train_meshes": "('data=3',)"}, [], "config.selector.train_meshes"),
         ({"rollout.num_slots": 13}, [], "num_slots"),
         ({}, ["--workdir=/dev/null/w"], "/dev/null/w"),
-        ({}, ["--config.model.path=/none"], "/none"),
     ],
-    ids=["mesh", "slots", "workdir", "model"],
+    ids=["mesh", "slots", "workdir"],
 )
 def test_a_mistake_ends_all_with_status_2_and_one_message(cache, tmp_path, flags, own, words):
     """Also one of the second process alone (`own`)."""
