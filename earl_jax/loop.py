@@ -30,7 +30,7 @@ from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
 from earl_jax.selector.plans import RolloutPlan
-from earl_jax.settings.errors import InputError, RunFailed
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
@@ -52,7 +52,7 @@ REASONS_SHOWN = 3
 _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 
-class AllEpisodesFailed(RunFailed):
+class AllEpisodesFailed(RunError):
     """Raised where nothing can be learnt from a step; `position` is the one before it."""
 
     def __init__(self, step: int, reasons: Sequence[str], position: Position) -> None:

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole training run in its workdir: begun or resumed, recorded behind each step, stopped."""
 
-import contextlib
 import dataclasses
 import io
 import itertools
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import jax
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import find_cluster
+from earl_jax.launch.layouts import across_in_words
 from earl_jax.loop import AllEpisodesFailed, StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
@@ -25,7 +24,7 @@ from earl_jax.rollout.load import expected_tokens
 from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.smallest import smallest_hardware, smallest_words
-from earl_jax.settings.errors import RunFailed
+from earl_jax.settings.errors import RunError
 from earl_jax.telemetry.episodes import failures_in_words, trajectory_lines
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
@@ -45,14 +44,24 @@ from earl_jax.workdir import (
 )
 
 
-def train(config: Config, workdir: Path) -> dict[str, Any]:
-    """Trains from where the workdir stands to the end, or to a SIGTERM.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """The end of a run: its last evaluation, and why it stopped before its last step, in words.
+
+    `evaluation` is empty where there is none yet, and in a process that is not the first.
+    """
+
+    evaluation: dict[str, Any]
+    stopped: str
+
+
+def train(config: Config, workdir: Path, stop: Callable[[], str] = lambda: "") -> RunEnd:
+    """Trains from where the workdir stands to the end, or until `stop()` names a signal.
+
+    Of several processes `stop` of one is enough: all stop after the same step.
 
     Where a lack of memory takes the trainer's state, the run goes on from the newest checkpoint (or
     from the start, where there is none yet) with less.
-
-    Returns:
-        The last evaluation, empty if there is none yet, and in a process that is not the first.
 
     Raises:
         ValueError: a mistake of the user's, in words; a model that is too large for its devices on
@@ -72,9 +81,11 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         source.check(run)
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
-    with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
+    with Progress(config.num_steps, stream) as progress:
         if cluster.count > 1 or run.cluster.disjoint:
             progress.note(str(run.cluster))
+        if cluster.count > 1:
+            progress.note(run.cluster.order_in_words())
         for note in (*(f"changed: {line}" for line in changed), *run.notes):
             progress.note(note)
         recorder = Recorder(
@@ -83,16 +94,21 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
         position, known = None, None
         with checkpoints:
             while position is None:
-                position, is_stopped, known = _train_until_lost(
+                position, stopped, known = _train_until_lost(
                     run, recorder, checkpoints, workdir, stop, known
                 )
         cluster.barrier("the end of the run")
-        if is_stopped:
-            progress.note(
-                f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
-                "from here"
-            )
-    return recorder.last_evaluation()
+    early = stopped and position.step < config.num_steps
+    words = _stopped_words(stopped, position.step, workdir) if early else ""
+    return RunEnd(evaluation=recorder.last_evaluation(), stopped=words)
+
+
+def _stopped_words(signal_name: str, step: int, workdir: Path) -> str:
+    """Returns what a run that stopped here has saved."""
+    if not step:
+        return f"stopped by {signal_name} before the first step; there was nothing to save"
+    saved = workdir / "checkpoints" / str(step)
+    return f"stopped by {signal_name} after step {step}; saved in {saved}"
 
 
 def _train_until_lost(
@@ -100,14 +116,15 @@ def _train_until_lost(
     recorder: Recorder,
     checkpoints: Checkpoints,
     workdir: Path,
-    stop: list[int],
+    stop: Callable[[], str],
     known: Any,
-) -> tuple[Position | None, bool, Any]:
-    """Trains from the newest checkpoint to the end, to a SIGTERM, or until the state is lost.
+) -> tuple[Position | None, str, Any]:
+    """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
-    The position is None where a lack of memory took the trainer's state. The plan that failed is
-    impossible from then on (in the table, which is the last of what is returned, also where
-    the disk could not keep it), so that this happens once for each plan at most.
+    The signal's name is the second of the results, "" for none. The position is None where a lack
+    of memory took the trainer's state. The plan that failed is impossible from then on (in the
+    table, which is the last of what is returned, also where the disk could not keep it), so that
+    this happens once for each plan at most.
     """
     resumed = resume(run, checkpoints, workdir, recorder.note)
     recorder.drop_after(resumed[0].step if resumed else -1)
@@ -130,6 +147,7 @@ def _train_until_lost(
         )
         try:
             position = training.begin(position)
+            training.look_for_a_signal()
             while position.step < run.config.num_steps and not training.stopped:
                 position, record = rl_step(run, placement, position)
                 training.record(position, record)
@@ -146,7 +164,7 @@ def _train_until_lost(
             recorder.note(str(lost))
             # The kept session leaves its memory to the state from the checkpoint.
             placement.sessions.forget()
-            return None, False, placement.observations.table
+            return None, "", placement.observations.table
     return position, training.stopped, None
 
 
@@ -160,8 +178,8 @@ class Training:
     checkpoints: Checkpoints
     workdir: Path
     ahead: CompileAhead
-    stop: list[int]
-    stopped: bool = False
+    stop: Callable[[], str]
+    stopped: str = ""
     # Steps in a row without an update, all of which were skipped.
     _skipped_steps: int = 0
     # How the step before differed from the config, because memory was short.
@@ -193,7 +211,9 @@ class Training:
         state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
-        self._evaluate(position, run.config.eval.games)
+        self.look_for_a_signal()
+        if not self.stopped:
+            self._evaluate(position, run.config.eval.games)
         return position
 
     def _keep_config(self) -> None:
@@ -202,11 +222,21 @@ class Training:
             self.run.cluster, self.workdir, lambda: keep_config(self.run, self.workdir)
         )
 
+    def look_for_a_signal(self) -> None:
+        """Sets `stopped` to the name of the signal that some process received, "" for none."""
+        names = self.run.cluster.gather(self.stop(), "a signal to stop")
+        self.stopped = next(filter(None, names), "")
+
     def _take_over(self) -> None:
         """Connects the placement to the thread that compiles ahead, from here on."""
         self.placement.about_to_use = self.ahead.hand_over
         self.placement.is_compiled = self.ahead.is_compiled
         self.ahead.take_times()
+        cluster, layouts = self.run.cluster, self.run.stages.layouts
+        if cluster.num_hosts > 1:
+            rollout = across_in_words(layouts.rollout(self.placement.rollout.mesh), cluster.hosts)
+            train = across_in_words(layouts.train(self.placement.train.mesh), cluster.hosts)
+            self.recorder.note(f"rollout {rollout}; train {train}")
 
     def record(self, position: Position, record: StepRecord) -> None:
         """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
@@ -222,11 +252,12 @@ class Training:
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             # Gathering all tokens is expensive: only at the steps that are written down.
             own = trajectory_lines(record.trajectories)
-            each = self.run.cluster.gather(own, "the episodes to write down")
+            cluster = self.run.cluster
+            each = cluster.of_players(cluster.gather(own, "the episodes to write down"))
             self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)
-        self.stopped = self.run.cluster.any(bool(self.stop), "a signal to stop")
+        self.look_for_a_signal()
         if self.stopped or self._is_due(step):
             save(self.run, self.placement, self.checkpoints, position)
         if self._is_due(step):
@@ -236,7 +267,7 @@ class Training:
             self.recorder.write_report(title, config.as_dict(), _report_notes(config))
 
     def _check_updates(self, record: StepRecord) -> None:
-        """Says which updates were skipped; raises RunFailed after too many steps without one."""
+        """Says which updates were skipped; raises RunError after too many steps without one."""
         done = len(record.updates + record.sft_updates)
         if not (skipped := record.skipped_updates):
             self._skipped_steps = 0
@@ -250,7 +281,7 @@ class Training:
         name = f"skipped_step_{record.step:06d}.{jax.process_index()}.npz"
         if self.run.cluster.trains and record.batch is not None:
             write_batch(self.workdir / name, record.batch)
-        raise RunFailed(
+        raise RunError(
             f"no update could be made in {most} steps in a row (config.train.max_skipped_steps), "
             f"because {why}. The batch of step {record.step} is in {self.workdir / name}; the "
             "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
@@ -344,14 +375,3 @@ def _report_notes(config: Config) -> list[str]:
         f"In its first {train.sft_steps} steps the policy was also trained on "
         f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
     ]
-
-
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[list[int]]:
-    """Yields a list that is empty until a SIGTERM arrives."""
-    received: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -97,6 +97,14 @@ def keep_config(run: Run, workdir: Path) -> None:
         write_atomically(path, text)
 
 
+def saved_in_words(workdir: Path) -> str:
+    """Returns which checkpoint a run that ends now goes on from."""
+    steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
+    if not steps:
+        return f"{workdir} holds no checkpoint yet"
+    return f"the newest checkpoint in {workdir} is of step {max(steps)}"
+
+
 def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
     """Returns the placement of a run that begins; `say` reports a damaged table."""
     table, note = run.open_table()

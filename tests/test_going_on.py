@@ -14,7 +14,7 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.loop import AllEpisodesFailed
 from earl_jax.run import build_run
-from earl_jax.settings.errors import InputError, RunFailed
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.workdir import open_source
@@ -291,5 +291,5 @@ def test_the_command_ends_with_status_1_and_the_reasons(tmp_path):
 
 
 def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):
-    with pytest.raises(RunFailed, match="failed: OSError: the sandbox is down"):
+    with pytest.raises(RunError, match="failed: OSError: the sandbox is down"):
         train(failing(TINY["model"], first=0, at_start=True), tmp_path / "run")

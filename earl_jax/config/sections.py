@@ -25,7 +25,7 @@ from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError, RunFailed
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.train.config import TrainConfig
 
 CORPUS_EPISODES = 300
@@ -246,7 +246,7 @@ class Config:
     def corpus(self) -> list[str]:
         """Returns the text that the tokenizer of a run without a checkpoint is trained on.
 
-        Raises RunFailed where the environment, which tells it, raises.
+        Raises RunError where the environment, which tells it, raises.
         """
         played = self.open_environment()
         try:
@@ -258,7 +258,7 @@ class Config:
                 seed=0,
             )
         except Exception as error:  # noqa: BLE001 - a user's own environment
-            raise RunFailed(
+            raise RunError(
                 f"an episode of config.env.name {self.env.name!r}, whose text the tokenizer is "
                 f"trained on, failed: {type(error).__name__}: {error}"
             ) from error

@@ -16,7 +16,3 @@ class InputError(ValueError):
     A command that ends with it prints this message alone and exits with status 2. Any other error
     is one of the machine or of the program, and ends a command with status 1.
     """
-
-
-class RunFailed(RunError):
-    """A RunError that every process of a run comes to alike."""
