@@ -166,9 +166,12 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
 def resume(
     run: Run, checkpoints: Checkpoints, workdir: Path, say: Callable[[str], None]
 ) -> tuple[Position, Placement] | None:
-    """Returns where the newest checkpoint that can be read stands; None if there is none.
+    """Returns where the newest checkpoint that can be read stands; None if none was ever made.
 
     Exports of later steps are dropped: the run takes these steps again.
+
+    Raises:
+        InputError: there are checkpoints, and all are damaged.
     """
     checkpoints.wait()
     for step in checkpoints.steps():
@@ -194,6 +197,12 @@ def resume(
             keep_exports(workdir, until=step)
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
         return restored
+    if any(workdir.glob("damaged_*")):
+        raise InputError(
+            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP), and "
+            "a run does not begin again by itself: give --restart to begin from step 0, or name "
+            "another --workdir"
+        )
     return None
 
 
@@ -206,21 +215,23 @@ def _restore(
     """Returns the position of a step; the speeds that the run chose by come with it.
 
     Raises:
-        DamagedCheckpoint: it cannot be what was saved.
-        ValueError: the base that its adapters were trained on is not there.
+        DamagedCheckpoint: it is not what was saved.
+        InputError: another version saved it, or the base of its adapters is not there.
     """
     saved = checkpoints.position(step)
     kept, _ = run.open_table()
     needed = _POSITION_KEYS | (_ADAPTERS_KEYS if run.config.train.lora.rank else set())
-    absent = needed - saved.keys() if isinstance(saved, dict) else needed
-    if absent:
-        raise DamagedCheckpoint(f"its position is without {', '.join(sorted(absent))}")
     try:
+        if absent := needed - saved.keys():
+            raise InputError(f"its position is without {', '.join(sorted(absent))}")
         table = _table_of(ThroughputTable.from_dict(saved["throughput"]), kept, say)
         placement = Placement(run.stages, table, say)
         placement.restore(saved["placement"])
-    except ValueError as error:
-        raise DamagedCheckpoint(f"its position is not one: {error}") from error
+    except InputError as error:
+        raise InputError(
+            f"the checkpoint of step {step} is whole, and this version of earl_jax does not know it "
+            f"({error}); use the version that saved it, or name another --workdir"
+        ) from error
     history = LoadHistory.from_list(saved["history"])
     if not _is_possible(run, placement):
         placement.plans = Plans()
