@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains: python -m earl_jax.main [--config=FILE] [--config.KEY=VALUE ...] [--workdir=DIR]."""
 
+import argparse
 import shlex
 import sys
 import time
@@ -40,8 +41,8 @@ without these. All hosts must see the workdir.
 """
 
 
-def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path, bool]:
-    """Returns the config file, the overrides ("section.key=value"), the workdir, and `--check`.
+def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the flags, and the overrides ("section.key=value").
 
     Exits with status 2 for a flag that does not exist.
     """
@@ -55,6 +56,11 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path, bool]:
         help="begin a new run with the weights of another run (default step: its newest)",
     )
     parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin again from step 0; what is in the workdir is kept as WORKDIR.old_N",
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="look at devices, hosts, links, storage and the first programs, and train nothing",
@@ -62,17 +68,17 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path, bool]:
     flags, overrides = parse_with_overrides(parser, arguments)
     if flags.init_from is not None:
         overrides.append(f"init_from={flags.init_from!r}")
-    workdir = flags.workdir or Path("runs") / flags.config.stem
-    return flags.config, overrides, workdir, flags.check
+    flags.workdir = flags.workdir or Path("runs") / flags.config.stem
+    return flags, overrides
 
 
 def train_command(arguments: Sequence[str]) -> None:
     """Runs the whole command, from its flags to its last line."""
     start_s = time.perf_counter()
-    config_path, overrides, workdir, checks = parse_flags(arguments)
+    flags, overrides = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
 
-    config = make_config(load_config_file(config_path), overrides)
+    config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
@@ -82,19 +88,21 @@ def train_command(arguments: Sequence[str]) -> None:
     from earl_jax.training import train
     from earl_jax.workdir import saved_in_words
 
-    if checks:
+    workdir = flags.workdir
+    if flags.check:
         with end_together():
             check(config, workdir)
         return
     with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
-        end = train(config, workdir, lambda: signals.received)
+        end = train(config, workdir, lambda: signals.received, restart=flags.restart)
     if jax.process_index() > 0:
         return
     if evaluation := end.evaluation:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
     if end.stopped:
         all_of_them = "on each host, with its own process_id: " if jax.process_count() > 1 else ""
-        print(f"{end.stopped}. To go on: {all_of_them}{shlex.join(sys.orig_argv)}")
+        again = shlex.join(each for each in sys.orig_argv if each != "--restart")
+        print(f"{end.stopped}. To go on: {all_of_them}{again}")
         return
     print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
 

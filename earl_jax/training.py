@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A whole training run in its workdir: begun or resumed, recorded behind each step, stopped."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -13,8 +14,9 @@ import jax
 
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
-from earl_jax.launch.cluster import find_cluster
+from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
+from earl_jax.launch.lock import locked, set_aside
 from earl_jax.loop import AllEpisodesFailed, StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
@@ -55,9 +57,12 @@ class RunEnd:
     stopped: str
 
 
-def train(config: Config, workdir: Path, stop: Callable[[], str] = lambda: "") -> RunEnd:
+def train(
+    config: Config, workdir: Path, stop: Callable[[], str] = lambda: "", *, restart: bool = False
+) -> RunEnd:
     """Trains from where the workdir stands to the end, or until `stop()` names a signal.
 
+    With `restart` the run begins again from step 0, and what was there is kept beside the workdir.
     Of several processes `stop` of one is enough: all stop after the same step.
 
     Where a lack of memory takes the trainer's state, the run goes on from the newest checkpoint (or
@@ -69,10 +74,24 @@ def train(config: Config, workdir: Path, stop: Callable[[], str] = lambda: "") -
     """
     cluster = find_cluster(0, config.distributed.timeout_s)
     check_same(cluster, config.as_dict())
-    changed: list[str] = []
-    open_shared_workdir(
-        cluster, workdir, lambda: changed.extend(open_workdir(workdir, config.as_dict()))
-    )
+    notes: list[str] = []
+    with contextlib.ExitStack() as held:
+
+        def open_and_lock() -> None:
+            if restart and (aside := set_aside(workdir)):
+                notes.append(f"begins again; what was there is in {aside}")
+            changed = open_workdir(workdir, config.as_dict())
+            notes.extend(f"changed: {line}" for line in changed)
+            held.enter_context(locked(workdir))
+
+        open_shared_workdir(cluster, workdir, open_and_lock)
+        return _train_in(workdir, cluster, config, stop, notes)
+
+
+def _train_in(
+    workdir: Path, cluster: Cluster, config: Config, stop: Callable[[], str], notes: list[str]
+) -> RunEnd:
+    """Trains in a workdir that is this run's alone; `notes` are to be shown."""
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     source = None if checkpoints.steps() else open_source(config.init_from)
     folder = (source.workdir if source else workdir) / "tokenizer"
@@ -86,7 +105,7 @@ def train(config: Config, workdir: Path, stop: Callable[[], str] = lambda: "") -
             progress.note(str(run.cluster))
         if cluster.count > 1:
             progress.note(run.cluster.order_in_words())
-        for note in (*(f"changed: {line}" for line in changed), *run.notes):
+        for note in (*notes, *run.notes):
             progress.note(note)
         recorder = Recorder(
             workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard

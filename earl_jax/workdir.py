@@ -199,9 +199,9 @@ def resume(
         return restored
     if any(workdir.glob("damaged_*")):
         raise InputError(
-            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP), and "
-            "a run does not begin again by itself: give --restart to begin from step 0, or name "
-            "another --workdir"
+            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP), "
+            "and a run does not begin again by itself: give --restart to begin from step 0, or "
+            "name another --workdir"
         )
     return None
 
@@ -229,8 +229,8 @@ def _restore(
         placement.restore(saved["placement"])
     except InputError as error:
         raise InputError(
-            f"the checkpoint of step {step} is whole, and this version of earl_jax does not know it "
-            f"({error}); use the version that saved it, or name another --workdir"
+            f"the checkpoint of step {step} is whole, and this version of earl_jax does not know "
+            f"it ({error}); use the version that saved it, or name another --workdir"
         ) from error
     history = LoadHistory.from_list(saved["history"])
     if not _is_possible(run, placement):

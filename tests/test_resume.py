@@ -13,6 +13,7 @@ import pytest
 
 from earl_jax import workdir
 from earl_jax.run import build_run
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.learner import Learner
@@ -130,7 +131,7 @@ def adapters_run():
 @pytest.mark.slow_except("another")
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
 def test_adapters_without_their_base(adapters_run, tmp_path, monkeypatch, found):
-    """Another base is no damage: nothing is set aside. A position that names none is another version's."""
+    """Neither is damage: another base, and a position that names none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     position = POSITION if found is None else {**POSITION, "base_fingerprint": found}
     for resume in resumed(adapters_run, tmp_path, position):
