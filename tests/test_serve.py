@@ -32,6 +32,7 @@ from tests.support.references import reference
 from tests.support.served import (
     CONTEXT,
     MODEL,
+    PORTS,
     VOCAB,
     Code,
     Server,
@@ -524,6 +525,8 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--model=nowhere"], r"--model is 'nowhere', and there is no such folder"),
         (["--workdir=nowhere"], r"--workdir=nowhere holds no run"),
         (["--port=70000"], r"--port=70000; it must lie between 0 and 65535"),
+        (["--grpc_port=-1"], r"--grpc_port=-1; it must lie between 0 and 65535"),
+        (["--port=9000", "--grpc_port=9000"], r"--port=9000 is HTTP's and --grpc_port=9000 gRPC's"),
         (["--num_slots=0"], r"--num_slots=0; it must lie between 1"),
         (["--max_waiting=-1"], r"--max_waiting=-1; it must lie between 0"),
         (["--max_context=1"], r"--max_context=1; it must lie between 2"),
@@ -545,7 +548,7 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
 def test_mistakes_are_refused_in_words(flags, words):
     policy = [] if flags[0].startswith(("--model", "--workdir")) else [f"--model={MODEL}"]
     with pytest.raises(ValueError, match=words):
-        serve_command([*policy, "--port=0", *flags])
+        serve_command([*policy, *PORTS, *flags])
 
 
 def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_read():
@@ -553,9 +556,10 @@ def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_read():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        words = f"--host=127.0.0.1 --port={port} cannot be used .*in use.*another one, or 0 for any"
-        with pytest.raises(ValueError, match=words):
-            serve_command(["--model=nowhere", f"--port={port}"])
+        for flag, other in (("--port", "--grpc_port"), ("--grpc_port", "--port")):
+            words = f"--host=127.0.0.1 {flag}={port} cannot be used .*in use.*another one, or 0 for"
+            with pytest.raises(ValueError, match=words):
+                serve_command(["--model=nowhere", f"{flag}={port}", f"{other}=0"])
     with pytest.raises(ValueError, match="--host=192.0.2.1 .* must be an address of this machine"):
         serve_command(["--model=nowhere", "--host=192.0.2.1"])
 
@@ -569,7 +573,7 @@ def test_a_policy_must_be_named(capsys):
 
 
 def test_a_mistake_ends_with_status_2_and_one_message():
-    line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0"]
+    line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", *PORTS]
     done = subprocess.run(
         [*line, "--max_context=192"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -73,7 +73,7 @@ def test_a_model_whose_file_says_what_cannot_be_is_refused(tmp_path):
     folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
     (folder / "generation_config.json").write_text('{"top_p": 1.5}')
     with pytest.raises(ValueError, match="generation_config.json: top_p is 1.5; it must lie in"):
-        serve_command([f"--model={folder}", "--port=0"])
+        serve_command([f"--model={folder}", "--port=0", "--grpc_port=0"])
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ from tests.support.references import REFERENCE
 
 MODEL = REFERENCE / "qwen2_tied"
 CONTEXT, VOCAB = 128, 320
+# Any that are free.
+PORTS = ("--port=0", "--grpc_port=0")
 # What the parrot says behind "<", in a vocabulary in which most of these are several tokens.
 SAYING = "<日🙂é ok"
 PARROT_CONTEXT = 8192
@@ -67,11 +69,12 @@ class Server:
         self._reading = threading.Thread(target=lambda: self.errors.extend(self.process.stderr))
         self._reading.start()
         self.ready_line = self.process.stdout.readline()
-        found = re.search(r" at (127\.0\.0\.1:\d+):", self.ready_line)
+        pattern = r" at (http://127\.0\.0\.1:\d+) \(gRPC: (127\.0\.0\.1:\d+)\):"
+        found = re.search(pattern, self.ready_line)
         if not found:
             self.end()
             raise AssertionError(f"{self.ready_line}{''.join(self.errors)}")
-        self.address = found[1]
+        self.http, self.address = found[1], found[2]
         self.channel = grpc.insecure_channel(self.address)
         self.stub = jetstream_pb2_grpc.OrchestratorStub(self.channel)
 
@@ -90,7 +93,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(cache: Path, *flags: str):
-    line = [sys.executable, "-m", "earl_jax.serve", "--port=0", *flags]
+    line = [sys.executable, "-m", "earl_jax.serve", *PORTS, *flags]
     server = Server(line, cache)
     try:
         yield server
