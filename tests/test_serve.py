@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2
 
 from earl_jax.engine.config import Sampling
@@ -24,7 +23,6 @@ from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving.jetstream_engine import MAX_SEED
-from earl_jax.serving.scores import Scores
 from earl_jax.serving.serve_flags import parse_flags
 from earl_jax.serving.sizes import context_tokens_of
 from tests.support import ROOT
@@ -46,6 +44,7 @@ from tests.support.served import (
     refusal,
     request,
     sampling_metadata,
+    scores_of,
     serving,
 )
 
@@ -276,21 +275,6 @@ def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
 
 
 # What it tells of them.
-
-
-def scores_of(call) -> list[dict[str, float]]:
-    """The log-probs of each token, read as any client of JetStream's messages can."""
-    names = {1001: "logprob", 1002: "model_logprob"}
-    found = []
-    for response in call:
-        [sample] = response.stream_content.samples
-        [token] = sample.token_ids
-        fields = {names[f.field_number]: f.data for f in UnknownFieldSet(sample)}
-        scores = {name: float(np.uint32(bits).view(np.float32)) for name, bits in fields.items()}
-        read = Scores.FromString(sample.SerializeToString())
-        assert scores == {field.name: value for field, value in read.ListFields()}
-        found.append({"token": token, **scores})
-    return found
 
 
 def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server):

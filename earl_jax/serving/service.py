@@ -162,9 +162,23 @@ class Service:
         )
 
     async def encode(self, write: Callable[[], str]) -> list[int]:
-        """Returns the ids of the text that `write` returns; both take place in another thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoder, lambda: self._tokenizer.ids_of(write()))
+        """Returns the ids of the text that `write` returns; both take place in another thread.
+
+        Raises RequestError, as `write`, and for a text that is no UTF-8.
+        """
+
+        def ids() -> list[int]:
+            text = write()
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise RequestError(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    "the text holds a lone surrogate, which no text can have; remove it",
+                ) from None
+            return self._tokenizer.ids_of(text)
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, ids)
 
     def reply(
         self,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
 from earl_jax.config.file import make_config
@@ -33,6 +34,7 @@ from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
 from earl_jax.run import build_run
+from earl_jax.serving.scores import Scores
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.checkpoint import Checkpoints, open_workdir
 from tests.support import ROOT
@@ -125,6 +127,21 @@ def finish_reason(call) -> str:
 
 def ids_of(call) -> list[int]:
     return [i for r in call for s in r.stream_content.samples for i in s.token_ids]
+
+
+def scores_of(call) -> list[dict[str, float]]:
+    """The log-probs of each token, read as any client of JetStream's messages can."""
+    names = {1001: "logprob", 1002: "model_logprob"}
+    found = []
+    for response in call:
+        [sample] = response.stream_content.samples
+        [token] = sample.token_ids
+        fields = {names[f.field_number]: f.data for f in UnknownFieldSet(sample)}
+        scores = {name: float(np.uint32(bits).view(np.float32)) for name, bits in fields.items()}
+        read = Scores.FromString(sample.SerializeToString())
+        assert scores == {field.name: value for field, value in read.ListFields()}
+        found.append({"token": token, **scores})
+    return found
 
 
 def refusal(call) -> tuple[grpc.StatusCode, str]:
