@@ -3,6 +3,7 @@
 """The text of a conversation for the served policy, by the chat template of its tokenizer."""
 
 import inspect
+import json
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -39,7 +40,10 @@ class ChatPrompt:
         if not self._tokenizer.chat_template:
             raise _refusal("this policy has no chat template; send a text to /v1/completions")
         for number, message in enumerate(messages):
-            self._check_text(number, message)
+            if message["role"] != "assistant":
+                self._check(f"messages[{number}]", message)
+        self._check("tools", tools)
+        self._check("chat_template_kwargs", arguments)
         for name in arguments:
             read = re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template))
             if name in _OURS or not read:
@@ -55,13 +59,13 @@ class ChatPrompt:
             )
         return written
 
-    def _check_text(self, number: int, message: Mapping[str, Any]) -> None:
-        text = message["content"]
+    def _check(self, where: str, given: Any) -> None:
+        text = json.dumps(given, ensure_ascii=False)
         found = [token for token in self._control if token in text]
-        if found and message["role"] != "assistant":
+        if found:
             raise _refusal(
-                f"messages[{number}].content contains the control token {found[0]!r}, by which the "
-                "policy would take it for another message; remove it"
+                f"{where} contains the control token {found[0]!r}, which would begin or end a "
+                "message; remove it"
             )
 
     def _write(
