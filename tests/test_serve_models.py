@@ -17,8 +17,8 @@ from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving._jetstream import padded_length
 from earl_jax.serving.serve_flags import parse_flags, sampling
-from tests.support.references import REFERENCE, reference
 from tests.support.http_client import ask
+from tests.support.references import REFERENCE, reference
 from tests.support.served import (
     MODEL,
     Code,
