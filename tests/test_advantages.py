@@ -17,7 +17,8 @@ from earl_jax.algorithms.advantages import (
     group_relative,
     reinforce,
 )
-from earl_jax.algorithms.algorithms import ALGORITHMS, GrpoSettings, ReinforceSettings
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.settings import GrpoSettings, ReinforceSettings
 from earl_jax.trajectory import FAILURES
 from tests.support.trajectories import make_trajectory
 

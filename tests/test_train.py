@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.settings import ReinforceSettings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.parameters import check_tensor_axis, init_parameters, parameter_specs

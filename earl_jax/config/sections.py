@@ -163,7 +163,8 @@ class LogConfig:
 class Config:
     """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
 
-    `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
+    `algorithm` is the name of one, such as "reinforce", "grpo", "dapo" or "sft" (all are in
+    docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`.
     """
 
@@ -356,9 +357,11 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
     same_precision = config.rollout.is_precise_as(model.compute_dtype)
     never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
-    clips = config.algorithm in ("reinforce", "grpo")
+    clips = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "clip_low")
     for name in ("clip_low", "clip_high") if clips else ():
         yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+    for name, reason in getattr(config.algorithm_args, "idle", tuple)():
+        yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"

@@ -60,9 +60,9 @@ class Learner:
         Raises:
             ValueError: the algorithm needs what this training does not have.
         """
-        if "critic" in algorithm.needs:
+        if "critic" in algorithm.all_needs:
             raise InputError("config.algorithm needs a critic, and no config describes one yet")
-        if "reference" in algorithm.needs and not config.lora.rank:
+        if "reference" in algorithm.all_needs and not config.lora.rank:
             raise InputError(
                 "config.algorithm needs the log-probs of a reference policy, which is the base of "
                 "the adapters, and config.train.lora.rank is 0; set it above 0"
@@ -73,10 +73,10 @@ class Learner:
         self.seed, self.checkpoint, self.trains = seed, checkpoint, trains
         # Now, because it raises for adapters that this model cannot have.
         trained_specs(model, config, vocab_size)
-        proximal = importance_cap > 0 or "proximal" in algorithm.needs
+        proximal = importance_cap > 0 or "proximal" in algorithm.all_needs
         # The first update of a batch finds the proximal log-probs itself.
         self.scored = ("proximal",) * (proximal and config.epochs > 1)
-        self.scored += ("reference",) * ("reference" in algorithm.needs)
+        self.scored += ("reference",) * ("reference" in algorithm.all_needs)
 
     def state_shapes(self) -> TrainState:
         """Returns a TrainState as shapes."""
