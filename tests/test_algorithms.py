@@ -278,7 +278,8 @@ def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
         for segment in (1, 2):
             inside = mask[row] & (batch.segment_ids[row] == segment)
             num_sequences += inside.any()
-            weights[row, inside] = 1 / (inside.sum() if aggregation == "sequence" else 50)
+            divisor = max(1, inside.sum()) if aggregation == "sequence" else 50
+            weights[row, inside] = 1 / divisor
     assert num_sequences == 8  # two of each row of 16, none of a row of 2
 
     def reference(params):
@@ -385,7 +386,124 @@ def make_outcome(episode: int, reward: float, stop_reason: str) -> Outcome:
     )
 
 
+# A run of each.
+
+SMALL_RUN = {
+    **RUN,
+    "rollout": {"num_slots": 8, "episodes_per_step": 16, "group_size": 4},
+    "train": {"epochs": 2, "ratio": "model", "micro_batches": 2},
+    "algorithm_args": {},
+}
+# Beside the defaults of the entry: what it can be set to besides.
+VARIANTS = {
+    "reinforce": {"baseline": "group", "aggregation": "sequence"},
+    "grpo": {"dual_clip": 3.0, "kl_coefficient": 0.1},
+    "dr_grpo": {},
+    "dapo": {"overlong_tokens": 12, "overlong_buffer": 6},
+    "gspo": {"kl_coefficient": 0.1, "kl_estimator": "k2"},
+    "cispo": {},
+    "rloo": {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+    "reinforce_plus_plus": {"kl_coefficient": 0.1},
+    "reinforce_plus_plus_baseline": {"kl_coefficient": 0.1},
+}
+
+
+@pytest.mark.slow_except("dapo", "gspo")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_of_each_algorithm(name):
+    """Two steps of games: the weights move, finitely, and the metrics of the setting are there."""
+    settings = VARIANTS[name]
+    train = {**SMALL_RUN["train"]}
+    if "kl_coefficient" in settings:
+        train["lora"] = {"rank": 2}
+    else:
+        train |= {"correction": "truncated_sequence"}
+    given = {**SMALL_RUN, "algorithm": name, "algorithm_args": settings, "train": train}
+    run = build_run(make_config(given))
+    placement, position = begin(run)
+    first = jax.tree.map(np.array, position.state.params)
+    for _ in range(2):
+        position, record = rl_step(run, placement, position)
+        line = record.metrics()
+        assert line["skipped_updates"] == 0 and np.isfinite(line["loss"])
+        assert 0 < line["effective_sample_size"] <= 1 + 1e-6
+        assert 0 <= line["clip_fraction"] <= 1
+        assert ("reference_kl" in line) == ("kl_coefficient" in settings)
+        assert ("importance_mean" in line) == ("kl_coefficient" not in settings)
+        assert ("dual_clip_fraction" in line) == ("dual_clip" in settings)
+        rewards = {}
+        for outcome in record.outcomes:
+            rewards.setdefault(outcome.group, set()).add(outcome.reward)
+        equal = np.mean([len(values) == 1 for values in rewards.values()])
+        assert line["equal_groups"] == equal
+        assert line["dropped_groups"] == (equal if name == "dapo" else 0)
+        if name == "dapo":
+            kept = [len(rewards[outcome.group]) > 1 for outcome in record.outcomes]
+            tokens = [o.num_policy_tokens for o in record.outcomes]
+            assert line["policy_tokens"] == max(1, np.dot(kept, tokens))
+    changed = jax.tree.map(lambda a, b: (a != np.asarray(b)).any(), first, position.state.params)
+    assert any(jax.tree.leaves(changed))
+
+
+def test_every_algorithm_with_a_policy_loss_is_run():
+    assert VARIANTS.keys() == ALGORITHMS.keys() - {"sft"}
+
+
 # What an algorithm needs.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm_args.kl_coefficient=0.1"], "config.train.lora.rank is 0; set config.train"),
+        (["algorithm_args.kl_estimator=k2"], "no effect in this run, because config.algorithm_a"),
+        (["algorithm_args.aggregation_tokens=9"], "because config.algorithm_args.aggregation is"),
+        (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
+        (["train.epochs=1", "algorithm_args.clip_high=0.3"], "because config.train.epochs is 1"),
+    ],
+)
+def test_a_setting_that_a_run_cannot_use_is_an_error(overrides, words):
+    given = {**RUN, "algorithm": "grpo", "algorithm_args": {}}
+    with pytest.raises(ValueError, match=words):
+        make_config(given, overrides)
+
+
+@pytest.mark.parametrize("correction", ["truncated", "truncated_sequence", "masked"])
+def test_the_correction_that_the_config_names_is_the_update_s(correction):
+    """With one update the ratio is 1: the loss is minus the mean of weight times advantage."""
+    config = TrainConfig(max_grad_norm=1e9, correction=correction)
+    learner = Learner(
+        MODEL,
+        config,
+        ALGORITHMS["grpo"],
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=2.0,
+        layout=make_layout,
+    )
+    # The policy's log-probs are about -3.4, those of who sampled -5.4 to -1.4.
+    batch, layout = ragged_batch(), make_layout(ONE)
+    batch = batch.replace(logprobs=batch.logprobs - 1.4)
+    state = init_state(MODEL, config, VOCAB, layout, seed=0)
+    scores = score_batch(MODEL, config, layout, 1.0, state.params, batch)
+    mask = batch.turn_ids > 0
+    gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
+    if correction == "truncated_sequence":
+        inside = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
+        gaps = np.einsum("nts,ns->nt", inside, gaps)
+    weights = np.exp(gaps)
+    cut = weights > 2
+    if correction == "masked":
+        cut |= weights < 0.5
+    weights = np.where(cut & (correction == "masked"), 0, np.minimum(weights, 2))
+    controls = np.array([1e-3, 0], np.float32)
+    plan = TrainPlan(ONE, 2, False)
+    metrics = read_metrics(learner.update(plan, state, batch, controls)[1])
+    expected = -np.mean((weights * batch.advantages)[mask])
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
+    assert metrics["truncated_fraction"] == pytest.approx(cut[mask].mean(), abs=1e-6)
+    assert 0 < cut[mask].mean() < 1
 
 
 def test_what_training_does_not_have_is_an_error():

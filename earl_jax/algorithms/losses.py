@@ -43,6 +43,26 @@ def truncated_importance(
     return jnp.minimum(weight, cap), (weight > cap).astype(jnp.float32)
 
 
+def importance_weights(
+    facts: TokenFacts, correction: str, cap: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weight of each token for a correction, and 1.0 for those cut, else 0.0; f32[B,T].
+
+    "truncated": `truncated_importance` of the token. "truncated_sequence": that of the product of
+    proximal / behaviour over the token's sequence. "masked": proximal / behaviour where it lies in
+    [1 / cap, cap], or 0 (IcePop, arXiv 2510.18855). No weight has a gradient.
+    """
+    assert facts.proximal is not None
+    if correction == "masked":
+        weight = jax.lax.stop_gradient(likelihood_ratio(facts.proximal, facts.behaviour))
+        is_cut = (weight > cap) | (weight < 1.0 / cap)
+        return jnp.where(is_cut, 0.0, weight), is_cut.astype(jnp.float32)
+    if correction == "truncated_sequence":
+        gaps = jnp.clip(facts.proximal - facts.behaviour, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return truncated_importance(sequence_sums(gaps, facts.sequences), jnp.zeros_like(gaps), cap)
+    return truncated_importance(facts.proximal, facts.behaviour, cap)
+
+
 def sequence_ratio(facts: TokenFacts) -> jax.Array:
     """Returns GSPO's ratio of each token's sequence (arXiv 2507.18071, eq. 7), f32[B,T].
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
+from earl_jax.algorithms.requirements import Training, check_requirements
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
@@ -229,6 +230,12 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
+        training = Training(
+            epochs=self.train.epochs,
+            corrects=self.importance_cap > 0,
+            has_adapters=self.train.lora.rank > 0,
+        )
+        check_requirements(self.make_algorithm(), training)
         if self.rollout.group_size < algorithm.min_group_size:
             raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts
-from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio, truncated_importance
+from earl_jax.algorithms.losses import importance_weights, kl_estimate, likelihood_ratio
 from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.config import ModelConfig
@@ -101,8 +101,8 @@ def make_train_step(
     tokens; read them with `read_metrics`. An update whose loss, gradient or step is not finite is
     skipped: parameters and moments stay as they are. `importance_cap` above 0 corrects for who
     sampled: the ratio is relative to the proximal policy, and the loss of each token is weighted
-    with `truncated_importance`. With more than one update a batch, give the batch what
-    `make_scorer` computes.
+    with `importance_weights` of config.correction. With more than one update a batch, give the
+    batch what `make_scorer` computes.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout, critic)
@@ -119,8 +119,8 @@ def make_train_step(
         )
         losses, metrics, aggregation = algorithm.loss(facts, algorithm.settings)
         if importance_cap:
-            assert facts.proximal is not None
-            weight, cut = truncated_importance(facts.proximal, facts.behaviour, importance_cap)
+            correction = "truncated" if config.correction == "auto" else config.correction
+            weight, cut = importance_weights(facts, correction, importance_cap)
             losses = losses * weight
             metrics = metrics | {"importance_mean": weight, "truncated_fraction": cut}
         mismatch = jnp.abs(facts.logprobs - facts.behaviour)
