@@ -364,9 +364,9 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
     same_precision = config.rollout.is_precise_as(model.compute_dtype)
     never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
-    clips = config.algorithm in ALGORITHMS and hasattr(config.algorithm_args, "clip_low")
-    for name in ("clip_low", "clip_high") if clips else ():
-        yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+    for name in ("clip_low", "clip_high", "dual_clip") if config.algorithm in ALGORITHMS else ():
+        if hasattr(config.algorithm_args, name):
+            yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
     for name, reason in getattr(config.algorithm_args, "idle", tuple)():
         yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
