@@ -202,6 +202,7 @@ def reference_loss(params, batch: TrajectoryBatch):
         "loss": loss,
         "entropy": mean(entropy),
         "clip_fraction": mean(cut),
+        "effective_sample_size": mean(ratio) ** 2 / mean(ratio**2),
         "kl": mean(ratio - 1 - log_ratio),
         "logprob_mismatch_mean": mean(jnp.abs(log_ratio)),
         "logprob_mismatch_max": jnp.abs(log_ratio).max(),
