@@ -38,6 +38,9 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_mean": "Mean reward of the step's episodes.",
         "reward_std": "Standard deviation of these rewards.",
         "episodes": "Number of episodes.",
+        "equal_groups": "Share of the groups whose rewards are all equal; nothing is learnt from "
+        "these relative to their group.",
+        "dropped_groups": "Share of the groups that the algorithm did not train on (DAPO).",
         "env": "What the environment reports of an episode, each number: its mean.",
         "turns_mean": "Mean number of the policy's turns.",
         "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
@@ -94,6 +97,10 @@ METRICS: dict[str, dict[str, str]] = {
         "sft_loss": "Loss of the last supervised update, where there are some.",
         "policy_tokens": "Tokens that the policy sampled in episodes that count.",
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
+        "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
+        "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty.",
+        "effective_sample_size": "(sum w)^2 / sum w^2 over the tokens, with w the policy's "
+        "probability over that of who sampled, as a fraction of the tokens, in the last update.",
         "grad_norm": "Norm of the gradient before clipping, in the last update.",
         "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
         "logprob_mismatch_mean": "Mean of these differences.",

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from earl_jax.algorithms.advantages import assign_credit
+from earl_jax.algorithms.advantages import assign_credit, group_shares
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
 from earl_jax.placement.moves import move_state
@@ -90,6 +90,7 @@ class StepRecord:
     publish_bytes: int
     publish_host_bytes: int | None
     stage_s: dict[str, float]
+    group_shares: dict[str, float]
 
     def metrics(self) -> dict[str, Any]:
         """Returns its part of a line of metrics.jsonl."""
@@ -102,6 +103,7 @@ class StepRecord:
             "reward_mean": rewards.mean(),
             "reward_std": rewards.std(),
             "episodes": len(rewards),
+            **self.group_shares,
             "env": mean_metrics(outcomes) or None,
             "turns_mean": np.mean([o.num_turns for o in outcomes]),
             "context_tokens_mean": load.context_tokens_mean,
@@ -217,6 +219,7 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         publish_bytes=done.publish_bytes,
         publish_host_bytes=host_bytes[1],
         stage_s=timer.seconds,
+        group_shares=group_shares(run.learner.algorithm, done.played.outcomes),
     )
     return Position(step=step + 1, state=state, history=history), record
 

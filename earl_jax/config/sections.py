@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
+from earl_jax.algorithms.requirements import Training, check_requirements
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
@@ -163,7 +164,8 @@ class LogConfig:
 class Config:
     """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
 
-    `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
+    `algorithm` is the name of one, such as "reinforce", "grpo", "dapo" or "sft" (all are in
+    docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
     `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
     (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
     checkpoint, the newest unless a step is given, and with nothing else of it.
@@ -231,6 +233,12 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
+        training = Training(
+            epochs=self.train.epochs,
+            corrects=self.importance_cap > 0,
+            has_adapters=self.train.lora.rank > 0,
+        )
+        check_requirements(self.make_algorithm(), training)
         if self.rollout.group_size < algorithm.min_group_size:
             raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
@@ -376,9 +384,11 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
     same_precision = config.rollout.is_precise_as(model.compute_dtype)
     never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
-    clips = config.algorithm in ("reinforce", "grpo")
-    for name in ("clip_low", "clip_high") if clips else ():
-        yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+    for name in ("clip_low", "clip_high", "dual_clip") if config.algorithm in ALGORITHMS else ():
+        if hasattr(config.algorithm_args, name):
+            yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+    for name, reason in getattr(config.algorithm_args, "idle", tuple)():
+        yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"

@@ -57,10 +57,12 @@ class TrainConfig:
     with. "none": the ratio is relative to the policy that sampled. "truncated": it is
     relative to the policy that the step begins with, as this trainer scores it, and the loss of
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
-    `importance_cap` (see `algorithms.losses.truncated_importance`). With `epochs` above 1 that
-    costs one more forward pass a step. "auto" is "truncated" where the rollout has another
-    precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else
-    "none".
+    `importance_cap`. "truncated_sequence": the same with the product of these weights over the
+    token's sequence. "masked": tokens whose weight is above `importance_cap` or below
+    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With `epochs`
+    above 1 that costs one more forward pass a step. "auto" is "truncated" where the rollout has
+    another precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype),
+    else "none".
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
@@ -84,7 +86,7 @@ class TrainConfig:
     adam_b2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    correction: Literal["auto", "none", "truncated"] = "auto"
+    correction: Literal["auto", "none", "truncated", "truncated_sequence", "masked"] = "auto"
     importance_cap: float = 2.0
     entropy_coefficient: float = 0.0
     final_entropy_coefficient: float = 0.0
