@@ -37,9 +37,19 @@ MESHES = (
 TRAINER = MeshShape(fsdp=8)
 GIVEN = {
     "devices": {"platform": "cpu", "num_cpu_devices": 8},
+    "algorithm": "reinforce",
     "env": {"name": "trail"},
     "model": {"width": 128, "num_heads": 8, "num_kv_heads": 8, "head_size": 16, "ffn_size": 256},
-    "rollout": {"num_slots": 8, "episodes_per_step": 8, "page_size": 16},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 8,
+        "group_size": 1,
+        "chunk_size": 8,
+        "burst": 4,
+        "max_turn_tokens": 4,
+        "context_buckets": (32, 48, 64, 128),
+        "page_size": 16,
+    },
     "selector": {"rollout_meshes": MESHES},
 }
 

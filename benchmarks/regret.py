@@ -30,8 +30,9 @@ from earl_jax.launch.start import start_jax
 PAGE = Path(__file__).with_suffix(".md")
 BASE = {
     "devices": {"platform": "cpu", "num_cpu_devices": 8},
+    "algorithm": "reinforce",
     "env": {"name": "trail"},
-    "rollout": {"patience_s": 10.0, "burst": 8},
+    "rollout": {"patience_s": 10.0, "group_size": 1, "chunk_size": 8, "burst": 8},
     "train": {"learning_rate": 1e-6, "sft_steps": 0},
 }
 NARROW = {"width": 64, "num_heads": 8, "num_kv_heads": 8, "head_size": 8, "ffn_size": 128}

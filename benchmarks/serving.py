@@ -88,14 +88,15 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
 @contextlib.contextmanager
 def serving(folder: Path, flags: argparse.Namespace) -> Iterator[str]:
     """Yields the address of a server, and ends it afterwards."""
-    line = [sys.executable, "-m", "earl_jax.serve", f"--model={folder}", "--port=0"]
+    ports = ("--port=0", "--grpc_port=0")
+    line = [sys.executable, "-m", "earl_jax.serve", f"--model={folder}", *ports]
     line += [f"--num_slots={flags.slots}", f"--max_waiting={flags.requests}", "--temperature=1"]
     line += ["--platform=cpu", "--max_prompt_tokens=64", "--max_choice_tokens=0"]
     process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         output = process.stdout.readline()
-        ready = re.search(r" at (\S+:\d+):", output)
+        ready = re.search(r"\(gRPC: (\S+:\d+)\):", output)
         if not ready:
             sys.exit(f"the server did not start: {output}")
         yield ready[1]

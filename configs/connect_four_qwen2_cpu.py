@@ -23,12 +23,18 @@ def get_config() -> ConfigDict:
             "num_steps": 100,
             "devices": {"platform": "cpu"},
             "env": {"name": "connect_four", "args": {"illegal_reward": -2.0}},
-            "model": {"path": config_dict.required_placeholder(str)},
+            "model": {
+                "path": config_dict.required_placeholder(str),
+                "compute_dtype": "float32",
+            },
             "rollout": {
                 "num_slots": 32,
                 "episodes_per_step": 64,
+                "group_size": 1,
                 "context_buckets": (160, 400),
                 "chunk_size": 16,
+                "burst": 4,
+                "max_turn_tokens": 4,
                 "unfinished_reward": -2.0,
             },
             "selector": {
@@ -38,6 +44,11 @@ def get_config() -> ConfigDict:
             "algorithm": "reinforce",
             "algorithm_args": {"turn_discount": 0.9},
             "train": {
+                "schedule": "linear",
+                "learning_rate": 2e-3,
+                "final_learning_rate": 1e-4,
+                "entropy_coefficient": 0.03,
+                "sft_learning_rate": 3e-3,
                 "adam_b2": 0.99,
                 "sft_steps": 40,
             },

@@ -19,8 +19,12 @@ def get_config() -> ConfigDict:
             "env": {"name": "connect_four", "args": {"illegal_reward": -2.0}},
             "model": {"width": 64, "ffn_size": 192},
             "rollout": {
+                "num_slots": 64,
+                "group_size": 1,
                 "context_buckets": (40, 144),
                 "chunk_size": 10,
+                "burst": 4,
+                "max_turn_tokens": 4,
                 "unfinished_reward": -2.0,
                 # A game answers at once: with rounds that wait for every answer, a run repeats
                 # itself in everything but its times.
@@ -33,6 +37,9 @@ def get_config() -> ConfigDict:
             "algorithm": "reinforce",
             "algorithm_args": {"turn_discount": 0.9},
             "train": {
+                "schedule": "linear",
+                "learning_rate": 2e-3,
+                "final_learning_rate": 1e-4,
                 "adam_b2": 0.99,
                 "entropy_coefficient": 0.05,
                 "sft_steps": 80,

@@ -28,7 +28,10 @@ def get_config() -> ConfigDict:
             "rollout": {
                 "num_slots": 64,
                 "episodes_per_step": 128,
+                "group_size": 1,
                 "chunk_size": 10,
+                "burst": 4,
+                "max_turn_tokens": 4,
                 "unfinished_reward": -2.0,
                 # A game answers at once: with rounds that wait for every answer, a run repeats
                 # itself in everything but its times.
@@ -46,6 +49,7 @@ def get_config() -> ConfigDict:
             "algorithm_args": {"turn_discount": 0.7},
             "train": {
                 "epochs": 2,
+                "schedule": "linear",
                 "learning_rate": 2e-3,
                 "final_learning_rate": 1e-4,
                 "adam_b2": 0.99,

@@ -33,6 +33,7 @@ def get_config() -> ConfigDict:
                 # Seven slots a device on data=8, which cannot be halved.
                 "num_slots": 56,
                 "episodes_per_step": 64,
+                "group_size": 1,
                 "chunk_size": 8,
                 "burst": 2,
                 "max_turn_tokens": 4,
@@ -55,6 +56,7 @@ def get_config() -> ConfigDict:
                 "epochs": 2,
                 "micro_batches": 4,
                 "logprob_chunk": 64,
+                "schedule": "linear",
                 "learning_rate": 4e-3,
                 "final_learning_rate": 1e-3,
                 "adam_b2": 0.99,

@@ -9,6 +9,7 @@ config.md comes from the dataclasses and their docstrings, commands.md from --he
 METRICS below, whose names a test holds against a run.
 """
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -37,6 +38,9 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_mean": "Mean reward of the step's episodes.",
         "reward_std": "Standard deviation of these rewards.",
         "episodes": "Number of episodes.",
+        "equal_groups": "Share of the groups whose rewards are all equal; nothing is learnt from "
+        "these relative to their group.",
+        "dropped_groups": "Share of the groups that the algorithm did not train on (DAPO).",
         "env": "What the environment reports of an episode, each number: its mean.",
         "turns_mean": "Mean number of the policy's turns.",
         "context_tokens_mean": "Mean number of tokens of an episode, whoever wrote them.",
@@ -94,6 +98,10 @@ METRICS: dict[str, dict[str, str]] = {
         "sft_loss": "Loss of the last supervised update, where there are some.",
         "policy_tokens": "Tokens that the policy sampled in episodes that count.",
         "clip_fraction": "Fraction of tokens that the clip cut off, in the last update.",
+        "dual_clip_fraction": "Fraction of tokens that the dual clip cut off.",
+        "reference_kl": "Estimate of the KL to the reference policy, where there is a penalty.",
+        "effective_sample_size": "(sum w)^2 / sum w^2 over the tokens, with w the policy's "
+        "probability over that of who sampled, as a fraction of the tokens, in the last update.",
         "grad_norm": "Norm of the gradient before clipping, in the last update.",
         "logprob_mismatch_max": "Largest difference of a log-prob of the trainer and the engine.",
         "logprob_mismatch_mean": "Mean of these differences.",
@@ -114,6 +122,7 @@ def config_page() -> str:
     """Returns the page of all config keys."""
     from earl_jax.config import Config
     from earl_jax.config.keys import algorithm_sections, sections_of
+    from earl_jax.config.resume import MAY_CHANGE
 
     lines = [f"# Configuration\n\n{NOTE}"]
     lines += [
@@ -127,6 +136,11 @@ def config_page() -> str:
     for name, section in algorithm_sections():
         lines.append(f'# With config.algorithm="{name}"\n')
         lines += _section(section)
+    lines.append("# Settings that may change when a run is resumed\n\n| key | effect |\n|---|---|")
+    for name, effect in MAY_CHANGE.items():
+        is_section = dataclasses.is_dataclass(getattr(Config, name, None))
+        lines.append(f"| `config.{name}{'.*' if is_section else ''}` | {effect} |")
+    lines.append("| `config.distributed.*` | It is not in config.json. |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from earl_jax.config.file import PLANNED_CONFIG, load_config_file, make_config
+from earl_jax.config.file import BENCH_CONFIG, load_config_file, make_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.dispatch.pack import dispatch
 from earl_jax.dispatch.plan import plan_dispatch
@@ -245,7 +245,7 @@ def _full_session(run: Run, mesh: MeshShape, params: Any) -> Session:
 
 def bench_command(arguments: Sequence[str]) -> None:
     """Runs the whole command."""
-    parser = config_parser("bench", _HELP, PLANNED_CONFIG)
+    parser = config_parser("bench", _HELP, BENCH_CONFIG)
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of each row (3)")
     parser.add_argument("--json", action="store_true", help="an object a line")

@@ -8,13 +8,14 @@ where they run is decided in placement/.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from earl_jax.algorithms.advantages import assign_credit
+from earl_jax.algorithms.advantages import assign_credit, group_shares
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
 from earl_jax.dispatch.packing import pack_rows
@@ -31,17 +32,38 @@ from earl_jax.rollout.load import expected_load, expected_tokens, measure_load
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import Run
 from earl_jax.selector.plans import RolloutPlan
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.compile_clock import compile_clock
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
-from earl_jax.trajectory import Experience, Outcome, Trajectory, TrajectoryBatch, mean_metrics
+from earl_jax.trajectory import (
+    FAILURES,
+    Experience,
+    Outcome,
+    Trajectory,
+    TrajectoryBatch,
+    mean_metrics,
+)
 from earl_jax.workdir import Position
 
+# Reasons of failed episodes that end a run.
+REASONS_SHOWN = 3
 # Metrics of the first update of a step: measured before the step has changed the policy.
 _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
+
+
+class AllEpisodesFailed(RunError):
+    """Raised where nothing can be learnt from a step; `position` is the one before it."""
+
+    def __init__(self, step: int, reasons: Sequence[str], position: Position) -> None:
+        shown = "\n".join(f"  {reason}" for reason in reasons)
+        super().__init__(
+            f"every episode of step {step} failed in its environment (config.env), so that there "
+            f"is nothing to learn from. The first reasons:\n{shown}"
+        )
+        self.position = position
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +93,7 @@ class StepRecord:
     publish_bytes: int
     publish_host_bytes: int | None
     stage_s: dict[str, float]
+    group_shares: dict[str, float]
 
     def metrics(self) -> dict[str, Any]:
         """Returns its part of a line of metrics.jsonl."""
@@ -83,6 +106,7 @@ class StepRecord:
             "reward_mean": rewards.mean(),
             "reward_std": rewards.std(),
             "episodes": len(rewards),
+            **self.group_shares,
             "env": mean_metrics(outcomes) or None,
             "turns_mean": np.mean([o.num_turns for o in outcomes]),
             "context_tokens_mean": load.context_tokens_mean,
@@ -144,6 +168,9 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
     """
     config, step, timer = run.config, position.step, StageTimer()
     state, done = choose_and_play(run, placement, position, timer)
+    if all(outcome.stop_reason in FAILURES for outcome in done.played.outcomes):
+        before = dataclasses.replace(position, state=state)
+        raise AllEpisodesFailed(step + 1, _reasons(run, done.rollout), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
     length = config.rollout.max_tokens_for(done.load.context_tokens_max)
@@ -198,8 +225,17 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         publish_bytes=done.publish_bytes,
         publish_host_bytes=host_bytes[1],
         stage_s=timer.seconds,
+        group_shares=group_shares(run.learner.algorithm, done.played.outcomes),
     )
     return Position(step=step + 1, state=state, history=history), record
+
+
+def _reasons(run: Run, rollout: Rollout | None) -> list[str]:
+    """Returns the first different reasons of failed episodes, of all processes."""
+    own = [f"{t.stop_reason}: {t.detail[:300]}" for t in rollout.trajectories] if rollout else []
+    few = list(dict.fromkeys(own))[:REASONS_SHOWN]
+    each = run.cluster.gather(few, "the reasons of failures")
+    return list(dict.fromkeys(itertools.chain.from_iterable(each)))[:REASONS_SHOWN]
 
 
 # The stages of a step, in its order.

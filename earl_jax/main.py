@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains: python -m earl_jax.main [--config=FILE] [--config.KEY=VALUE ...] [--workdir=DIR]."""
 
+import argparse
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -20,11 +22,16 @@ examples:
   python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py --workdir=runs/c4
   python -m earl_jax.main --config.num_steps=50 --workdir=runs/short
 
-A workdir that holds a checkpoint of the same config is resumed. In the workdir: metrics.jsonl,
-report.html, trajectories/, checkpoints/, config.json. Exit status: 0 when done (or stopped and
-saved by SIGTERM), 2 for a mistake in what was given, 1 where another process of the run was lost
-or had too little memory for an update: start all again, and the run resumes, with less where
-memory was short (gpu_scripts/slurm.sbatch does).
+A workdir that holds a checkpoint of the same config is resumed; num_steps, budgets, the number of
+devices and some others may change (docs/howto/resume.md). In the workdir: metrics.jsonl,
+report.html, trajectories/, checkpoints/, config.json.
+
+Ctrl-C or SIGTERM ends the run after its step, saved, and says how to go on; a second Ctrl-C ends it
+at once. Exit status: 0 when done, or stopped and saved; 2 for a mistake in what was given; 1 where
+the run failed, or another process of it was lost or had too little memory for an update: start all
+again, and the run resumes, with less where memory was short (gpu_scripts/slurm.sbatch does).
+
+With --check it looks at every host before hours are spent: the same command on each.
 
 Over several hosts it is the same command on each:
   python -m earl_jax.main --config.distributed.coordinator=HOST0:8476 \\
@@ -34,8 +41,8 @@ without these. All hosts must see the workdir.
 """
 
 
-def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
-    """Returns the config file, the overrides ("section.key=value"), and the workdir.
+def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the flags, and the overrides ("section.key=value").
 
     Exits with status 2 for a flag that does not exist.
     """
@@ -43,29 +50,60 @@ def parse_flags(arguments: Sequence[str]) -> tuple[Path, list[str], Path]:
     parser.add_argument(
         "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
     )
+    parser.add_argument(
+        "--init_from",
+        metavar="WORKDIR[@STEP]",
+        help="begin a new run with the weights of another run (default step: its newest)",
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin again from step 0; what is in the workdir is kept as WORKDIR.old_N",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="look at devices, hosts, links, storage and the first programs, and train nothing",
+    )
     flags, overrides = parse_with_overrides(parser, arguments)
-    return flags.config, overrides, flags.workdir or Path("runs") / flags.config.stem
+    if flags.init_from is not None:
+        overrides.append(f"init_from={flags.init_from!r}")
+    flags.workdir = flags.workdir or Path("runs") / flags.config.stem
+    return flags, overrides
 
 
 def train_command(arguments: Sequence[str]) -> None:
     """Runs the whole command, from its flags to its last line."""
     start_s = time.perf_counter()
-    config_path, overrides, workdir = parse_flags(arguments)
+    flags, overrides = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
 
-    config = make_config(load_config_file(config_path), overrides)
+    config = make_config(load_config_file(flags.config), overrides)
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
-    from earl_jax.launch.distributed import end_together
+    from earl_jax.launch.ending import end_together
+    from earl_jax.launch.signals import StopSignals
+    from earl_jax.preflight.preflight import check
     from earl_jax.training import train
+    from earl_jax.workdir import saved_in_words
 
-    with end_together():
-        evaluation = train(config, workdir)
+    workdir = flags.workdir
+    if flags.check:
+        with end_together():
+            check(config, workdir)
+        return
+    with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
+        end = train(config, workdir, lambda: signals.received, restart=flags.restart)
     if jax.process_index() > 0:
         return
-    if evaluation:
+    if evaluation := end.evaluation:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
+    if end.stopped:
+        all_of_them = "on each host, with its own process_id: " if jax.process_count() > 1 else ""
+        again = shlex.join(each for each in sys.orig_argv if each != "--restart")
+        print(f"{end.stopped}. To go on: {all_of_them}{again}")
+        return
     print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
 
 

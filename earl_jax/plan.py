@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.config.file import PLANNED_CONFIG
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status
 from earl_jax.settings.errors import InputError
@@ -23,8 +22,8 @@ examples:
       a published model on eight GPUs: their whole memory, every mesh, bfloat16
   python -m earl_jax.plan --config=configs/X.py --topology=v5e:16x16 --contexts=1024,8192,32768
       a config of yours, as it stands, for these contexts and no others
-  python -m earl_jax.plan --topology=cpu:8
-      the default config, as it would run on this laptop
+  python -m earl_jax.plan --config=configs/trail_tiny_cpu.py --topology=cpu:8
+      the first run of the README, as it would run on this laptop
 
 --config.section.key=value changes one setting, as in training; rollout.num_slots and
 rollout.episodes_per_step are the ones to think about first. Episodes are taken to fill the context,
@@ -41,7 +40,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
 
     Exits with status 2 for a flag that does not exist.
     """
-    parser = config_parser("plan", _HELP, PLANNED_CONFIG)
+    parser = config_parser("plan", _HELP, None)
     add = parser.add_argument
     names = "v5e:16x16, v5p:4x4x8, v6e:4x4, h100:16x8 (hosts x GPUs), h200, b200, cpu:8, cpu:2x4"
     add("--topology", required=True, help=f"{names} (hosts x devices)")
@@ -74,12 +73,14 @@ def plan_command(arguments: Sequence[str]) -> None:
     from earl_jax.selector.smallest import smallest_hardware, smallest_words
     from earl_jax.selector.table import ThroughputTable
 
-    hardware, given = parse_topology(flags.topology), load_config_file(flags.config)
+    hardware = parse_topology(flags.topology)
+    given = load_config_file(flags.config) if flags.config else {}
     config, notes, wanted = make_config(given, overrides), [], _contexts(flags.contexts)
     if config.devices.platform == "cpu" != hardware.platform:
         changes = overrides_for_chips(overrides, flags.contexts or DEFAULT_CONTEXTS)
         config = make_config(given, [*changes, *overrides])
-        notes.append(f"{flags.config.name} is for CPU devices; planned with {', '.join(changes)}")
+        name = flags.config.name if flags.config else "this config"
+        notes.append(f"{name} is for CPU devices; planned with {', '.join(changes)}")
     contexts = [*config.rollout.context_buckets]
     if hardware.platform != "cpu":
         contexts += [c for c in _contexts(DEFAULT_CONTEXTS) if c > contexts[-1]]

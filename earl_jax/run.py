@@ -187,7 +187,7 @@ def _problem(config: Config, origin: Origin, cluster: Cluster) -> Problem:
         config,
         origin.model,
         origin.vocab_size,
-        hardware_of_devices(cluster.devices, cluster.count),
+        hardware_of_devices(cluster.devices, cluster.num_hosts),
         budget_bytes=min((each for each in budgets if each is not None), default=None),
         num_processes=cluster.count,
         can_offload=_can_offload(config, cluster),

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Serves a policy: python -m earl_jax.serve --workdir=DIR | --model=HF_DIR [--port=9000]."""
+"""Serves a policy: python -m earl_jax.serve --workdir=DIR | --model=HF_DIR [--port=8000]."""
 
 import argparse
 import asyncio
@@ -30,7 +30,9 @@ def run_policy(flags: argparse.Namespace) -> ServedPolicy:
     params = run.learner.policy(position.state)
     dtype = flags.compute_dtype or config.rollout.computes_as(config.model.compute_dtype)
     return ServedPolicy(
-        name=f"{flags.workdir} after step {position.step}",
+        name=str(flags.workdir),
+        version=position.step,
+        template_arguments=config.chat.template_arguments,
         model=dataclasses.replace(run.origin.model, compute_dtype=dtype),
         vocab_size=run.origin.vocab_size,
         tokenizer=run.origin.tokenizer,
@@ -56,8 +58,9 @@ def serve_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.dispatch.weights import publish
+    from earl_jax.serving.chat_prompt import ChatPrompt
     from earl_jax.serving.jetstream_engine import JetStreamEngine
-    from earl_jax.serving.server import serve, warm_up
+    from earl_jax.serving.server import Endpoints, serve, warm_up
     from earl_jax.serving.sizes import make_engine, serving_config
 
     mesh = mesh or MeshShape(data=len(jax.devices()))
@@ -68,14 +71,16 @@ def serve_command(arguments: Sequence[str]) -> None:
     # Only now is it known how much memory the weights leave.
     serving = serving_config(flags, policy, rounds, drawn)
     engine = JetStreamEngine(rounds, serving, policy.tokenizer)
-    name, limit = policy.name, policy.max_context
+    name, version, limit = policy.name, policy.version, policy.max_context
+    chat = ChatPrompt(policy.tokenizer, policy.template_arguments)
     del policy  # its fp32 weights
     warm_up(engine, params)
     short = limit and not flags.max_context and serving.context_tokens < limit
 
-    def announce(address: str) -> None:
+    def announce(http: str, grpc: str) -> None:
         print(
-            f"serving {name} at {address}: prompts of up to "
+            f"serving {name}{f' after step {version}' if flags.workdir else ''} at {http} "
+            f"(gRPC: {grpc}): prompts of up to "
             f"{min(serving.max_prefill_length, serving.context_tokens)} tokens, "
             f"{serving.context_tokens} with their replies"
             + (f" (the model takes {limit}; memory holds no more)" if short else "")
@@ -88,9 +93,15 @@ def serve_command(arguments: Sequence[str]) -> None:
         serve(
             engine,
             params,
-            host=flags.host,
-            port=flags.port,
-            max_waiting=flags.max_waiting,
+            name=name,
+            version=version,
+            chat=chat,
+            endpoints=Endpoints(
+                host=flags.host,
+                port=flags.port,
+                grpc_port=flags.grpc_port,
+                max_waiting=flags.max_waiting,
+            ),
             on_ready=announce,
         )
     )

@@ -4,11 +4,9 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,10 @@ import jax
 
 from earl_jax.config import Config
 from earl_jax.launch.agreement import check_same, open_shared_workdir
-from earl_jax.launch.cluster import find_cluster
-from earl_jax.loop import StepRecord, evaluate, rl_step
+from earl_jax.launch.cluster import Cluster, find_cluster
+from earl_jax.launch.layouts import across_in_words
+from earl_jax.launch.lock import locked, set_aside
+from earl_jax.loop import AllEpisodesFailed, StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
@@ -32,20 +32,41 @@ from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
 from earl_jax.train.backup import StateLost
-from earl_jax.train.checkpoint import Checkpoints, open_workdir
+from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.export import Exporter, keep_exports
 from earl_jax.train.inspection import write_batch
-from earl_jax.workdir import Position, new_placement, resume, save
+from earl_jax.workdir import (
+    Position,
+    keep_config,
+    new_placement,
+    open_source,
+    open_workdir,
+    resume,
+    save,
+)
 
 
-def train(config: Config, workdir: Path) -> dict[str, Any]:
-    """Trains from where the workdir stands to the end, or to a SIGTERM.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """The end of a run: its last evaluation, and why it stopped before its last step, in words.
+
+    `evaluation` is empty where there is none yet, and in a process that is not the first.
+    """
+
+    evaluation: dict[str, Any]
+    stopped: str
+
+
+def train(
+    config: Config, workdir: Path, stop: Callable[[], str] = lambda: "", *, restart: bool = False
+) -> RunEnd:
+    """Trains from where the workdir stands to the end, or until `stop()` names a signal.
+
+    With `restart` the run begins again from step 0, and what was there is kept beside the workdir.
+    Of several processes `stop` of one is enough: all stop after the same step.
 
     Where a lack of memory takes the trainer's state, the run goes on from the newest checkpoint (or
     from the start, where there is none yet) with less.
-
-    Returns:
-        The last evaluation, empty if there is none yet, and in a process that is not the first.
 
     Raises:
         ValueError: a mistake of the user's, in words; a model that is too large for its devices on
@@ -53,33 +74,60 @@ def train(config: Config, workdir: Path) -> dict[str, Any]:
     """
     cluster = find_cluster(0, config.distributed.timeout_s)
     check_same(cluster, config.as_dict())
-    open_shared_workdir(
-        cluster, workdir, functools.partial(open_workdir, workdir, config.as_dict())
-    )
-    run = build_run(config, workdir / "tokenizer")
+    notes: list[str] = []
+    with contextlib.ExitStack() as held:
+
+        def open_and_lock() -> None:
+            if restart and (aside := set_aside(workdir)):
+                notes.append(f"begins again; what was there is in {aside}")
+            changed = open_workdir(workdir, config.as_dict())
+            notes.extend(f"changed: {line}" for line in changed)
+            held.enter_context(locked(workdir))
+
+        open_shared_workdir(cluster, workdir, open_and_lock)
+        return _train_in(workdir, cluster, config, stop, notes)
+
+
+def _train_in(
+    workdir: Path, cluster: Cluster, config: Config, stop: Callable[[], str], notes: list[str]
+) -> RunEnd:
+    """Trains in a workdir that is this run's alone; `notes` are to be shown."""
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
+    source = None if checkpoints.steps() else open_source(config.init_from)
+    folder = (source.workdir if source else workdir) / "tokenizer"
+    run = build_run(config, folder)
+    if source:
+        source.check(run)
     # Only the first process writes to the screen.
     stream = None if cluster.is_first else io.StringIO()
-    with Progress(config.num_steps, stream) as progress, _stop_on_sigterm() as stop:
+    with Progress(config.num_steps, stream) as progress:
         if cluster.count > 1 or run.cluster.disjoint:
             progress.note(str(run.cluster))
-        for note in run.notes:
+        if cluster.count > 1:
+            progress.note(run.cluster.order_in_words())
+        for note in (*notes, *run.notes):
             progress.note(note)
         recorder = Recorder(
             workdir, progress, writes=cluster.is_first, tensorboard=config.log.tensorboard
         )
         position, known = None, None
-        with Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep) as checkpoints:
+        with checkpoints:
             while position is None:
-                position, is_stopped, known = _train_until_lost(
+                position, stopped, known = _train_until_lost(
                     run, recorder, checkpoints, workdir, stop, known
                 )
         cluster.barrier("the end of the run")
-        if is_stopped:
-            progress.note(
-                f"stopped by SIGTERM after step {position.step}; saved. The same command goes on "
-                "from here"
-            )
-    return recorder.last_evaluation()
+    early = stopped and position.step < config.num_steps
+    words = _stopped_words(stopped, position.step, workdir) if early else ""
+    return RunEnd(evaluation=recorder.last_evaluation(), stopped=words)
+
+
+def _stopped_words(signal_name: str, step: int, workdir: Path) -> str:
+    """Returns what a run that stopped here has saved."""
+    if not step:
+        return f"stopped by {signal_name} before the first step; there was nothing to save"
+    saved = workdir / "checkpoints" / str(step)
+    return f"stopped by {signal_name} after step {step}; saved in {saved}"
 
 
 def _train_until_lost(
@@ -87,14 +135,15 @@ def _train_until_lost(
     recorder: Recorder,
     checkpoints: Checkpoints,
     workdir: Path,
-    stop: list[int],
+    stop: Callable[[], str],
     known: Any,
-) -> tuple[Position | None, bool, Any]:
-    """Trains from the newest checkpoint to the end, to a SIGTERM, or until the state is lost.
+) -> tuple[Position | None, str, Any]:
+    """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
-    The position is None where a lack of memory took the trainer's state. The plan that failed is
-    impossible from then on (in the table, which is the last of what is returned, also where
-    the disk could not keep it), so that this happens once for each plan at most.
+    The signal's name is the second of the results, "" for none. The position is None where a lack
+    of memory took the trainer's state. The plan that failed is impossible from then on (in the
+    table, which is the last of what is returned, also where the disk could not keep it), so that
+    this happens once for each plan at most.
     """
     resumed = resume(run, checkpoints, workdir, recorder.note)
     recorder.drop_after(resumed[0].step if resumed else -1)
@@ -117,9 +166,13 @@ def _train_until_lost(
         )
         try:
             position = training.begin(position)
+            training.look_for_a_signal()
             while position.step < run.config.num_steps and not training.stopped:
                 position, record = rl_step(run, placement, position)
                 training.record(position, record)
+        except AllEpisodesFailed as failed:
+            training.save_before(failed.position)
+            raise
         except BudgetTooSmall as error:
             if run.cluster.disjoint:
                 raise
@@ -130,7 +183,7 @@ def _train_until_lost(
             recorder.note(str(lost))
             # The kept session leaves its memory to the state from the checkpoint.
             placement.sessions.forget()
-            return None, False, placement.observations.table
+            return None, "", placement.observations.table
     return position, training.stopped, None
 
 
@@ -144,8 +197,8 @@ class Training:
     checkpoints: Checkpoints
     workdir: Path
     ahead: CompileAhead
-    stop: list[int]
-    stopped: bool = False
+    stop: Callable[[], str]
+    stopped: str = ""
     # Steps in a row without an update, all of which were skipped.
     _skipped_steps: int = 0
     # How the step before differed from the config, because memory was short.
@@ -159,6 +212,7 @@ class Training:
         """
         run, placement = self.run, self.placement
         if position is not None:
+            self._keep_config()
             self._take_over()
             if self._is_due(position.step):
                 self._export(position)
@@ -167,19 +221,41 @@ class Training:
             # Before any program is compiled, which takes minutes.
             check_weights(run.origin.checkpoint)
         placement.choose_step(expected_tokens(run.config.rollout, None), None)
+        self._keep_config()
         self._take_over()
-        state = run.learner.first_state(placement.train.mesh)
+        source, mesh = open_source(run.config.init_from), placement.train.mesh
+        if source:
+            self.recorder.note(f"begins with the weights of {source}")
+        state = source.first_state(run, mesh) if source else run.learner.first_state(mesh)
         state = move_state(placement, state, to_play=True)
         position = Position(step=0, state=state, history=LoadHistory())
         self.ahead.look(placement, position.history)
-        self._evaluate(position, run.config.eval.games)
+        self.look_for_a_signal()
+        if not self.stopped:
+            self._evaluate(position, run.config.eval.games)
         return position
+
+    def _keep_config(self) -> None:
+        """Writes config.json: all that was given is right, as far as can be known now."""
+        open_shared_workdir(
+            self.run.cluster, self.workdir, lambda: keep_config(self.run, self.workdir)
+        )
+
+    def look_for_a_signal(self) -> None:
+        """Sets `stopped` to the name of the signal that some process received, "" for none."""
+        names = self.run.cluster.gather(self.stop(), "a signal to stop")
+        self.stopped = next(filter(None, names), "")
 
     def _take_over(self) -> None:
         """Connects the placement to the thread that compiles ahead, from here on."""
         self.placement.about_to_use = self.ahead.hand_over
         self.placement.is_compiled = self.ahead.is_compiled
         self.ahead.take_times()
+        cluster, layouts = self.run.cluster, self.run.stages.layouts
+        if cluster.num_hosts > 1:
+            rollout = across_in_words(layouts.rollout(self.placement.rollout.mesh), cluster.hosts)
+            train = across_in_words(layouts.train(self.placement.train.mesh), cluster.hosts)
+            self.recorder.note(f"rollout {rollout}; train {train}")
 
     def record(self, position: Position, record: StepRecord) -> None:
         """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
@@ -195,11 +271,12 @@ class Training:
         if step == 1 or last or step % config.log.trajectories_every_steps == 0:
             # Gathering all tokens is expensive: only at the steps that are written down.
             own = trajectory_lines(record.trajectories)
-            each = self.run.cluster.gather(own, "the episodes to write down")
+            cluster = self.run.cluster
+            each = cluster.of_players(cluster.gather(own, "the episodes to write down"))
             self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
         if last or step % config.eval.every_steps == 0:
             self._evaluate(position, config.eval.final_games if last else config.eval.games)
-        self.stopped = self.run.cluster.any(bool(self.stop), "a signal to stop")
+        self.look_for_a_signal()
         if self.stopped or self._is_due(step):
             save(self.run, self.placement, self.checkpoints, position)
         if self._is_due(step):
@@ -229,6 +306,12 @@ class Training:
             "newest checkpoint is from before. Lower config.train.learning_rate, look at the "
             "rewards, or compute in another precision, in another --workdir"
         )
+
+    def save_before(self, position: Position) -> None:
+        """Saves the state before a step that could not be taken, unless it was saved."""
+        if position.step and position.step not in self.checkpoints.steps():
+            save(self.run, self.placement, self.checkpoints, position)
+        self.checkpoints.close()
 
     def _line(self, record: StepRecord) -> dict[str, Any]:
         """Returns the line of metrics.jsonl for this step, in the words of the contract."""
@@ -311,14 +394,3 @@ def _report_notes(config: Config) -> list[str]:
         f"In its first {train.sft_steps} steps the policy was also trained on "
         f"example episodes of {config.env.title} ({train.sft_updates} supervised updates a step)."
     ]
-
-
-@contextlib.contextmanager
-def _stop_on_sigterm() -> Iterator[list[int]]:
-    """Yields a list that is empty until a SIGTERM arrives."""
-    received: list[int] = []
-    previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    try:
-        yield received
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -110,6 +110,7 @@ class Trajectory:
             stop_reason=self.stop_reason,
             num_turns=self.num_turns,
             num_tokens=self.num_tokens,
+            num_policy_tokens=self.num_policy_tokens,
             sample_starts=self.sample_starts,
             oldest_version=min(versions, default=None),
             metrics=self.metrics,
@@ -130,6 +131,7 @@ class Outcome:
     stop_reason: str
     num_turns: int
     num_tokens: int
+    num_policy_tokens: int
     sample_starts: tuple[int, ...]
     oldest_version: int | None
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)

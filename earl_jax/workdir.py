@@ -2,22 +2,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Position of a run, saved in its workdir and restored from there."""
 
+import contextlib
 import dataclasses
 import functools
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from earl_jax.config import Config
+from earl_jax.config.resume import changes
 from earl_jax.envs.tasks import KeepsState
+from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
+from earl_jax.models.checkpoints.hub import find_folder
 from earl_jax.models.lora import fingerprint
 from earl_jax.placement.placement import Placement
+from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.run import Run, build_run
+from earl_jax.selector.plans import Plans
 from earl_jax.selector.table import ThroughputTable
+from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
+from earl_jax.sharding.reshard import reshard
+from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.load import LoadHistory
-from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, copy_to_save, from_checkpoint
+from earl_jax.train.checkpoint import (
+    Checkpoints,
+    DamagedCheckpoint,
+    copy_to_save,
+    from_checkpoint,
+    shapes_by_name,
+)
 from earl_jax.train.export import keep_exports
 from earl_jax.train.state import TrainState
 
@@ -33,6 +52,57 @@ class Position:
     step: int
     state: TrainState
     history: LoadHistory
+
+
+def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
+    """Checks that the workdir can be written, and is new or holds a run that may go on like this.
+
+    `keep_config` writes config.json, when all that was given has been found right.
+
+    Returns:
+        A line for each setting that changes from here on.
+
+    Raises:
+        ValueError: the folder cannot be written, or belongs to a run of another config.
+    """
+    path = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return []
+        saved = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(
+            f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
+            "that you may write"
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path} is damaged ({error}); name another --workdir") from error
+    changed, different = changes(saved, json.loads(json.dumps(config)))
+    if different:
+        raise InputError(
+            f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
+            "another --workdir, or run with the config of that one; a new run with its weights "
+            f"begins by --init_from={workdir} (docs/howto/resume.md: what may change)"
+        )
+    return changed
+
+
+def keep_config(run: Run, workdir: Path) -> None:
+    """Makes the workdir this run's: writes config.json, and its tokenizer if it made one."""
+    path, text = workdir / "config.json", json.dumps(run.config.as_dict(), indent=2)
+    if not run.config.model.path and not (workdir / "tokenizer").exists():
+        save_tokenizer(run.origin.tokenizer, workdir / "tokenizer")
+    if not path.exists() or path.read_text() != text:
+        write_atomically(path, text)
+
+
+def saved_in_words(workdir: Path) -> str:
+    """Returns which checkpoint a run that ends now goes on from."""
+    steps = [int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit()]
+    if not steps:
+        return f"{workdir} holds no checkpoint yet"
+    return f"the newest checkpoint in {workdir} is of step {max(steps)}"
 
 
 def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
@@ -96,9 +166,12 @@ def read_newest(config: Config, workdir: Path) -> tuple[Run, Position, Placement
 def resume(
     run: Run, checkpoints: Checkpoints, workdir: Path, say: Callable[[str], None]
 ) -> tuple[Position, Placement] | None:
-    """Returns where the newest checkpoint that can be read stands; None if there is none.
+    """Returns where the newest checkpoint that can be read stands; None if none was ever made.
 
     Exports of later steps are dropped: the run takes these steps again.
+
+    Raises:
+        InputError: there are checkpoints, and all are damaged.
     """
     checkpoints.wait()
     for step in checkpoints.steps():
@@ -124,6 +197,12 @@ def resume(
             keep_exports(workdir, until=step)
         say(f"resuming {workdir} after step {step} of {run.config.num_steps}")
         return restored
+    if any(workdir.glob("damaged_*")):
+        raise InputError(
+            f"no checkpoint in {workdir} can be read (they are set aside there as damaged_STEP), "
+            "and a run does not begin again by itself: give --restart to begin from step 0, or "
+            "name another --workdir"
+        )
     return None
 
 
@@ -136,21 +215,29 @@ def _restore(
     """Returns the position of a step; the speeds that the run chose by come with it.
 
     Raises:
-        DamagedCheckpoint: it cannot be what was saved.
-        ValueError: the base that its adapters were trained on is not there.
+        DamagedCheckpoint: it is not what was saved.
+        InputError: another version saved it, or the base of its adapters is not there.
     """
     saved = checkpoints.position(step)
     kept, _ = run.open_table()
     needed = _POSITION_KEYS | (_ADAPTERS_KEYS if run.config.train.lora.rank else set())
-    absent = needed - saved.keys() if isinstance(saved, dict) else needed
-    if absent:
-        raise DamagedCheckpoint(f"its position is without {', '.join(sorted(absent))}")
     try:
+        if absent := needed - saved.keys():
+            raise InputError(f"its position is without {', '.join(sorted(absent))}")
         table = _table_of(ThroughputTable.from_dict(saved["throughput"]), kept, say)
         placement = Placement(run.stages, table, say)
         placement.restore(saved["placement"])
-    except ValueError as error:
-        raise DamagedCheckpoint(f"its position is not one: {error}") from error
+    except InputError as error:
+        raise InputError(
+            f"the checkpoint of step {step} is whole, and this version of earl_jax does not know "
+            f"it ({error}); use the version that saved it, or name another --workdir"
+        ) from error
+    history = LoadHistory.from_list(saved["history"])
+    if not _is_possible(run, placement):
+        placement.plans = Plans()
+        load = expected_load(run.config.rollout, history)
+        placement.choose_step(expected_tokens(run.config.rollout, load), load)
+        say("the checkpoint's meshes are not possible here any more: they are chosen anew")
     mesh = placement.train.mesh
     state = from_checkpoint(
         functools.partial(checkpoints.state, step, run.learner.state_shapes()),
@@ -158,8 +245,16 @@ def _restore(
         run.stages.saved_shardings,
     )
     state = _with_base(run, saved, state, placement)
-    history = LoadHistory.from_list(saved["history"])
     return Position(step=step, state=state, history=history), placement
+
+
+def _is_possible(run: Run, placement: Placement) -> bool:
+    """Returns True if the plans in use are of the devices and meshes of this run."""
+    problem, (rollout, train) = run.problem, placement.plans
+    assert rollout is not None and train is not None
+    return rollout.mesh in problem.rollout_meshes_for(
+        placement.max_tokens
+    ) and train.mesh in problem.train_meshes_for(placement.most_length)
 
 
 def _table_of(
@@ -193,3 +288,131 @@ def _with_base(
             "run's adapters were trained on; use that version, or name another --workdir"
         )
     return dataclasses.replace(state, base=base)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """The run whose weights after `step` a new run begins with; `config` is its config.json."""
+
+    workdir: Path
+    step: int
+    config: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Returns the source in words."""
+        return f"{self.workdir} after step {self.step}"
+
+    def check(self, run: Run) -> None:
+        """Raises ValueError unless the run has the source's adapters, model and tokenizer."""
+        theirs, ours = self.config, json.loads(json.dumps(run.config.as_dict()))
+        different = []
+        if theirs["train"]["lora"]["rank"] or ours["train"]["lora"]["rank"]:
+            lora = theirs["train"]["lora"], ours["train"]["lora"]
+            different = differences(*lora, "config.train.lora")
+        if not theirs["model"]["path"] or not ours["model"]["path"]:
+            models = [
+                {name: value for name, value in each["model"].items() if name != "compute_dtype"}
+                for each in (theirs, ours)
+            ]
+            different += differences(models[0], models[1], "config.model")
+        if different:
+            raise InputError(
+                f"{self._flag} is a run of other parameters: {'; '.join(different[:8])}. Give the "
+                "new run these settings"
+            )
+        self._check_shapes(shapes_by_name(run.learner.state_shapes().params))
+        self._check_tokenizer(run.origin.tokenizer)
+
+    def first_state(self, run: Run, mesh: MeshShape) -> TrainState:
+        """Returns the state that the run begins with: of these weights, before the first update.
+
+        Raises ValueError where adapters were trained on another base, and for damaged files.
+        """
+        learner, where = run.learner, run.stages.saved_shardings
+        has_adapters = run.config.train.lora.rank > 0
+        state = learner.first_state(mesh) if has_adapters else learner.init_state(mesh)
+        shapes, shardings = learner.state_shapes().params, learner.state_shardings(mesh).params
+        # Two sets of weights need not have room on the devices.
+        jax.tree.map(lambda array: array.delete(), state.params)
+        with self._open() as checkpoints:
+            saved = checkpoints.position(self.step)
+            if where is None:
+                params = checkpoints.parameters(self.step, shapes, shardings)
+            else:
+                read = checkpoints.parameters(self.step, shapes, where.params)
+                params = reshard(read, shardings)
+        if has_adapters and run.cluster.trains:
+            if int(fingerprint(state.base)) != saved["base_fingerprint"]:
+                raise InputError(
+                    f"{self._flag} has adapters of another base than config.model.path "
+                    f"({run.config.model.path!r}), or config.train.lora.base_dtype, gives this run"
+                )
+        return dataclasses.replace(state, params=params)
+
+    @property
+    def _flag(self) -> str:
+        return f"--init_from={self.workdir}@{self.step}"
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[Checkpoints]:
+        checkpoints = Checkpoints(self.workdir / "checkpoints", keep=None)
+        try:
+            yield checkpoints
+        except DamagedCheckpoint as damage:
+            raise InputError(
+                f"{self._flag}: that checkpoint is damaged ({damage}); name another step"
+            ) from damage
+        finally:
+            checkpoints.close()
+
+    def _check_shapes(self, ours: dict[str, tuple[int, ...]]) -> None:
+        with self._open() as checkpoints:
+            theirs = checkpoints.shapes(self.step)
+        different = [name for name in theirs | ours if theirs.get(name) != ours.get(name)]
+        if different:
+            name = different[0]
+            raise InputError(
+                f"{self._flag} is a run of another model: its {name} is of shape "
+                f"{theirs.get(name)}, here {ours.get(name)}; name the same model in config.model"
+            )
+
+    def _check_tokenizer(self, ours: Any) -> None:
+        path = self.config["model"]["path"]
+        theirs = load_tokenizer(find_folder(path) if path else self.workdir / "tokenizer")
+        if theirs.get_vocab() != ours.get_vocab():
+            raise InputError(
+                f"{self._flag} is a run of another tokenizer ({len(theirs)} entries, here "
+                f"{len(ours)}); its weights know other token ids: name the same model in "
+                "config.model.path"
+            )
+
+
+def open_source(text: str) -> Source | None:
+    """Returns the source that config.init_from names, "WORKDIR" or "WORKDIR@STEP"; None for "".
+
+    Raises ValueError where there is no such run or checkpoint.
+    """
+    if not text:
+        return None
+    name, at, number = text.rpartition("@")
+    has_step = bool(at) and number.isdigit() and not Path(text).is_dir()
+    workdir = Path(name if has_step else text)
+    path = workdir / "config.json"
+    if not path.is_file() or not (workdir / "checkpoints").is_dir():
+        raise InputError(
+            f"--init_from={text}: {workdir} holds no checkpoint of a run; name the workdir of a "
+            "run, or give config.model.path a checkpoint of transformers"
+        )
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=None)
+    steps = checkpoints.steps()
+    checkpoints.close()
+    if not steps or (has_step and int(number) not in steps):
+        found = ", ".join(map(str, reversed(steps))) or "none"
+        raise InputError(
+            f"--init_from={text}: there is no such checkpoint; the steps of {workdir} are {found}"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"--init_from={text}: {path} cannot be read: {error}") from error
+    return Source(workdir=workdir, step=int(number) if has_step else steps[0], config=config)

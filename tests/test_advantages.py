@@ -12,12 +12,17 @@ from hypothesis import strategies as st
 
 from earl_jax.algorithms.advantages import (
     assign_credit,
+    batch_normalized,
     centred,
     discounted_returns,
     group_relative,
+    group_shares,
+    leave_one_out,
+    overlong_penalty,
     reinforce,
 )
-from earl_jax.algorithms.algorithms import ALGORITHMS, GrpoSettings, ReinforceSettings
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.settings import DapoSettings, GrpoSettings, ReinforceSettings
 from earl_jax.trajectory import FAILURES
 from tests.support.trajectories import make_trajectory
 
@@ -168,6 +173,96 @@ def test_reinforce_with_nothing_to_compare_is_zero_and_finite():
     assert reinforce([], [], discount=0.5, normalize=True) == []
     assert_rows(reinforce([(1, 1)], ["x"], discount=0.5, normalize=True), [[0, 0]])
     assert_rows(reinforce([(1,), (1,)], ["x", "x"], discount=0.5, normalize=True), [[0], [0]])
+
+
+def test_reinforce_with_the_baseline_of_a_group_or_none():
+    """Groups 0 and 1, rewards 1, 3 and 10, 4: minus their means 2 and 7, or as they are."""
+    episodes = [
+        make_trajectory(i, (reward,), group=group)
+        for i, (reward, group) in enumerate([(1.0, 0), (10.0, 1), (3.0, 0), (4.0, 1)])
+    ]
+
+    def table(**fields):
+        plain = ReinforceSettings(normalize_advantages=False, **fields)
+        return assign_credit(dataclasses.replace(REINFORCE, settings=plain), episodes)[1][:, 0]
+
+    assert table(baseline="group").tolist() == [-1, 3, 1, -3]
+    assert table(baseline="none").tolist() == [1, 10, 3, 4]
+    assert table(baseline="batch").tolist() == [-3.5, 5.5, -1.5, -0.5]
+
+
+# RLOO.
+
+
+def test_rloo_by_hand():
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2; equal ones; one alone.
+    rewards = [(1,), (0.5,), (2, 0), (6,), (0.5,), (9,)]
+    rows = leave_one_out(rewards, [7, 3, 7, 7, 3, 1])
+    assert_rows(rows, [[-3], [0], [-1.5, -1.5], [4.5], [0], [0]])
+    assert leave_one_out([], []) == []
+
+
+# REINFORCE++.
+
+
+def test_reinforce_plus_plus_by_hand():
+    # Outcomes 1, 2, 3, 6 have mean 3 and variance (4 + 1 + 0 + 9) / 4 = 3.5.
+    rewards, unit = [(1,), (2,), (1, 2), (6,)], 1 / math.sqrt(3.5)
+    assert_rows(batch_normalized(rewards), [[-2 * unit], [-unit], [0, 0], [3 * unit]])
+    # Groups (1, 3) and (2, 6): -1, 1 and -2, 2 have variance (1 + 1 + 4 + 4) / 4 = 2.5.
+    unit = 1 / math.sqrt(2.5)
+    rows = batch_normalized(rewards, [0, 1, 0, 1])
+    assert_rows(rows, [[-unit], [-2 * unit], [unit, unit], [2 * unit]])
+    for equal in (batch_normalized([(0.1,)] * 7), batch_normalized([(1,), (2,)], [0, 1])):
+        assert all(not row.any() for row in equal)
+    assert batch_normalized([]) == batch_normalized([], []) == []
+
+
+# DAPO.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(0, 0), (80, 0), (85, -0.25), (95, -0.75), (100, -1), (1000, -1)]
+)
+def test_the_penalty_of_a_long_episode(tokens, penalty):
+    assert overlong_penalty(tokens, 100, 20) == penalty
+    assert overlong_penalty(tokens, 0, 0) == 0
+
+
+def test_dapo_punishes_length_and_leaves_out_groups_of_equal_rewards():
+    """Replies of 2 tokens a turn; at most 6 with a buffer of 4: 2, 4, 6 tokens cost 0, 0.5, 1.
+
+    Group 0 is 1 - 0, 1 - 0.5, 0 - 1: mean 1/6. Group 1 has equal rewards, though its lengths
+    differ.
+    """
+    settings = DapoSettings(overlong_tokens=6, overlong_buffer=4, normalize_advantages=False)
+    algorithm = dataclasses.replace(ALGORITHMS["dapo"], settings=settings)
+    episodes = [
+        make_trajectory(0, (1.0,), group=0),
+        make_trajectory(1, (0.0, 1.0), group=0),
+        make_trajectory(2, (0.0, 0.0, 0.0), group=0),
+        make_trajectory(3, (1.0,), group=1),
+        make_trajectory(4, (0.0, 1.0), group=1),
+    ]
+    counts, table = assign_credit(algorithm, episodes)
+    assert counts.tolist() == [True, True, True, False, False]
+    np.testing.assert_allclose(table[:, 0], [5 / 6, 1 / 3, -7 / 6, 0, 0], rtol=1e-6)
+
+
+def test_shares_of_groups():
+    """Failed episodes are left out, then groups of one: of groups 0, 1, 2 here 0 is equal."""
+    episodes = [
+        make_trajectory(0, (1.0,), group=0),
+        make_trajectory(1, (0.0,), group=1),
+        make_trajectory(2, (1.0,), group=0),
+        make_trajectory(3, (1.0,), group=1),
+        make_trajectory(4, (0.0,), group=0, stop_reason="environment_error"),
+        make_trajectory(5, (0.0,), group=2),
+    ]
+    shares = {"equal_groups": 0.5, "dropped_groups": 0.0}
+    assert group_shares(GRPO, episodes) == shares
+    assert group_shares(ALGORITHMS["dapo"], episodes) == shares | {"dropped_groups": 0.5}
+    assert group_shares(GRPO, episodes[-1:]) == group_shares(GRPO, []) == {}
 
 
 # The credit of a batch.

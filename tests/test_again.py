@@ -17,7 +17,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.train.learner import Learner
@@ -25,6 +24,7 @@ from earl_jax.training import train
 from tests.support import ROOT
 from tests.support.placements import D8, F8, given, hungry
 from tests.support.processes import free_port
+from tests.support.settings import make_config
 
 # A launcher on each host: it starts its process again whenever that ends with status 1.
 LAUNCHER = """

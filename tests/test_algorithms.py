@@ -14,13 +14,12 @@ from earl_jax.algorithms.advantages import group_relative
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts, TokenLosses
 from earl_jax.algorithms.algorithms import (
     ALGORITHMS,
-    GrpoSettings,
     clipped_loss,
     grpo_advantages,
     no_advantages,
 )
 from earl_jax.algorithms.losses import kl_estimate, likelihood_ratio
-from earl_jax.config.file import make_config
+from earl_jax.algorithms.settings import GrpoSettings
 from earl_jax.loop import rl_step, row_facts
 from earl_jax.models.config import LoraConfig, ModelConfig
 from earl_jax.models.parameters import ParameterSpec
@@ -37,6 +36,7 @@ from earl_jax.train.state import Critic, init_state, state_shapes, state_shardin
 from earl_jax.train.step import make_train_step, read_metrics, score_batch
 from earl_jax.trajectory import Outcome, TrajectoryBatch
 from tests.support.placements import TINY, begin
+from tests.support.settings import make_config
 
 VOCAB, ROWS, LENGTH = 32, 8, 16
 MODEL = ModelConfig(**TINY)
@@ -73,9 +73,9 @@ def make_learner(algorithm: Algorithm, **train) -> Learner:
     )
 
 
-def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE):
+def updated(learner: Learner, batch: TrajectoryBatch, mesh: MeshShape = ONE, parts: int = 1):
     """Gradients, read from Adam's first moment, and metrics of the first update."""
-    plan, layout = TrainPlan(mesh, 1, False), make_layout(mesh)
+    plan, layout = TrainPlan(mesh, parts, False), make_layout(mesh)
     state = init_state(MODEL, learner.config, VOCAB, layout, seed=0)
     batch = jax.device_put(batch, layout.activations("NS"))
     state, metrics = learner.update(plan, state, learner.score(plan, state, batch), CONTROLS)
@@ -208,14 +208,11 @@ def test_an_algorithm_of_existing_parts_is_one_entry(monkeypatch):
         loss=clipped_loss,
         min_group_size=2,
     )
-    monkeypatch.setitem(ALGORITHMS, "dr_grpo", entry)
-    overrides = ["algorithm=dr_grpo", "algorithm_args.clip_high=0.3", "train.epochs=2"]
+    monkeypatch.setitem(ALGORITHMS, "plain_grpo", entry)
+    overrides = ["algorithm=plain_grpo", "algorithm_args.clip_high=0.3", "train.epochs=2"]
     config = make_config({}, [*overrides, "rollout.group_size=2"])
-    assert config.as_dict()["algorithm_args"] == {
-        "normalize_advantages": False,
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-    }
+    expected = GrpoSettings(normalize_advantages=False, clip_high=0.3)
+    assert config.as_dict()["algorithm_args"] == dataclasses.asdict(expected)
     _, metrics = updated(make_learner(config.make_algorithm()), make_batch())
     assert metrics["clip_fraction"] > 0 and metrics["grad_norm"] > 0
 
@@ -252,6 +249,84 @@ def test_a_new_loss_is_minimised_and_its_metrics_are_means_and_maxima(mesh):
     assert metrics["gap"] == pytest.approx(float(gap.mean()), rel=1e-5)
     assert metrics["gap_max"] == pytest.approx(float(gap.max()), rel=1e-5)
     assert metrics["policy_tokens"] == mask.sum()
+
+
+def ragged_batch() -> TrajectoryBatch:
+    """As `make_batch`, but rows end after 16, 9, 4 or 2 tokens, and the longest forks at 8."""
+    ends = np.array([16, 9, 4, 2] * (ROWS // 4))[:, None]
+    places, batch = np.arange(LENGTH), make_batch()
+    segments = np.where(places < ends, 1 + ((places >= 8) & (ends == 16)), 0)
+    return batch.replace(
+        segment_ids=segments.astype(np.int32),
+        turn_ids=np.where(places < ends, batch.turn_ids, 0).astype(np.int32),
+    )
+
+
+SEQUENCE_MESHES = [ONE, CUBE, MeshShape(data=2, context=4)]
+
+
+@pytest.mark.parametrize("mesh", SEQUENCE_MESHES, ids=str)
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
+    """Against weights that numpy counts row by row; in two micro-batches, and sharded."""
+    settings = GrpoSettings(aggregation=aggregation, aggregation_tokens=50)
+    algorithm = dataclasses.replace(ALGORITHMS["grpo"], settings=settings)
+    learner, batch = make_learner(algorithm), ragged_batch()
+    mask, weights = batch.turn_ids > 0, np.zeros((ROWS, LENGTH), np.float32)
+    num_sequences = 0
+    for row in range(ROWS):
+        for segment in (1, 2):
+            inside = mask[row] & (batch.segment_ids[row] == segment)
+            num_sequences += inside.any()
+            divisor = max(1, inside.sum()) if aggregation == "sequence" else 50
+            weights[row, inside] = 1 / divisor
+    assert num_sequences == 8  # two of each row of 16, none of a row of 2
+
+    def reference(params):
+        scores = score_batch(MODEL, learner.config, make_layout(ONE), 1.0, params, batch)
+        ratio = jnp.exp(scores.logprobs - batch.logprobs)
+        gain = jnp.minimum(ratio, jnp.where(batch.advantages > 0, jnp.clip(ratio, 0.8, 1.2), ratio))
+        gain = jnp.where(batch.advantages < 0, jnp.maximum(ratio, 0.8), gain) * batch.advantages
+        losses = -gain - 0.02 * scores.entropy
+        return jnp.sum(jnp.where(mask, weights * losses, 0)) / num_sequences
+
+    params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
+    loss, expected = jax.value_and_grad(reference)(params)
+    for micro_batches in (1, 2):
+        grads, metrics = updated(learner, batch, mesh, micro_batches)
+        assert metrics["loss"] == pytest.approx(float(loss), rel=1e-4)
+        assert metrics["policy_tokens"] == mask.sum()
+        assert_same(grads, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", SEQUENCE_MESHES[1:], ids=str)
+def test_gspo_is_the_same_sharded(mesh):
+    learner, batch = make_learner(ALGORITHMS["gspo"]), ragged_batch()
+    expected, metrics = updated(learner, batch)
+    grads, found = updated(learner, batch, mesh)
+    assert found == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    assert_same(grads, expected, rtol=2e-3, atol=1e-6)
+
+
+def test_a_batch_without_tokens_changes_nothing_with_any_aggregation():
+    empty = ragged_batch().replace(turn_ids=np.zeros((ROWS, LENGTH), np.int32))
+    for aggregation in ("token", "sequence", "constant"):
+        settings = GrpoSettings(aggregation=aggregation)
+        learner = make_learner(dataclasses.replace(ALGORITHMS["grpo"], settings=settings))
+        grads, metrics = updated(learner, empty)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(grads))
+        assert metrics["skipped_updates"] == metrics["loss"] == 0
+
+
+def test_the_effective_sample_size_by_hand():
+    """Of weights policy / behaviour; (sum w)^2 / sum w^2 over the tokens of the mask."""
+    learner, batch = make_learner(ALGORITHMS["grpo"]), make_batch()
+    params = init_state(MODEL, learner.config, VOCAB, make_layout(ONE), seed=0).params
+    scores = score_batch(MODEL, learner.config, make_layout(ONE), 1.0, params, batch)
+    weights = np.exp(np.asarray(scores.logprobs, np.float64) - batch.logprobs)[batch.turn_ids > 0]
+    expected = weights.sum() ** 2 / (weights**2).sum() / weights.size
+    found = updated(learner, batch)[1]["effective_sample_size"]
+    assert 0 < found < 1 and found == pytest.approx(expected, rel=1e-4)
 
 
 def test_maxima_of_micro_batches_are_those_of_the_batch_below_zero_too():
@@ -305,12 +380,130 @@ def make_outcome(episode: int, reward: float, stop_reason: str) -> Outcome:
         stop_reason=stop_reason,
         num_turns=1,
         num_tokens=9,
+        num_policy_tokens=4,
         sample_starts=(0,),
         oldest_version=0,
     )
 
 
+# A run of each.
+
+SMALL_RUN = {
+    **RUN,
+    "rollout": {"num_slots": 8, "episodes_per_step": 16, "group_size": 4},
+    "train": {"epochs": 2, "ratio": "model", "micro_batches": 2},
+    "algorithm_args": {},
+}
+# Beside the defaults of the entry: what it can be set to besides.
+VARIANTS = {
+    "reinforce": {"baseline": "group", "aggregation": "sequence"},
+    "grpo": {"dual_clip": 3.0, "kl_coefficient": 0.1},
+    "dr_grpo": {},
+    "dapo": {"overlong_tokens": 12, "overlong_buffer": 6},
+    "gspo": {"kl_coefficient": 0.1, "kl_estimator": "k2"},
+    "cispo": {},
+    "rloo": {"kl_coefficient": 0.1, "kl_estimator": "k1", "kl_in": "reward"},
+    "reinforce_plus_plus": {"kl_coefficient": 0.1},
+    "reinforce_plus_plus_baseline": {"kl_coefficient": 0.1},
+}
+
+
+@pytest.mark.slow_except("dapo", "gspo")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_run_of_each_algorithm(name):
+    """Two steps of games: the weights move, finitely, and the metrics of the setting are there."""
+    settings = VARIANTS[name]
+    train = {**SMALL_RUN["train"]}
+    if "kl_coefficient" in settings:
+        train["lora"] = {"rank": 2}
+    else:
+        train |= {"correction": "truncated_sequence"}
+    given = {**SMALL_RUN, "algorithm": name, "algorithm_args": settings, "train": train}
+    run = build_run(make_config(given))
+    placement, position = begin(run)
+    first = jax.tree.map(np.array, position.state.params)
+    for _ in range(2):
+        position, record = rl_step(run, placement, position)
+        line = record.metrics()
+        assert line["skipped_updates"] == 0 and np.isfinite(line["loss"])
+        assert 0 < line["effective_sample_size"] <= 1 + 1e-6
+        assert 0 <= line["clip_fraction"] <= 1
+        assert ("reference_kl" in line) == ("kl_coefficient" in settings)
+        assert ("importance_mean" in line) == ("kl_coefficient" not in settings)
+        assert ("dual_clip_fraction" in line) == ("dual_clip" in settings)
+        rewards = {}
+        for outcome in record.outcomes:
+            rewards.setdefault(outcome.group, set()).add(outcome.reward)
+        equal = np.mean([len(values) == 1 for values in rewards.values()])
+        assert line["equal_groups"] == equal
+        assert line["dropped_groups"] == (equal if name == "dapo" else 0)
+        if name == "dapo":
+            kept = [len(rewards[outcome.group]) > 1 for outcome in record.outcomes]
+            tokens = [o.num_policy_tokens for o in record.outcomes]
+            assert line["policy_tokens"] == max(1, np.dot(kept, tokens))
+    changed = jax.tree.map(lambda a, b: (a != np.asarray(b)).any(), first, position.state.params)
+    assert any(jax.tree.leaves(changed))
+
+
+def test_every_algorithm_with_a_policy_loss_is_run():
+    assert VARIANTS.keys() == ALGORITHMS.keys() - {"sft"}
+
+
 # What an algorithm needs.
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["algorithm_args.kl_coefficient=0.1"], "config.train.lora.rank is 0; set config.train"),
+        (["algorithm_args.kl_estimator=k2"], "no effect in this run, because config.algorithm_a"),
+        (["algorithm_args.aggregation_tokens=9"], "because config.algorithm_args.aggregation is"),
+        (["rollout.group_size=1"], "set config.rollout.group_size to 2 or more"),
+        (["train.epochs=1", "algorithm_args.clip_high=0.3"], "because config.train.epochs is 1"),
+    ],
+)
+def test_a_setting_that_a_run_cannot_use_is_an_error(overrides, words):
+    given = {**RUN, "algorithm": "grpo", "algorithm_args": {}}
+    with pytest.raises(ValueError, match=words):
+        make_config(given, overrides)
+
+
+@pytest.mark.parametrize("correction", ["truncated", "truncated_sequence", "masked"])
+def test_the_correction_that_the_config_names_is_the_update_s(correction):
+    """With one update the ratio is 1: the loss is minus the mean of weight times advantage."""
+    config = TrainConfig(max_grad_norm=1e9, correction=correction)
+    learner = Learner(
+        MODEL,
+        config,
+        ALGORITHMS["grpo"],
+        vocab_size=VOCAB,
+        temperature=1.0,
+        importance_cap=2.0,
+        layout=make_layout,
+    )
+    # The policy's log-probs are about -3.4, those of who sampled -5.4 to -1.4.
+    batch, layout = ragged_batch(), make_layout(ONE)
+    batch = batch.replace(logprobs=batch.logprobs - 1.4)
+    state = init_state(MODEL, config, VOCAB, layout, seed=0)
+    scores = score_batch(MODEL, config, layout, 1.0, state.params, batch)
+    mask = batch.turn_ids > 0
+    gaps = np.where(mask, np.asarray(scores.logprobs, np.float64) - batch.logprobs, 0)
+    if correction == "truncated_sequence":
+        inside = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
+        gaps = np.einsum("nts,ns->nt", inside, gaps)
+    weights = np.exp(gaps)
+    cut = weights > 2
+    if correction == "masked":
+        cut |= weights < 0.5
+    weights = np.where(cut & (correction == "masked"), 0, np.minimum(weights, 2))
+    controls = np.array([1e-3, 0], np.float32)
+    plan = TrainPlan(ONE, 2, False)
+    metrics = read_metrics(learner.update(plan, state, batch, controls)[1])
+    expected = -np.mean((weights * batch.advantages)[mask])
+    assert metrics["loss"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["importance_mean"] == pytest.approx(weights[mask].mean(), rel=1e-4)
+    assert metrics["truncated_fraction"] == pytest.approx(cut[mask].mean(), abs=1e-6)
+    assert 0 < cut[mask].mean() < 1
 
 
 def test_what_training_does_not_have_is_an_error():

@@ -10,13 +10,13 @@ from benchmarks import start
 from benchmarks.capacity import GIVEN, MESHES, longest, plan_for
 from benchmarks.regret import POINTS, Pair, Point, measure, summary
 from benchmarks.start import command, count_programs, has_stepped
-from earl_jax.config.file import make_config
 from earl_jax.placement.problem import find_model, make_problem
 from earl_jax.run import build_run
 from earl_jax.selector.hardware import parse_topology
 from earl_jax.selector.problem import Problem
 from earl_jax.sharding.layout import MeshShape
 from tests.support import ROOT
+from tests.support.settings import make_config
 
 
 def pair(rollout: str, train: str, slots: int = 8) -> Pair:

@@ -3,6 +3,7 @@
 """Checkpoints: bit for bit, on any mesh, and the one before the newest when that is damaged."""
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import json
@@ -13,10 +14,11 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
+from earl_jax.config.resume import MAY_CHANGE
 from earl_jax.settings.errors import InputError
-from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint, open_workdir
+from earl_jax.train.checkpoint import Checkpoints, DamagedCheckpoint
 from earl_jax.train.state import state_shapes, state_shardings
+from earl_jax.workdir import open_workdir
 from tests.support.saved_states import (
     CUBE,
     D8,
@@ -28,6 +30,7 @@ from tests.support.saved_states import (
     made,
     restored,
 )
+from tests.support.settings import make_config
 
 
 @pytest.fixture
@@ -268,7 +271,7 @@ def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path,
     checkpoints.save(20, wide_state(5), POSITION)
     checkpoints.wait()
     files = list((tmp_path / "checkpoints/20").rglob("d/*"))
-    assert len(files) > 8, "arrays are files of their own"
+    assert max(file.stat().st_size for file in files) > 100_000, "arrays lie outside"
     found = next_process(read_damaged, tmp_path / "checkpoints", tmp_path / "spoilt", range(number))
     named = [done for done, words in found if words]
     assert number // 3 < len(named) < number, found
@@ -279,23 +282,26 @@ def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path,
 CONFIG = make_config({"rollout": {"context_buckets": (16, 40)}}).as_dict()
 
 
-def test_a_new_workdir_gets_the_complete_config(tmp_path):
+def keep(workdir, config):
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(json.dumps(config))
+
+
+def test_a_new_workdir_is_made_and_stays_empty(tmp_path):
     workdir = tmp_path / "runs" / "one"
-    open_workdir(workdir, CONFIG)
-    saved = json.loads((workdir / "config.json").read_text())
-    assert make_config(saved).as_dict() == CONFIG
-    assert [p.name for p in workdir.iterdir()] == ["config.json"]
+    assert open_workdir(workdir, CONFIG) == []
+    assert list(workdir.iterdir()) == []
 
 
 def test_the_same_config_opens_it_again(tmp_path):
-    open_workdir(tmp_path, CONFIG)
+    keep(tmp_path, CONFIG)
     before = (tmp_path / "config.json").read_bytes()
-    open_workdir(tmp_path, CONFIG)
+    assert open_workdir(tmp_path, CONFIG) == []
     assert (tmp_path / "config.json").read_bytes() == before
 
 
 def test_another_config_is_an_error_that_lists_what_differs(tmp_path):
-    open_workdir(tmp_path, CONFIG)
+    keep(tmp_path, CONFIG)
     other = make_config(
         {"seed": 1, "rollout": {"context_buckets": (16, 40)}, "train": {"epochs": 3}}
     ).as_dict()
@@ -304,11 +310,36 @@ def test_another_config_is_an_error_that_lists_what_differs(tmp_path):
     message = str(error.value)
     assert f"--workdir={tmp_path}" in message
     assert "config.seed is 0 there, 1 here; config.train.epochs is 1 there, 3 here." in message
+    assert f"--init_from={tmp_path}" in message
     assert "context_buckets" not in message
 
 
+@pytest.mark.parametrize("path", [*MAY_CHANGE])
+def test_what_may_change_is_said_and_what_may_not_is_an_error(tmp_path, path):
+    def change(settings, path, value):
+        section, _, name = path.rpartition(".")
+        for part in filter(None, section.split(".")):
+            settings = settings[part]
+        settings[name] = value
+
+    keep(tmp_path, CONFIG)
+    given = copy.deepcopy(CONFIG)
+    where = given
+    for part in path.split("."):
+        assert part in where, f"MAY_CHANGE names {path}, which is no setting"
+        where = where[part]
+    leaf = f"{path}.{next(iter(where))}" if isinstance(where, dict) else path
+    change(given, leaf, "another")
+    [line] = open_workdir(tmp_path, given)
+    assert line.startswith(f"config.{leaf} is ") and line.endswith("'another' here")
+    # The nearest setting that may not.
+    change(given, "rollout.num_slots", 7)
+    with pytest.raises(ValueError, match="config.rollout.num_slots is 64 there, 7 here. Name"):
+        open_workdir(tmp_path, given)
+
+
 def test_a_config_with_a_key_less_or_more_is_said_in_words(tmp_path):
-    open_workdir(tmp_path, {"seed": 0, "old": 1})
+    keep(tmp_path, {"seed": 0, "old": 1})
     with pytest.raises(ValueError) as error:
         open_workdir(tmp_path, {"seed": 0, "new": 2})
     assert "config.new is absent there, 2 here; config.old is 1 there, absent here" in str(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.choices import (
     ALWAYS,
     FREE,
@@ -44,6 +43,7 @@ from tests.support.episodes import (
     weights,
 )
 from tests.support.placements import one_step
+from tests.support.settings import make_config
 
 REPLIES = ((5, 0), (5, 7, 0), (6, 0))
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.pages import roomier_pages
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.placement.compile_ahead import CompileAhead, Wanted, compiles_ahead, wanted_programs
@@ -30,6 +29,7 @@ from tests.support.placements import (
     table_of,
     too_large_for,
 )
+from tests.support.settings import make_config
 
 SHORT, LONG = 16, 32
 ROLLOUT = {
@@ -44,7 +44,8 @@ ROLLOUT = {
 
 @pytest.fixture(scope="module")
 def run():
-    return build_run(make_config(given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")))
+    settings = given(ROLLOUT, (D8, D4T2), (D8, CUBE), compile_ahead="on")
+    return build_run(make_config(settings, ["train.pack=True"]))
 
 
 def placed(run, max_tokens, table=None, **changes):

@@ -14,7 +14,11 @@ from earl_jax.config import Config
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.config.keys import all_keys
 from earl_jax.config.names import NAMES_ELSEWHERE
+from earl_jax.models.config import ModelConfig
+from earl_jax.models.presets import preset_named
 from earl_jax.settings.errors import InputError
+from tests.support import ROOT
+from tests.support.settings import make_config as make_small_config
 
 SECTIONS = [f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.default)]
 
@@ -23,7 +27,7 @@ REMOVED = ("append_rows", "copy_prefixes", "model_logprobs", "preemption", "shar
 
 
 def with_overrides(*overrides, given=()):
-    return make_config(dict(given), overrides)
+    return make_small_config(dict(given), overrides)
 
 
 def value_at(config, path):
@@ -241,8 +245,8 @@ def test_a_key_of_an_earlier_version_is_an_error_that_names_the_new_one(given, m
         ),
         ("selector.rollout_meshes=(8,)", "config.selector.rollout_meshes is 8"),
         ("algorithm=3", "config.algorithm is 3, a int; it must be of type str"),
-        ("algorithm=gspo", "config.algorithm is 'gspo'; did you mean 'grpo'?"),
-        ("algorithm=x", "choose one of reinforce, grpo, sft, or give your own as 'module:name'"),
+        ("algorithm=grop", "config.algorithm is 'grop'; did you mean 'grpo'?"),
+        ("algorithm=x", "baseline, sft, or give your own as 'module:name'"),
         ("algorithm=no_module:x", "config.algorithm is 'no_module:x', which cannot be imported"),
         ("algorithm=math:pi", "config.algorithm is 'math:pi', which is of type float"),
         ("algorithm_args=3", "config.algorithm_args is 3; it is a section"),
@@ -469,6 +473,44 @@ def test_a_missing_config_file_names_the_nearest(tmp_path):
         load_config_file(tmp_path)
 
 
+QWEN2 = ROOT / "tests/reference/qwen2"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("given", [f"model.path={QWEN2}", "model.preset=qwen2.5-0.5b"])
+def test_a_model_of_the_command_line_replaces_that_of_the_file(path, given):
+    model = make_config(load_config_file(path), [given]).model
+    file_s = load_config_file(path).get("model", {}).get("compute_dtype", "bfloat16")
+    assert model.compute_dtype == file_s
+    if "path" in given:
+        assert model == ModelConfig(path=str(QWEN2), compute_dtype=file_s)
+    else:
+        assert model == dataclasses.replace(preset_named("qwen2.5-0.5b"), compute_dtype=file_s)
+
+
+def test_the_shape_on_the_command_line_counts_beside_its_preset_and_not_beside_a_path():
+    given = {"model": {"num_layers": 1, "ffn_size": 128}}
+    model = make_config(given, ["model.num_layers=3", "model.preset=qwen2.5-0.5b"]).model
+    assert (model.num_layers, model.width, model.ffn_size) == (3, 896, 4864)
+    with pytest.raises(ValueError, match="config.model.num_layers = 3 has no effect in this run"):
+        make_config(given, ["model.num_layers=3", "model.path=/here"])
+    # No model is named: the file's shape stays.
+    assert make_config(given, ["model.path=''"]).model.num_layers == 1
+
+
+def test_the_defaults_suit_a_pretrained_model():
+    config = make_config({"model": {"path": "/here"}})
+    assert config.model.compute_dtype == "bfloat16"
+    assert make_config({"model": {"preset": "qwen3-8b"}}).model.compute_dtype == "bfloat16"
+    assert make_config({}).model.compute_dtype == "float32", "from scratch"
+    given = {"model": {"path": "/here", "compute_dtype": "float32"}}
+    assert make_config(given).model.compute_dtype == "float32"
+    assert (config.algorithm, config.rollout.group_size) == ("grpo", 8)
+    assert config.train.learning_rate == 1e-6
+    assert config.selector.budget_bytes_per_device == 0 and config.devices.platform == "auto"
+    assert config.rollout.max_turn_tokens == 1024 and config.rollout.max_episode_tokens == 0
+
+
 def test_what_a_file_leaves_open_must_be_given():
     given = ConfigDict({"seed": 3, "model": {"path": config_dict.required_placeholder(str)}})
     with pytest.raises(ValueError, match=r"config.model.path is left open .*--config.model.path="):
@@ -477,3 +519,15 @@ def test_what_a_file_leaves_open_must_be_given():
         make_config(given, ["model.paths=/here"])
     config = make_config(given, ["model.path=/here"])
     assert (config.seed, config.model.path) == (3, "/here")
+
+
+def test_what_an_override_leaves_without_effect_takes_its_default():
+    given = {"train": {"sft_steps": 5, "sft_updates": 3}}
+    config = make_config(given, ["train.sft_steps=0"])
+    assert (config.train.sft_steps, config.train.sft_updates) == (0, Config().train.sft_updates)
+    # The complete config is one that can be read again.
+    assert make_config(config.as_dict()).as_dict() == config.as_dict()
+    with pytest.raises(ValueError, match="config.train.sft_updates = 4 has no effect"):
+        make_config(given, ["train.sft_steps=0", "train.sft_updates=4"])
+    with pytest.raises(ValueError, match="config.train.sft_updates = 3 has no effect"):
+        make_config({"train": {"sft_updates": 3}})

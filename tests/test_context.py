@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config.file import make_config
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.attention.folding import fold, part_length, unfold
 from earl_jax.models.attention.kernels import attend_rows, context_obstacle
@@ -29,6 +28,7 @@ from earl_jax.train.state import TrainState, init_state, state_shapes, state_sha
 from earl_jax.train.step import make_scorer, make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.rows import make_rows
+from tests.support.settings import make_config
 
 HEADS, GROUPS, HEAD_SIZE = 2, 2, 8
 

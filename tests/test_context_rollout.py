@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.attention.page_shares import PageShare, share_tokens
@@ -29,6 +28,7 @@ from earl_jax.sharding.layout import MeshShape, make_abstract_layout, make_layou
 from earl_jax.sharding.reshard import reshard
 from tests.support.engines import NUM_ROWS, NUM_SLOTS
 from tests.support.hlo import COLLECTIVE, replica_groups
+from tests.support.settings import make_config
 from tests.support.slots import (
     MODEL,
     PLACES,

@@ -4,7 +4,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -17,52 +16,41 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
 from earl_jax.config.file import load_config_file, make_config
-from earl_jax.launch.cluster import Cluster, find_cluster
+from earl_jax.launch.cluster import Cluster, find_cluster, host_by_host
 from earl_jax.launch.distributed import (
     DistributedConfig,
     RestartNeeded,
     _find_place,
-    end_together,
     start_processes,
 )
+from earl_jax.launch.ending import end_together
+from earl_jax.launch.layouts import axes_across_hosts
+from earl_jax.launch.start import exit_status
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.gather import total_stats
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.run import build_run
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
-from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.telemetry.timing import StageTimer
 from earl_jax.training import exporter_of, train
 from tests.support import ROOT
+from tests.support.commands import (
+    ALL,
+    APART,
+    CONFIG,
+    SMALL,
+    Command,
+    episodes_of,
+    final_parameters,
+    steps_of,
+)
 from tests.support.processes import Processes as RealProcesses
 from tests.support.processes import free_port
-from tests.support.runs import TINY
-
-# The config that TINY is of.
-CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
-# One room and one mesh for each stage, so that few programs are compiled.
-SMALL = TINY | {
-    "num_steps": 2,
-    "rollout.context_buckets": "(48,)",
-    "train.sft_steps": 1,
-    "train.sft_updates": 1,
-    "checkpoint.every_steps": 1000,
-    "eval.every_steps": 1000,
-    "eval.games": 16,
-    "eval.final_games": 16,
-    "log.report_every_steps": 1000,
-}
-ALL = {"selector.rollout_meshes": "('data=8',)", "selector.train_meshes": "('data=2,fsdp=4',)"}
-APART = {
-    "devices.num_rollout": 4,
-    "selector.rollout_meshes": "('data=4',)",
-    "selector.train_meshes": "('data=1,fsdp=4',)",
-}
-
 
 # Who is who.
 
@@ -336,17 +324,29 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
             coordinator=address, num_processes=2, process_id=index, heartbeat_s=heartbeat_s
         )
     )
-    with end_together():
-        cluster = find_cluster(0, timeout_s)
-        assert cluster.gather({"index": index}, "the start") == [{"index": 0}, {"index": 1}]
-        assert cluster.any(index == 1, "a flag") and not cluster.any(False, "a flag")
-        if index == lost:
-            if how == "raises":
-                raise RestartNeeded("there was too little memory")
-            if how == "hangs":
-                time.sleep(1000)
-            os.kill(os.getpid(), getattr(signal, how))
-        cluster.barrier("the end")
+
+    def gather() -> None:
+        with end_together():
+            cluster = find_cluster(0, timeout_s)
+            assert cluster.gather({"index": index}, "the start") == [{"index": 0}, {"index": 1}]
+            assert cluster.any(index == 1, "a flag") and not cluster.any(False, "a flag")
+            with StageTimer()("rollout"):
+                if index == lost:
+                    fail()
+                cluster.barrier("the end")
+
+    def fail() -> None:
+        if how == "raises":
+            raise RestartNeeded("there was too little memory")
+        if how == "mistake":
+            raise InputError("config.seed is odd")
+        if how == "bug":
+            raise OSError("the disk is full")
+        if how == "hangs":
+            time.sleep(1000)
+        os.kill(os.getpid(), getattr(signal, how))
+
+    sys.exit(exit_status(gather))
 
 
 @pytest.mark.slow
@@ -354,14 +354,17 @@ def lose_one(how: str, lost: int, timeout_s: float, heartbeat_s: float) -> None:
 @pytest.mark.parametrize(
     ("how", "timeout_s", "words"),
     [
-        ("SIGKILL", 60.0, "most likely another process of the run ended or cannot be reached"),
-        ("SIGSTOP", 60.0, "most likely another process of the run ended or cannot be reached"),
-        ("raises", 60.0, "most likely another process of the run ended or cannot be reached"),
-        ("hangs", 5.0, "the end: nothing came for 5 s"),
+        ("SIGKILL", 60.0, "process {lost} on {host} has ended"),
+        ("SIGSTOP", 60.0, "process {lost} on {host} does not answer"),
+        ("raises", 60.0, "{who}: in the stage rollout: there was too little memory"),
+        ("bug", 60.0, "{who}: in the stage rollout: OSError: the disk is full"),
+        ("mistake", 60.0, "{who}: config.seed is odd"),
+        ("hangs", 5.0, "process {lost} on {host} is still in the stage rollout (the end: nothing "),
     ],
+    ids=["SIGKILL", "SIGSTOP", "raises", "bug", "mistake", "hangs"],
 )
-def test_a_lost_process_ends_the_other_with_status_1_and_a_message(how, lost, timeout_s, words):
-    address = f"127.0.0.1:{free_port()}"
+def test_a_lost_process_ends_the_other_with_a_message_that_names_it(how, lost, timeout_s, words):
+    address, host = f"127.0.0.1:{free_port()}", socket.gethostname()
     call = f"lose_one({how!r}, {lost}, {timeout_s}, 10.0)"
     program = f"import test_distributed; test_distributed.{call}"
     both = [
@@ -374,104 +377,39 @@ def test_a_lost_process_ends_the_other_with_status_1_and_a_message(how, lost, ti
         )
         for index in range(2)
     ]
-    _, errors = both[1 - lost].communicate(timeout=90)
-    both[lost].kill()
-    _, other_errors = both[lost].communicate()
-    assert both[1 - lost].returncode == 1, errors
-    last = [line for line in errors.splitlines() if line.startswith("error: ")]
-    assert len(last) == 1 and words in last[0] and "Start all processes again" in last[0]
-    if how == "raises":
-        assert both[lost].returncode == 1
-        assert f"process {lost} of 2: there was too little memory" in other_errors
-        assert "Traceback" not in other_errors
+    try:
+        _, errors = both[1 - lost].communicate(timeout=90)
+        if how in ("SIGSTOP", "hangs"):
+            both[lost].kill()
+        _, other_errors = both[lost].communicate(timeout=30)
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+    words = words.format(lost=lost, host=host, who=f"process {lost} of 2 on {host}")
+    told = [
+        [line for line in each.splitlines() if line.startswith("error: ")]
+        for each in (errors, other_errors)
+    ]
+    status = 2 if how == "mistake" else 1
+    assert both[1 - lost].returncode == status, errors
+    if how == "mistake":
+        # In the first process alone, whichever has made it.
+        assert both[lost].returncode == 2
+        assert sorted(map(len, told)) == [0, 1] and len(told[0 if lost else 1]) == 1
+        assert words in (*told[0], *told[1])[0]
+        assert "Traceback" not in errors + other_errors
+        return
+    assert len(told[0]) == 1 and words in told[0][0] and "Start all processes again" in told[0][0]
+    assert "Traceback" not in errors
+    if how in ("raises", "bug"):
+        assert both[lost].returncode == 1 and len(told[1]) == 1 and words in told[1][0]
+        assert ("Traceback" in other_errors) == (how == "bug")
+    else:
+        assert f"on {host}, in the stage rollout" in told[0][0]
 
 
 # Real processes of the command.
-
-
-class Command:
-    """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
-
-    def __init__(
-        self,
-        cache: Path,
-        workdir: Path,
-        num: int,
-        *own: list[str],
-        **overrides,
-    ):
-        """`own` are further flags of each process."""
-        port, self.workdir = free_port(), workdir
-        self.all = []
-        for number in range(num):
-            settings = SMALL | {"devices.num_cpu_devices": 8 // num} | overrides
-            if num > 1:
-                settings |= {
-                    "distributed.coordinator": f"127.0.0.1:{port}",
-                    "distributed.num_processes": num,
-                    "distributed.process_id": number,
-                }
-            line = [sys.executable, "-m", "earl_jax.main", f"--config={CONFIG}"]
-            line += [f"--workdir={workdir}"]
-            line += [f"--config.{key}={value}" for key, value in settings.items()]
-            self.all.append(
-                subprocess.Popen(
-                    line + (own[number] if own else []),
-                    cwd=ROOT,
-                    env=os.environ | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-
-    def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
-        """Exit status, output and errors of each."""
-        deadline_s, ends = time.monotonic() + timeout_s, []
-        try:
-            for process in self.all:
-                output, errors = process.communicate(timeout=deadline_s - time.monotonic())
-                ends.append((process.returncode, output, errors))
-        finally:
-            for process in self.all:
-                if process.poll() is None:
-                    process.kill()
-                    process.communicate()
-        return ends
-
-    def done(self) -> Path:
-        """The workdir, when all have ended well."""
-        for number, (status, output, errors) in enumerate(self.ends()):
-            assert status == 0, f"process {number}: {status}\n{output}\n{errors[-4000:]}"
-        return self.workdir
-
-    def after_step(self, step: int) -> None:
-        """Returns when the step is in the metrics."""
-        metrics, deadline_s = self.workdir / "metrics.jsonl", time.monotonic() + 270
-        while not metrics.exists() or f'{{"step": {step}, "time_s"' not in metrics.read_text():
-            assert time.monotonic() < deadline_s, "no step was taken"
-            assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
-            time.sleep(0.02)
-
-
-def episodes_of(workdir: Path, step: int) -> list[dict]:
-    path = workdir / "trajectories" / f"step_{step:06d}.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def final_parameters(workdir: Path) -> list[np.ndarray]:
-    """Every array of the newest checkpoint, which may have been written by several processes."""
-    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
-        step = manager.latest_step()
-        folder = workdir / "checkpoints" / str(step) / "state"
-        saved = ocp.StandardCheckpointer().metadata(folder).item_metadata
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
-        )
-        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
-        state = manager.restore(step, args=wanted)["state"]
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -488,10 +426,6 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert [line["step"] for line in lines] == [1, 2]
         assert all(line["episodes"] == 32 for line in lines)
         assert all(line["logprob_mismatch_max"] < 1e-4 for line in lines)
-
-
-def steps_of(workdir: Path) -> list[dict]:
-    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
 
 
 def assert_past_the_hosts(*workdirs: Path) -> None:
@@ -546,44 +480,19 @@ def test_a_run_of_two_processes_is_resumed_by_one(
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_stops_all_at_the_same_step(cache, tmp_path):
-    flags = ALL | {"num_steps": 1000, "log.trajectories_every_steps": 1000}
-    command = Command(cache, tmp_path / "w", 2, **flags)
-    command.after_step(2)
-    command.all[1].send_signal(signal.SIGTERM)
-    workdir = command.done()
-    steps = [row["step"] for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]
-    assert steps[-1] < 1000
-    assert (workdir / "checkpoints" / str(steps[-1])).is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_process_ends_the_other_with_status_1_and_a_message(cache, tmp_path, lost):
-    flags = ALL | {"num_steps": 1000, "distributed.heartbeat_s": 20}
-    command = Command(cache, tmp_path / "w", 2, **flags)
-    command.after_step(1)
-    command.all[lost].kill()
-    killed_s = time.monotonic()
-    status, _, errors = command.ends(90)[1 - lost]
-    assert time.monotonic() - killed_s < 60
-    assert status == 1, errors
-    assert "error: " in errors and "another process of the run ended" in errors
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "words"),
     [
-        (["--config.seed=1"], "config.seed is 0 in process 0, 1 in process 1"),
+        (["--config.seed=1"], "config.seed is 0 in process 0 on {host}, 1 in process 1 on {host}"),
         (["--config.devices.num_cpu_devices=2"], "play on [4, 2] devices"),
     ],
 )
 def test_processes_that_were_started_differently_say_how(cache, tmp_path, own, words):
     command = Command(cache, tmp_path / "w", 2, [], own, **ALL)
-    for status, _, errors in command.ends():
-        assert status == 2, errors
-        assert words in errors and "Traceback" not in errors
+    ends = command.ends()
+    assert [status for status, _, _ in ends] == [2, 2], ends
+    assert words.format(host=socket.gethostname()) in ends[0][2]
+    assert "error: " not in ends[1][2] and "Traceback" not in ends[0][2] + ends[1][2]
 
 
 SOURCE = ROOT / "tests/reference/qwen2_tied"
@@ -614,3 +523,105 @@ def test_a_checkpoint_goes_in_and_out_over_two_processes(tmp_path):
     assert len(adapter) == 2 * 2 * 7
     for name, values in adapter.items():
         assert np.any(values) == ("lora_A" in name)
+
+
+# The order of the devices.
+
+
+def devices_of(num_hosts: int, a_host: int, a_process: int) -> tuple[list[Device], list[str]]:
+    """Devices as JAX lists them, and the hosts of their processes, which go round the hosts."""
+    num_processes = num_hosts * a_host // a_process
+    devices = [Device(id=n, process_index=n // a_process) for n in range(num_hosts * a_host)]
+    return devices, [f"n{process % num_hosts}" for process in range(num_processes)]
+
+
+@pytest.mark.parametrize(("num_hosts", "a_process"), [(2, 1), (2, 8), (4, 2), (16, 8)])
+def test_tensor_and_context_stay_inside_a_host(num_hosts, a_process):
+    """Wherever they have no more devices than a host, however the processes are numbered."""
+    devices, hosts = devices_of(num_hosts, 8, a_process)
+    ordered = host_by_host(devices, hosts)
+    assert sorted(d.id for d in ordered) == list(range(num_hosts * 8))
+    for inner in (MeshShape(tensor=t, context=c) for t in (1, 2, 4, 8) for c in (1, 2, 4)):
+        if inner.num_devices > num_hosts * 8:
+            continue
+        outside = num_hosts * 8 // inner.num_devices
+        for fsdp in (f for f in (1, 2, 8) if outside % f == 0):
+            shape = dataclasses.replace(inner, data=outside // fsdp, fsdp=fsdp)
+            grid = np.array(ordered, dtype=object).reshape(shape.sizes)
+            across, inside = axes_across_hosts(grid, hosts)
+            assert sorted((*across, *inside)) == sorted(
+                axis for axis, n in dataclasses.asdict(shape).items() if n > 1
+            )
+            if inner.num_devices <= 8:
+                assert set(across) <= {"data", "fsdp"}, shape
+
+
+def test_slices_come_before_hosts():
+    devices = [
+        types.SimpleNamespace(id=n, process_index=n // 2, slice_index=n // 2 % 2) for n in range(8)
+    ]
+    assert [d.id for d in host_by_host(devices, ["a", "b", "c", "d"])] == [0, 1, 4, 5, 2, 3, 6, 7]
+
+
+def test_the_order_of_the_hosts_in_words():
+    devices, hosts = devices_of(2, 4, 2)
+    cluster = Cluster(
+        index=0,
+        count=4,
+        rollout_devices=tuple(host_by_host(devices, hosts)),
+        train_devices=tuple(host_by_host(devices, hosts)),
+        timeout_s=1.0,
+        hosts=tuple(hosts),
+    )
+    assert cluster.num_hosts == 2 and cluster.players == (0, 2, 1, 3)
+    assert cluster.order_in_words() == (
+        "meshes go over the hosts in this order: n0 (4 devices of processes 0, 2), "
+        "n1 (4 devices of processes 1, 3)"
+    )
+    assert dataclasses.replace(cluster, index=2).own(range(8)) == range(2, 4)
+    assert cluster.of_players(["a", "b", "c", "d"]) == ["a", "c", "b", "d"]
+
+
+def train_round_the_hosts(workdir: str) -> bool:
+    """As `train_small`, with processes that are numbered round two hosts."""
+    host = f"n{jax.process_index() % 2}"
+    socket.gethostname = lambda: host
+    return train_small(workdir)
+
+
+@pytest.mark.slow
+def test_processes_that_go_round_the_hosts_train_as_one_does(cache, tmp_path, monkeypatch):
+    one = Command(cache, tmp_path / "one", 1, **ALL).done()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    around = RealProcesses(4, 2, "test_distributed:train_round_the_hosts", str(tmp_path / "around"))
+    assert around.results(400) == [True] * 4
+    assert_same_run(one, tmp_path / "around")
+
+
+# The number of processes.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("num", [2, 4])
+def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(cache, tmp_path, num):
+    """1 x 8, 2 x 4 and 4 x 2 devices: the same losses, the same meshes at every step."""
+    flags = {
+        "num_steps": 6,
+        "selector.budget_bytes_per_device": 2_900_000,
+        "rollout.context_buckets": "(24,40)",
+        "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
+        "train.sft_steps": 6,
+        "train.sft_updates": 3,
+        # Four processes that compile on two cores may be silent for long.
+        "distributed.heartbeat_s": 300,
+    }
+    one, several = (
+        steps_of(Command(cache, tmp_path / str(n), n, **flags).done(280)) for n in (1, num)
+    )
+    for left, right in zip(one, several, strict=True):
+        for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
+            assert left[name] == right[name], (left["step"], name)
+        assert left["loss"] == pytest.approx(right["loss"], rel=1e-4, abs=1e-6)
+        assert left["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-3)
+    assert any(line["switched"] for line in one[1:])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.training import train
+from tests.support.settings import make_config
 
 ROOT = Path(__file__).parent.parent
 MODEL = {"num_layers": 1, "width": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}

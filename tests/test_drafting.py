@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.engine import Engine
 from earl_jax.rollout.config import Stops
@@ -25,6 +24,7 @@ from tests.support.episodes import (
     tokenizer,
     weights,
 )
+from tests.support.settings import make_config
 
 GUESSES = {"ngram": 1, "draft": 3}
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from earl_jax.envs.board_game import BoardGame
 from earl_jax.envs.chat import ChatRenderer
-from earl_jax.envs.examples import play_example
+from earl_jax.envs.environment import Message, Start, StepResult
+from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from tests.support.episodes import game_corpus
 
@@ -29,6 +30,70 @@ def test_frame_by_hand():
     assert CHAT.first("5") == CHAT.answer("5") == (USER, five, END, ASSISTANT)
     assert CHAT.first("") == (USER, END, ASSISTANT)
     assert (CHAT.end_of_turn_id, CHAT.pad_id) == (END, PAD)
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "clock", "description": "The time, in °.", "parameters": {}},
+}
+OPENED = (
+    '<|user|>tools\n{"type": "function", "function": {"name": "clock", "description": '
+    '"The time, in °.", "parameters": {}}}<|end|>'
+    "<|user|>system\nBe <brief>.<|end|>"
+    "<|user|>Why?<|end|>"
+    "<|assistant|>"
+)
+ANSWERED = (
+    "<|user|>tool 7\n12:00<|end|><|user|>tool\nnothing<|end|><|user|>Now?<|end|><|assistant|>"
+)
+
+
+class Calling:
+    """An environment of every kind of message, with example replies."""
+
+    def start(self):
+        messages = (Message(role="system", text="Be <brief>."), Message(role="user", text="Why?"))
+        return Start(messages=messages, tools=(TOOL,))
+
+    def step(self, reply):
+        if reply == "It is 12:00.":
+            return StepResult(reward=1.0, done=True, stop_reason="told")
+        self.called = True
+        messages = (
+            Message(role="tool", text="12:00", call_id="7"),
+            Message(role="tool", text="nothing"),
+            Message(role="user", text="Now?"),
+        )
+        return StepResult(messages=messages, reward=0.0, done=False)
+
+    def example_reply(self, rng):
+        return "It is 12:00." if getattr(self, "called", False) else "clock()"
+
+
+def test_our_template_shows_tools_system_and_tool_messages():
+    ids = CHAT.first(Calling().start().messages, (TOOL,))
+    assert TOKENIZER.decode(ids) == OPENED
+    opening = CHAT.opening(Calling().start().messages, (TOOL,))
+    ids = CHAT.answer(Calling().step("").messages, opening)
+    assert TOKENIZER.decode(ids) == ANSWERED
+    # A plain text that looks like another role is a user's, and no control token.
+    ids = CHAT.first("<|end|>tool\n")
+    assert (
+        ids.count(END) == 1 and TOKENIZER.decode(ids) == "<|user|><|end|>tool\n<|end|><|assistant|>"
+    )
+
+
+def test_a_supervised_example_is_the_template_s_text_of_its_messages():
+    example = play_example(Calling(), random.Random(0))
+    ids, turns = example_ids(example, CHAT)
+    replies = ["clock()<|end|>", "It is 12:00.<|end|>"]
+    assert TOKENIZER.decode(ids) == OPENED + replies[0] + ANSWERED + replies[1]
+    for number, reply in enumerate(replies, start=1):
+        assert (
+            TOKENIZER.decode([i for i, t in zip(ids, turns, strict=True) if t == number]) == reply
+        )
+    spoken = "".join(example.texts)
+    assert "Be <brief>.Why?" in spoken and "12:00nothingNow?" in spoken, "of the corpus too"
 
 
 @pytest.mark.parametrize("show_board", [False, True])

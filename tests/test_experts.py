@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import EngineConfig
 from earl_jax.engine.engine import Engine
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
@@ -38,6 +37,7 @@ from earl_jax.train.step import make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, by_hand, one_layer, params, tokens_TD
 from tests.support.hlo import COLLECTIVE, replica_groups
+from tests.support.settings import make_config
 from tests.support.slots import CHUNK, PLACES, RULES, VOCAB, assert_same, converse, make_scripts
 
 REFERENCE = Path(__file__).parent / "reference" / "qwen3_moe"

@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
-from earl_jax.config.file import make_config
 from earl_jax.models.attention.rows import cap
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
@@ -34,6 +33,7 @@ from earl_jax.training import Training, exporter_of
 from earl_jax.workdir import Position
 from tests.support.placements import place
 from tests.support.references import KINDS, NAMES, REFERENCE, checkpoint, reference
+from tests.support.settings import make_config
 
 MIXED = make_layout(MeshShape(data=2, fsdp=2, tensor=2))
 LORA = LoraConfig(rank=3, alpha=6.0)

@@ -56,10 +56,10 @@ def test_a_flag_that_is_none_says_what_to_write(arguments, words):
 
 
 def test_flags_and_overrides_are_told_apart():
-    path, overrides, workdir = main.parse_flags(
+    flags, overrides = main.parse_flags(
         ["--config=a/b.py", "--config.seed=1", "--config.model.path=--odd"]
     )
-    assert (str(path), overrides, str(workdir)) == (
+    assert (str(flags.config), overrides, str(flags.workdir)) == (
         "a/b.py",
         ["seed=1", "model.path=--odd"],
         "runs/b",

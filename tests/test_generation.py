@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.run import build_run
 from tests.support.references import CHECKPOINT
+from tests.support.settings import make_config
 
 TOKENIZERS = Path(__file__).parent / "tokenizers"
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.models.checkpoints import hf_read
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
@@ -31,6 +30,7 @@ from tests.support.references import (
     checkpoint,
     loaded,
 )
+from tests.support.settings import make_config
 
 
 @pytest.fixture

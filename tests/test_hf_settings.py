@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_read import open_checkpoint
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.config import ModelConfig, RopeScaling
 from tests.support.references import NAMES, REFERENCE, change_config, checkpoint
+from tests.support.settings import make_config
 
 
 @pytest.fixture

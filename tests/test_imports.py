@@ -28,7 +28,7 @@ LEVELS = (
     ("run",),
     ("workdir",),
     ("loop",),
-    ("training",),
+    ("training", "preflight"),
     ("main", "evaluate", "serve", "plan", "bench", "view"),
 )
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}

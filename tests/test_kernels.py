@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config.file import make_config
 from earl_jax.models.attention.kernels import attend_rows, choose_kernel
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows
@@ -27,6 +26,7 @@ from earl_jax.train.state import state_shapes, state_shardings
 from earl_jax.train.step import batch_shapes, make_train_step, score_batch
 from tests.support.compilers import need_compiler
 from tests.support.rows import HEAD_SIZE, make_rows
+from tests.support.settings import make_config
 
 SPLIT = MeshShape(data=2, tensor=2)
 TINY = ModelConfig(

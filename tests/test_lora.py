@@ -14,7 +14,6 @@ import orbax.checkpoint as ocp
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config.file import make_config
 from earl_jax.dispatch.weights import publish
 from earl_jax.models.config import LORA_TARGETS, LoraConfig, ModelConfig
 from earl_jax.models.decoder import forward_chunk, forward_rows, head_weights
@@ -53,6 +52,7 @@ from earl_jax.train.state import (
 )
 from earl_jax.train.step import batch_shapes, make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
+from tests.support.settings import make_config
 
 REFERENCE = Path(__file__).parent / "reference"
 VOCAB, ROWS, LENGTH = 64, 16, 12

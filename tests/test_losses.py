@@ -10,15 +10,25 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithm import TokenFacts
-from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.algorithms import ALGORITHMS, clipped_loss, gspo_loss
 from earl_jax.algorithms.losses import (
     clipped_surrogate,
+    clipped_weight,
     cross_entropy,
     kl_estimate,
     likelihood_ratio,
+    policy_kl,
     truncated_importance,
 )
+from earl_jax.algorithms.sequences import aggregate, sequence_sums, sums_from
+from earl_jax.algorithms.settings import (
+    CispoSettings,
+    DapoSettings,
+    GrpoSettings,
+    ReinforceSettings,
+)
 from earl_jax.models.logprobs import TokenScores
+from earl_jax.settings.errors import InputError
 from earl_jax.train.step import token_facts
 from earl_jax.trajectory import TrajectoryBatch
 
@@ -28,7 +38,8 @@ def make_facts(logprobs, behaviour, advantages, **fields) -> TokenFacts:
     fields = {"logprobs": logprobs, "behaviour": behaviour, "advantages": advantages, **fields}
     row = {name: jnp.asarray([values], jnp.float32) for name, values in fields.items()}
     row.setdefault("entropy", jnp.zeros_like(row["logprobs"]))
-    return TokenFacts(mask=jnp.ones(row["logprobs"].shape, bool), **row)
+    ones = jnp.ones(row["logprobs"].shape, jnp.int32)
+    return TokenFacts(mask=ones > 0, sequences=ones, **row)
 
 
 def clipped(facts: TokenFacts):
@@ -60,7 +71,7 @@ def slope_of(loss, facts: TokenFacts) -> np.ndarray:
 )
 def test_the_four_cases_of_the_clip(ratio, advantage, gain, clipped_off, slope):
     facts = make_facts([-2.0 + math.log(ratio)], [-2.0], [advantage])
-    losses, metrics = clipped(facts)
+    losses, metrics, _ = clipped(facts)
     assert losses[0, 0] == pytest.approx(-gain, abs=1e-6)
     assert metrics["clip_fraction"][0, 0] == clipped_off
     assert slope_of(clipped, facts)[0] == pytest.approx(-slope, abs=1e-6)
@@ -125,7 +136,7 @@ def test_the_kl_estimate_by_hand_and_in_expectation():
 def test_no_gap_of_logprobs_makes_a_loss_that_is_no_number(gap, advantage):
     """exp of a large gap times an advantage of zero was inf x 0."""
     facts = make_facts([-2.0, 0.0], [-2.0 - gap, 0.0], [advantage, 1.0])
-    losses, metrics = clipped(facts)
+    losses, metrics, _ = clipped(facts)
     assert np.isfinite(losses).all() and np.isfinite(metrics["clip_fraction"]).all()
     assert np.isfinite(slope_of(clipped, facts)).all()
     weight, _ = truncated_importance(facts.logprobs, facts.behaviour, 2.0)
@@ -146,6 +157,19 @@ def test_cross_entropy_is_minus_the_logprob():
     assert slope_of(cross_entropy, facts).tolist() == [-1, -1, -1]
 
 
+def numpy_loss(name, logprobs, frozen, old, advantages):
+    """The losses again, in fp64 numpy; `frozen` are the log-probs behind a stopped gradient."""
+    if name == "sft":
+        return -logprobs
+    if name == "cispo":
+        return -np.clip(np.exp(frozen - old), 0.0, 5.0) * advantages * logprobs
+    low, high = {"dapo": (0.8, 1.28), "gspo": (1 - 3e-4, 1 + 4e-4)}.get(name, (0.8, 1.2))
+    ratio = np.exp(logprobs - old)
+    if name == "gspo":
+        ratio = np.exp(np.mean(frozen - old)) * np.exp(logprobs - frozen)
+    return -np.minimum(ratio * advantages, np.clip(ratio, low, high) * advantages)
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("with_proximal", [False, True])
 def test_gradients_are_finite_differences_of_the_loss(name, with_proximal):
@@ -156,22 +180,235 @@ def test_gradients_are_finite_differences_of_the_loss(name, with_proximal):
     old = proximal if with_proximal else behaviour
     logprobs = old + rng.normal(0, 0.4, 40)
     ratio = np.exp(logprobs - old)
-    smooth = (np.abs(ratio - 0.8) > 0.02) & (np.abs(ratio - 1.2) > 0.02)
+    smooth = np.min([np.abs(ratio - kink) for kink in (0.8, 1.2, 1.28)], axis=0) > 0.02
+    smooth |= name == "gspo"  # one ratio of all tokens, far from its kinks
 
-    def loss(logprobs):
-        if name == "sft":
-            return -logprobs
-        ratio = np.exp(logprobs - old)
-        return -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    def loss(moved):
+        return numpy_loss(name, moved, logprobs, old, advantages)
 
     expected = (loss(logprobs + 1e-6) - loss(logprobs - 1e-6)) / 2e-6
     fields = {"proximal": proximal} if with_proximal else {}
     facts = make_facts(logprobs, behaviour, advantages, **fields)
     found = slope_of(lambda facts: algorithm.loss(facts, algorithm.settings), facts)
     np.testing.assert_allclose(found[smooth], expected[smooth], rtol=1e-4, atol=1e-5)
+    assert expected.any()
     np.testing.assert_allclose(
         algorithm.loss(facts, algorithm.settings).losses[0], loss(logprobs), rtol=1e-5, atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gain", "cut", "slope"),
+    [
+        # max(min(r A, clip(r, 0.8, 1.3) A), 3 A) for A < 0, min(r A, clip(r) A) else.
+        (2.9, -2.0, -5.8, 0, -5.8),
+        (3.1, -2.0, -6.0, 1, 0.0),  # -6.2 is below 3 A
+        (1e6, -2.0, -6.0, 1, 0.0),
+        (3.1, 2.0, 2.6, 0, 0.0),  # PPO's clip, above
+        (0.5, -2.0, -1.6, 0, 0.0),  # PPO's clip, below
+        (3.1, 0.0, 0.0, 0, 0.0),
+    ],
+)
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens(ratio, advantage, gain, cut, slope):
+    def dual(facts):
+        return clipped_surrogate(facts, clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+
+    facts = make_facts([-2.0 + math.log(ratio)], [-2.0], [advantage])
+    losses, metrics, _ = dual(facts)
+    assert losses[0, 0] == pytest.approx(-gain, abs=1e-5)
+    assert metrics["dual_clip_fraction"][0, 0] == cut
+    assert slope_of(dual, facts)[0] == pytest.approx(-slope, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped_off", "slope"),
+    [
+        # -min(r, 5) A log p with log p = -2; the slope is -min(r, 5) A, never 0.
+        (1.0, 3.0, 6.0, 0, -3.0),
+        (5.5, 2.0, 20.0, 1, -10.0),
+        (5.5, -2.0, -20.0, 1, 10.0),
+        (0.01, 2.0, 0.04, 0, -0.02),
+    ],
+)
+def test_cispo_cuts_weights_and_keeps_gradients(ratio, advantage, loss, clipped_off, slope):
+    def cispo(facts):
+        return clipped_weight(facts, clip_low=1.0, clip_high=4.0)
+
+    facts = make_facts([-2.0], [-2.0 - math.log(ratio)], [advantage])
+    losses, metrics, _ = cispo(facts)
+    assert losses[0, 0] == pytest.approx(loss, rel=1e-5)
+    assert metrics["clip_fraction"][0, 0] == clipped_off
+    assert slope_of(cispo, facts)[0] == pytest.approx(slope, rel=1e-5)
+
+
+# Sequences.
+
+
+def make_rows(sequences, mask, **fields) -> TokenFacts:
+    """One row of several sequences; fields are 0 outside the mask."""
+    mask = jnp.asarray([mask], bool)
+    names = ("logprobs", "behaviour", "advantages", "entropy")
+    rows = {name: jnp.asarray([fields.get(name, [0.0] * mask.size)]) for name in names}
+    rows = {name: jnp.where(mask, row.astype(jnp.float32), 0.0) for name, row in rows.items()}
+    return TokenFacts(mask=mask, sequences=jnp.asarray([sequences], jnp.int32), **rows)
+
+
+def test_sums_over_sequences_by_hand():
+    values = jnp.array([[1.0, 2, 3, 4, 5, 6], [1.0, 1, 1, 1, 1, 1]])
+    sequences = jnp.array([[1, 1, 1, 2, 3, 3], [1, 2, 2, 2, 2, 0]])
+    sums = [[6, 6, 6, 4, 11, 11], [1, 4, 4, 4, 4, 1]]
+    assert sequence_sums(values, sequences).tolist() == sums
+    following = [[6, 5, 3, 4, 11, 6], [1, 4, 3, 2, 1, 1]]
+    assert sums_from(values, sequences).tolist() == following
+    # Discount 1/2: 1 + 2/2 + 3/4, 2 + 3/2, 3; 4; 5 + 6/2, 6. And 1 + 1/2 + 1/4 + 1/8.
+    halved = [[2.75, 3.5, 3, 4, 8, 6], [1, 1.875, 1.75, 1.5, 1, 1]]
+    assert sums_from(values, sequences, 0.5).tolist() == halved
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 100])
+def test_sums_over_sequences_are_those_of_a_loop(size):
+    rng = np.random.default_rng(size)
+    values = rng.normal(size=(3, size))
+    sequences = np.sort(rng.integers(0, 5, (3, size)), axis=1)
+    expected = [
+        [sum(v for v, s in zip(row, ids, strict=True) if s == own) for own in ids]
+        for row, ids in zip(values, sequences, strict=True)
+    ]
+    found = sequence_sums(jnp.asarray(values, jnp.float32), jnp.asarray(sequences))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_is_not_rounded_on_the_scale_of_another_sequence():
+    values = jnp.array([[1e8, 1e8, 0.25, 0.5]])
+    assert sequence_sums(values, jnp.array([[1, 1, 2, 2]])).tolist() == [[2e8, 2e8, 0.75, 0.75]]
+
+
+def test_aggregations_by_hand():
+    # Sequences of 1 and 3 tokens of the mask, one of none, padding.
+    facts = make_rows([1, 1, 2, 2, 2, 2, 3, 0], [0, 1, 1, 0, 1, 1, 0, 0])
+    assert aggregate(facts, "token", 7) is None
+    third = 1 / 3
+    shares = [0, 1, third, 0, third, third, 0, 0]
+    by_sequence = aggregate(facts, "sequence", 7)
+    np.testing.assert_allclose(by_sequence.weights[0], shares, rtol=1e-6)
+    np.testing.assert_allclose(by_sequence.shares[0], shares, rtol=1e-6)
+    constant = aggregate(facts, "constant", 10)
+    np.testing.assert_allclose(constant.weights[0], [0, 0.1, 0.1, 0, 0.1, 0.1, 0, 0], rtol=1e-6)
+    np.testing.assert_allclose(constant.shares[0], shares, rtol=1e-6)
+    nothing = aggregate(make_rows([1, 1, 0], [0, 0, 0]), "sequence", 7)
+    assert not nothing.weights.any() and not nothing.shares.any()
+
+
+def test_gspo_by_hand_and_by_finite_differences_of_its_objective():
+    """Eq. 5 of arXiv 2507.18071 in fp64 numpy: the mean over sequences of min(s A, clip(s) A).
+
+    Ratios 1.2 and 0.9 give s = sqrt(1.08) = 1.0392; 0.8 alone is cut off below for A < 0, and 2
+    alone is too likely and bad: full pull back.
+    """
+    sequences, mask = [1, 1, 1, 2, 3, 0], [1, 0, 1, 1, 1, 0]
+    ratios, advantages = np.array([1.2, 1, 0.9, 0.8, 2.0, 1]), np.array([1.0, 0, 1, -2, -1, 0])
+    behaviour = np.full(6, -2.0)
+    logprobs = behaviour + np.log(ratios)
+    facts = make_rows(
+        sequences, mask, logprobs=logprobs, behaviour=behaviour, advantages=advantages
+    )
+    settings = GrpoSettings(clip_low=0.1, clip_high=0.1, aggregation="sequence")
+    losses, metrics, aggregation = gspo_loss(facts, settings)
+    s = math.sqrt(1.08)
+    np.testing.assert_allclose(losses[0], [-s, 0, -s, 1.8, 2.0, 0], rtol=1e-5)
+    assert metrics["clip_fraction"][0].tolist() == [0, 0, 0, 1, 0, 0]
+
+    def objective(logprobs):
+        total = 0.0
+        for members, advantage in (([0, 2], 1.0), ([3], -2.0), ([4], -1.0)):
+            ratio = math.exp(np.mean((logprobs - behaviour)[members]))
+            total += min(ratio * advantage, np.clip(ratio, 0.9, 1.1) * advantage)
+        return -total / 3
+
+    def found(logprobs):
+        losses, _, aggregation = gspo_loss(facts.replace(logprobs=logprobs), settings)
+        return jnp.sum(losses * aggregation.weights) / jnp.sum(aggregation.shares)
+
+    assert found(facts.logprobs) == pytest.approx(objective(logprobs), rel=1e-5)
+    steps = 1e-6 * np.eye(6)
+    expected = [(objective(logprobs + e) - objective(logprobs - e)) / 2e-6 for e in steps]
+    np.testing.assert_allclose(jax.grad(found)(facts.logprobs)[0], expected, rtol=1e-4, atol=1e-6)
+
+
+# The penalty.
+
+
+def test_kl_estimators_by_hand_and_in_expectation():
+    # r = reference / policy 0.5 and 2: log r -0.6931, 0.6931.
+    policy, reference = jnp.zeros(2), jnp.log(jnp.array([0.5, 2.0]))
+    expected = {
+        "k1": [0.693147, -0.693147],
+        "k2": [0.240227, 0.240227],
+        "k3": [0.5 - 1 + 0.693147, 2 - 1 - 0.693147],
+    }
+    for estimator, values in expected.items():
+        np.testing.assert_allclose(policy_kl(policy, reference, estimator), values, atol=1e-6)
+    # k1 and k3 are unbiased, over all tokens that the policy samples.
+    p, q = np.array([0.7, 0.2, 0.1]), np.array([0.5, 0.25, 0.25])
+    for estimator in ("k1", "k3"):
+        mean = np.sum(p * np.asarray(policy_kl(jnp.log(p), jnp.log(q), estimator)))
+        assert mean == pytest.approx(np.sum(p * np.log(p / q)), abs=1e-6)
+
+
+@pytest.mark.parametrize(("estimator", "slope"), [("k2", math.log(1.5)), ("k3", 1 - 1 / 1.5)])
+def test_a_penalty_in_the_loss_by_hand(estimator, slope):
+    """Policy / reference 1.5; d k2 / d log p = log p - log q, d k3 / d log p = 1 - q / p."""
+    settings = GrpoSettings(kl_coefficient=0.5, kl_estimator=estimator)
+    facts = make_facts([-1.0], [-1.0], [2.0], reference=[-1.0 - math.log(1.5)])
+    value = {"k2": 0.5 * math.log(1.5) ** 2, "k3": 1 / 1.5 - 1 + math.log(1.5)}[estimator]
+    losses, metrics, _ = clipped_loss(facts, settings)
+    assert losses[0, 0] == pytest.approx(-2.0 + 0.5 * value, rel=1e-5)
+    assert metrics["reference_kl"][0, 0] == pytest.approx(value, rel=1e-5)
+    found = slope_of(lambda facts: clipped_loss(facts, settings), facts)
+    assert found[0] == pytest.approx(-2.0 + 0.5 * slope, rel=1e-5)
+
+
+def test_a_penalty_in_the_reward_lowers_what_came_before_it():
+    """Penalties 0.5 k1 of 1, 2, -1 and 4; each token's advantage loses its own and those after."""
+    settings = GrpoSettings(kl_coefficient=0.5, kl_estimator="k1", kl_in="reward")
+    facts = make_rows([1, 1, 1, 1, 2, 0], [1, 0, 1, 1, 1, 0], advantages=[3.0, 0, 3, 3, -1, 0])
+    reference = jnp.array([[-1.0, 0, -2, 1, -4, 0]])
+    facts = facts.replace(reference=reference)
+    losses, _, _ = clipped_loss(facts, settings)
+    # 3 - (0.5 + 1 - 0.5), 3 - (1 - 0.5), 3 + 0.5, -1 - 2; ratios are 1.
+    np.testing.assert_allclose(losses[0], [-2, 0, -2.5, -3.5, 3, 0], atol=1e-6)
+    slopes = slope_of(lambda facts: clipped_loss(facts, settings), facts)
+    np.testing.assert_allclose(slopes, [-2, 0, -2.5, -3.5, 3, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (GrpoSettings(clip_low=1.5), "clip_low is 1.5; it must be at least 0.0 and at most 1.0"),
+        (GrpoSettings(clip_high=-0.1), "clip_high is -0.1"),
+        (GrpoSettings(dual_clip=1.1), "dual_clip is 1.1; it must be 0, or above 1 "),
+        (GrpoSettings(kl_coefficient=-1.0), "kl_coefficient is -1.0"),
+        (GrpoSettings(kl_coefficient=0.1, kl_estimator="k1"), "the mean gradient of k1 is 0"),
+        (GrpoSettings(aggregation="constant", aggregation_tokens=0), "aggregation_tokens is 0"),
+        (GrpoSettings(**{"aggregation": "mean"}), "aggregation is 'mean'; choose one of 'token'"),
+        (DapoSettings(overlong_tokens=100), "overlong_buffer is 0; it must be at least 1 and at"),
+        (DapoSettings(overlong_tokens=100, overlong_buffer=200), "at most 100"),
+        (DapoSettings(overlong_buffer=5), "overlong_buffer is 5"),
+        (ReinforceSettings(turn_discount=1.5), "turn_discount is 1.5"),
+        (ReinforceSettings(**{"baseline": "mean"}), "baseline is 'mean'; choose one of 'batch'"),
+        (CispoSettings(clip_low=2.0), "clip_low is 2.0"),
+    ],
+)
+def test_settings_that_break_a_rule_are_errors(settings, words):
+    with pytest.raises(InputError, match=words):
+        settings.validate("config.algorithm_args")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_settings_of_every_algorithm_keep_the_rules(name):
+    settings = ALGORITHMS[name].settings
+    if hasattr(settings, "validate"):
+        settings.validate("config.algorithm_args")
 
 
 # The facts of a batch.

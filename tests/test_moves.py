@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.loop import rl_step
 from earl_jax.placement.rollouts import play
@@ -30,6 +29,7 @@ from tests.support.placements import (
     table_of,
     too_large_for,
 )
+from tests.support.settings import make_config
 
 # A whole game is up to 40 tokens.
 SMALL, MIDDLE, LARGE = BUCKETS = (24, 32, 48)

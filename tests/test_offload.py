@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from earl_jax import loop
-from earl_jax.config.file import make_config
 from earl_jax.loop import rl_step
 from earl_jax.placement.moves import move_state
 from earl_jax.run import build_run
@@ -25,6 +24,7 @@ from tests.support.placements import (
     table_of,
     too_large_for,
 )
+from tests.support.settings import make_config
 
 TOKENS = 32
 ROLLOUT = {

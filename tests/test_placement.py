@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
@@ -42,6 +41,7 @@ from tests.support.placements import (
     table_of,
     too_large_for,
 )
+from tests.support.settings import make_config
 
 SHORT, LONG = 16, 32
 SLOTS = 16

@@ -13,7 +13,6 @@ import time
 import jax
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.placement import problem as problem_module
 from earl_jax.placement.facts import model_facts
@@ -34,6 +33,7 @@ from earl_jax.selector.table import ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.sharding.plan_text import bytes_text
 from tests.support import ROOT
+from tests.support.settings import make_config
 
 EMPTY = ThroughputTable()
 D8 = MeshShape(data=8)
@@ -285,6 +285,18 @@ def test_four_thousand_devices_are_planned_in_seconds():
 
 
 TICTACTOE = f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"
+
+
+@pytest.mark.parametrize(
+    ("topology", "preset"),
+    [("h100:1x8", "qwen2.5-7b"), ("h100:1x1", "qwen2.5-0.5b"), ("v5e:8x8", "qwen3-8b")],
+)
+def test_a_preset_alone_is_planned_by_the_defaults(capsys, topology, preset):
+    plan_command([f"--topology={topology}", f"--config.model.preset={preset}", "--json"])
+    values = json.loads(capsys.readouterr().out)
+    assert values["notes"] == [] and "smallest" not in values
+    assert values["budget_bytes_per_device"] == parse_topology(topology).usable_bytes
+    assert [stop["context"] for stop in values["schedule"]] == [2**n for n in range(10, 18)]
 
 
 def run(capsys, *arguments):

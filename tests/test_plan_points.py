@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import plan as benchmark
-from earl_jax.config.file import PLANNED_CONFIG, load_config_file, make_config
+from earl_jax.config.file import BENCH_CONFIG, load_config_file, make_config
 from earl_jax.placement.problem import find_model, planned_problem
 from earl_jax.selector import schedule
 from earl_jax.selector.footprint import rollout_footprint, train_footprint, trainer_bytes
@@ -48,7 +48,7 @@ class Program(NamedTuple):
 def problem_on(topology: str, *overrides: str, vocab_size: int | None = None) -> Problem:
     """Returns the default config with these overrides, on this hardware."""
     hardware = parse_topology(topology)
-    config = make_config(load_config_file(PLANNED_CONFIG), [*overrides])
+    config = make_config(load_config_file(BENCH_CONFIG), [*overrides])
     model, vocab_size = find_model(config, vocab_size)
     return planned_problem(config, model, vocab_size, hardware, hardware.usable_bytes)
 

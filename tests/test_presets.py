@@ -8,13 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.models.checkpoints.families import family_of
 from earl_jax.models.checkpoints.hf_settings import read_settings, write_settings
 from earl_jax.models.parameters import num_parameters, parameter_specs
 from earl_jax.models.presets import PRESETS, preset_vocab_size
 from earl_jax.run import build_run
 from tests.support.placements import one_step
+from tests.support.settings import make_config
 
 # Vocabulary and number of parameters of the published checkpoints (Gemma 3 without its images).
 PUBLISHED = {

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from earl_jax import workdir
-from earl_jax.config.file import make_config
 from earl_jax.run import build_run
+from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.train.checkpoint import Checkpoints
 from earl_jax.train.learner import Learner
+from tests.support.settings import make_config
 
 D8 = MeshShape(data=8)
 POSITION = {
@@ -82,15 +83,12 @@ def test_the_newest_is_used(resume, run):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ('"placement"', '"plaxement"', "without placement"),
-        ('"max_tokens"', '"max_tokenz"', "placement is not one: 'max_tokens'"),
-        ('"train": ["data=8"', '"train": ["dbta=8"', "cannot read 'dbta=8'"),
-        ('["data=8", 64, 4, false]', '["data=8", 64, 4]', "its placement is not one"),
-        ('"entries": {}', '"entries": {"a": 1}', "not a throughput table"),
+        ('"max_tokens"', '"max_tokenz"', "its position is not what was saved"),
+        ('["data=8", 64, 4, false]', '["data=8", 64, 5, false]', "not what was saved"),
         ("{", "[", "JSONDecodeError"),
     ],
 )
-def test_a_position_that_is_none_is_damage(resume, old, new, words):
+def test_a_changed_position_is_damage(resume, old, new, words):
     path = resume.workdir / "checkpoints/2/position/metadata"
     text = path.read_text().replace('":', '": ').replace('":  ', '": ')
     assert old in text
@@ -101,6 +99,30 @@ def test_a_position_that_is_none_is_damage(resume, old, new, words):
     assert (resume.workdir / "damaged_2").is_dir()
 
 
+def test_a_run_does_not_begin_again_where_all_checkpoints_are_damaged(resume):
+    for step in (1, 2):
+        (resume.workdir / f"checkpoints/{step}/position/metadata").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(InputError, match="give --restart to begin from step 0"):
+            resume.call()
+    assert (resume.workdir / "damaged_1").is_dir() and (resume.workdir / "damaged_2").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"placement": None}, "placement is not one"),
+        ({"throughput": {"entries": {"a": 1}, "failures": []}}, "not a throughput table"),
+    ],
+)
+def test_a_position_of_another_version_is_no_damage(run, tmp_path, monkeypatch, change, words):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for resume in resumed(run, tmp_path, POSITION | change):
+        with pytest.raises(InputError, match=f"does not know it .*{words}"):
+            resume.call()
+        assert resume.steps() == [2, 1] and not resume.notes
+
+
 @pytest.fixture(scope="module")
 def adapters_run():
     return make_run("train.lora.rank=1")
@@ -109,13 +131,14 @@ def adapters_run():
 @pytest.mark.slow_except("another")
 @pytest.mark.parametrize("found", [0, None], ids=["another", "none"])
 def test_adapters_without_their_base(adapters_run, tmp_path, monkeypatch, found):
-    """Another base is no damage: nothing is set aside. A position that names none is one."""
+    """Neither is damage: another base, and a position that names none."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     position = POSITION if found is None else {**POSITION, "base_fingerprint": found}
     for resume in resumed(adapters_run, tmp_path, position):
         if found is None:
-            assert resume.call() is None and resume.steps() == []
-            assert all("without base_fingerprint" in note for note in resume.notes)
+            with pytest.raises(InputError, match="without base_fingerprint"):
+                resume.call()
+            assert resume.steps() == [2, 1]
         else:
             with pytest.raises(ValueError, match="draws other weights from config.seed"):
                 resume.call()

@@ -7,7 +7,6 @@ import functools
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.loop import evaluate, rl_step
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play
@@ -16,6 +15,7 @@ from earl_jax.selector.table import ThroughputTable
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.workdir import Position
 from tests.support.placements import begin
+from tests.support.settings import make_config
 
 ROOM = 32
 GIVEN = {

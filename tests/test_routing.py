@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from earl_jax.algorithms.algorithms import ALGORITHMS
-from earl_jax.config.file import make_config
 from earl_jax.models.decoder import forward_rows_routed
 from earl_jax.models.moe.routing import Routing, balance_loss, count_routing, load_of_experts
 from earl_jax.models.parameters import parameter_shardings, parameter_specs
@@ -23,6 +22,7 @@ from earl_jax.train.step import make_train_step, read_metrics
 from earl_jax.trajectory import TrajectoryBatch
 from tests.support.experts import MODEL, params
 from tests.support.references import CHECKPOINT
+from tests.support.settings import make_config
 from tests.support.slots import VOCAB
 
 PAIR = dataclasses.replace(MODEL, num_experts=2, experts_per_token=1)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2
 
 from earl_jax.engine.config import Sampling
@@ -24,7 +23,6 @@ from earl_jax.envs.chat import ChatRenderer
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving.jetstream_engine import MAX_SEED
-from earl_jax.serving.scores import Scores
 from earl_jax.serving.serve_flags import parse_flags
 from earl_jax.serving.sizes import context_tokens_of
 from tests.support import ROOT
@@ -32,6 +30,7 @@ from tests.support.references import reference
 from tests.support.served import (
     CONTEXT,
     MODEL,
+    PORTS,
     VOCAB,
     Code,
     Server,
@@ -45,6 +44,7 @@ from tests.support.served import (
     refusal,
     request,
     sampling_metadata,
+    scores_of,
     serving,
 )
 
@@ -275,21 +275,6 @@ def test_a_reply_is_made_of_the_allowed_tokens_of_its_request(server):
 
 
 # What it tells of them.
-
-
-def scores_of(call) -> list[dict[str, float]]:
-    """The log-probs of each token, read as any client of JetStream's messages can."""
-    names = {1001: "logprob", 1002: "model_logprob"}
-    found = []
-    for response in call:
-        [sample] = response.stream_content.samples
-        [token] = sample.token_ids
-        fields = {names[f.field_number]: f.data for f in UnknownFieldSet(sample)}
-        scores = {name: float(np.uint32(bits).view(np.float32)) for name, bits in fields.items()}
-        read = Scores.FromString(sample.SerializeToString())
-        assert scores == {field.name: value for field, value in read.ListFields()}
-        found.append({"token": token, **scores})
-    return found
 
 
 def test_who_asks_is_told_log_probs_of_what_was_drawn_and_under_the_model(server):
@@ -524,6 +509,8 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
         (["--model=nowhere"], r"--model is 'nowhere', and there is no such folder"),
         (["--workdir=nowhere"], r"--workdir=nowhere holds no run"),
         (["--port=70000"], r"--port=70000; it must lie between 0 and 65535"),
+        (["--grpc_port=-1"], r"--grpc_port=-1; it must lie between 0 and 65535"),
+        (["--port=9000", "--grpc_port=9000"], r"--port=9000 is HTTP's and --grpc_port=9000 gRPC's"),
         (["--num_slots=0"], r"--num_slots=0; it must lie between 1"),
         (["--max_waiting=-1"], r"--max_waiting=-1; it must lie between 0"),
         (["--max_context=1"], r"--max_context=1; it must lie between 2"),
@@ -545,7 +532,7 @@ def test_short_requests_one_after_the_other_are_all_answered(cache):
 def test_mistakes_are_refused_in_words(flags, words):
     policy = [] if flags[0].startswith(("--model", "--workdir")) else [f"--model={MODEL}"]
     with pytest.raises(ValueError, match=words):
-        serve_command([*policy, "--port=0", *flags])
+        serve_command([*policy, *PORTS, *flags])
 
 
 def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_read():
@@ -553,9 +540,10 @@ def test_an_address_that_cannot_be_had_is_refused_before_a_model_is_read():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        words = f"--host=127.0.0.1 --port={port} cannot be used .*in use.*another one, or 0 for any"
-        with pytest.raises(ValueError, match=words):
-            serve_command(["--model=nowhere", f"--port={port}"])
+        for flag, other in (("--port", "--grpc_port"), ("--grpc_port", "--port")):
+            words = f"--host=127.0.0.1 {flag}={port} cannot be used .*in use.*another one, or 0 for"
+            with pytest.raises(ValueError, match=words):
+                serve_command(["--model=nowhere", f"{flag}={port}", f"{other}=0"])
     with pytest.raises(ValueError, match="--host=192.0.2.1 .* must be an address of this machine"):
         serve_command(["--model=nowhere", "--host=192.0.2.1"])
 
@@ -569,7 +557,7 @@ def test_a_policy_must_be_named(capsys):
 
 
 def test_a_mistake_ends_with_status_2_and_one_message():
-    line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", "--port=0"]
+    line = [sys.executable, "-m", "earl_jax.serve", f"--model={MODEL}", *PORTS]
     done = subprocess.run(
         [*line, "--max_context=192"], cwd=ROOT, capture_output=True, text=True, timeout=120
     )

@@ -17,6 +17,7 @@ from earl_jax.envs.tokenizer import load_tokenizer, save_tokenizer
 from earl_jax.serve import serve_command
 from earl_jax.serving._jetstream import padded_length
 from earl_jax.serving.serve_flags import parse_flags, sampling
+from tests.support.http_client import ask
 from tests.support.references import REFERENCE, reference
 from tests.support.served import (
     MODEL,
@@ -73,7 +74,7 @@ def test_a_model_whose_file_says_what_cannot_be_is_refused(tmp_path):
     folder = shutil.copytree(REFERENCE / "qwen2_tied", tmp_path / "told")
     (folder / "generation_config.json").write_text('{"top_p": 1.5}')
     with pytest.raises(ValueError, match="generation_config.json: top_p is 1.5; it must lie in"):
-        serve_command([f"--model={folder}", "--port=0"])
+        serve_command([f"--model={folder}", "--port=0", "--grpc_port=0"])
 
 
 @pytest.mark.slow
@@ -95,6 +96,16 @@ def test_the_newest_checkpoint_of_a_run_is_served_on_a_mesh(rank, cache, tmp_pat
         calls = [server.stub.Decode(request(ids, 24)) for ids in asked]
         assert [ids_of(call) for call in calls] == want
         assert ids_of(server.stub.Decode(request(rendered.text, 24))) == want[0]
+        answer = ask(
+            server.http,
+            "/v1/chat/completions",
+            messages=[{"role": "user", "content": "tic_tac_toe. you play x."}],
+            max_tokens=24,
+        )
+        said = world.actor.renderer.decode(want[0])
+        assert answer["choices"][0]["message"]["content"] == said
+        assert answer["usage"]["prompt_tokens"] == len(rendered.ids)
+        assert answer["policy_version"] == 7 and answer["model"] == str(folder)
         assert "after step 7" in server.ready_line and "data=2,tensor=2" in server.ready_line
     assert sorted(path for path in folder.rglob("*")) == before
 

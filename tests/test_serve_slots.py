@@ -20,6 +20,7 @@ from earl_jax.serve import main
 from earl_jax.serving import jetstream_engine
 from tests.support.served import (
     MODEL,
+    PORTS,
     SAYING,
     Code,
     Server,
@@ -178,7 +179,7 @@ def test_a_client_that_is_killed_leaves_nothing_behind(parrot):
 def test_a_signal_ends_it_and_its_requests(cache, tmp_path, number):
     save_parrot(tmp_path / "parrot")
     flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=2")
-    line = [sys.executable, "-m", "earl_jax.serve", "--port=0", "--temperature=0", *flags]
+    line = [sys.executable, "-m", "earl_jax.serve", *PORTS, "--temperature=0", *flags]
     server = Server(line, cache)
     with contextlib.closing(server.channel):
         calls = [forever(server, 5000) for _ in range(2)]
@@ -219,7 +220,7 @@ def serve_faulty(model: str) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: others have the memory")
 
     jetstream_engine.JetStreamEngine = FaultyEngine
-    sys.argv[1:] = [f"--model={model}", "--port=0", "--temperature=0", "--num_slots=2"]
+    sys.argv[1:] = [f"--model={model}", *PORTS, "--temperature=0", "--num_slots=2"]
     # Slots then begin with room for half of the model's context.
     sys.argv += ["--num_draft_tokens=4"]
     sys.argv += ["--max_choice_tokens=0", "--max_prompt_tokens=16"]

@@ -10,7 +10,6 @@ import gc
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.placement import placement
 from earl_jax.placement.programs import compiled_bytes
 from earl_jax.run import build_run
@@ -18,6 +17,7 @@ from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.allocator import live_bytes, memory_limit
+from tests.support.settings import make_config
 
 WIDE = {
     "num_steps": 2,

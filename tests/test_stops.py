@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.envs.conversation import Conversation
 from earl_jax.rollout.config import Stops
 from earl_jax.run import build_run
@@ -24,6 +23,7 @@ from tests.support.episodes import (
     weights,
 )
 from tests.support.scores import furthest
+from tests.support.settings import make_config
 
 # The policy says digits and never ends a turn: a stop must.
 PLAIN, OWN = ("12", "34", "5", "0"), Stops(strings=("7", "80"), token_ids=())

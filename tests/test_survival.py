@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.launch.distributed import RestartNeeded
 from earl_jax.loop import rl_step
 from earl_jax.placement import moves
@@ -42,6 +41,7 @@ from tests.support.placements import (
     table_of,
 )
 from tests.support.processes import Processes
+from tests.support.settings import make_config
 
 TOKENS = 32
 ROLLOUT = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.models.attention.kernels import Choice
 from earl_jax.placement.facts import table_for_plan
 from earl_jax.placement.problem import find_model, make_problem
@@ -19,6 +18,7 @@ from earl_jax.selector.plans import Failure
 from earl_jax.selector.table import ThroughputTable, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.workdir import _table_of
+from tests.support.settings import make_config
 
 KEY = train_key(MeshShape(data=8), 16, 1, False)
 FAILED = Failure(stage="train", mesh="data=8", size=(4096, 16, 1))

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import Pool
 from earl_jax.engine.session import relocate
@@ -20,6 +19,7 @@ from earl_jax.run import build_run
 from earl_jax.telemetry.load import LoadHistory
 from tests.support.episodes import CONFIG, assert_same_episodes, check_rows, collect, engine, tasks
 from tests.support.placements import D4T2, D8, first_position, given, load_of, place, table_of
+from tests.support.settings import make_config
 
 TOKENS, SLOTS = 32, 16
 ROLLOUT = {

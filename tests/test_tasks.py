@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.config import Sampling
 from earl_jax.rollout.actor import check_learnable
 from earl_jax.rollout.tasks import Tasks
@@ -22,6 +21,7 @@ from tests.support.episodes import (
     tasks,
 )
 from tests.support.placements import one_step
+from tests.support.settings import make_config
 
 WAYS = (
     Sampling(temperature=0.0),

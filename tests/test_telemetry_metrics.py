@@ -142,6 +142,16 @@ def test_truncate_drops_a_cut_line_even_of_no_later_step(tmp_path):
     assert path.read_bytes() == STEP_1
 
 
+@pytest.mark.parametrize("damage", [b"{\xff\n", b'{"loss": 1}\n', b"[]\n"])
+def test_damaged_lines_are_set_aside(tmp_path, damage):
+    path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.damaged.jsonl"
+    for times in (1, 2):
+        path.write_bytes(STEP_1 + damage + STEP_2)
+        assert truncate_after(path, 1) == aside
+        assert path.read_bytes() == STEP_1 and aside.read_bytes() == damage * times
+    assert truncate_after(path, 1) is None
+
+
 def test_a_kill_while_truncating_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(STEP_1 + STEP_2)

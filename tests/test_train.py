@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from earl_jax.algorithms.algorithms import ALGORITHMS, ReinforceSettings
+from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.settings import ReinforceSettings
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.parameters import check_tensor_axis, init_parameters, parameter_specs
@@ -201,6 +202,7 @@ def reference_loss(params, batch: TrajectoryBatch):
         "loss": loss,
         "entropy": mean(entropy),
         "clip_fraction": mean(cut),
+        "effective_sample_size": mean(ratio) ** 2 / mean(ratio**2),
         "kl": mean(ratio - 1 - log_ratio),
         "logprob_mismatch_mean": mean(jnp.abs(log_ratio)),
         "logprob_mismatch_max": jnp.abs(log_ratio).max(),
@@ -593,9 +595,9 @@ def test_the_learning_rate_by_hand(schedule, step, rate):
 
 
 def test_the_learning_rate_without_warmup_and_with_nothing_but_it():
-    config = TrainConfig(warmup_steps=0, learning_rate=1.0, final_learning_rate=0.0)
+    config = TrainConfig(warmup_steps=0, learning_rate=1.0, schedule="linear")
     assert [learning_rate(config, step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
-    config = TrainConfig(warmup_steps=10, learning_rate=1.1, final_learning_rate=0.0)
+    config = TrainConfig(warmup_steps=10, learning_rate=1.1, schedule="linear")
     assert learning_rate(config, 4, 5) == pytest.approx(0.5)
 
 

@@ -36,12 +36,8 @@ def assign_credit(algorithm: Algorithm, episodes: Sequence[Episode]) -> Credit:
     episode without a rewarded turn, or a group that the algorithm does not keep. M is a power of
     two above the largest number of turns, so that few programs are compiled for it.
     """
-    groups: dict[int, list[int]] = {}
-    for index, episode in enumerate(episodes):
-        if episode.stop_reason not in FAILURES and episode.turn_rewards:
-            groups.setdefault(episode.group, []).append(index)
     counts = np.zeros(len(episodes), bool)
-    for members in groups.values():
+    for members in _counted_groups(episodes):
         counts[members] = algorithm.keep_group([episodes[i] for i in members], algorithm.settings)
     num_turns = max(8, 1 << max(episode.num_turns for episode in episodes).bit_length())
     table = np.zeros((len(episodes), num_turns), np.float32)
@@ -65,7 +61,7 @@ def discounted_returns(turn_rewards: Sequence[float], discount: float) -> np.nda
     return returns
 
 
-def centred(values: Sequence[float]) -> np.ndarray:
+def centred(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Returns the values minus their mean; exact zeros where all are equal up to rounding."""
     values_N = np.asarray(values, np.float64)
     if not values_N.size or np.ptp(values_N) <= _EQUAL * np.abs(values_N).max():
@@ -82,23 +78,23 @@ def deviation(centred_N: np.ndarray) -> float:
 
 def reinforce(
     turn_rewards: Sequence[Sequence[float]],
-    roles: Sequence[Hashable],
+    compared: Sequence[Hashable] | None,
     *,
     discount: float,
     normalize: bool,
 ) -> list[np.ndarray]:
     """REINFORCE with per-turn credit: return minus a baseline (Williams 1992, eq. 11).
 
-    The baseline of a turn is the mean return of all episodes of the batch in the same role at the
-    same turn. With `normalize`, advantages are divided by their population standard deviation over
-    the batch.
+    The baseline of a turn is the mean return, at the same turn, of the episodes with the same entry
+    in `compared`, such as a role; None is no baseline. With `normalize`, advantages are divided by
+    their population standard deviation over the batch.
     """
     rows = [discounted_returns(rewards, discount) for rewards in turn_rewards]
-    compared: dict[tuple[Hashable, int], list[int]] = {}
-    for index, (role, row) in enumerate(zip(roles, rows, strict=True)):
-        for turn in range(len(row)):
-            compared.setdefault((role, turn), []).append(index)
-    for (_, turn), members in compared.items():
+    members_of: dict[tuple[Hashable, int], list[int]] = {}
+    for index, entry in enumerate(compared or ()):
+        for turn in range(len(rows[index])):
+            members_of.setdefault((entry, turn), []).append(index)
+    for (_, turn), members in members_of.items():
         for index, value in zip(members, centred([rows[i][turn] for i in members]), strict=True):
             rows[index][turn] = value
     if normalize and rows:
@@ -109,22 +105,114 @@ def reinforce(
 
 
 def group_relative(
-    turn_rewards: Sequence[Sequence[float]], groups: Sequence[Hashable], *, normalize: bool
+    turn_rewards: Sequence[Sequence[float]],
+    groups: Sequence[Hashable],
+    *,
+    normalize: bool,
+    penalties: Sequence[float] = (),
 ) -> list[np.ndarray]:
     """GRPO's advantages of outcomes (arXiv 2402.03300, section 4.1.2).
 
     Outcome minus the mean of its group, with `normalize` divided by the group's population standard
     deviation (that of N, not of N - 1); without it, Dr. GRPO (arXiv 2503.20783, eq. 3). Every turn
     of an episode gets the same. A group whose outcomes are equal gets zeros, whatever their scale.
+    `penalties`, one an episode, are added to the outcomes.
     """
-    outcomes = [math.fsum(rewards) for rewards in turn_rewards]
+    outcomes = outcomes_of(turn_rewards)
+    if penalties:
+        outcomes = [sum(pair) for pair in zip(outcomes, penalties, strict=True)]
+    values = np.zeros(len(outcomes))
+    for indices in _members(groups):
+        values[indices] = centred([outcomes[i] for i in indices])
+        scale = deviation(values[indices]) if normalize else 1.0
+        values[indices] /= scale or 1.0
+    return _at_every_turn(values, turn_rewards)
+
+
+def leave_one_out(
+    turn_rewards: Sequence[Sequence[float]], groups: Sequence[Hashable]
+) -> list[np.ndarray]:
+    """RLOO's advantages: outcome minus the mean of the others of its group (arXiv 2402.14740).
+
+    That is n / (n - 1) times the outcome minus the mean of all n. An episode alone in its group
+    gets 0. Every turn of an episode gets the same.
+    """
+    outcomes = outcomes_of(turn_rewards)
+    values = np.zeros(len(outcomes))
+    for indices in _members(groups):
+        factor = len(indices) / max(1, len(indices) - 1)
+        values[indices] = factor * centred([outcomes[i] for i in indices])
+    return _at_every_turn(values, turn_rewards)
+
+
+def batch_normalized(
+    turn_rewards: Sequence[Sequence[float]], groups: Sequence[Hashable] | None = None
+) -> list[np.ndarray]:
+    """REINFORCE++'s advantages: outcomes minus their mean, over their deviation in the batch.
+
+    arXiv 2501.03262. With `groups` its baseline form, where the mean of its group is
+    subtracted from each outcome first. Population deviation over episodes; a batch of equal
+    outcomes gets zeros. Every turn of an episode gets the same.
+    """
+    values = np.array(outcomes_of(turn_rewards))
+    for indices in () if groups is None else _members(groups):
+        values[indices] = centred(values[indices])
+    values = centred(values)
+    return _at_every_turn(values / (deviation(values) or 1.0), turn_rewards)
+
+
+def overlong_penalty(num_tokens: int, most: int, buffer: int) -> float:
+    """Returns DAPO's soft penalty of a long episode (arXiv 2503.14476, eq. 13).
+
+    0 up to most - buffer tokens, then linearly down to -1 at `most` tokens and beyond; 0 where
+    `most` is 0. Of 100 tokens with a buffer of 20: 80 gives 0, 95 gives -0.75.
+    """
+    over = num_tokens - (most - buffer)
+    return -min(over / buffer, 1.0) if most and over > 0 else 0.0
+
+
+def has_different_outcomes(turn_rewards: Sequence[Sequence[float]]) -> bool:
+    """Returns False where all outcomes are equal up to rounding."""
+    return bool(centred(outcomes_of(turn_rewards)).any())
+
+
+def group_shares(algorithm: Algorithm, episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns shares of the groups of several episodes, failed ones left out; {} without any.
+
+    `equal_groups`: all outcomes are equal. `dropped_groups`: the algorithm does not keep the group.
+    """
+    members = [indices for indices in _counted_groups(episodes) if len(indices) > 1]
+    groups = [[episodes[i] for i in indices] for indices in members]
+    equal = [not has_different_outcomes([e.turn_rewards for e in group]) for group in groups]
+    dropped = [not algorithm.keep_group(group, algorithm.settings) for group in groups]
+    if not groups:
+        return {}
+    return {"equal_groups": float(np.mean(equal)), "dropped_groups": float(np.mean(dropped))}
+
+
+def outcomes_of(turn_rewards: Sequence[Sequence[float]]) -> list[float]:
+    """Returns the sum of each episode's rewards."""
+    return [math.fsum(rewards) for rewards in turn_rewards]
+
+
+def _counted_groups(episodes: Sequence[Episode]) -> list[list[int]]:
+    """Returns the indices of each group's episodes, without failures and unrewarded ones."""
+    counted = [
+        index
+        for index, episode in enumerate(episodes)
+        if episode.stop_reason not in FAILURES and episode.turn_rewards
+    ]
+    groups = _members([episodes[index].group for index in counted])
+    return [[counted[i] for i in indices] for indices in groups]
+
+
+def _members(groups: Sequence[Hashable]) -> list[list[int]]:
     members: dict[Hashable, list[int]] = {}
     for index, group in enumerate(groups):
         members.setdefault(group, []).append(index)
-    advantages = [np.zeros(len(rewards)) for rewards in turn_rewards]
-    for indices in members.values():
-        values = centred([outcomes[i] for i in indices])
-        scale = deviation(values) if normalize else 1.0
-        for index, value in zip(indices, values, strict=True):
-            advantages[index] += value / (scale or 1.0)
-    return advantages
+    return list(members.values())
+
+
+def _at_every_turn(values: np.ndarray, turn_rewards: Sequence[Sequence[float]]) -> list[np.ndarray]:
+    pairs = zip(values, turn_rewards, strict=True)
+    return [np.full(len(rewards), value) for value, rewards in pairs]

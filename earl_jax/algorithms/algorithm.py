@@ -21,17 +21,20 @@ class TokenFacts:
     """The facts about each token of B rows of T that a loss is computed from, f32[B,T] each.
 
     `mask` bool[B,T] is True where the policy sampled the token in an episode that counts; all other
-    fields are 0 elsewhere, so that a loss need not mask anything. `logprobs` and `entropy` are of
+    fields are 0 elsewhere, so that a loss need not mask anything. `sequences` i32[B,T] numbers the
+    samples of a row, each of consecutive tokens; it is 0 in padding, and one number for a whole
+    episode unless it forks. `logprobs` and `entropy` are of
     the policy that is updated, and the only fields with a gradient beside `values`. `behaviour` are
     log-probs of the policy that sampled; `proximal` of the policy that the step begins with, None
     unless the algorithm needs them or the trainer corrects for who sampled
     (config.train.correction); `reference` of the frozen reference policy, `values` of the critic,
     each None unless the algorithm needs it.
 
-    Example: prompt p0 p1, reply a0 a1, one place of padding: mask 0 0 1 1 0.
+    Example: prompt p0 p1, reply a0 a1, one place of padding: mask 0 0 1 1 0, sequences 1 1 1 1 0.
     """
 
     mask: jax.Array
+    sequences: jax.Array
     logprobs: jax.Array
     entropy: jax.Array
     behaviour: jax.Array
@@ -51,15 +54,29 @@ class TokenFacts:
         return self.behaviour if self.proximal is None else self.proximal
 
 
+class Aggregation(NamedTuple):
+    """The weight of each token's loss in the sum, and its share of the divisor, f32[B,T] each.
+
+    Weights and shares without a gradient. Shares that add up to 1 in each sequence divide the sum
+    by the number of sequences, however the batch is cut into micro-batches.
+    """
+
+    weights: jax.Array
+    shares: jax.Array
+
+
 class TokenLosses(NamedTuple):
     """A loss for each token, f32[B,T], and metrics by name, each with a value for each token.
 
-    The update minimises the mean loss over the tokens of the mask. A metric is logged under its
-    name: the maximum over these tokens if the name ends in `_max`, the mean otherwise.
+    The update minimises the mean loss over the tokens of the mask; with `aggregation`, the sum of
+    weights times losses over the sum of shares, over these tokens of the whole batch. A metric is
+    logged under its name: the maximum over these tokens if the name ends in `_max`, the mean
+    otherwise.
     """
 
     losses: jax.Array
     metrics: dict[str, jax.Array]
+    aggregation: Aggregation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,12 +95,15 @@ class Algorithm:
 
     `advantages(episodes, settings)` returns for each episode one advantage per rewarded turn; it is
     given the episodes that count, of all processes. `loss(facts, settings)` returns TokenLosses.
-    `needs` names the facts beyond those that every batch has. `keep_group(episodes, settings)` is
+    `needs` names the facts beyond those that every batch has; `settings` may have more in a
+    property `needs` of their own, see `all_needs`. `keep_group(episodes, settings)` is
     given the episodes of one group that their environment did not fail; groups for which it returns
     False are not trained on. `min_group_size` is the least config.rollout.group_size.
 
     config.algorithm_args sets fields of `settings`; a `validate(path)` method, if there is one,
-    raises ValueError for values that break a rule.
+    raises ValueError for values that break a rule. A method `idle()`, if there is one, yields
+    `(field, reason)` of each field that has no effect with the others' values; a field that is
+    idle and not at its default is an error.
     """
 
     advantages: Callable[[Sequence[Episode], Any], list[np.ndarray]]
@@ -92,3 +112,8 @@ class Algorithm:
     needs: frozenset[Need] = frozenset()
     keep_group: Callable[[Sequence[Episode], Any], bool] = keep_every_group
     min_group_size: int = 1
+
+    @property
+    def all_needs(self) -> frozenset[Need]:
+        """The needs of the algorithm with its settings."""
+        return self.needs | getattr(self.settings, "needs", frozenset())

@@ -7,73 +7,106 @@ module that Python finds: config.algorithm = "module:name".
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
-from earl_jax.algorithms.advantages import group_relative, reinforce
+from earl_jax.algorithms.advantages import (
+    batch_normalized,
+    group_relative,
+    has_different_outcomes,
+    leave_one_out,
+    overlong_penalty,
+    reinforce,
+)
 from earl_jax.algorithms.algorithm import Algorithm, Episode, TokenFacts, TokenLosses
-from earl_jax.algorithms.losses import clipped_surrogate, cross_entropy
-from earl_jax.settings.choices import check_bounds
+from earl_jax.algorithms.losses import (
+    clipped_surrogate,
+    clipped_weight,
+    cross_entropy,
+    policy_kl,
+    sequence_ratio,
+)
+from earl_jax.algorithms.sequences import aggregate, sums_from
+from earl_jax.algorithms.settings import (
+    CispoSettings,
+    ClippedSettings,
+    DapoSettings,
+    GrpoSettings,
+    PolicySettings,
+    ReinforceSettings,
+)
 from earl_jax.settings.named import find_named
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GrpoSettings:
-    """Settings of GRPO.
-
-    `normalize_advantages` divides by the standard deviation of the group (False: Dr. GRPO).
-    `clip_low` and `clip_high`: a ratio counts down to 1 - clip_low and up to 1 + clip_high.
-    """
-
-    normalize_advantages: bool = True
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def validate(self, path: str) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        check_bounds(self, path, {"clip_low": (0.0, 1.0), "clip_high": (0.0, None)})
+# Advantages.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReinforceSettings:
-    """Settings of REINFORCE.
-
-    `turn_discount` discounts a reward once for each turn before it. `normalize_advantages` divides
-    by the standard deviation of the batch. `clip_low` and `clip_high`: a ratio counts down to
-    1 - clip_low and up to 1 + clip_high.
-    """
-
-    turn_discount: float = 0.7
-    normalize_advantages: bool = True
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def validate(self, path: str) -> None:
-        """Raises ValueError naming the field that breaks a rule."""
-        bounds = {"turn_discount": (0.0, 1.0), "clip_low": (0.0, 1.0), "clip_high": (0.0, None)}
-        check_bounds(self, path, bounds)
+def _rewards(episodes: Sequence[Episode]) -> list[Sequence[float]]:
+    return [episode.turn_rewards for episode in episodes]
 
 
-def grpo_advantages(episodes: Sequence[Episode], settings: GrpoSettings) -> list[np.ndarray]:
+def _groups(episodes: Sequence[Episode]) -> list[int]:
+    return [episode.group for episode in episodes]
+
+
+def grpo_advantages(
+    episodes: Sequence[Episode], settings: GrpoSettings | CispoSettings
+) -> list[np.ndarray]:
     """Returns `group_relative` advantages of the groups that share a task."""
     return group_relative(
-        [episode.turn_rewards for episode in episodes],
-        [episode.group for episode in episodes],
-        normalize=settings.normalize_advantages,
+        _rewards(episodes), _groups(episodes), normalize=settings.normalize_advantages
     )
+
+
+def dapo_advantages(episodes: Sequence[Episode], settings: DapoSettings) -> list[np.ndarray]:
+    """Returns `group_relative` advantages of outcomes with the penalty of long episodes."""
+    penalties = [
+        overlong_penalty(
+            episode.num_policy_tokens, settings.overlong_tokens, settings.overlong_buffer
+        )
+        for episode in episodes
+    ]
+    return group_relative(
+        _rewards(episodes),
+        _groups(episodes),
+        normalize=settings.normalize_advantages,
+        penalties=penalties,
+    )
+
+
+def rloo_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
+    """Returns `leave_one_out` advantages of the groups that share a task."""
+    return leave_one_out(_rewards(episodes), _groups(episodes))
 
 
 def reinforce_advantages(
     episodes: Sequence[Episode], settings: ReinforceSettings
 ) -> list[np.ndarray]:
     """Returns `reinforce` advantages, with a baseline for each role."""
+    compared = None
+    if settings.baseline != "none":
+        by_group = settings.baseline == "group"
+        compared = [(episode.group * by_group, episode.role) for episode in episodes]
     return reinforce(
-        [episode.turn_rewards for episode in episodes],
-        [episode.role for episode in episodes],
+        _rewards(episodes),
+        compared,
         discount=settings.turn_discount,
         normalize=settings.normalize_advantages,
     )
+
+
+def plus_plus_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
+    """Returns `batch_normalized` advantages."""
+    return batch_normalized(_rewards(episodes))
+
+
+def plus_plus_baseline_advantages(
+    episodes: Sequence[Episode], settings: object
+) -> list[np.ndarray]:
+    """Returns `batch_normalized` advantages of outcomes minus the mean of their group."""
+    return batch_normalized(_rewards(episodes), _groups(episodes))
 
 
 def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndarray]:
@@ -81,12 +114,77 @@ def no_advantages(episodes: Sequence[Episode], settings: object) -> list[np.ndar
     return [np.zeros(len(episode.turn_rewards)) for episode in episodes]
 
 
-def clipped_loss(facts: TokenFacts, settings: GrpoSettings | ReinforceSettings) -> TokenLosses:
+def outcomes_differ(group: Sequence[Episode], settings: object) -> bool:
+    """Returns False for a group whose rewards are all equal: DAPO's dynamic sampling."""
+    return has_different_outcomes(_rewards(group))
+
+
+# Losses.
+
+
+def policy_loss(
+    surrogate: Callable[[TokenFacts, Any], TokenLosses], facts: TokenFacts, settings: PolicySettings
+) -> TokenLosses:
+    """Returns the losses of a surrogate with the settings' penalty and aggregation.
+
+    Logs `reference_kl` where there is a penalty.
+    """
+    if not settings.kl_coefficient:
+        losses, metrics, _ = surrogate(facts, settings)
+    else:
+        assert facts.reference is not None, "settings.needs names the reference"
+        distance = policy_kl(facts.logprobs, facts.reference, settings.kl_estimator)
+        penalty = settings.kl_coefficient * distance
+        if settings.kl_in == "reward":
+            following = sums_from(jax.lax.stop_gradient(penalty), facts.sequences)
+            advantages = (facts.advantages - following) * facts.mask
+            facts = dataclasses.replace(facts, advantages=advantages)
+        losses, metrics, _ = surrogate(facts, settings)
+        losses = losses + penalty if settings.kl_in == "loss" else losses
+        metrics = metrics | {"reference_kl": distance}
+    aggregation = aggregate(facts, settings.aggregation, settings.aggregation_tokens)
+    return TokenLosses(losses, metrics, aggregation)
+
+
+def _ppo_surrogate(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
+    return clipped_surrogate(
+        facts,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+    )
+
+
+def _gspo_surrogate(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
+    return clipped_surrogate(
+        facts,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        ratio=sequence_ratio(facts),
+    )
+
+
+def _cispo_surrogate(facts: TokenFacts, settings: CispoSettings) -> TokenLosses:
+    return clipped_weight(facts, clip_low=settings.clip_low, clip_high=settings.clip_high)
+
+
+def clipped_loss(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
     """Returns `clipped_surrogate` losses; decoupled ones where the trainer corrects.
 
     See `TokenFacts.old`.
     """
-    return clipped_surrogate(facts, clip_low=settings.clip_low, clip_high=settings.clip_high)
+    return policy_loss(_ppo_surrogate, facts, settings)
+
+
+def gspo_loss(facts: TokenFacts, settings: ClippedSettings) -> TokenLosses:
+    """Returns `clipped_surrogate` losses of the `sequence_ratio`."""
+    return policy_loss(_gspo_surrogate, facts, settings)
+
+
+def cispo_loss(facts: TokenFacts, settings: CispoSettings) -> TokenLosses:
+    """Returns `clipped_weight` losses."""
+    return policy_loss(_cispo_surrogate, facts, settings)
 
 
 def supervised_loss(facts: TokenFacts, settings: object) -> TokenLosses:
@@ -94,12 +192,41 @@ def supervised_loss(facts: TokenFacts, settings: object) -> TokenLosses:
     return cross_entropy(facts)
 
 
+_GRPO = Algorithm(
+    settings=GrpoSettings(), advantages=grpo_advantages, loss=clipped_loss, min_group_size=2
+)
+_DR_GRPO = GrpoSettings(normalize_advantages=False, aggregation="constant")
+# The intervals of arXiv 2507.18071, section 5.1.
+_GSPO = GrpoSettings(clip_low=3e-4, clip_high=4e-4, aggregation="sequence")
+_PLUS_PLUS = ClippedSettings(kl_estimator="k1", kl_in="reward")
+_PLUS_PLUS_BASELINE = ClippedSettings(kl_estimator="k2")
+
 ALGORITHMS: dict[str, Algorithm] = {
     "reinforce": Algorithm(
         settings=ReinforceSettings(), advantages=reinforce_advantages, loss=clipped_loss
     ),
-    "grpo": Algorithm(
-        settings=GrpoSettings(), advantages=grpo_advantages, loss=clipped_loss, min_group_size=2
+    "grpo": _GRPO,
+    "dr_grpo": dataclasses.replace(_GRPO, settings=_DR_GRPO),
+    "dapo": Algorithm(
+        settings=DapoSettings(clip_high=0.28),
+        advantages=dapo_advantages,
+        loss=clipped_loss,
+        keep_group=outcomes_differ,
+        min_group_size=2,
+    ),
+    "gspo": dataclasses.replace(_GRPO, settings=_GSPO, loss=gspo_loss),
+    "cispo": dataclasses.replace(_GRPO, settings=CispoSettings(), loss=cispo_loss),
+    "rloo": Algorithm(
+        settings=ClippedSettings(), advantages=rloo_advantages, loss=clipped_loss, min_group_size=2
+    ),
+    "reinforce_plus_plus": Algorithm(
+        settings=_PLUS_PLUS, advantages=plus_plus_advantages, loss=clipped_loss
+    ),
+    "reinforce_plus_plus_baseline": Algorithm(
+        settings=_PLUS_PLUS_BASELINE,
+        advantages=plus_plus_baseline_advantages,
+        loss=clipped_loss,
+        min_group_size=2,
     ),
     "sft": Algorithm(advantages=no_advantages, loss=supervised_loss),
 }

@@ -2,10 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of single tokens, and the statistics of log-probs that they are made of."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
 from earl_jax.algorithms.algorithm import TokenFacts, TokenLosses
+from earl_jax.algorithms.sequences import sequence_sums
+
+KlEstimator = Literal["k1", "k2", "k3"]
 
 # Larger differences of log-probs are cut here: e^20 is 5e8, and its products are finite in fp32.
 _MAX_LOG_RATIO = 20.0
@@ -38,20 +43,94 @@ def truncated_importance(
     return jnp.minimum(weight, cap), (weight > cap).astype(jnp.float32)
 
 
-def clipped_surrogate(facts: TokenFacts, *, clip_low: float, clip_high: float) -> TokenLosses:
+def importance_weights(
+    facts: TokenFacts, correction: str, cap: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weight of each token for a correction, and 1.0 for those cut, else 0.0; f32[B,T].
+
+    "truncated": `truncated_importance` of the token. "truncated_sequence": that of the product of
+    proximal / behaviour over the token's sequence. "masked": proximal / behaviour where it lies in
+    [1 / cap, cap], or 0 (IcePop, arXiv 2510.18855). No weight has a gradient.
+    """
+    assert facts.proximal is not None
+    if correction == "masked":
+        weight = jax.lax.stop_gradient(likelihood_ratio(facts.proximal, facts.behaviour))
+        is_cut = (weight > cap) | (weight < 1.0 / cap)
+        return jnp.where(is_cut, 0.0, weight), is_cut.astype(jnp.float32)
+    if correction == "truncated_sequence":
+        gaps = jnp.clip(facts.proximal - facts.behaviour, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+        return truncated_importance(sequence_sums(gaps, facts.sequences), jnp.zeros_like(gaps), cap)
+    return truncated_importance(facts.proximal, facts.behaviour, cap)
+
+
+def sequence_ratio(facts: TokenFacts) -> jax.Array:
+    """Returns GSPO's ratio of each token's sequence (arXiv 2507.18071, eq. 7), f32[B,T].
+
+    It is exp of the mean over the sequence's tokens of log(policy / old). The gradient is that of
+    GSPO-token (eq. 13), ratio times that of the token's own log-prob; where all tokens of a
+    sequence have the same advantage, their mean loss has the value and the gradient of eq. 5.
+    """
+    gaps = jnp.clip(facts.logprobs - facts.old, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    sums, lengths = (
+        sequence_sums(values, facts.sequences)
+        for values in (jax.lax.stop_gradient(gaps), facts.mask.astype(jnp.float32))
+    )
+    ratio = jnp.exp(sums / jnp.maximum(lengths, 1.0))
+    return ratio * jnp.exp(facts.logprobs - jax.lax.stop_gradient(facts.logprobs))
+
+
+def clipped_surrogate(
+    facts: TokenFacts,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float = 0.0,
+    ratio: jax.Array | None = None,
+) -> TokenLosses:
     """Computes PPO's clipped objective, -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     arXiv 1707.06347, eq. 7, with bounds of their own on each side (arXiv 2503.14476, eq. 10);
-    r = policy / old (see `TokenFacts.old`). Logs `clip_fraction`, the fraction of tokens that the
-    clip cut off.
+    r is `ratio`, or policy / old (see `TokenFacts.old`). With `dual_clip` above 0 the gain of a
+    token with A < 0 is at least dual_clip * A (arXiv 1912.09729). Logs `clip_fraction` and
+    `dual_clip_fraction`, the fractions of tokens that each clip cut off.
     """
-    ratio = likelihood_ratio(facts.logprobs, facts.old)
+    ratio = likelihood_ratio(facts.logprobs, facts.old) if ratio is None else ratio
     gain = ratio * facts.advantages
     clipped = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * facts.advantages
+    lower = jnp.minimum(gain, clipped)
+    metrics = {"clip_fraction": (clipped < gain).astype(jnp.float32)}
+    if dual_clip:
+        least = dual_clip * facts.advantages
+        is_cut = (facts.advantages < 0) & (lower < least)
+        lower = jnp.where(is_cut, least, lower)
+        metrics["dual_clip_fraction"] = is_cut.astype(jnp.float32)
+    return TokenLosses(losses=-lower, metrics=metrics)
+
+
+def clipped_weight(facts: TokenFacts, *, clip_low: float, clip_high: float) -> TokenLosses:
+    """Computes CISPO's objective, -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy.
+
+    arXiv 2506.13585, eq. 4 and 5, r = policy / old. The clip cuts weights, so that every token
+    keeps a gradient. Logs `clip_fraction`, the fraction of tokens whose weight was cut.
+    """
+    ratio = jax.lax.stop_gradient(likelihood_ratio(facts.logprobs, facts.old))
+    weight = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
     return TokenLosses(
-        losses=-jnp.minimum(gain, clipped),
-        metrics={"clip_fraction": (clipped < gain).astype(jnp.float32)},
+        losses=-weight * facts.advantages * facts.logprobs,
+        metrics={"clip_fraction": (weight != ratio).astype(jnp.float32)},
     )
+
+
+def policy_kl(logprobs: jax.Array, reference: jax.Array, estimator: KlEstimator) -> jax.Array:
+    """Returns an estimate of KL(policy, reference) at tokens that the policy sampled.
+
+    With r = reference / policy (Schulman, joschu.net/blog/kl-approx.html): k1 is -log r, k2 is
+    (log r)^2 / 2, k3 is r - 1 - log r.
+    """
+    if estimator == "k3":
+        return kl_estimate(reference, logprobs)
+    gap = jnp.clip(logprobs - reference, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+    return gap if estimator == "k1" else 0.5 * gap**2
 
 
 def cross_entropy(facts: TokenFacts) -> TokenLosses:

@@ -14,7 +14,7 @@ import difflib
 import importlib.util
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ml_collections.config_dict import RequiredValueError
 from earl_jax.algorithms.algorithms import find_algorithm
 from earl_jax.config import Config
 from earl_jax.config.names import meant_by
+from earl_jax.config.sections import settings_without_effect
 from earl_jax.models.presets import fill_section
 from earl_jax.settings.choices import check_choice
 from earl_jax.settings.errors import InputError
@@ -31,9 +32,9 @@ from earl_jax.settings.errors import InputError
 # A wheel has configs/ in the package, a checkout beside it.
 _PACKAGE = Path(__file__).parents[1]
 _CONFIGS = next(p / "configs" for p in (_PACKAGE, _PACKAGE.parent) if (p / "configs").is_dir())
-# The run of a newcomer, and the config that plans and benchmarks begin with.
+# The run of a newcomer, and the config that benchmarks begin with.
 DEFAULT_CONFIG = _CONFIGS / "trail_tiny_cpu.py"
-PLANNED_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
+BENCH_CONFIG = _CONFIGS / "tictactoe_tiny_cpu.py"
 
 # Keys of earlier versions: the key that took their place, or a sentence.
 RENAMED_KEYS = {
@@ -104,6 +105,8 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
 
     A file may leave a value to the command line: `config_dict.required_placeholder(str)`. An
     override of `algorithm` leaves out the file's `algorithm_args`, which are of its own algorithm.
+    One of `model.path` or `model.preset` leaves out the file's model, but for its `compute_dtype`.
+    What overrides leave without effect takes its default: `train.sft_steps=0` is enough.
 
     Raises:
         ValueError: an unknown key (with the nearest name), a value of the wrong type, a broken
@@ -116,6 +119,9 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values = copy.deepcopy(dict(given))
     if any(override.startswith("algorithm=") for override in overrides):
         values.pop("algorithm_args", None)
+    if _names_model(overrides) and isinstance(values.get("model"), dict):
+        values["model"] = {k: v for k, v in values["model"].items() if k == "compute_dtype"}
+        required = [path for path in required if not path.startswith("model.")]
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals:
@@ -130,8 +136,30 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values["model"] = fill_section(values["model"])
     values["algorithm_args"] = _algorithm_settings(values)
     config = _build(Config, values, "config")
+    if overrides:
+        config = _without_idle(config, {override.partition("=")[0] for override in overrides})
     config.validate()
     return config
+
+
+def _without_idle(config: Config, given: Collection[str]) -> Config:
+    """Returns the config with the defaults of what overrides leave without effect, but for them."""
+    for path, default, _ in list(settings_without_effect(config)):
+        if path not in given:
+            config = _replaced(config, path.split("."), default)
+    return config
+
+
+def _replaced(config: Any, names: Sequence[str], value: Any) -> Any:
+    name, *rest = names
+    value = _replaced(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: value})
+
+
+def _names_model(overrides: Sequence[str]) -> bool:
+    """Returns True if an override says which model it is: another than the file's."""
+    pairs = (override.partition("=") for override in overrides)
+    return any(path in ("model.path", "model.preset") and _parse(text) for path, _, text in pairs)
 
 
 def _algorithm_settings(values: Mapping[str, Any]) -> Any:

@@ -75,11 +75,25 @@ def sections_of(cls: type, path: str) -> Iterator[Section]:
 
 
 def algorithm_sections() -> Iterator[tuple[str, Section]]:
-    """Yields the name of each algorithm that has settings, and these."""
+    """Yields the name of each algorithm that has settings, and these.
+
+    Where an algorithm before it has all of the keys, only those with other defaults.
+    """
+    shown: dict[type, str] = {}
     for name, algorithm in ALGORITHMS.items():
-        if dataclasses.fields(algorithm.settings):
-            for section in sections_of(type(algorithm.settings), "config.algorithm_args"):
-                yield name, section
+        settings = algorithm.settings
+        for section in sections_of(type(settings), "config.algorithm_args"):
+            keys = [
+                dataclasses.replace(key, default=getattr(settings, key.path.rpartition(".")[2]))
+                for key in section.keys
+            ]
+            first, about = shown.setdefault(type(settings), name), section.about
+            if first != name:
+                others = ALGORITHMS[first].settings
+                keys = [k for k in keys if k.default != getattr(others, k.path.rpartition(".")[2])]
+                about = f'The settings of "{first}"' + ", with other defaults:" * bool(keys)
+            if section.keys:
+                yield name, dataclasses.replace(section, about=about, keys=tuple(keys))
 
 
 def all_keys() -> list[str]:
@@ -122,7 +136,11 @@ def _descriptions(cls: type) -> tuple[str, dict[str, list[str]]]:
     sentence before it in its paragraph.
     """
     names, about, by_field = {field.name for field in dataclasses.fields(cls)}, [], {}
-    for paragraph in re.split(r"\n\n|\n- ", inspect.cleandoc(cls.__doc__ or "")):
+    # The fields of a record that this one extends are described there.
+    bases = [base for base in cls.__mro__[1:] if dataclasses.is_dataclass(base)]
+    texts = [inspect.cleandoc(cls.__doc__ or "")]
+    texts += [inspect.cleandoc(base.__doc__ or "").partition("\n\n")[2] for base in bases]
+    for paragraph in re.split(r"\n\n|\n- ", "\n\n".join(texts)):
         text, named = "", set()
         for sentence in re.split(r"(?<=[.:;])\s+(?=[A-Z`\"])", " ".join(paragraph.split())):
             quoted = " ".join(re.findall(r"`([^`]+)`", sentence))

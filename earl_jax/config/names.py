@@ -62,6 +62,17 @@ NAMES_ELSEWHERE = {
     **dict.fromkeys(
         ("clip_ratio_high", "epsilon_high", "eps_clip_high"), "config.algorithm_args.clip_high"
     ),
+    **dict.fromkeys(("clip_ratio_c",), "config.algorithm_args.dual_clip"),
+    **dict.fromkeys(
+        ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_penalty_coef", "beta"),
+        "config.algorithm_args.kl_coefficient",
+    ),
+    **dict.fromkeys(
+        ("kl_loss_type", "kl_penalty"), "config.algorithm_args.kl_estimator"
+    ),
+    **dict.fromkeys(
+        ("loss_agg_mode", "loss_aggregation"), "config.algorithm_args.aggregation"
+    ),
     **dict.fromkeys(
         ("grad_clip", "clip_grad", "clip_grad_norm", "max_norm"), "config.train.max_grad_norm"
     ),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS, find_algorithm
+from earl_jax.algorithms.requirements import Training, check_requirements
 from earl_jax.engine.config import Sampling
 from earl_jax.envs.conversation import ChatConfig
 from earl_jax.envs.environment import Chooses, OffersExamples
@@ -25,7 +26,7 @@ from earl_jax.models.presets import preset_named
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.selector.config import SelectorConfig
 from earl_jax.settings.choices import check_choices
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
 from earl_jax.train.config import TrainConfig
 
 CORPUS_EPISODES = 300
@@ -163,14 +164,18 @@ class LogConfig:
 class Config:
     """The settings of a run of `num_steps` RL steps; `seed` determines everything random.
 
-    `algorithm` is "reinforce", "grpo", "sft", or `module:name` of an `Algorithm` of one's own.
-    `algorithm_args` are its settings, a record of the type of `Algorithm.settings`.
+    `algorithm` is the name of one, such as "reinforce", "grpo", "dapo" or "sft" (all are in
+    docs/concepts/algorithms.md), or `module:name` of an `Algorithm` of one's own.
+    `algorithm_args` are its settings, a record of the type of `Algorithm.settings`. `init_from`
+    (--init_from) is "WORKDIR" or "WORKDIR@STEP": a new run begins with the weights of that run's
+    checkpoint, the newest unless a step is given, and with nothing else of it.
     """
 
     num_steps: int = 100
     seed: int = 0
-    algorithm: str = "reinforce"
-    algorithm_args: Any = ALGORITHMS["reinforce"].settings
+    init_from: str = ""
+    algorithm: str = "grpo"
+    algorithm_args: Any = ALGORITHMS["grpo"].settings
     devices: DevicesConfig = DevicesConfig()
     distributed: DistributedConfig = DistributedConfig()
     env: EnvConfig = EnvConfig()
@@ -228,6 +233,12 @@ class Config:
             )
         if hasattr(self.algorithm_args, "validate"):
             self.algorithm_args.validate("config.algorithm_args")
+        training = Training(
+            epochs=self.train.epochs,
+            corrects=self.importance_cap > 0,
+            has_adapters=self.train.lora.rank > 0,
+        )
+        check_requirements(self.make_algorithm(), training)
         if self.rollout.group_size < algorithm.min_group_size:
             raise InputError(
                 f"config.algorithm is {self.algorithm!r} with config.rollout.group_size of "
@@ -241,15 +252,24 @@ class Config:
         return open_environment(self.env, self.tasks, seed=self.seed, num_tasks=num_tasks)
 
     def corpus(self) -> list[str]:
-        """Returns the text that the tokenizer of a run without a checkpoint is trained on."""
+        """Returns the text that the tokenizer of a run without a checkpoint is trained on.
+
+        Raises RunError where the environment, which tells it, raises.
+        """
         played = self.open_environment()
-        return corpus(
-            played.make,
-            played.tasks,
-            num_steps=self.num_steps,
-            num_episodes=CORPUS_EPISODES,
-            seed=0,
-        )
+        try:
+            return corpus(
+                played.make,
+                played.tasks,
+                num_steps=self.num_steps,
+                num_episodes=CORPUS_EPISODES,
+                seed=0,
+            )
+        except Exception as error:  # noqa: BLE001 - a user's own environment
+            raise RunError(
+                f"an episode of config.env.name {self.env.name!r}, whose text the tokenizer is "
+                f"trained on, failed: {type(error).__name__}: {error}"
+            ) from error
 
     def _check_environment(self) -> None:
         """Raises ValueError unless the environment can be made and has the methods needed."""
@@ -311,6 +331,18 @@ _Idle = tuple[bool, str, str]
 
 def _check_effects(config: Config) -> None:
     """Raises ValueError for a setting that differs from its default and has no effect here."""
+    for path, _, reason in settings_without_effect(config):
+        raise InputError(
+            f"config.{path} = {_get(config, path)!r} has no effect in this run, because {reason}; "
+            "remove it, or change the other"
+        )
+
+
+def settings_without_effect(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Yields the settings that differ from their defaults and have no effect in this run.
+
+    Each with its default, and the reason in words.
+    """
     settings = find_algorithm(config.algorithm).settings
     defaults = Config(model=preset_named(config.model.preset), algorithm_args=settings)
     for is_idle, path, reason in (
@@ -318,12 +350,8 @@ def _check_effects(config: Config) -> None:
         *_idle_rollout(config),
         *_idle_training(config),
     ):
-        given = _get(config, path)
-        if is_idle and given != _get(defaults, path):
-            raise InputError(
-                f"config.{path} = {given!r} has no effect in this run, because {reason}; "
-                "remove it, or change the other"
-            )
+        if is_idle and _get(config, path) != _get(defaults, path):
+            yield path, _get(defaults, path), reason
 
 
 def _idle_model(config: Config) -> Iterator[_Idle]:
@@ -356,9 +384,11 @@ def _idle_training(config: Config) -> Iterator[_Idle]:
     # Without a correction, a rollout of another precision has ratios that are not 1 from the start.
     same_precision = config.rollout.is_precise_as(model.compute_dtype)
     never_clips = train.epochs == 1 and (config.importance_cap > 0 or same_precision)
-    clips = config.algorithm in ("reinforce", "grpo")
-    for name in ("clip_low", "clip_high") if clips else ():
-        yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+    for name in ("clip_low", "clip_high", "dual_clip") if config.algorithm in ALGORITHMS else ():
+        if hasattr(config.algorithm_args, name):
+            yield never_clips, f"algorithm_args.{name}", "config.train.epochs is 1"
+    for name, reason in getattr(config.algorithm_args, "idle", tuple)():
+        yield True, f"algorithm_args.{name}", reason
     yield config.importance_cap == 0, "train.importance_cap", "there is no correction here"
     for name in ("alpha", "targets", "base_dtype"):
         yield train.lora.rank == 0, f"train.lora.{name}", "config.train.lora.rank is 0"

@@ -3,7 +3,7 @@
 """A small tokenizer trained on the environment's own text, so that nothing has to be downloaded."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -24,10 +24,21 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 # wherever it stands.
 _PIECES = r"[0-9]+|\n?[^0-9\n]+|\n"
 
+# A message that is not a user's begins with a line that says what it is: "system", "tools" (a JSON
+# description a line), or "tool" with the id of its call. These are words and no control tokens, so
+# that vocabularies, and runs that have them, stay as they are.
 CHAT_TEMPLATE = (
+    "{% if tools %}"
+    "<|user|>tools{% for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}<|end|>"
+    "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
     "<|assistant|>{% generation %}{{ message['content'] }}<|end|>{% endgeneration %}"
+    "{% elif message['role'] == 'system' %}"
+    "<|user|>{{ 'system\\n' + message['content'] }}<|end|>"
+    "{% elif message['role'] == 'tool' %}"
+    "<|user|>tool{% if message['tool_call_id'] %}{{ ' ' + message['tool_call_id'] }}{% endif %}"
+    "{{ '\\n' + message['content'] }}<|end|>"
     "{% else %}"
     "<|user|>{{ message['content'] }}<|end|>"
     "{% endif %}"
@@ -64,8 +75,13 @@ def build_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    return tokenizer_from(bpe.to_str())
+
+
+def tokenizer_from(text: str) -> PreTrainedTokenizerFast:
+    """Returns a tokenizer of `build_tokenizer` from the text of its tokenizer.json."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
+        tokenizer_object=Tokenizer.from_str(text),
         eos_token=END,
         pad_token=PAD,
         extra_special_tokens=[USER, ASSISTANT],
@@ -91,15 +107,3 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerFast:
     if not (Path(folder) / "tokenizer.json").is_file():
         raise InputError(f"{os.fspath(folder)!r} holds no tokenizer: tokenizer.json is missing")
     return PreTrainedTokenizerFast.from_pretrained(os.fspath(folder), local_files_only=True)
-
-
-def keep_tokenizer(
-    folder: Path | None, texts: Callable[[], Iterable[str]], vocab_size: int
-) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer in a folder; if there is none, builds it from `texts` and saves it."""
-    if folder is not None and folder.exists():
-        return load_tokenizer(folder)
-    tokenizer = build_tokenizer(texts(), vocab_size)
-    if folder is not None:
-        save_tokenizer(tokenizer, folder)
-    return tokenizer

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the processes of a run were all started alike: config, versions, workdir."""
 
+import hashlib
 import importlib.metadata
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,25 +14,44 @@ from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 
 _SHOWN = 8
+_PACKAGE = Path(__file__).parents[1]
+
+
+def versions_here() -> dict[str, str]:
+    """Returns the versions of Python, of libraries, and a digest of this package's code."""
+    code = hashlib.sha256()
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        code.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
+    libraries = ("earl_jax", "jax", "jaxlib")
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in libraries},
+        "code": code.hexdigest()[:8],
+    }
 
 
 def check_same(cluster: Cluster, config: dict[str, Any]) -> None:
     """Raises ValueError, in every process, naming what differs from process to process."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "earl_jax")}
+    if cluster.count == 1:
+        return
+    versions, hosts = versions_here(), cluster.hosts
     first, *others = cluster.gather({"config": config, "versions": versions}, "the configs")
     different = [
         line
         for number, other in enumerate(others, start=1)
         for part in first
         for line in differences(
-            first[part], other[part], part, ("in process 0", f"in process {number}")
+            first[part],
+            other[part],
+            part,
+            (f"in process 0 on {hosts[0]}", f"in process {number} on {hosts[number]}"),
         )
     ]
     if different:
         shown = "; ".join(different[:_SHOWN])
         raise InputError(
             f"the processes of this run were started differently: {shown}. Give every process the "
-            "same command, but for config.distributed"
+            "same command, but for config.distributed, and every host the same code"
         )
 
 
@@ -41,16 +62,22 @@ def open_shared_workdir(cluster: Cluster, workdir: Path, open_workdir: Callable[
         ValueError: in every process; as `open_workdir`, or a process has another folder of this
             name.
     """
-    mistake = ""
+    mistake, marker = "", workdir / ".opening"
     if cluster.is_first:
         try:
             open_workdir()
+            marker.touch()
         except ValueError as error:
             mistake = str(error)
+        except OSError as error:
+            words = error.strerror or error
+            mistake = f"--workdir={workdir} cannot be used: {words}; name one that you may write"
     if mistake := cluster.gather(mistake, "the workdir")[0]:
         raise InputError(mistake)
-    path = workdir / "config.json"
-    written = cluster.gather(path.stat().st_mtime_ns if path.exists() else None, "the workdir")
+    found = marker.stat().st_mtime_ns if marker.exists() else None
+    written = cluster.gather(found, "the workdir")
+    if cluster.is_first:
+        marker.unlink(missing_ok=True)
     without = [number for number, one in enumerate(written) if one != written[0]]
     if without:
         raise InputError(

@@ -11,16 +11,18 @@ import contextlib
 import dataclasses
 import functools
 import json
+import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from earl_jax.launch.distributed import end_process
+from earl_jax.launch.distributed import end_as_lost, end_process
+from earl_jax.launch.presence import Place, be_present, waits
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape
 
@@ -29,13 +31,37 @@ Item = TypeVar("Item")
 _PROCESS = "process"
 
 
+class ToldError(RuntimeError):
+    """Raised in every process at a gather: some processes cannot go on.
+
+    `errors` are theirs, by the number of the process, each of "who", "words" and "is_mistake".
+    """
+
+    def __init__(self, errors: dict[int, dict[str, Any]]) -> None:
+        super().__init__("; ".join(error["words"] for error in errors.values()))
+        self.errors = errors
+
+    @property
+    def is_mistake(self) -> bool:
+        """True if all of them are mistakes in what was given."""
+        return all(error["is_mistake"] for error in self.errors.values())
+
+    def in_words(self, count: int) -> str:
+        """Returns the errors and who has them; one that all `count` processes have, once."""
+        words = {error["words"] for error in self.errors.values()}
+        if len(words) == 1 and len(self.errors) == count:
+            return words.pop()
+        return "; ".join(f"{error['who']}: {error['words']}" for error in self.errors.values())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
     """This process, number `index` of `count`, and the groups of devices.
 
-    `rollout_devices` and `train_devices` are those of all processes, process by process; the two
-    groups are equal or disjoint. Every process that plays has the same number of rollout devices.
-    A process that waits for the others for `timeout_s` seconds ends with status 1.
+    `rollout_devices` and `train_devices` are those of all processes, host by host; the two groups
+    are equal or disjoint. Every process that plays has the same number of rollout devices. `hosts`
+    are the names of the processes' hosts, process by process. A process that waits
+    for the others for `timeout_s` seconds ends with status 1.
 
     Example: two processes of four devices with `num_rollout` 4: the first plays and the second
     trains. With `num_rollout` 0 both play half of the episodes, and train together.
@@ -46,6 +72,7 @@ class Cluster:
     rollout_devices: tuple[Any, ...]
     train_devices: tuple[Any, ...]
     timeout_s: float
+    hosts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Returns the cluster in words, for the start of a run."""
@@ -55,18 +82,31 @@ class Cluster:
 
     @functools.cached_property
     def players(self) -> tuple[int, ...]:
-        """The processes that play episodes."""
-        return tuple(sorted({device.process_index for device in self.rollout_devices}))
+        """The processes that play episodes, in the order of their devices."""
+        return tuple(dict.fromkeys(device.process_index for device in self.rollout_devices))
 
     @functools.cached_property
     def trainers(self) -> tuple[int, ...]:
-        """The processes that train."""
-        return tuple(sorted({device.process_index for device in self.train_devices}))
+        """The processes that train, in the order of their devices."""
+        return tuple(dict.fromkeys(device.process_index for device in self.train_devices))
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
-        """The devices of the run, process by process."""
+        """The devices of the run, host by host."""
         return tuple(dict.fromkeys((*self.rollout_devices, *self.train_devices)))
+
+    @property
+    def num_hosts(self) -> int:
+        """The number of hosts, each with one or several processes."""
+        return len(set(self.hosts)) or self.count
+
+    def order_in_words(self) -> str:
+        """Returns the order of the devices, which the axes of every mesh are laid over."""
+        numbers: dict[str, list[int]] = {}
+        for device in self.devices:
+            numbers.setdefault(self.hosts[device.process_index], []).append(device.process_index)
+        each = [f"{host} ({_counted(processes)})" for host, processes in numbers.items()]
+        return "meshes go over the hosts in this order: " + ", ".join(each)
 
     @property
     def all_train(self) -> bool:
@@ -107,6 +147,11 @@ class Cluster:
                 "that are alike), or give each kind a stage by config.devices.num_rollout"
             )
 
+    @property
+    def who(self) -> str:
+        """This process and its host, in words."""
+        return f"process {self.index} of {self.count} on {socket.gethostname()}"
+
     # Parts of a rollout.
 
     @functools.cached_property
@@ -129,6 +174,10 @@ class Cluster:
         part, num = self.players.index(self.index), len(self.players)
         return items[len(items) * part // num : len(items) * (part + 1) // num]
 
+    def of_players(self, each: Sequence[Item]) -> list[Item]:
+        """Returns the players' items of one for each process, in the order of the episodes."""
+        return [each[player] for player in self.players]
+
     # Communication.
 
     def gather(self, value: Any, what: str) -> list[Any]:
@@ -137,14 +186,35 @@ class Cluster:
         For small facts on the host: `value` is None, a bool, a number, a string, or lists and dicts
         of these; tuples become lists. `what` names it in the error of a process that timed out.
         """
-        data = json.dumps(value).encode()
         if self.count == 1:
-            return [json.loads(data)]
-        sizes = self._gather_rows(np.array([len(data)], np.int32), what)[:, 0]
+            return [json.loads(json.dumps(value))]
+        letters = self._exchange({"value": value}, what)
+        errors = {n: letter["error"] for n, letter in enumerate(letters) if "error" in letter}
+        if errors:
+            raise ToldError(errors)
+        return [letter["value"] for letter in letters]
+
+    def tell(self, words: str, *, is_mistake: bool) -> ToldError:
+        """Tells the others, at what they gather next, that this process ends; returns why all do.
+
+        Processes that fail at the same place tell each other. If the others do not listen within
+        `timeout_s`, this process ends.
+        """
+        error = {"who": self.who, "words": words, "is_mistake": is_mistake}
+        ends = functools.partial(end_process, f"{self.who}: {words}", status=2 if is_mistake else 1)
+        letters = self._exchange({"error": error}, "the others to hear of an error", ends)
+        return ToldError({n: each["error"] for n, each in enumerate(letters) if "error" in each})
+
+    def _exchange(
+        self, letter: dict[str, Any], what: str, too_late: Callable[[], None] | None = None
+    ) -> list[dict[str, Any]]:
+        """Returns the letters of all processes; calls `too_late` where they do not come in time."""
+        data = json.dumps(letter).encode()
+        sizes = self._gather_rows(np.array([len(data)], np.int32), what, too_late)[:, 0]
         # Rows are padded to a power of two, so that few programs are compiled.
         width = 1 << int(sizes.max() - 1).bit_length()
         row = np.pad(np.frombuffer(data, np.uint8), (0, width - len(data)))
-        rows = self._gather_rows(row, what)
+        rows = self._gather_rows(row, what, too_late)
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def any(self, flag: bool, what: str) -> bool:
@@ -169,37 +239,42 @@ class Cluster:
             self.barrier(what)
         return made
 
-    def _gather_rows(self, row: np.ndarray, what: str) -> np.ndarray:
+    def _gather_rows(
+        self, row: np.ndarray, what: str, too_late: Callable[[], None] | None
+    ) -> np.ndarray:
         """Returns the rows of all processes, [processes, ...]."""
         mesh = _one_device_each()
         own = jax.device_put(row[None], mesh.local_devices[0])
         rows = jax.make_array_from_single_device_arrays(
             (mesh.size, *row.shape), NamedSharding(mesh, PartitionSpec(_PROCESS)), [own]
         )
-        with self._limited(what):
+        with self._limited(what, too_late):
             every = jax.block_until_ready(_to_all(mesh)(rows))
         return np.asarray(every.addressable_data(0))
 
     @contextlib.contextmanager
-    def _limited(self, what: str) -> Iterator[None]:
-        """Ends this process if the block takes longer than `timeout_s`.
+    def _limited(self, what: str, too_late: Callable[[], None] | None = None) -> Iterator[None]:
+        """Calls `too_late` if the block takes longer than `timeout_s`; None: ends this process.
 
         JAX's heartbeats see processes that are gone, and not those that live and hang.
         """
         if self.count == 1:
             yield
             return
-        words = (
-            f"{what}: nothing came for {self.timeout_s:g} s (config.distributed.timeout_s) in "
-            f"process {self.index} of {self.count}; another process or the network hangs"
+        why = (
+            f"{what}: nothing came for {self.timeout_s:g} s (config.distributed.timeout_s); "
+            "another process or the network hangs"
         )
-        timer = threading.Timer(self.timeout_s, end_process, [words])
+        ends = too_late or functools.partial(end_as_lost, self.who, why)
+        timer = threading.Timer(self.timeout_s, ends)
         timer.daemon = True
         timer.start()
+        waits(what)
         try:
             yield
         finally:
             timer.cancel()
+            waits("")
 
 
 @functools.lru_cache(maxsize=1)
@@ -215,6 +290,53 @@ def _to_all(mesh: Mesh) -> Any:
     return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+def _counted(processes: Sequence[int]) -> str:
+    """Returns the processes of these devices in words, such as "8 devices of processes 0, 1"."""
+    names = ", ".join(map(str, dict.fromkeys(processes)))
+    several = "es" if len(set(processes)) > 1 else ""
+    return f"{len(processes)} devices of process{several} {names}"
+
+
+def host_by_host(devices: Iterable[Any], hosts: Sequence[str]) -> list[Any]:
+    """Returns the devices in the order that meshes are laid over.
+
+    Those of a slice follow each other, within it those of a host, and there those of a process: the
+    inner axes of a mesh (tensor, expert, context) then stay inside a host as far as its devices go,
+    and data and fsdp cross hosts. Launchers may number processes otherwise, such as round the hosts
+    (`srun --distribution=cyclic`). Where `hosts` has a name for each process, by its number.
+    """
+
+    def place(device: Any) -> tuple[int, int, int]:
+        process = device.process_index
+        return getattr(device, "slice_index", None) or 0, hosts.index(hosts[process]), process
+
+    return sorted(devices, key=place)
+
+
+@functools.lru_cache(maxsize=1)
+def _hosts(timeout_s: float) -> tuple[str, ...]:
+    """Returns the name of each process's host; every process calls it, and answers from then on."""
+    processes = processes_only(timeout_s)
+    hosts = tuple(processes.gather(socket.gethostname(), "the names of the hosts"))
+    if processes.count > 1:
+        presence = be_present(on_one_host=len(set(hosts)) == 1)
+        ports = processes.gather(presence.port, "the ports of the processes")
+        places = enumerate(zip(hosts, ports, strict=True))
+        presence.meet([Place(n, *each) for n, each in places if n != processes.index])
+    return hosts
+
+
+def processes_only(timeout_s: float) -> Cluster:
+    """Returns the processes without devices: to communicate before, or without, groups of them."""
+    return Cluster(
+        index=jax.process_index(),
+        count=jax.process_count(),
+        rollout_devices=(),
+        train_devices=(),
+        timeout_s=timeout_s,
+    )
+
+
 def _all_devices() -> list[Any]:
     """Returns all devices, process by process, within a process in the order of `jax.devices()`."""
     return sorted(jax.devices(), key=lambda device: device.process_index)
@@ -226,7 +348,8 @@ def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
     Raises:
         ValueError: the devices do not divide so.
     """
-    devices = _all_devices()
+    hosts = _hosts(timeout_s)
+    devices = host_by_host(jax.devices(), hosts)
     if num_rollout >= len(devices):
         raise InputError(
             f"config.devices.num_rollout is {num_rollout}, and this run has {len(devices)} devices "
@@ -239,6 +362,7 @@ def find_cluster(num_rollout: int, timeout_s: float) -> Cluster:
         rollout_devices=tuple(playing),
         train_devices=tuple(devices[num_rollout:]),
         timeout_s=timeout_s,
+        hosts=hosts,
     )
     own = [sum(device.process_index == player for device in playing) for player in cluster.players]
     if len(set(own)) > 1:

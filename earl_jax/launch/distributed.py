@@ -9,7 +9,6 @@ launcher starts all of them again, and the run resumes from its newest checkpoin
 (gpu_scripts/slurm.sbatch, tpu_scripts/run.sh).
 """
 
-import contextlib
 import ctypes
 import dataclasses
 import importlib.util
@@ -18,12 +17,14 @@ import os
 import re
 import signal
 import socket
-import traceback
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NoReturn
 
 import jax
 
+from earl_jax.launch.presence import LINGER_S, lost_in_words
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
@@ -48,10 +49,10 @@ _START = (
     "num_processes alike and a process_id of its own for each (from 0), or by a launcher such as "
     "gpu_scripts/launch.sh, Slurm, Open MPI or a JobSet"
 )
-_LOST = "most likely another process of the run ended or cannot be reached"
 _AGAIN = "Start all processes again: the run goes on from its newest checkpoint"
 # The handler must live as long as the process.
 _on_abort: Any = None
+_ending = threading.RLock()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,8 +128,10 @@ def start_processes(config: DistributedConfig) -> None:
     # The service would take SIGTERM, which run.py handles: it stops all processes at the same step.
     jax.config.update("jax_enable_preemption_service", False)
     _end_at_abort(
-        f"{who} did not find the others within {config.start_timeout_s:g} s "
-        f"(config.distributed.start_timeout_s). {_START}"
+        lambda: end_process(
+            f"{who} did not find the others within {config.start_timeout_s:g} s "
+            f"(config.distributed.start_timeout_s). {_START}"
+        )
     )
     try:
         jax.distributed.initialize(
@@ -147,50 +150,44 @@ def start_processes(config: DistributedConfig) -> None:
         raise InputError(
             f"the processes of this run did not find each other: {words}. {_START}"
         ) from error
-    _end_at_abort(f"{who}: {_LOST}")
+    _end_at_abort(lambda: end_as_lost(who))
 
 
-@contextlib.contextmanager
-def end_together() -> Iterator[None]:
-    """Ends this process of several with status 1 at an exception inside, but for a user's mistake.
+def end_process(words: str, *, status: int = 1) -> NoReturn:
+    """Ends this process of several with a status and the words on stderr.
 
-    A mistake is a ValueError, which all processes raise alike. What one process raises alone leaves
-    none of the others waiting for it.
-    """
-    try:
-        yield
-    except Exception as error:
-        # On CPUs a program that runs at once raises ValueError for a lost process (jax 0.10.2).
-        is_lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        is_mistake = isinstance(error, ValueError) and not is_lost
-        if jax.process_count() == 1 or is_mistake:
-            raise
-        if not (is_lost or isinstance(error, RestartNeeded)):
-            traceback.print_exception(error)
-        who = f"process {jax.process_index()} of {jax.process_count()}"
-        words = (str(error).splitlines() or [type(error).__name__])[0]
-        end_process(f"{who}: {words}. {_LOST}" if is_lost else f"{who}: {words}")
-
-
-def end_process(words: str) -> NoReturn:
-    """Ends this process of several with status 1 and the words on stderr.
-
+    It goes on answering for a while, so that others that ask know that it was not lost.
     `sys.exit` would not do: JAX's exit handlers wait for all processes.
     """
+    # Of several threads the first one ends the process.
+    _ending.acquire()
+    again = f". {_AGAIN}" if status == 1 else ""
     # In one write: other threads may write too.
-    os.write(2, f"error: {words}. {_AGAIN}\n".encode())
-    os._exit(1)
+    os.write(2, f"error: {words}{again}\n".encode())
+    time.sleep(LINGER_S)
+    os._exit(status)
 
 
-def _end_at_abort(words: str) -> None:
-    """Makes an abort of this process its end with status 1 and these words.
+def end_as_lost(who: str, why: str = "") -> NoReturn:
+    """Ends this process, which has lost another one or waited too long for it; says which, and why.
+
+    `who` is this process.
+    """
+    _ending.acquire()
+    here, lost = lost_in_words(why)
+    words = lost or why or "another process of the run ended or cannot be reached"
+    end_process(f"{who}{here}: {words}" + (f" ({why})" if lost and why else ""))
+
+
+def _end_at_abort(end: Callable[[], NoReturn]) -> None:
+    """Makes an abort of this process its end with status 1 and words.
 
     JAX reports a lost process by an abort of its client only (jax 0.10.2 and 0.12), and calls no
     function of ours instead (jaxlib's `missed_heartbeat_callback` throws std::bad_cast).
     Python runs its own signal handlers in the main thread only, which an abort does not wait for.
     """
     global _on_abort
-    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: end_process(words))
+    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: end())
     ctypes.CDLL(None).signal(signal.SIGABRT, _on_abort)
 
 

@@ -95,7 +95,8 @@ class ModelConfig:
     `normalize_expert_weights` scales the weights to a sum of 1. 0 is a dense model.
 
     `compute_dtype` is the type of matrix work and of the KV cache, in the rollout too unless
-    config.rollout.compute_dtype is another; the trainer's parameters are fp32 always. `init_scale`
+    config.rollout.compute_dtype is another: by default bfloat16 for a model of `path` or `preset`,
+    float32 for one from scratch. The trainer's parameters are fp32 always. `init_scale`
     multiplies the 1/sqrt(fan-in) deviation of the projections that write into the residual stream,
     which is further divided by sqrt(2 * num_layers).
 

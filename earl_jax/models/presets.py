@@ -131,13 +131,14 @@ def preset_named(name: str) -> ModelConfig:
             f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(PRESETS)}"
         )
         raise InputError(f"config.model.preset is {name!r}, which is not known; {hint}")
-    return dataclasses.replace(PRESETS[name], preset=name)
+    return dataclasses.replace(PRESETS[name], preset=name, compute_dtype="bfloat16")
 
 
 def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the model section with the settings of its preset for those that are not given.
 
-    {"preset": "qwen2.5-7b", "num_layers": 2} -> all settings of that model, but two layers.
+    {"preset": "qwen2.5-7b", "num_layers": 2} -> all settings of that model, but two layers. A
+    preset and a checkpoint compute in bfloat16.
 
     Raises:
         ValueError: no such preset, one beside a checkpoint, or a field that is no setting.
@@ -155,7 +156,7 @@ def fill_section(given: Mapping[str, Any]) -> dict[str, Any]:
         )
     name = given.get("preset", "")
     if not isinstance(name, str) or not name:
-        return dict(given)
+        return ({"compute_dtype": "bfloat16"} if given.get("path") else {}) | dict(given)
     if given.get("path"):
         raise InputError(
             f"config.model.preset is {name!r} and config.model.path is {given['path']!r}; each "

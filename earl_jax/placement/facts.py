@@ -20,9 +20,9 @@ from earl_jax.launch.cluster import Cluster
 from earl_jax.models.config import ModelConfig
 from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import METHOD, ThroughputTable, load_table
+from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.topology import chip_of
-from earl_jax.train.checkpoint import differences
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 

@@ -249,13 +249,13 @@ def planned_problem(
     return problem
 
 
-def hardware_of_devices(devices: Sequence[Any], num_processes: int) -> Hardware:
+def hardware_of_devices(devices: Sequence[Any], num_hosts: int) -> Hardware:
     """Returns the data sheet of a run's devices; of unknown chips an H100's.
 
     With another chip's data sheet only the ratios of its speeds count; observed speeds correct it.
     """
     first, number = devices[0], len(devices)
-    a_host = -(-number // num_processes)
+    a_host = -(-number // num_hosts)
     if first.platform == "cpu":
         return dataclasses.replace(parse_topology(f"cpu:{number}"), devices_a_host=a_host)
     chip = chip_of(first.device_kind) or CHIPS["h100"]

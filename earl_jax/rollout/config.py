@@ -135,14 +135,14 @@ class RolloutConfig:
     logged; see `TrainConfig.correction`.
     """
 
-    num_slots: int = 64
+    num_slots: int = 128
     episodes_per_step: int = 128
-    group_size: int = 1
-    chunk_size: int = 8
+    group_size: int = 8
+    chunk_size: int = 128
     step_rows: int = 0
-    burst: int = 4
+    burst: int = 16
     num_draft_tokens: int = 0
-    max_turn_tokens: int = 4
+    max_turn_tokens: int = 1024
     max_episode_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0
@@ -152,7 +152,7 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()
     unfinished_reward: float = -1.0
     patience_s: float = 0.1
-    context_buckets: tuple[int, ...] = (32, 48, 64, 128)
+    context_buckets: tuple[int, ...] = (1024, 2048, 4096, 8192)
     page_size: int = 0
     preemption_host_gib: float = 4.0
     compute_dtype: Literal["model", "float32", "bfloat16"] = "model"

@@ -80,7 +80,7 @@ def gather_outcomes(
             "sampling_kl": sampling_kl(trajectories),
             "tokens": sum(trajectory.num_policy_tokens for trajectory in trajectories),
         }
-    parts = [part for part in cluster.gather(own, "the end of a rollout") if part is not None]
+    parts = cluster.of_players(cluster.gather(own, "the end of a rollout"))
     for part in parts:
         if "shortage" in part:
             raise RolloutShort(Shortage(**part["shortage"]))

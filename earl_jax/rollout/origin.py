@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from earl_jax.engine.round_inputs import NO_LIMIT
-from earl_jax.envs.tokenizer import keep_tokenizer, load_tokenizer
+from earl_jax.envs.tokenizer import build_tokenizer, load_tokenizer, tokenizer_from
 from earl_jax.launch.cluster import Cluster
 from earl_jax.models.checkpoints.generation import read_generation_settings
 from earl_jax.models.checkpoints.hf_read import Checkpoint, open_checkpoint
@@ -47,18 +47,27 @@ def open_origin(
     """Returns the origin that config.model names.
 
     Without config.model.path the tokenizer is read from `folder` if it is there, else trained on
-    `corpus()` and kept there.
+    the `corpus()` of the first process.
 
     Raises:
         ValueError: the checkpoint cannot be read, or its parts do not fit each other.
     """
     if model.path:
         return _from_checkpoint(model, open_checkpoint(find_folder(model.path)))
-    tokenizer = cluster.after_first(
-        lambda: keep_tokenizer(folder, lambda: list(corpus()), MAX_VOCAB_SIZE), "the tokenizer"
-    )
+    tokenizer = _own_tokenizer(folder, cluster, corpus)
     vocab_size = -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     return Origin(model=model, tokenizer=tokenizer, vocab_size=vocab_size)
+
+
+def _own_tokenizer(
+    folder: Path | None, cluster: Cluster, corpus: Callable[[], Iterable[str]]
+) -> Any:
+    is_there = cluster.gather(folder is not None and folder.exists(), "the tokenizer's folder")[0]
+    if folder is not None and is_there:
+        return load_tokenizer(folder)
+    built = build_tokenizer(corpus(), MAX_VOCAB_SIZE) if cluster.is_first else None
+    text = cluster.gather(built and built.backend_tokenizer.to_str(), "the tokenizer")[0]
+    return built or tokenizer_from(text)
 
 
 def _from_checkpoint(model: ModelConfig, checkpoint: Checkpoint) -> Origin:

@@ -52,6 +52,7 @@ def _import_jetstream() -> tuple[Any, ...]:
     try:
         from jetstream.core import orchestrator
         from jetstream.core.proto import jetstream_pb2
+        from jetstream.core.utils.async_multifuture import AsyncMultifuture
         from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2
     finally:
         for name in _STAND_INS:
@@ -68,6 +69,7 @@ def _import_jetstream() -> tuple[Any, ...]:
         tokenizer_api,
         tokenizer_pb2,
         jetstream_pb2,
+        AsyncMultifuture,
     )
 
 
@@ -78,6 +80,7 @@ def _import_jetstream() -> tuple[Any, ...]:
     tokenizer_api,
     tokenizer_pb2,
     jetstream_pb2,
+    AsyncMultifuture,
 ) = _import_jetstream()
 Engine = engine_api.Engine
 ResultTokens = engine_api.ResultTokens

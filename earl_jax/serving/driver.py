@@ -46,6 +46,21 @@ class _PrefillEngine:
         )
 
 
+class _GenerateEngine:
+    """The engine for JetStream's other threads: `generate` hands on the ends of turns."""
+
+    def __init__(self, engine: JetStreamEngine) -> None:
+        self._engine = engine
+        self._ends = frozenset(engine.build_tokenizer(engine.get_tokenizer()).stop_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, params: Any, decode_state: Any) -> tuple[Any, Any]:
+        state, tokens = self._engine.generate(params, decode_state)
+        return state, tokens.with_ends(self._ends)
+
+
 class PromptQueue(queue.Queue):
     """JetStream's queue of prompts that wait to be read.
 
@@ -81,7 +96,7 @@ class _FreeSlots(queue.Queue):
 
 
 class PolicyDriver(orchestrator.Driver):
-    """A driver whose open requests have a name, given by the servicer as their `history_path`.
+    """A driver whose open requests have a name, given by the service as their `history_path`.
 
     A prompt that cannot be read fails its own request with INTERNAL. A later error, with every
     slot's state on the devices, fails all of them; then `failure` holds it, and `on_failure` is
@@ -102,7 +117,7 @@ class PolicyDriver(orchestrator.Driver):
         self._in_prefill = ""
         super().__init__(
             prefill_engines=[self._prefill_engine],
-            generate_engines=[engine],
+            generate_engines=[_GenerateEngine(engine)],
             prefill_params=[params],
             generate_params=[params],
             interleaved_mode=True,
@@ -132,7 +147,7 @@ class PolicyDriver(orchestrator.Driver):
         """The number of slots without a request."""
         return self._generate_slots[0].qsize()
 
-    # Called by the servicer.
+    # Called by the service.
 
     def expect(self, name: str, options: RequestOptions) -> None:
         """Sets the options of the request of this name, which is about to be placed."""
@@ -140,8 +155,7 @@ class PolicyDriver(orchestrator.Driver):
             self._options[name] = options
 
     def place_request_on_prefill_queue(self, request: Any) -> None:
-        """Takes a request that was checked, from JetStream's servicer."""
-        # JetStream pads arrays; at a list, which its own servicer makes of ids, it fails.
+        """Takes a request that was checked."""
         request.prefill_content = np.asarray(request.prefill_content, np.int32)
         with self._opening:
             self._open[request.history_path] = request

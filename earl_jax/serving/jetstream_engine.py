@@ -28,7 +28,7 @@ from earl_jax.serving import _jetstream, prompts
 from earl_jax.serving.block_manager import ServingBlockManager
 from earl_jax.serving.config import ServingConfig
 from earl_jax.serving.prompts import Prefix
-from earl_jax.serving.step_tokens import decode_step, step_tokens
+from earl_jax.serving.step_tokens import StepTokens, decode_step, step_tokens
 from earl_jax.settings.errors import InputError
 
 # The largest seed of a request; seeds of prompts without one lie in 1 to MAX_SEED, and seeds that a
@@ -254,9 +254,7 @@ class JetStreamEngine(_jetstream.Engine):
             if self._manager is not None:
                 self._manager.free(slot)
 
-    def generate(
-        self, params: Params, decode_state: DecodeState
-    ) -> tuple[DecodeState, _jetstream.ResultTokens]:
+    def generate(self, params: Params, decode_state: DecodeState) -> tuple[DecodeState, StepTokens]:
         """Returns the next token of every slot, or several where drafts were accepted.
 
         Slots that wait for pages have none. Donates `decode_state`.

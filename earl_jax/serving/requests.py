@@ -18,6 +18,7 @@ from earl_jax.serving.jetstream_engine import MAX_SEED
 
 # The key of the metadata with a request's options, as JSON.
 SAMPLING_KEY = "sampling"
+IN_METADATA = f"{SAMPLING_KEY}."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,11 +188,17 @@ def read_options(metadata: Any, default: Sampling, vocab_size: int) -> RequestOp
         ) from None
     if not isinstance(given, dict):
         raise _invalid(f"the metadata's '{SAMPLING_KEY}' must be an object such as {_EXAMPLE}")
-    return _options(given, default, vocab_size)
+    return make_options(given, default, vocab_size)
 
 
-def _options(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> RequestOptions:
-    fields = {name: _field(name, value) for name, value in given.items()}
+def make_options(
+    given: Mapping[str, Any], default: Sampling, vocab_size: int, where: str = IN_METADATA
+) -> RequestOptions:
+    """Returns the options of these fields, which messages name behind `where`.
+
+    Raises RequestError.
+    """
+    fields = {name: _field(name, value, where) for name, value in given.items()}
     drawn = {
         name: fields.pop(name)
         for name in ("temperature", "top_k", "top_p", "min_p") & fields.keys()
@@ -201,48 +208,42 @@ def _options(given: Mapping[str, Any], default: Sampling, vocab_size: int) -> Re
         Sampling() if drawn.get("temperature") == 0 else default, **drawn
     )
     try:
-        sampling.validate(f"{SAMPLING_KEY}.")
+        sampling.validate(where)
     except ValueError as error:
         raise _invalid(str(error)) from None
     options = RequestOptions(sampling=sampling, **fields)
     if options.seed is not None:
         if not 0 <= options.seed <= MAX_SEED:
-            raise _invalid(
-                f"{SAMPLING_KEY}.seed is {options.seed}; it must lie between 0 and {MAX_SEED}"
-            )
+            raise _invalid(f"{where}seed is {options.seed}; it must lie between 0 and {MAX_SEED}")
         if sampling.temperature == 0:
             raise _invalid(
-                f"{SAMPLING_KEY}.seed has no effect at temperature 0, which draws nothing; remove "
+                f"{where}seed has no effect at temperature 0, which draws nothing; remove "
                 "it, or set a temperature"
             )
-    _check_lists(options, given, vocab_size)
+    _check_lists(options, given, vocab_size, where)
     return options
 
 
-def _check_lists(options: RequestOptions, given: Mapping[str, Any], vocab_size: int) -> None:
+def _check_lists(
+    options: RequestOptions, given: Mapping[str, Any], vocab_size: int, where: str
+) -> None:
     for name in ("stop_strings", "choices"):
         if "" in getattr(options, name):
-            raise _invalid(f"{SAMPLING_KEY}.{name} holds an empty string; remove it")
+            raise _invalid(f"{where}{name} holds an empty string; remove it")
     if any("\ud800" <= letter <= "\udfff" for text in options.choices for letter in text):
-        raise _invalid(
-            f"{SAMPLING_KEY}.choices holds a lone surrogate, which no text can have; remove it"
-        )
+        raise _invalid(f"{where}choices holds a lone surrogate, which no text can have; remove it")
     for name in ("stop_token_ids", "allowed_token_ids"):
         strange = [token for token in getattr(options, name) if not 0 <= token < vocab_size]
         if strange:
-            raise _invalid(
-                f"{SAMPLING_KEY}.{name} holds {strange[0]}; ids go from 0 to {vocab_size - 1}"
-            )
+            raise _invalid(f"{where}{name} holds {strange[0]}; ids go from 0 to {vocab_size - 1}")
     for name in ("choices", "allowed_token_ids"):
         if name in given and not given[name]:
             raise _invalid(
-                f"{SAMPLING_KEY}.{name} is an empty list, which allows no reply; give some, or "
-                "leave it out"
+                f"{where}{name} is an empty list, which allows no reply; give some, or leave it out"
             )
     if options.choices and options.allowed_token_ids:
         raise _invalid(
-            f"{SAMPLING_KEY}.choices and {SAMPLING_KEY}.allowed_token_ids each restrict the "
-            "reply; send one of them"
+            f"{where}choices and {where}allowed_token_ids each restrict the reply; send one of them"
         )
 
 
@@ -251,6 +252,7 @@ def allow(
     max_tokens: int,
     branches: int,
     ids_of: Callable[[str], tuple[int, ...]],
+    where: str = IN_METADATA,
 ) -> RequestOptions:
     """Returns the options with `allowed`, for an engine of at most so many `branches`.
 
@@ -263,7 +265,7 @@ def allow(
     longest = max(map(len, replies), default=0) - 1
     if longest > max_tokens:
         raise _invalid(
-            f"{SAMPLING_KEY}.choices holds a reply of {longest} tokens, and max_tokens is "
+            f"{where}choices holds a reply of {longest} tokens, and max_tokens is "
             f"{max_tokens}; raise it"
         )
     what = "choices" if replies else "allowed_token_ids"
@@ -271,13 +273,13 @@ def allow(
     idle = [token for token in options.stop_token_ids if token not in possible]
     if idle:
         raise _invalid(
-            f"{SAMPLING_KEY}.stop_token_ids holds {idle[0]}, which {SAMPLING_KEY}.{what} never "
+            f"{where}stop_token_ids holds {idle[0]}, which {where}{what} never "
             "lets come; add it there, or remove it"
         )
     needed = len(choice_tree(replies)[0]) or len(tokens)
     if needed > branches:
         raise _invalid(
-            f"{SAMPLING_KEY}.{what} takes {needed} different continuations, token by token; this "
+            f"{where}{what} takes {needed} different continuations, token by token; this "
             f"server takes {branches} (--max_choice_tokens when it was started)"
         )
     allowed = no_choices(1, branches)
@@ -285,12 +287,12 @@ def allow(
     return dataclasses.replace(options, allowed=allowed)
 
 
-def _field(name: str, value: Any) -> Any:
+def _field(name: str, value: Any, where: str) -> Any:
     """Returns a field's value for `RequestOptions`. Raises RequestError for another type."""
     if name not in _SAMPLING_FIELDS:
         near = difflib.get_close_matches(name, _SAMPLING_FIELDS, 1)
         raise _invalid(
-            f"{SAMPLING_KEY}.{name} is not known"
+            f"{where}{name} is not known"
             + (
                 f"; did you mean '{near[0]}'?"
                 if near
@@ -301,13 +303,11 @@ def _field(name: str, value: Any) -> Any:
     if name in _LISTS:
         if isinstance(value, list) and all(type(entry) is kind for entry in value):
             return tuple(value)
-        raise _invalid(
-            f"{SAMPLING_KEY}.{name} must be a list of {kind.__name__}; got {value!r:.80}"
-        )
+        raise _invalid(f"{where}{name} must be a list of {kind.__name__}; got {value!r:.80}")
     if type(value) is kind or (kind is float and type(value) is int and abs(value) < 2**31):
         return kind(value)
     words = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-    raise _invalid(f"{SAMPLING_KEY}.{name} must be {words}; got {value!r:.80}")
+    raise _invalid(f"{where}{name} must be {words}; got {value!r:.80}")
 
 
 def _invalid(words: str) -> RequestError:

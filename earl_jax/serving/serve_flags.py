@@ -19,9 +19,9 @@ DRAWN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 # KV cache a slot, where the devices do not report their memory.
 DEFAULT_SLOT_TOKENS = 2048
 _HELP = """\
-Serves a policy through JetStream's gRPC service (jetstream_proto.Orchestrator: Decode and
-HealthCheck), on this machine alone unless --host is given. There is no password and no
-encryption: every client that reaches the address may use it.
+Serves a policy: OpenAI's HTTP (--port) and JetStream's gRPC (--grpc_port: Decode and HealthCheck of
+jetstream_proto.Orchestrator), on this machine alone unless --host is given. There is no password
+and no encryption: every client that reaches an address may use it.
 
 examples:
   python -m earl_jax.serve --workdir=runs/tictactoe_tiny_cpu
@@ -30,18 +30,25 @@ examples:
       a folder with a checkpoint of transformers, or what a run exported; a name as ORG/NAME that is
       no folder is asked of the model hub
 
-A request is a text or token ids, and max_tokens. A text is taken as it is, control tokens included:
-no chat template is applied. To chat, render the template and send the result. The answer is a
-stream of messages, one for each token, with its id, and its text where the prompt was text. It ends
-at an end of turn, which is not sent, or after max_tokens. A request that cannot be served is
-answered with INVALID_ARGUMENT and what to change, one too many with RESOURCE_EXHAUSTED.
+HTTP: GET /health and /v1/models; POST /v1/completions and /v1/chat/completions as OpenAI's, with
+stream, n, stop, logprobs and seed, and as vLLM's top_k, min_p, stop_token_ids; POST
+/inference/v1/generate takes token_ids and sampling_params and returns every sampled id with its
+log-probs. A conversation is rendered by the policy's chat template. Answers have a policy_version,
+the training step of a run. A request that cannot be served is answered with status 400 and what to
+change, one too many with 429.
+
+gRPC: a request is a text or token ids, and max_tokens. A text is taken as it is, control tokens
+included: no chat template is applied. The answer is a stream of messages, one for each token, with
+its id, and its text where the prompt was text. It ends at an end of turn, which is not sent, or
+after max_tokens. A request that cannot be served is answered with INVALID_ARGUMENT and what to
+change, one too many with RESOURCE_EXHAUSTED.
 
 The KV cache grows with the replies, up to the model's context, from pages that all requests share.
 Where there are no more (--cache_tokens) the shortest requests wait, their pages in host memory, and
 go on where they were; where one alone needs more, the cache grows as far as memory goes. None is
 cut except one for which there is no memory; it ends with RESOURCE_EXHAUSTED.
 
-A request sets its own sampling with metadata: `sampling`, a JSON object with any of
+A gRPC request sets its own sampling with metadata: `sampling`, a JSON object with any of
 temperature, top_k, top_p, min_p, seed (the same reply each time, whatever else is served),
 stop_strings and stop_token_ids, and choices (texts, one of which the reply is) or allowed_token_ids
 (of which it is made). Without these, the flags apply, and without flags the model's
@@ -72,7 +79,12 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "--model", help="a folder with a checkpoint of transformers, or its name on a hub"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
-    parser.add_argument("--port", type=int, default=9000, help="0: any that is free (%(default)s)")
+    parser.add_argument(
+        "--port", type=int, default=8000, help="of HTTP; 0: any that is free (%(default)s)"
+    )
+    parser.add_argument(
+        "--grpc_port", type=int, default=9000, help="of gRPC; 0: any that is free (%(default)s)"
+    )
     parser.add_argument(
         "--num_slots", type=int, default=16, help="requests decoded at once (%(default)s)"
     )
@@ -155,6 +167,7 @@ def check_flags(flags: argparse.Namespace) -> None:
 
     for name, low, high in (
         ("port", 0, 65535),
+        ("grpc_port", 0, 65535),
         ("num_slots", 1, 2**20),
         ("max_waiting", 0, 2**20),
         ("max_choice_tokens", 0, 2**20),
@@ -183,7 +196,13 @@ def check_flags(flags: argparse.Namespace) -> None:
             "one of the two"
         )
     sampling(flags, {})
-    check_address(flags.host, flags.port)
+    if flags.port and flags.port == flags.grpc_port:
+        raise InputError(
+            f"--port={flags.port} is HTTP's and --grpc_port={flags.grpc_port} gRPC's; give one of "
+            "them another port, or 0 for any that is free"
+        )
+    check_address(flags.host, "port", flags.port)
+    check_address(flags.host, "grpc_port", flags.grpc_port)
 
 
 def check_against_model(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class ServedPolicy:
     """A policy to serve. `max_context` is the model's, in tokens; None where its files have none.
 
+    `version` is the training step of a run, 0 for a model; the chat template is given
+    `template_arguments`.
     `load` returns the parameters, fp32 with layers stacked, on the layout given or elsewhere.
     `sampling` are the settings of sampling in the model's own files.
     """
@@ -33,6 +35,8 @@ class ServedPolicy:
     weight_dtype: Literal["compute", "int8"]
     kv_dtype: Literal["compute", "int8"]
     load: Callable[[Any], Any]
+    version: int = 0
+    template_arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_draft_tokens: int = 0
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
 

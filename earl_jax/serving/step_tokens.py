@@ -9,6 +9,7 @@ its ids are `ScoredToken`s, which JetStream carries as the numbers that they are
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -92,19 +93,40 @@ class Failure(int):
         return self
 
 
+class EndToken(int):
+    """An end of turn, `token`, which JetStream would not hand on: this number is none of its ends.
+
+    With log-probs `token` is a `ScoredToken`.
+    """
+
+    token: int
+
+    def item(self) -> "EndToken":
+        """Returns itself, see `ScoredToken`."""
+        return self
+
+
 class StepTokens(ResultTokens):
     """The tokens of a step.
 
     Slots `asleep` have none, and their requests go on; those that have `failed`, with the reason in
-    words, end.
+    words, end. The first of `ends` in a slot is an `EndToken`, and ends its request; without `ends`
+    JetStream itself finds the end, and drops it.
     """
 
+    ends: frozenset[int] = frozenset()
     asleep: frozenset[int] = frozenset()
     failed: Mapping[int, str] = MappingProxyType({})
 
     def convert_to_numpy(self) -> "StepTokens":
         """Returns the same tokens with their numbers on the host."""
-        return step_tokens(np.array(self.data), self.asleep, self.failed)
+        tokens = step_tokens(np.array(self.data), self.asleep, self.failed)
+        return tokens.with_ends(self.ends)
+
+    def with_ends(self, ends: frozenset[int]) -> "StepTokens":
+        """Returns itself, with these ends of turn handed on."""
+        object.__setattr__(self, "ends", ends)
+        return self
 
     def num_tokens(self) -> np.ndarray:
         """Returns how many tokens each slot has, if it is not asleep. Waits for the step."""
@@ -114,7 +136,7 @@ class StepTokens(ResultTokens):
     def get_result_at_slot(self, slot: int) -> Any:
         """Returns the slot's tokens; one that is not valid where its context is full."""
         if slot in self.failed:
-            return _end(self.failed[slot])
+            return _failure(self.failed[slot])
         if slot in self.asleep:
             nothing = np.zeros((1, 0), np.int32)
             # More than no tokens: so JetStream ends a request whose client has gone.
@@ -126,11 +148,25 @@ class StepTokens(ResultTokens):
         if row[2 * width + 1]:
             bits = np.ascontiguousarray(row[2 * width + 2 :]).view(np.float32).reshape(2, width)
             tokens = _scored(tokens, *bits)
-        length = row[2 * width : 2 * width + 1]
-        return SlotData(tokens=tokens[None], valid=valid[None, :number], lengths=length)
+        length, valid = row[2 * width : 2 * width + 1], valid[:number]
+        if self.ends and not self.ends.isdisjoint(tokens.tolist()):
+            tokens, valid = _ended(tokens, valid, self.ends)
+        return SlotData(tokens=tokens[None], valid=valid[None], lengths=length)
 
 
-def _end(words: str) -> Any:
+def _ended(
+    tokens: np.ndarray, valid: np.ndarray, ends: frozenset[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tokens up to the first end, which is an EndToken, and one that is not valid."""
+    kept = list(itertools.takewhile(lambda token: token not in ends, tokens.tolist()))
+    end = EndToken(-1)
+    end.token = tokens[len(kept)].item()
+    found = np.empty(len(kept) + 2, object)
+    found[:] = [*(np.int64(k) if type(k) is int else k for k in kept), end, end]
+    return found, np.append(valid[: len(kept) + 1], 0)
+
+
+def _failure(words: str) -> Any:
     """Returns the failure, valid and then not valid, by which JetStream ends a request."""
     failure = Failure(-1)
     failure.words = words

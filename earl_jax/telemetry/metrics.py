@@ -76,22 +76,39 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [_from_plain(record) for _, record in _whole_lines(path)]
 
 
-def truncate_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> Path | None:
     """Drops the lines of steps greater than `step` and a cut last line, in one atomic replacement.
 
-    The other lines keep their bytes. A file that does not exist yet stays so.
+    The other lines keep their bytes. A file that does not exist yet stays so. Damaged lines are
+    appended to a file beside it, which is returned; None where there are none.
     """
     if not path.exists():
-        return
-    kept = []
-    for number, (line, record) in enumerate(_whole_lines(path), start=1):
-        if not isinstance(record.get("step"), int):
-            raise InputError(f"{path}, line {number}: no integer 'step' in {_shorten(line)}")
-        if record["step"] <= step:
-            kept.append(line)
-    data = b"".join(kept)
-    if data != path.read_bytes():
-        write_atomically(path, data)
+        return None
+    data, kept, damaged = path.read_bytes(), [], []
+    # Split at b"\n" only: str.splitlines would also split at U+2028 inside a string.
+    for line in data.split(b"\n")[:-1]:
+        number = _step_of(line)
+        if number is None:
+            damaged.append(line + b"\n")
+        elif number <= step:
+            kept.append(line + b"\n")
+    aside = path.with_name(f"{path.stem}.damaged{path.suffix}")
+    if damaged:
+        before = aside.read_bytes() if aside.exists() else b""
+        write_atomically(aside, before + b"".join(damaged))
+    if data != b"".join(kept):
+        write_atomically(path, b"".join(kept))
+    return aside if damaged else None
+
+
+def _step_of(line: bytes) -> int | None:
+    """Returns the step of a line of metrics; None for a line that is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def sampling_kl(trajectories: Sequence[Trajectory]) -> float | None:

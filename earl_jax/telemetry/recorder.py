@@ -75,7 +75,8 @@ class Recorder:
     def drop_after(self, step: int) -> None:
         """Drops metrics and episodes of later steps, which a resumed run takes again."""
         if self._writes:
-            truncate_after(self._workdir / "metrics.jsonl", step)
+            if aside := truncate_after(self._workdir / "metrics.jsonl", step):
+                self.note(f"metrics.jsonl had damaged lines, which are in {aside} now")
             truncate_trajectories_after(self._workdir / "trajectories", step)
 
     def last_evaluation(self) -> dict[str, Any]:

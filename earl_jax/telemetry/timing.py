@@ -6,6 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+# The stages that this process is in, the innermost last; the first is none of a step.
+_stages: list[str] = ["start"]
+
+
+def stage_now() -> str:
+    """Returns the stage that this process is in: "start", "train", or "after train"."""
+    return _stages[-1]
+
 
 class StageTimer:
     """Adds up seconds by stage name: `with timer("rollout"): ...`."""
@@ -17,8 +25,15 @@ class StageTimer:
     def __call__(self, stage: str) -> Iterator[None]:
         """Times the block; a stage that is entered twice adds up."""
         start = time.perf_counter()
+        _stages.append(stage)
         try:
             yield
+            _stages[0] = f"after {stage}"
+        except BaseException:
+            # Who catches it says that it was in this stage.
+            _stages[0] = stage
+            raise
         finally:
+            _stages.pop()
             spent = time.perf_counter() - start
             self.seconds[stage] = self.seconds.get(stage, 0.0) + spent

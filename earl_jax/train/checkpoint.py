@@ -29,12 +29,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.lora import fingerprint
+from earl_jax.models.parameters import Params
 from earl_jax.selector.memory import is_out_of_memory, unless_out_of_memory
 from earl_jax.settings.differences import differences
 from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.sharding.reshard import reshard
-from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.offload import load_moments
 from earl_jax.train.state import TrainState, state_shardings
@@ -50,11 +50,13 @@ class Checkpoints:
     As a context manager it finishes what is being written.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
-        """Opens the folder; the newest `keep` checkpoints are kept."""
+    def __init__(self, folder: Path, *, keep: int | None) -> None:
+        """Opens the folder; the newest `keep` checkpoints are kept, or with None all: to read."""
         self._folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, enable_async_checkpointing=True
+            max_to_keep=keep,
+            create=keep is not None,
+            enable_async_checkpointing=keep is not None,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._is_closed = False
@@ -88,6 +90,30 @@ class Checkpoints:
             raise DamagedCheckpoint("its position is not what was saved")
         return values
 
+    def parameters(self, step: int, shapes: Params, shardings: Params) -> Params:
+        """Returns the parameters alone at this step; each device reads its part.
+
+        Raises:
+            DamagedCheckpoint: they cannot be what was saved.
+        """
+        placed = {"params": _placed(shapes, shardings)}
+        part = ocp.args.PyTreeRestore(
+            placed,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
+            partial_restore=True,
+        )
+        read = {"params": self._read(step, state=part)["state"]["params"]}
+        _check(self._values(step)["arrays"], read)
+        return read["params"]
+
+    def shapes(self, step: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of each parameter at this step, by its name. Raises as `position`."""
+        try:
+            path: Any = self._folder / str(step) / "state"
+            return shapes_by_name(ocp.PyTreeCheckpointHandler().metadata(path).tree["params"])
+        except (OSError, ValueError, KeyError) as error:
+            raise DamagedCheckpoint(f"its parameters cannot be read: {error}") from error
+
     def state(self, step: int, shapes: TrainState, shardings: TrainState) -> TrainState:
         """Returns the TrainState at this step without a base; each device reads its part.
 
@@ -103,16 +129,9 @@ class Checkpoints:
                 f"state: {'; '.join(different[:4])}. Use the versions of earl_jax and optax that "
                 "saved it, or name another --workdir"
             )
-        placed = jax.tree.map(
-            lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
-            _kept(shapes),
-            _kept(shardings),
-        )
+        placed = _placed(_kept(shapes), _kept(shardings))
         state = self._read(step, state=ocp.args.StandardRestore(placed))["state"]
-        read = _describe(state)
-        known = [name for name in saved if None not in (saved[name][2], read[name][2])]
-        if wrong := [name for name in known if read[name] != saved[name]]:
-            raise DamagedCheckpoint(f"its array {wrong[0]} is not what was saved")
+        _check(saved, state)
         return TrainState(**state)
 
     def _read(self, step: int, **items: Any) -> Any:
@@ -132,8 +151,8 @@ class Checkpoints:
         Of several processes the first calls it before the others, which find it done.
         """
         if (self._folder / str(step)).exists():
-            names = (f"damaged_{step}", *(f"damaged_{step}_{n}" for n in itertools.count(2)))
-            targets = (self._folder.parent / name for name in names)
+            parent, name = self._folder.parent, f"damaged_{step}"
+            targets = (parent / f"{name}{f'_{n}' if n else ''}" for n in itertools.count())
             shutil.move(self._folder / str(step), next(t for t in targets if not t.exists()))
         self._manager.reload()
 
@@ -184,6 +203,13 @@ def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:
     }
 
 
+def _check(saved: dict[str, list[Any]], arrays: dict[str, Any]) -> None:
+    """Raises DamagedCheckpoint for an array that is not what `_describe` said when it was saved."""
+    for name, (*_, found) in _describe(arrays).items():
+        if None not in (found, saved[name][2]) and found != saved[name][2]:
+            raise DamagedCheckpoint(f"its array {name} is not what was saved")
+
+
 @jax.jit
 def _fingerprints(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return jax.tree.map(fingerprint, arrays)
@@ -199,6 +225,24 @@ def _shapes_of(kept: dict[str, Any]) -> dict[str, list[Any]]:
 def _digest(values: dict[str, Any]) -> str:
     """Returns the SHA-256 of values as JSON."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def shapes_by_name(shapes: Params) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter by its name, as `Checkpoints.shapes` does."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    return {_name(path): tuple(leaf.shape) for path, leaf in leaves}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _placed(shapes: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda shape, where: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=where),
+        shapes,
+        shardings,
+    )
 
 
 def _kept(state: TrainState) -> dict[str, Any]:
@@ -286,32 +330,3 @@ def _first_replica(array: jax.Array) -> jax.Array:
         [shards[device] for device in devices[first].flat],
         dtype=array.dtype,
     )
-
-
-def open_workdir(workdir: Path, config: dict[str, Any]) -> None:
-    """Makes the workdir this run's: writes config.json, or checks that it is the same.
-
-    Raises:
-        ValueError: the folder cannot be written, or belongs to a run of another config.
-    """
-    path = workdir / "config.json"
-    text = json.dumps(config, indent=2)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_atomically(path, text)
-            return
-        saved = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(
-            f"--workdir={workdir} cannot be used: {error.strerror or error}; name a folder "
-            "that you may write"
-        ) from error
-    except ValueError as error:
-        raise InputError(f"{path} is damaged ({error}); name another --workdir") from error
-    different = differences(saved, json.loads(text), "config")
-    if different:
-        raise InputError(
-            f"--workdir={workdir} holds a run of another config: {'; '.join(different[:8])}. Name "
-            "another --workdir, or run with the config of that one"
-        )

@@ -34,12 +34,16 @@ _BOUNDS: dict[str, tuple[float, float | None]] = {
 class TrainConfig:
     """Settings of the trainer, whatever the algorithm (config.algorithm).
 
+    The defaults are for a pretrained model; one from scratch needs a `learning_rate` near 1e-3.
+
     Each batch is learnt from `epochs` times; `micro_batches` accumulate gradients within one
-    update. The learning rate rises over `warmup_steps` RL steps and then follows `schedule` down to
-    `final_learning_rate`; an entropy bonus, added to the algorithm's loss, goes linearly from
-    `entropy_coefficient` to `final_entropy_coefficient`. `logprob_chunk` tokens of every row are
-    scored at a time. `pack` puts several episodes in a row, in fewer rows; without it each episode
-    has a row, padded to the context bucket. `remat` recomputes activations in the backward pass.
+    update. The learning rate rises over `warmup_steps` RL steps; with a `schedule` other than
+    "constant" it then falls to `final_learning_rate` at the last step. An entropy bonus, added to
+    the algorithm's loss, goes linearly from `entropy_coefficient` to `final_entropy_coefficient`,
+    which the last step has. `logprob_chunk` tokens of every row are scored at a time. `pack` puts
+    several episodes in a row, in fewer rows; without it each episode has a row, padded to the
+    context bucket. `remat` recomputes activations in the backward pass.
+
     `attention` is the kernel: "blockwise" runs anywhere, "splash" on TPUs, "tokamax" on Hopper
     and Blackwell GPUs; "auto" takes the fastest for the devices and the rows' length.
 
@@ -54,10 +58,12 @@ class TrainConfig:
     with. "none": the ratio is relative to the policy that sampled. "truncated": it is
     relative to the policy that the step begins with, as this trainer scores it, and the loss of
     each token is weighted by how much likelier that one finds it than the one that sampled, at most
-    `importance_cap` (see `algorithms.losses.truncated_importance`). With `epochs` above 1 that
-    costs one more forward pass a step. "auto" is "truncated" where the rollout has another
-    precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype), else
-    "none".
+    `importance_cap`. "truncated_sequence": the same with the product of these weights over the
+    token's sequence. "masked": tokens whose weight is above `importance_cap` or below
+    1 / `importance_cap` have no loss (see `algorithms.losses.importance_weights`). With `epochs`
+    above 1 that costs one more forward pass a step. "auto" is "truncated" where the rollout has
+    another precision than the trainer (config.rollout.weight_dtype, kv_dtype or compute_dtype),
+    else "none".
 
     `sft_steps`: in the first so many RL steps, the batch is followed by
     `sft_updates` supervised updates on games of random legal moves (a trail's steps are
@@ -73,30 +79,30 @@ class TrainConfig:
     `lora.rank` above 0 trains low-rank adapters instead of the model's own weights.
     """
 
-    learning_rate: float = 2e-3
-    final_learning_rate: float = 1e-4
+    learning_rate: float = 1e-6
+    final_learning_rate: float = 0.0
     warmup_steps: int = 10
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     adam_b1: float = 0.9
     adam_b2: float = 0.95
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    correction: Literal["auto", "none", "truncated"] = "auto"
+    correction: Literal["auto", "none", "truncated", "truncated_sequence", "masked"] = "auto"
     importance_cap: float = 2.0
-    entropy_coefficient: float = 0.03
+    entropy_coefficient: float = 0.0
     final_entropy_coefficient: float = 0.0
     ratio: Literal["behaviour", "model"] = "behaviour"
     balance_coefficient: float = 0.0
     epochs: int = 1
     micro_batches: int = 1
-    pack: bool = True
+    pack: bool = False
     remat: bool = False
     attention: Literal["auto", "blockwise", "splash", "tokamax"] = "auto"
     logprob_chunk: int = 512
     max_skipped_steps: int = 3
     sft_steps: int = 0
     sft_updates: int = 1
-    sft_learning_rate: float = 3e-3
+    sft_learning_rate: float = 1e-5
     lora: LoraConfig = LoraConfig()
 
     def validate(self) -> None:

@@ -12,11 +12,11 @@ import numpy as np
 
 from earl_jax.algorithms.algorithm import Algorithm
 from earl_jax.algorithms.algorithms import ALGORITHMS
+from earl_jax.algorithms.requirements import Training, check_requirements, scored_passes
 from earl_jax.models.checkpoints.hf_read import Checkpoint, load_parameters
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import Params
 from earl_jax.selector.plans import TrainPlan
-from earl_jax.settings.errors import InputError
 from earl_jax.sharding.layout import Layout, MeshShape
 from earl_jax.sharding.placing import absent_tree
 from earl_jax.train.checkpoint import spread_over
@@ -60,23 +60,17 @@ class Learner:
         Raises:
             ValueError: the algorithm needs what this training does not have.
         """
-        if "critic" in algorithm.needs:
-            raise InputError("config.algorithm needs a critic, and no config describes one yet")
-        if "reference" in algorithm.needs and not config.lora.rank:
-            raise InputError(
-                "config.algorithm needs the log-probs of a reference policy, which is the base of "
-                "the adapters, and config.train.lora.rank is 0; set it above 0"
-            )
+        training = Training(
+            epochs=config.epochs, corrects=importance_cap > 0, has_adapters=config.lora.rank > 0
+        )
+        check_requirements(algorithm, training)
         self.model, self.config, self.algorithm = model, config, algorithm
         self.vocab_size, self.temperature = vocab_size, temperature
         self.importance_cap, self.layout = importance_cap, layout
         self.seed, self.checkpoint, self.trains = seed, checkpoint, trains
         # Now, because it raises for adapters that this model cannot have.
         trained_specs(model, config, vocab_size)
-        proximal = importance_cap > 0 or "proximal" in algorithm.needs
-        # The first update of a batch finds the proximal log-probs itself.
-        self.scored = ("proximal",) * (proximal and config.epochs > 1)
-        self.scored += ("reference",) * ("reference" in algorithm.needs)
+        self.scored = scored_passes(algorithm, training)
 
     def state_shapes(self) -> TrainState:
         """Returns a TrainState as shapes."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from earl_jax.algorithms.algorithm import Algorithm, TokenFacts
-from earl_jax.algorithms.losses import kl_estimate, truncated_importance
+from earl_jax.algorithms.losses import importance_weights, kl_estimate, likelihood_ratio
 from earl_jax.models.attention.folding import fold, unfold
 from earl_jax.models.attention.kernels import choose_kernel
 from earl_jax.models.config import ModelConfig
@@ -29,6 +29,8 @@ from earl_jax.trajectory import TrajectoryBatch
 
 # What a state is scored for before it is updated: fields of a TrajectoryBatch.
 Scored = Collection[str]
+# Sums over tokens that are no metrics by themselves.
+_DIVISOR, _RATIO, _RATIO_SQUARED = "divisor", "ratio", "ratio_squared"
 
 
 def score_batch(
@@ -95,14 +97,15 @@ def make_train_step(
     """Returns the jitted `step(state, batch, controls) -> (state, metrics)`.
 
     `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
-    micro-batches add up as sums and are divided once by all the policy's tokens; routers are to be
-    balanced within each micro-batch, which counts by the policy's tokens in it. A frozen base goes
+    micro-batches add up as sums and are divided once by all the policy's tokens, or by what the
+    loss's `Aggregation` says; routers are to be balanced within each micro-batch, which counts by
+    its part of that divisor. A frozen base goes
     through in the buffers that it came in. `metrics` are f32 scalars by name, of the policy's
     tokens; read them with `read_metrics`. An update whose loss, gradient or step is not finite is
     skipped: parameters and moments stay as they are. `importance_cap` above 0 corrects for who
     sampled: the ratio is relative to the proximal policy, and the loss of each token is weighted
-    with `truncated_importance`. With more than one update a batch, give the batch what
-    `make_scorer` computes.
+    with `importance_weights` of config.correction. With more than one update a batch, give the
+    batch what `make_scorer` computes.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout, critic)
@@ -114,26 +117,31 @@ def make_train_step(
         facts = token_facts(
             scores,
             batch,
-            with_proximal=importance_cap > 0 or "proximal" in algorithm.needs,
+            with_proximal=importance_cap > 0 or "proximal" in algorithm.all_needs,
             values=critic.values(critic_params, batch) if critic else None,
         )
-        losses, metrics = algorithm.loss(facts, algorithm.settings)
+        losses, metrics, aggregation = algorithm.loss(facts, algorithm.settings)
         if importance_cap:
-            assert facts.proximal is not None
-            weight, cut = truncated_importance(facts.proximal, facts.behaviour, importance_cap)
+            correction = "truncated" if config.correction == "auto" else config.correction
+            weight, cut = importance_weights(facts, correction, importance_cap)
             losses = losses * weight
             metrics = metrics | {"importance_mean": weight, "truncated_fraction": cut}
         mismatch = jnp.abs(facts.logprobs - facts.behaviour)
+        losses -= bonus * facts.entropy
+        ratio = likelihood_ratio(facts.logprobs, facts.behaviour)
         metrics = metrics | {
-            "loss": losses - bonus * facts.entropy,
+            "loss": losses if aggregation is None else losses * aggregation.weights,
             "entropy": facts.entropy,
             "kl": kl_estimate(facts.logprobs, facts.behaviour),
             "logprob_mismatch_mean": mismatch,
             "logprob_mismatch_max": mismatch,
+            _RATIO: ratio,
+            _RATIO_SQUARED: ratio**2,
+            _DIVISOR: jnp.ones_like(losses) if aggregation is None else aggregation.shares,
         }
         sums = {name: _total(name, values, facts.mask) for name, values in metrics.items()}
         if routing is not None and config.balance_coefficient:
-            weight = config.balance_coefficient * jnp.sum(facts.mask)
+            weight = config.balance_coefficient * sums[_DIVISOR]
             sums["loss"] += weight * balance_loss(model, routing)
         return sums["loss"], (sums, routing)
 
@@ -150,7 +158,8 @@ def make_train_step(
         )
         count = jnp.sum(batch.turn_ids > 0)
         tokens = jnp.maximum(count, 1).astype(jnp.float32)
-        grads = jax.tree.map(lambda grad: grad / tokens, grads)
+        divisor = jnp.where(count > 0, sums.pop(_DIVISOR), 1.0)
+        grads = jax.tree.map(lambda grad: grad / divisor, grads)
         direction, moments = optimizer.update(grads, state.optimizer, state.trained)
         norms = jnp.stack([sums["loss"], optax.tree.norm(grads), rate * optax.tree.norm(direction)])
         is_finite = jnp.isfinite(norms).all()
@@ -160,11 +169,15 @@ def make_train_step(
             (state.trained, state.optimizer),
         )
         params, critic_params = trained if critic else (trained, None)
+        ratios, squares = sums.pop(_RATIO), sums.pop(_RATIO_SQUARED)
         metrics = {
             name: jnp.where(count > 0, value, 0.0) if _is_maximum(name) else value / tokens
             for name, value in sums.items()
         }
         metrics |= {
+            "loss": sums["loss"] / divisor,
+            # Kish's (sum w)^2 / sum w^2, as a fraction of the tokens.
+            "effective_sample_size": ratios**2 / (tokens * jnp.maximum(squares, 1e-30)),
             "grad_norm": norms[1],
             "policy_tokens": tokens,
             "skipped_updates": 1.0 - is_finite,
@@ -203,6 +216,7 @@ def token_facts(
         proximal = masked(current if batch.proximal is None else batch.proximal)
     return TokenFacts(
         mask=mask,
+        sequences=batch.segment_ids,
         logprobs=masked(scores.logprobs),
         entropy=masked(scores.entropy),
         behaviour=masked(batch.logprobs),

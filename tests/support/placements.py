@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from earl_jax.config.file import make_config
 from earl_jax.engine.session import Session
 from earl_jax.loop import Position, StepRecord, rl_step
 from earl_jax.placement.moves import move_state
@@ -19,6 +18,7 @@ from earl_jax.selector.problem import Problem
 from earl_jax.selector.table import TRUSTED, ThroughputTable, rollout_key, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
+from tests.support.settings import make_config
 
 D8, D4T2 = MeshShape(data=8), MeshShape(data=4, tensor=2)
 F8, CUBE = MeshShape(fsdp=8), MeshShape(data=2, fsdp=2, tensor=2)

@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
 
-from earl_jax.config.file import make_config
 from earl_jax.envs.tokenizer import load_tokenizer
 from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
@@ -33,13 +33,18 @@ from earl_jax.models.decoder import forward_rows, head_weights
 from earl_jax.models.lora import fingerprint
 from earl_jax.models.parameters import is_spec, parameter_specs
 from earl_jax.run import build_run
+from earl_jax.serving.scores import Scores
 from earl_jax.sharding.layout import MeshShape, make_layout
-from earl_jax.train.checkpoint import Checkpoints, open_workdir
+from earl_jax.train.checkpoint import Checkpoints
+from earl_jax.workdir import keep_config
 from tests.support import ROOT
 from tests.support.references import REFERENCE
+from tests.support.settings import make_config
 
 MODEL = REFERENCE / "qwen2_tied"
 CONTEXT, VOCAB = 128, 320
+# Any that are free.
+PORTS = ("--port=0", "--grpc_port=0")
 # What the parrot says behind "<", in a vocabulary in which most of these are several tokens.
 SAYING = "<日🙂é ok"
 PARROT_CONTEXT = 8192
@@ -67,11 +72,12 @@ class Server:
         self._reading = threading.Thread(target=lambda: self.errors.extend(self.process.stderr))
         self._reading.start()
         self.ready_line = self.process.stdout.readline()
-        found = re.search(r" at (127\.0\.0\.1:\d+):", self.ready_line)
+        pattern = r" at (http://127\.0\.0\.1:\d+) \(gRPC: (127\.0\.0\.1:\d+)\):"
+        found = re.search(pattern, self.ready_line)
         if not found:
             self.end()
             raise AssertionError(f"{self.ready_line}{''.join(self.errors)}")
-        self.address = found[1]
+        self.http, self.address = found[1], found[2]
         self.channel = grpc.insecure_channel(self.address)
         self.stub = jetstream_pb2_grpc.OrchestratorStub(self.channel)
 
@@ -90,7 +96,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(cache: Path, *flags: str):
-    line = [sys.executable, "-m", "earl_jax.serve", "--port=0", *flags]
+    line = [sys.executable, "-m", "earl_jax.serve", *PORTS, *flags]
     server = Server(line, cache)
     try:
         yield server
@@ -122,6 +128,21 @@ def finish_reason(call) -> str:
 
 def ids_of(call) -> list[int]:
     return [i for r in call for s in r.stream_content.samples for i in s.token_ids]
+
+
+def scores_of(call) -> list[dict[str, float]]:
+    """The log-probs of each token, read as any client of JetStream's messages can."""
+    names = {1001: "logprob", 1002: "model_logprob"}
+    found = []
+    for response in call:
+        [sample] = response.stream_content.samples
+        [token] = sample.token_ids
+        fields = {names[f.field_number]: f.data for f in UnknownFieldSet(sample)}
+        scores = {name: float(np.uint32(bits).view(np.float32)) for name, bits in fields.items()}
+        read = Scores.FromString(sample.SerializeToString())
+        assert scores == {field.name: value for field, value in read.ListFields()}
+        found.append({"token": token, **scores})
+    return found
 
 
 def refusal(call) -> tuple[grpc.StatusCode, str]:
@@ -245,8 +266,8 @@ def save_run(folder: Path, rank: int):
             "train": {"learning_rate": 0.001, "lora": {"rank": rank} if rank else {}},
         }
     )
-    open_workdir(folder, config.as_dict())
-    world = build_run(config, folder / "tokenizer")
+    world = build_run(config)
+    keep_config(world, folder)
     state = world.learner.init_state(MeshShape())
     rng = np.random.default_rng(0)
     noisy = jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape), state.params)

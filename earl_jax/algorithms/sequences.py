@@ -1,0 +1,65 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over the sequences of a row, and the aggregation of token losses.
+
+A sequence is the tokens of a row with one number in `TokenFacts.sequences`, which follow each
+other: one sample of an episode. The sums are scans, whose order of additions does not depend on the
+device; a scatter's would on a GPU.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from earl_jax.algorithms.algorithm import Aggregation, TokenFacts
+
+AggregationName = Literal["token", "sequence", "constant"]
+
+
+def sums_from(values_BT: jax.Array, sequences_BT: jax.Array, discount: float = 1.0) -> jax.Array:
+    """Returns for each token the sum of its sequence from that token on, f32[B,T].
+
+    Each later value counts `discount` times less. Values 1 2 3 4 in sequences 1 1 1 2 give 6 5 3 4.
+    """
+    ends_BT = sequences_BT != jnp.pad(sequences_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    return _scan(values_BT, ends_BT, discount, reverse=True)
+
+
+def sequence_sums(values_BT: jax.Array, sequences_BT: jax.Array) -> jax.Array:
+    """Returns for each token the sum over its sequence, f32[B,T].
+
+    Values 1 2 3 4 in sequences 1 1 1 2 give 6 6 6 4.
+    """
+    before_BT = jnp.pad(sequences_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    until_BT = _scan(values_BT, sequences_BT != before_BT, 1.0, reverse=False)
+    return until_BT + sums_from(values_BT, sequences_BT) - values_BT
+
+
+def _scan(values_BT: jax.Array, is_first_BT: jax.Array, discount: float, *, reverse: bool):
+    """Returns running sums that begin anew at each token that is first in the scan's direction."""
+
+    def add(earlier: tuple, later: tuple) -> tuple:
+        (sum_before, kept_before), (sum_after, kept_after) = earlier, later
+        return sum_after + kept_after * sum_before, kept_before * kept_after
+
+    kept_BT = jnp.where(is_first_BT, 0.0, discount)
+    sums_BT, _ = jax.lax.associative_scan(add, (values_BT, kept_BT), axis=1, reverse=reverse)
+    return sums_BT
+
+
+def aggregate(facts: TokenFacts, kind: AggregationName, num_tokens: int) -> Aggregation | None:
+    """Returns the aggregation of this name; None for "token", which is the default of the update.
+
+    "token": the mean over all tokens of the batch (DAPO, arXiv 2503.14476, eq. 12). "sequence": the
+    mean over sequences of the mean over a sequence's tokens (GRPO, arXiv 2402.03300, eq. 3).
+    "constant": the mean over sequences of the sum over a sequence's tokens divided by `num_tokens`,
+    whatever its length (Dr. GRPO, arXiv 2503.20783). A sequence without a token of the
+    mask counts nowhere.
+    """
+    if kind == "token":
+        return None
+    mask_BT = facts.mask.astype(jnp.float32)
+    shares_BT = mask_BT / jnp.maximum(sequence_sums(mask_BT, facts.sequences), 1.0)
+    weights_BT = shares_BT if kind == "sequence" else mask_BT / num_tokens
+    return Aggregation(weights=weights_BT, shares=shares_BT)

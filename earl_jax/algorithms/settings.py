@@ -1,0 +1,152 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the algorithms (config.algorithm_args), each with its bounds and its paper."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from earl_jax.algorithms.algorithm import Need
+from earl_jax.algorithms.losses import KlEstimator
+from earl_jax.algorithms.sequences import AggregationName
+from earl_jax.settings.choices import check_bounds, check_choices
+from earl_jax.settings.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicySettings:
+    """Settings of a loss of the policy's ratio.
+
+    `clip_low` and `clip_high`: a ratio counts down to 1 - clip_low and up to 1 + clip_high.
+
+    `aggregation` is the mean that the update minimises. "token": over all tokens of the batch.
+    "sequence": over sequences, of each one's mean over its tokens. "constant": over sequences, of
+    each one's sum over its tokens divided by `aggregation_tokens`.
+
+    `kl_coefficient` times an estimate of the KL divergence from the policy to the reference is a
+    penalty; 0 is no penalty. `kl_estimator`, with r = reference / policy: "k1" is -log r, "k2" is
+    (log r)^2 / 2, "k3" is r - 1 - log r. `kl_in` "loss" adds the penalty to each token's loss;
+    "reward" subtracts from each token's advantage the penalties from that token to the end of its
+    sequence.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    aggregation: AggregationName = "token"
+    aggregation_tokens: int = 1024
+    kl_coefficient: float = 0.0
+    kl_estimator: KlEstimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """The facts that a penalty needs."""
+        return frozenset({"reference"} if self.kl_coefficient else ())
+
+    def idle(self) -> Iterator[tuple[str, str]]:
+        """Yields `(field, reason)` of each field without effect beside the others' values."""
+        if self.aggregation != "constant":
+            reason = f"config.algorithm_args.aggregation is {self.aggregation!r}"
+            yield "aggregation_tokens", reason
+        for field in ("kl_estimator", "kl_in") if not self.kl_coefficient else ():
+            yield field, "config.algorithm_args.kl_coefficient is 0"
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        check_choices(self, path)
+        bounds = {
+            "clip_low": (0.0, 1.0),
+            "clip_high": (0.0, None),
+            "aggregation_tokens": (1, None),
+            "kl_coefficient": (0.0, None),
+        }
+        check_bounds(self, path, bounds)
+        if self.kl_coefficient and self.kl_estimator == "k1" and self.kl_in == "loss":
+            raise InputError(
+                f"{path}.kl_estimator is 'k1' with {path}.kl_in 'loss'; the mean gradient of k1 is "
+                f"0, so it is no penalty: set {path}.kl_estimator to 'k2' or 'k3', or {path}.kl_in "
+                "to 'reward'"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClippedSettings(PolicySettings):
+    """Settings of PPO's clipped loss.
+
+    `dual_clip` bounds the loss of a token with a negative advantage A at -dual_clip * A, however
+    large its ratio (arXiv 1912.09729, where it is 3); 0 sets no bound.
+    """
+
+    dual_clip: float = 0.0
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        check_bounds(self, path, {"dual_clip": (0.0, None)})
+        if 0 < self.dual_clip <= 1 + self.clip_high:
+            raise InputError(
+                f"{path}.dual_clip is {self.dual_clip}; it must be 0, or above 1 + {path}"
+                f".clip_high ({1 + self.clip_high:g}), where the other clip ends"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GrpoSettings(ClippedSettings):
+    """Settings of GRPO (arXiv 2402.03300).
+
+    `normalize_advantages` divides by the standard deviation of the group (False: Dr. GRPO).
+    """
+
+    normalize_advantages: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DapoSettings(GrpoSettings):
+    """Settings of DAPO (arXiv 2503.14476).
+
+    `overlong_tokens` is the number of tokens of an episode's replies at which the penalty of a long
+    episode (eq. 13) reaches -1; it is 0 up to `overlong_buffer` tokens less, and goes linearly
+    between. `overlong_tokens` 0 is no penalty.
+    """
+
+    overlong_tokens: int = 0
+    overlong_buffer: int = 0
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        least = 1 if self.overlong_tokens else 0
+        check_bounds(self, path, {"overlong_tokens": (0, None)})
+        check_bounds(self, path, {"overlong_buffer": (least, self.overlong_tokens)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CispoSettings(PolicySettings):
+    """Settings of CISPO (arXiv 2506.13585).
+
+    `clip_low` and `clip_high` bound the weight of a token's log-prob: 1 is no lower bound.
+    `normalize_advantages` divides by the standard deviation of the group.
+    """
+
+    clip_low: float = 1.0
+    clip_high: float = 4.0
+    normalize_advantages: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReinforceSettings(ClippedSettings):
+    """Settings of REINFORCE.
+
+    `turn_discount` discounts a reward once for each turn before it. `baseline` is the mean return
+    of the same role at the same turn, over the "batch" or over the "group" that shares a task;
+    "none" subtracts nothing. `normalize_advantages` divides by the standard deviation of the batch.
+    """
+
+    turn_discount: float = 0.7
+    baseline: Literal["batch", "group", "none"] = "batch"
+    normalize_advantages: bool = True
+
+    def validate(self, path: str) -> None:
+        """Raises ValueError naming the field that breaks a rule."""
+        super().validate(path)
+        check_bounds(self, path, {"turn_discount": (0.0, 1.0)})

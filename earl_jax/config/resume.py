@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The settings that may change when a run is resumed."""
+
+from typing import Any
+
+from earl_jax.settings.differences import differences
+
+# Settings, or whole sections, that may change in a workdir; and what a change means. The section
+# `distributed` is not in config.json: it may change always.
+MAY_CHANGE: dict[str, str] = {
+    "num_steps": "The run ends there. It equals one that had this number from the start, but for "
+    "what depends on it: a `train.schedule` other than \"constant\" and an entropy bonus, which "
+    "fall over the new number from the next step on, and the tasks of supervised examples.",
+    "log": "From the next step on.",
+    "checkpoint": "From the next checkpoint on.",
+    "eval": "From the next evaluation on.",
+    "devices": "The checkpoint is read by any number of devices; results then differ by rounding.",
+    "dispatch": "From the next step on.",
+    "selector": "Budgets and candidates of meshes. Results differ by rounding where another mesh "
+    "is chosen.",
+    "env.timeout_s": "From the next step on.",
+    "env.num_workers": "From the next step on.",
+    "rollout.patience_s": "From the next step on.",
+    "rollout.preemption_host_gib": "From the next step on.",
+}  # fmt: skip
+
+
+def changes(saved: dict[str, Any], given: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns what differs from the config in a workdir: what may change, and what may not.
+
+    Each as a line: "config.num_steps is 10 there, 20 here".
+    """
+    lines = differences(saved, given, "config")
+    allowed = [line for line in lines if _may_change(line.partition(" is ")[0])]
+    return allowed, [line for line in lines if line not in allowed]
+
+
+def _may_change(path: str) -> bool:
+    path = path.removeprefix("config.")
+    return any(path == name or path.startswith(f"{name}.") for name in MAY_CHANGE)

@@ -1,0 +1,134 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Which process of a run is lost, and in which stage the others are.
+
+JAX tells a process that another one is lost, and not which. So each process answers, in a thread
+and on a port of its own, with its stage; one that loses another asks all of them.
+"""
+
+import json
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from earl_jax.telemetry.timing import stage_now
+
+_ANSWER_S = 2.0
+# A process that ends because another one is lost answers for so long: it is not the lost one.
+LINGER_S = 3.0
+_NAMED = 8
+
+
+class Place(NamedTuple):
+    """Where another process answers: its number, host and port."""
+
+    index: int
+    host: str
+    port: int
+
+
+class Presence:
+    """Answers other processes, and asks them. One for each process."""
+
+    def __init__(self, *, on_one_host: bool) -> None:
+        """Begins to answer; to this host alone if all processes are `on_one_host`."""
+        self._waits_for = ""
+        self._ends = False
+        self._failed = ""
+        self._others: tuple[Place, ...] = ()
+        self._listener = socket.create_server(("127.0.0.1" if on_one_host else "", 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._on_one_host = on_one_host
+        threading.Thread(target=self._answer, name="presence", daemon=True).start()
+
+    def meet(self, others: Sequence[Place]) -> None:
+        """Sets where the other processes answer."""
+        self._others = tuple(others)
+
+    def waits(self, what: str) -> None:
+        """Notes what this process waits for others with; "" for nothing."""
+        self._waits_for = what
+
+    def lost(self, why: str) -> str:
+        """Returns which processes are gone, or are not where this one waits, in words; "" for none.
+
+        This process ends because of them, or where none is, because of what it says: `why`. Takes a
+        few seconds at most.
+        """
+        self._ends = True
+        if not self._others:
+            return ""
+        with ThreadPoolExecutor(min(64, len(self._others))) as pool:
+            found = [words for words in pool.map(self._ask, self._others) if words]
+        self._failed = "" if found else why
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return "; ".join(found[:_NAMED]) + more
+
+    def here(self) -> str:
+        """Returns the stage of this process in words."""
+        waits = f", waiting for {self._waits_for}" if self._waits_for else ""
+        return f"in the stage {stage_now()}{waits}"
+
+    def _ask(self, other: Place) -> str:
+        """Returns why another process may be the lost one; "" where it waits as this one does."""
+        name = f"process {other.index} on {other.host}"
+        address = "127.0.0.1" if self._on_one_host else other.host
+        try:
+            with socket.create_connection((address, other.port), _ANSWER_S) as connection:
+                connection.settimeout(_ANSWER_S)
+                answer = json.loads(connection.makefile().readline() or "{}")
+        except ConnectionError:
+            return f"{name} has ended"
+        except TimeoutError:
+            return f"{name} does not answer (stopped, or its host or network hangs)"
+        except (OSError, ValueError) as error:
+            return f"{name} cannot be reached ({error})"
+        if not answer:
+            return f"{name} has ended"
+        if answer["failed"]:
+            return f"{name} failed: {answer['failed']}"
+        return "" if answer["waits"] else f"{name} is still in the stage {answer['stage']}"
+
+    def _answer(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            answer = {
+                "stage": stage_now(),
+                "waits": self._ends or bool(self._waits_for),
+                "failed": self._failed,
+            }
+            try:
+                with connection:
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+            except OSError:
+                # The other process ended in between.
+                continue
+
+
+_presence: Presence | None = None
+
+
+def be_present(*, on_one_host: bool) -> Presence:
+    """Returns the presence of this process, which answers from the first call on."""
+    global _presence
+    if _presence is None:
+        _presence = Presence(on_one_host=on_one_host)
+    return _presence
+
+
+def waits(what: str) -> None:
+    """Notes what this process waits for others with; "" for nothing."""
+    if _presence is not None:
+        _presence.waits(what)
+
+
+def lost_in_words(why: str) -> tuple[str, str]:
+    """Returns this process's stage, and which others are lost; "" where that is not known.
+
+    Where none of them is, this process has failed itself, and tells others that ask: `why`.
+    """
+    if _presence is None:
+        return "", ""
+    return f", {_presence.here()}", _presence.lost(why)

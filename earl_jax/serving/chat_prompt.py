@@ -1,0 +1,92 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The text of a conversation for the served policy, by the chat template of its tokenizer."""
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+from transformers import PreTrainedTokenizerFast
+
+from earl_jax.serving.requests import RequestError
+
+# Variables that this module or `transformers` gives to the template.
+_OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
+
+
+class ChatPrompt:
+    """The chat template of a tokenizer; `arguments` are given to it beside those of a request."""
+
+    def __init__(self, tokenizer: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._tokenizer, self._arguments = tokenizer, dict(arguments)
+        added = tokenizer.added_tokens_decoder.values()
+        self._control = tuple(str(token) for token in added if token.special)
+
+    def write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        """Returns the text of the conversation, up to the start of the policy's reply.
+
+        Raises RequestError for a conversation that the template refuses, for tools and arguments
+        that it does not read, and for control tokens in the text of anyone but the policy.
+        """
+        if not self._tokenizer.chat_template:
+            raise _refusal("this policy has no chat template; send a text to /v1/completions")
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                self._check(f"messages[{number}]", message)
+        self._check("tools", tools)
+        self._check("chat_template_kwargs", arguments)
+        for name in arguments:
+            read = re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template))
+            if name in _OURS or not read:
+                raise _refusal(
+                    f"chat_template_kwargs.{name} is not read by this policy's chat template, or "
+                    "is not a request's to set; remove it"
+                )
+        written = self._write(messages, tools, arguments)
+        if tools and written == self._write(messages, (), arguments):
+            raise _refusal(
+                "this policy's chat template does not show tools; leave them out, or describe them "
+                "in a message"
+            )
+        return written
+
+    def _check(self, where: str, given: Any) -> None:
+        text = json.dumps(given, ensure_ascii=False)
+        found = [token for token in self._control if token in text]
+        if found:
+            raise _refusal(
+                f"{where} contains the control token {found[0]!r}, which would begin or end a "
+                "message; remove it"
+            )
+
+    def _write(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        arguments: Mapping[str, Any],
+    ) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=True,
+                **{**self._arguments, **arguments},
+            )
+        except Exception as error:  # noqa: BLE001 - a template may raise anything
+            raise _refusal(
+                f"this policy's chat template refuses the messages: {str(error)[:300]}"
+            ) from error
+
+
+def _refusal(words: str) -> RequestError:
+    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, words)

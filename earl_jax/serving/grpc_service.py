@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""JetStream's gRPC service, jetstream_proto.Orchestrator, over the requests of a Service."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from earl_jax.serving._jetstream import jetstream_pb2
+from earl_jax.serving.requests import (
+    IN_METADATA,
+    RequestError,
+    RequestOptions,
+    check_fields,
+    read_options,
+    reader,
+)
+from earl_jax.serving.scores import LOGPROB, MODEL_LOGPROB, add_scores
+from earl_jax.serving.service import Piece, Service
+
+# The key of the trailing metadata with the reason why a reply ended.
+FINISH_KEY = "finish-reason"
+
+
+class PolicyServicer:
+    """JetStream's methods, with checks in front."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def Decode(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        """Yields the reply, a message for each token; with text where the prompt is text."""
+        service = self._service
+        try:
+            check_fields(request, service.limits)
+            metadata = context.invocation_metadata()
+            options = read_options(metadata, service.sampling, service.limits.vocab_size)
+            options = service.allow(options, request.max_tokens, IN_METADATA)
+            name = service.enter()
+            context.add_done_callback(lambda _: service.leave(name))
+            is_text = request.HasField("text_content")
+            ids = await self._prompt_ids(request)
+            reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
+            async with aclosing(reply.pieces()) as pieces:
+                async for piece in pieces:
+                    if not piece.is_end:
+                        yield _message(piece, options)
+            context.set_trailing_metadata(((FINISH_KEY, reply.finish_reason),))
+        except RequestError as error:
+            await context.abort(error.code, error.words)
+
+    async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """Returns whether requests are taken."""
+        return jetstream_pb2.HealthCheckResponse(is_live=self._service.is_live)
+
+    def handlers(self) -> Any:
+        """Returns the methods as JetStream's own registration does, but with `reader`."""
+        return grpc.method_handlers_generic_handler(
+            "jetstream_proto.Orchestrator",
+            {
+                "Decode": grpc.unary_stream_rpc_method_handler(
+                    self.Decode,
+                    request_deserializer=reader(jetstream_pb2.DecodeRequest),
+                    response_serializer=jetstream_pb2.DecodeResponse.SerializeToString,
+                ),
+                "HealthCheck": grpc.unary_unary_rpc_method_handler(
+                    self.HealthCheck,
+                    request_deserializer=reader(jetstream_pb2.HealthCheckRequest),
+                    response_serializer=jetstream_pb2.HealthCheckResponse.SerializeToString,
+                ),
+            },
+        )
+
+    async def _prompt_ids(self, request: Any) -> Sequence[int]:
+        if request.HasField("token_content"):
+            return list(request.token_content.token_ids)
+        text = request.text_content.text
+        return await self._service.encode(lambda: text)
+
+
+def _message(piece: Piece, options: RequestOptions) -> Any:
+    ids = () if piece.token is None else (int(piece.token),)
+    sample = jetstream_pb2.DecodeResponse.StreamContent.Sample(text=piece.text, token_ids=ids)
+    if ids and options.scored:
+        fields = {LOGPROB: options.logprobs, MODEL_LOGPROB: options.model_logprobs}
+        add_scores(sample, **{name: getattr(piece.token, name) for name in fields if fields[name]})
+    content = jetstream_pb2.DecodeResponse.StreamContent(samples=[sample])
+    return jetstream_pb2.DecodeResponse(stream_content=content)

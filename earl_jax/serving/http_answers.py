@@ -1,0 +1,170 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies of HTTP answers: OpenAI's completions and chat, and vLLM's answers in token ids."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from earl_jax.serving.service import Piece
+from earl_jax.serving.step_tokens import ScoredToken
+
+FINISH = {
+    "end_of_turn": "stop",
+    "stop_string": "stop",
+    "stop_token_id": "stop",
+    "max_tokens": "length",
+}
+
+
+@dataclasses.dataclass
+class Choice:
+    """One reply of an answer, as far as it has come."""
+
+    index: int
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the reply."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of sampled tokens, the end of turn included."""
+        return sum(piece.token is not None for piece in self.pieces)
+
+
+class Form(Protocol):
+    """The form of an endpoint's answers: whole ones, and the parts of streamed ones."""
+
+    prefix: str
+    name: str
+    part_name: str
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """Returns a whole reply."""
+        ...
+
+    def begin(self, index: int) -> dict[str, Any] | None:
+        """Returns the first part of a streamed reply; None where there is none."""
+        ...
+
+    def part(self, choice: Choice) -> dict[str, Any]:
+        """Returns a part of a streamed reply: its new pieces, or its finish reason."""
+        ...
+
+
+class CompletionForm:
+    """Answers of /v1/completions."""
+
+    prefix, name, part_name = "cmpl-", "text_completion", "text_completion"
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """Returns a whole reply."""
+        return self.part(choice)
+
+    def begin(self, index: int) -> None:
+        """Returns None: there is nothing before the first text."""
+
+    def part(self, choice: Choice) -> dict[str, Any]:
+        """Returns the text of these pieces."""
+        scores = _scores(choice.pieces, self._decode)
+        logprobs = scores and {
+            "tokens": [each["token"] for each in scores],
+            "token_logprobs": [each["logprob"] for each in scores],
+            "top_logprobs": None,
+            "model_logprobs": [each["model_logprob"] for each in scores],
+        }
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+
+class ChatForm:
+    """Answers of /v1/chat/completions."""
+
+    prefix, name, part_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+
+    def whole(self, choice: Choice) -> dict[str, Any]:
+        """Returns a whole reply."""
+        return self._with(choice, "message", {"role": "assistant", "content": choice.text})
+
+    def begin(self, index: int) -> dict[str, Any]:
+        """Returns the part that names the role."""
+        return self._with(Choice(index), "delta", {"role": "assistant", "content": ""})
+
+    def part(self, choice: Choice) -> dict[str, Any]:
+        """Returns the text of these pieces."""
+        return self._with(choice, "delta", {"content": choice.text} if choice.pieces else {})
+
+    def _with(self, choice: Choice, field: str, value: Any) -> dict[str, Any]:
+        scores = _scores(choice.pieces, self._decode)
+        return {
+            "index": choice.index,
+            field: value,
+            "logprobs": scores and {"content": scores},
+            "finish_reason": choice.finish_reason,
+        }
+
+
+def generated(choice: Choice) -> dict[str, Any]:
+    """Returns a reply of /inference/v1/generate: every sampled id, the end of turn included."""
+    tokens = [piece.token for piece in choice.pieces if piece.token is not None]
+    scored = [token for token in tokens if isinstance(token, ScoredToken)]
+    content = [
+        {
+            "token": f"token_id:{int(token)}",
+            "logprob": token.logprob,
+            "model_logprob": token.model_logprob,
+            "top_logprobs": [],
+        }
+        for token in scored
+    ]
+    return {
+        "index": choice.index,
+        "token_ids": [int(token) for token in tokens],
+        "logprobs": {"content": content} if scored else None,
+        "finish_reason": choice.finish_reason,
+    }
+
+
+def usage(num_prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
+    """Returns the counts of tokens."""
+    sampled = sum(choice.num_tokens for choice in choices)
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": num_prompt_tokens + sampled,
+    }
+
+
+def _scores(
+    pieces: Sequence[Piece], decode: Callable[[Sequence[int]], str]
+) -> list[dict[str, Any]] | None:
+    """Returns the log-probs of the tokens of a text; None where they are not wanted."""
+    scores = []
+    for token in (piece.token for piece in pieces if not piece.is_end):
+        if isinstance(token, ScoredToken):
+            text = decode([token])
+            scores.append(
+                {
+                    "token": text,
+                    "logprob": token.logprob,
+                    "model_logprob": token.model_logprob,
+                    # Unknown of a part of a character.
+                    "bytes": None if "\ufffd" in text else list(text.encode()),
+                    "top_logprobs": [],
+                }
+            )
+    return scores or None

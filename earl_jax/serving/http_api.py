@@ -1,0 +1,288 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP endpoints: OpenAI's /v1/..., and vLLM's /inference/v1/generate for token ids.
+
+Log-probs are, in every answer, under the distribution that a token was drawn from (`logprob`) and
+under the model itself (`model_logprob`).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any
+
+import grpc
+
+from earl_jax.serving.chat_prompt import ChatPrompt
+from earl_jax.serving.http_answers import (
+    FINISH,
+    ChatForm,
+    Choice,
+    CompletionForm,
+    Form,
+    generated,
+    usage,
+)
+from earl_jax.serving.http_requests import (
+    DEFAULT_MAX_TOKENS,
+    Wanted,
+    read_chat,
+    read_completion,
+    read_generate,
+    read_object,
+    read_wanted,
+    take,
+)
+from earl_jax.serving.http_server import Connection, HttpError, HttpRequest
+from earl_jax.serving.requests import RequestError, check_ids
+from earl_jax.serving.service import Service
+
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAVAILABLE: 503,
+}
+# Returns the token ids of a prompt.
+Encode = Callable[[], Awaitable[list[int]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """The policy as clients see it: its name, and its version (the training step of a run)."""
+
+    name: str
+    version: int
+    created: int
+
+
+class HttpApi:
+    """The endpoints over a service; `handle` answers one request."""
+
+    def __init__(self, service: Service, model: ServedModel, chat: ChatPrompt) -> None:
+        self._service, self._model, self._chat_prompt = service, model, chat
+        self._routes = {
+            "/health": ("GET", self._health),
+            "/v1/models": ("GET", self._models),
+            "/v1/completions": ("POST", self._completions),
+            "/v1/chat/completions": ("POST", self._chat),
+            "/inference/v1/generate": ("POST", self._generate),
+        }
+
+    async def handle(self, request: HttpRequest, connection: Connection) -> None:
+        """Answers a request."""
+        try:
+            await self._answer(request, connection)
+        except HttpError as error:
+            await _fail(error, connection)
+        except RequestError as error:
+            await _fail(HttpError(_STATUS.get(error.code, 500), error.words), connection)
+
+    async def _answer(self, request: HttpRequest, connection: Connection) -> None:
+        if request.path not in self._routes:
+            raise HttpError(
+                404, f"there is no {request.path} here; there are {', '.join(self._routes)}"
+            )
+        method, answer = self._routes[request.path]
+        if request.method != method:
+            raise HttpError(405, f"{request.path} takes {method}, not {request.method}")
+        await answer(request, connection)
+
+    async def _health(self, _: HttpRequest, connection: Connection) -> None:
+        is_live = self._service.is_live
+        words = "ok" if is_live else "the server is ending"
+        await connection.send_json(200 if is_live else 503, {"status": words})
+
+    async def _models(self, _: HttpRequest, connection: Connection) -> None:
+        model = {
+            "id": self._model.name,
+            "object": "model",
+            "created": self._model.created,
+            "owned_by": "earl_jax",
+            "max_model_len": self._service.limits.context_tokens,
+            "policy_version": self._model.version,
+        }
+        await connection.send_json(200, {"object": "list", "data": [model]})
+
+    async def _completions(self, request: HttpRequest, connection: Connection) -> None:
+        given = self._read(request)
+        prompts = read_completion(given)
+        wanted = self._wanted({"max_tokens": DEFAULT_MAX_TOKENS, **given})
+        encoders = [self._encoder(prompt) for prompt in prompts]
+        await self._reply(wanted, encoders, CompletionForm(self._service.decode), connection)
+
+    async def _chat(self, request: HttpRequest, connection: Connection) -> None:
+        fields, messages, tools = read_chat(self._read(request))
+        arguments = take(fields, "chat_template_kwargs", dict, {})
+        wanted = self._wanted(fields)
+
+        def write() -> str:
+            return self._chat_prompt.write(messages, tools, arguments)
+
+        form = ChatForm(self._service.decode)
+        await self._reply(wanted, [lambda: self._service.encode(write)], form, connection)
+
+    async def _generate(self, request: HttpRequest, connection: Connection) -> None:
+        given = self._read(request)
+        fields, ids = read_generate(given)
+        fields = {"max_tokens": DEFAULT_MAX_TOKENS, **fields}
+        wanted = self._wanted(fields, "sampling_params.")
+        async with self._replies(wanted, [self._encoder(ids)], is_text=False) as (replies, counts):
+            choices = [Choice(index) for index in range(len(replies))]
+            await _together(_collect(*each) for each in zip(replies, choices, strict=True))
+        answer = {
+            "request_id": given.get("request_id", f"gen-{uuid.uuid4().hex}"),
+            "model": self._model.name,
+            "policy_version": self._model.version,
+            "choices": [generated(choice) for choice in choices],
+            "usage": usage(sum(counts), choices),
+        }
+        await connection.send_json(200, answer)
+
+    def _read(self, request: HttpRequest) -> dict[str, Any]:
+        given = read_object(request)
+        name = take(given, "model", str, self._model.name)
+        if name != self._model.name:
+            raise HttpError(
+                404, f"the model {name!r} is not served here; {self._model.name!r} is", "model"
+            )
+        return given
+
+    def _wanted(self, fields: Mapping[str, Any], where: str = "") -> Wanted:
+        service = self._service
+        wanted = read_wanted(fields, service.sampling, service.limits, where)
+        options = service.allow(wanted.options, service.limits.context_tokens, where)
+        return dataclasses.replace(wanted, options=options)
+
+    def _encoder(self, prompt: str | list[int]) -> Encode:
+        async def given() -> list[int]:
+            return prompt if isinstance(prompt, list) else []
+
+        text = prompt if isinstance(prompt, str) else ""
+        return (lambda: self._service.encode(lambda: text)) if text else given
+
+    @contextlib.asynccontextmanager
+    async def _replies(
+        self, wanted: Wanted, encoders: Sequence[Encode], *, is_text: bool
+    ) -> AsyncIterator[tuple[list[Any], list[int]]]:
+        """Gives the replies to all prompts, which end with the context, and the prompts' lengths.
+
+        All are admitted first, or none is.
+        """
+        service, replies, counts = self._service, [], []
+        with self._admitted(len(encoders) * wanted.count) as names:
+            for encode in encoders:
+                ids = await encode()
+                left = service.limits.context_tokens - len(ids)
+                max_tokens = wanted.max_tokens or max(1, left)
+                check_ids(ids, max_tokens, service.limits)
+                counts.append(len(ids))
+                for number in range(wanted.count):
+                    options, name = wanted.options_of(number), names[len(replies)]
+                    replies.append(service.reply(name, ids, max_tokens, options, is_text=is_text))
+            yield replies, counts
+
+    @contextlib.contextmanager
+    def _admitted(self, count: int) -> Iterator[list[str]]:
+        service = self._service
+        if count > service.max_open:
+            raise HttpError(
+                400,
+                f"the request wants {count} replies, and this server takes {service.max_open} at "
+                "once (--num_slots and --max_waiting when it was started); send fewer prompts, or "
+                "a smaller n",
+            )
+        names: list[str] = []
+        try:
+            for _ in range(count):
+                names.append(service.enter())
+            yield names
+        finally:
+            for name in names:
+                service.leave(name)
+
+    async def _reply(
+        self, wanted: Wanted, encoders: Sequence[Encode], form: Form, connection: Connection
+    ) -> None:
+        """Answers with the replies to these prompts, as one object or as events."""
+        facts = {
+            "id": form.prefix + uuid.uuid4().hex,
+            "object": form.part_name if wanted.streams else form.name,
+            "created": int(time.time()),
+            "model": self._model.name,
+            "policy_version": self._model.version,
+        }
+        async with self._replies(wanted, encoders, is_text=True) as (replies, counts):
+            choices = [Choice(index) for index in range(len(replies))]
+            pairs = list(zip(replies, choices, strict=True))
+            if not wanted.streams:
+                await _together(_collect(*pair) for pair in pairs)
+                whole = [form.whole(choice) for choice in choices]
+                answer = {**facts, "choices": whole, "usage": usage(sum(counts), choices)}
+                await connection.send_json(200, answer)
+                return
+
+            async def send(part: dict[str, Any]) -> None:
+                await connection.send_event({**facts, "choices": [part]})
+
+            await connection.begin_events()
+            await _together(_stream(*pair, form, send) for pair in pairs)
+        if wanted.counts_usage:
+            counted = {"choices": [], "usage": usage(sum(counts), choices)}
+            await connection.send_event({**facts, **counted})
+        await connection.send_event("[DONE]")
+        await connection.end_events()
+
+
+async def _collect(reply: Any, choice: Choice) -> None:
+    """Reads a reply to its end."""
+    async with contextlib.aclosing(reply.pieces()) as pieces:
+        async for piece in pieces:
+            choice.pieces.append(piece)
+    choice.finish_reason = FINISH[reply.finish_reason]
+
+
+async def _stream(
+    reply: Any, choice: Choice, form: Form, send: Callable[[dict[str, Any]], Awaitable[None]]
+) -> None:
+    """Sends a reply piece by piece, and keeps its pieces for their count."""
+    begin = form.begin(choice.index)
+    if begin is not None:
+        await send(begin)
+    async with contextlib.aclosing(reply.pieces()) as pieces:
+        async for piece in pieces:
+            choice.pieces.append(piece)
+            part = form.part(Choice(choice.index, [piece]))
+            if piece.text or part["logprobs"]:
+                await send(part)
+    await send(form.part(Choice(choice.index, [], FINISH[reply.finish_reason])))
+
+
+async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs coroutines at once. The first that fails ends the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each in work:
+                group.create_task(each)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def _fail(error: HttpError, connection: Connection) -> None:
+    """Answers with an error: as an event where events were begun."""
+    if connection.has_begun:
+        await connection.send_event(error.body())
+        await connection.end_events()
+    else:
+        await connection.send_json(error.status, error.body())

@@ -1,0 +1,234 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A small HTTP/1.1 server on asyncio; h11 reads and writes the protocol.
+
+A handler is one coroutine a request. It is cancelled when its client goes away.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+import h11
+
+# A client has so long for its next request, and for reading each part of an answer.
+READ_S, WRITE_S = 75.0, 60.0
+# How long a connection stays to drop the remainder of a request that was refused.
+LINGER_S = 2.0
+_CHUNK = 2**16
+# Bytes that a client may send beyond the request that is being answered.
+_MOST_AHEAD = 2**20
+
+
+class HttpRequest(NamedTuple):
+    """A request that was read whole. `content_type` is without its parameters."""
+
+    method: str
+    path: str
+    content_type: str
+    body: bytes
+
+
+class HttpError(Exception):
+    """Answers a request with a status and a sentence; `param` names the field that is wrong."""
+
+    def __init__(self, status: int, words: str, param: str | None = None) -> None:
+        super().__init__(words)
+        self.status, self.words, self.param = status, words, param
+
+    def body(self) -> dict[str, Any]:
+        """Returns the error in OpenAI's shape."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
+        fields = {"message": self.words, "type": kind, "param": self.param, "code": self.status}
+        return {"error": fields}
+
+
+class _Gone(Exception):
+    """The client went away."""
+
+
+class Connection:
+    """One client's connection: requests one after the other, and their answers."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        handle: "Handler",
+        most_bytes: int,
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._handle, self._most_bytes = handle, most_bytes
+        self._http = h11.Connection(h11.SERVER)
+        # No request is open: the connection may be closed at any time.
+        self.is_idle = True
+
+    # Called by handlers.
+
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether an answer was begun."""
+        return self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE)
+
+    async def send_json(self, status: int, value: Any, headers: tuple = ()) -> None:
+        """Answers with a JSON value."""
+        body = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+        head = [("content-type", "application/json"), ("content-length", str(len(body))), *headers]
+        await self._send(
+            h11.Response(status_code=status, headers=head), h11.Data(data=body), h11.EndOfMessage()
+        )
+
+    async def begin_events(self) -> None:
+        """Begins an answer of server-sent events."""
+        head = [("content-type", "text/event-stream"), ("cache-control", "no-cache")]
+        await self._send(h11.Response(status_code=200, headers=head))
+
+    async def send_event(self, value: Any) -> None:
+        """Sends an event: a JSON value, or a text as it is."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        await self._send(h11.Data(data=f"data: {text}\n\n".encode(errors="replace")))
+
+    async def end_events(self) -> None:
+        """Ends the answer."""
+        await self._send(h11.EndOfMessage())
+
+    # Called by the server.
+
+    async def run(self) -> None:
+        """Answers requests until the client goes away, or says nothing for READ_S."""
+        try:
+            while await self._answer_next():
+                self._http.start_next_cycle()
+        except (_Gone, ConnectionError, TimeoutError):
+            pass
+        except h11.RemoteProtocolError as error:
+            with contextlib.suppress(h11.LocalProtocolError, ConnectionError, TimeoutError):
+                hint = error.error_status_hint
+                await self._refuse(HttpError(hint, f"this is no HTTP/1.1 request ({error})"))
+        finally:
+            self._writer.close()
+
+    async def _answer_next(self) -> bool:
+        """Answers one request. Returns whether another one may follow."""
+        try:
+            async with asyncio.timeout(READ_S):
+                request = await self._read_request()
+        except HttpError as error:
+            await self._refuse(error)
+            return False
+        if request is None:
+            return False
+        work = asyncio.ensure_future(self._handle(request, self))
+        watch = asyncio.ensure_future(self._wait_until_gone())
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _Gone
+            work.result()
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+            self.is_idle = True
+        return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
+
+    async def _refuse(self, error: HttpError) -> None:
+        """Answers with an error, and ends: the remainder of the request is dropped."""
+        if self.has_begun:
+            return
+        await self.send_json(error.status, error.body(), (("connection", "close"),))
+        # A socket that is closed with bytes unread takes the answer away from the client.
+        self._writer.write_eof()
+        async with asyncio.timeout(LINGER_S):
+            while await self._reader.read(_CHUNK):
+                pass
+
+    async def _read_request(self) -> HttpRequest | None:
+        """Returns the next request, None at the end. Raises HttpError for one that is too large."""
+        head = await self._next_event()
+        if not isinstance(head, h11.Request):
+            return None
+        self.is_idle = False
+        headers = dict(head.headers)
+        if int(headers.get(b"content-length", b"0")) > self._most_bytes:
+            raise self._too_large()
+        body = bytearray()
+        while not isinstance(event := await self._next_event(), h11.EndOfMessage):
+            if not isinstance(event, h11.Data):
+                return None
+            body += event.data
+            if len(body) > self._most_bytes:
+                raise self._too_large()
+        kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        path = head.target.decode("latin-1").partition("?")[0]
+        return HttpRequest(head.method.decode("latin-1"), path, kind, bytes(body))
+
+    def _too_large(self) -> HttpError:
+        return HttpError(
+            413, f"the body has more than the {self._most_bytes} bytes that this server takes"
+        )
+
+    async def _next_event(self) -> Any:
+        while (event := self._http.next_event()) is h11.NEED_DATA:
+            if self._http.they_are_waiting_for_100_continue:
+                await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            self._http.receive_data(await self._reader.read(_CHUNK))
+        return event
+
+    async def _wait_until_gone(self) -> None:
+        ahead = 0
+        while ahead < _MOST_AHEAD and (data := await self._reader.read(_CHUNK)):
+            ahead += len(data)
+            self._http.receive_data(data)
+
+    async def _send(self, *events: Any) -> None:
+        data = b"".join(self._http.send(event) or b"" for event in events)
+        self._writer.write(data)
+        async with asyncio.timeout(WRITE_S):
+            await self._writer.drain()
+
+
+Handler = Callable[[HttpRequest, Connection], Awaitable[None]]
+
+
+class HttpServer:
+    """A server of one handler. Bodies of more than `most_bytes` are refused."""
+
+    def __init__(self, handle: Handler, most_bytes: int) -> None:
+        self._handle, self._most_bytes = handle, most_bytes
+        self._open: dict[asyncio.Task[None], Connection] = {}
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens at the address. Returns its port. Raises OSError."""
+        self._server = await asyncio.start_server(self._connect, host, port)
+        return self._server.sockets[0].getsockname()[1]
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more connections, and gives open answers so long to end."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task, connection in self._open.items():
+            if connection.is_idle:
+                task.cancel()
+        if self._open:
+            await asyncio.wait(set(self._open), timeout=grace_s)
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connection = Connection(reader, writer, self._handle, self._most_bytes)
+        self._open[task] = connection
+        try:
+            await connection.run()
+        except asyncio.CancelledError:
+            pass  # `stop`; asyncio would report it as an error
+        finally:
+            del self._open[task]

@@ -1,0 +1,216 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Requests over one driver, whatever their protocol: admitted, encoded, decoded, ended.
+
+The driver works in token ids alone; text is made of ids and ids of text here, because JetStream
+decodes token by token, which breaks characters of several tokens.
+"""
+
+import asyncio
+import concurrent.futures
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+import grpc
+
+from earl_jax.envs.text_stream import StopStrings, TextStream
+from earl_jax.serving._jetstream import AsyncMultifuture, orchestrator
+from earl_jax.serving.driver import PolicyDriver
+from earl_jax.serving.jetstream_engine import JetStreamEngine
+from earl_jax.serving.requests import (
+    RequestError,
+    RequestLimits,
+    RequestOptions,
+    allow,
+    check_ids,
+)
+from earl_jax.serving.step_tokens import EndToken, Failure
+
+
+class Piece(NamedTuple):
+    """A part of a reply: a token with the text that it completes, or the last text alone.
+
+    `is_end`: the token ended the reply and has no text: an end of turn, or a stop token id.
+    """
+
+    text: str
+    token: int | None = None
+    is_end: bool = False
+
+
+class Reply:
+    """One reply: its `pieces`, then its `finish_reason`, then the number of tokens in `count`.
+
+    The reason is end_of_turn, max_tokens, stop_string or stop_token_id.
+    """
+
+    def __init__(
+        self,
+        tokens: AsyncIterator[int],
+        max_tokens: int,
+        options: RequestOptions,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        is_text: bool,
+    ) -> None:
+        """Begins a reply; if not `is_text` of ids alone, which text may only stop."""
+        self.finish_reason, self.count = "", 0
+        self._tokens, self._max_tokens, self._options = tokens, max_tokens, options
+        self._is_text = is_text
+        self._stops = StopStrings(options.stop_strings)
+        # Ids need text only where a stop string may end them.
+        self._stream = TextStream(decode) if is_text or options.stop_strings else None
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Yields the pieces of the reply. Raises RequestError where it fails."""
+        async for token in self._tokens:
+            piece = self._take(token)
+            self.count += 1
+            yield piece
+            if self.finish_reason:
+                break
+        if rest := self._flush():
+            yield Piece(rest)
+        self.finish_reason = self.finish_reason or (
+            "max_tokens" if self.count >= self._max_tokens else "end_of_turn"
+        )
+
+    def _take(self, token: int) -> Piece:
+        if isinstance(token, Failure):
+            raise RequestError(grpc.StatusCode.RESOURCE_EXHAUSTED, token.words)
+        if isinstance(token, EndToken):
+            self.finish_reason = "end_of_turn"
+            return Piece("", token.token, is_end=True)
+        if token in self._options.stop_token_ids:
+            self.finish_reason = "stop_token_id"
+            return Piece("", token, is_end=True)
+        text = "" if self._stream is None else self._until_stop(self._stream.push([token]))
+        return Piece(text, token)
+
+    def _flush(self) -> str:
+        """Returns the text that was held back, at the end of the reply."""
+        if self._stream is None or self._stops.found is not None:
+            return ""
+        return self._until_stop(self._stream.flush()) + (
+            self._stops.flush() if self._is_text else ""
+        )
+
+    def _until_stop(self, text: str) -> str:
+        text = self._stops.push(text)
+        if self._stops.found is not None:
+            self.finish_reason = "stop_string"
+        return text if self._is_text else ""
+
+
+class Service:
+    """The open requests of a driver: as many as the engine's slots hold, and `max_waiting` more."""
+
+    def __init__(self, driver: PolicyDriver, engine: JetStreamEngine, max_waiting: int) -> None:
+        config, serving = engine.engine.config, engine.serving
+        self.sampling = serving.sampling
+        self.limits = RequestLimits(
+            vocab_size=config.vocab_size,
+            max_prompt_tokens=serving.max_prefill_length,
+            context_tokens=serving.context_tokens,
+        )
+        self.max_open = config.num_slots + max_waiting
+        self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
+        self.decode = self._tokenizer.decode
+        self._choice_branches = config.rules.choice_branches
+        self._driver = driver
+        self._open: set[str] = set()
+        self._names = map(str, itertools.count(1))
+        # One thread: a long text must not hold up the loop, nor many the machine.
+        self._encoder = concurrent.futures.ThreadPoolExecutor(1, "encode")
+        # What every request is answered with from now on.
+        self.closed: RequestError | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Returns whether requests are taken."""
+        return self.closed is None and self._driver.live
+
+    def close(self, error: RequestError) -> None:
+        """Ends open requests and all later ones with this error."""
+        self.closed = error
+        self._driver.fail_all(error)
+
+    def enter(self) -> str:
+        """Admits a request until `leave`. Returns its name. Raises RequestError."""
+        if self.closed:
+            raise self.closed
+        if len(self._open) >= self.max_open:
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{len(self._open)} requests are open, which is all this server takes "
+                "(--num_slots and --max_waiting when it was started); try again later",
+            )
+        name = next(self._names)
+        self._open.add(name)
+        return name
+
+    def leave(self, name: str) -> None:
+        """Ends a request, which may be complete or not."""
+        self._open.discard(name)
+        self._driver.withdraw(name)
+
+    def allow(self, options: RequestOptions, max_tokens: int, where: str) -> RequestOptions:
+        """Returns the options with the engine's form of their choices. Raises RequestError."""
+        return allow(
+            options, max_tokens, self._choice_branches, self._tokenizer.reply_ids, where=where
+        )
+
+    async def encode(self, write: Callable[[], str]) -> list[int]:
+        """Returns the ids of the text that `write` returns; both take place in another thread.
+
+        Raises RequestError, as `write`, and for a text that is no UTF-8.
+        """
+
+        def ids() -> list[int]:
+            text = write()
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise RequestError(
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    "the text holds a lone surrogate, which no text can have; remove it",
+                ) from None
+            return self._tokenizer.ids_of(text)
+
+        return await asyncio.get_running_loop().run_in_executor(self._encoder, ids)
+
+    def reply(
+        self,
+        name: str,
+        ids: Sequence[int],
+        max_tokens: int,
+        options: RequestOptions,
+        *,
+        is_text: bool,
+    ) -> Reply:
+        """Places a request that has entered. Raises RequestError for ids that do not fit."""
+        check_ids(ids, max_tokens, self.limits)
+        if self.closed:
+            raise self.closed
+        tokens = self._tokens(name, ids, max_tokens, options)
+        return Reply(tokens, max_tokens, options, self.decode, is_text=is_text)
+
+    async def _tokens(
+        self, name: str, ids: Sequence[int], max_tokens: int, options: RequestOptions
+    ) -> AsyncIterator[int]:
+        channel: Any = AsyncMultifuture()
+        self._driver.expect(name, options)
+        self._driver.place_request_on_prefill_queue(
+            orchestrator.ActiveRequest(
+                max_tokens=max_tokens,
+                # The name by which the driver knows the request.
+                history_path=name,
+                prefill_content=ids,
+                is_client_side_tokenization=True,
+                return_channel=channel,
+            )
+        )
+        async for [sample] in channel:
+            for token in sample.token_ids:
+                yield token

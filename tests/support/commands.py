@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of `python -m earl_jax.main` in one or several processes, of eight devices in all."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from earl_jax.telemetry.metrics import read_metrics
+from tests.support import ROOT
+from tests.support.processes import free_port
+from tests.support.runs import TINY
+
+# The config that TINY is of.
+CONFIG = ROOT / "configs/tictactoe_tiny_cpu.py"
+# One room and one mesh for each stage, so that few programs are compiled.
+SMALL = TINY | {
+    "num_steps": 2,
+    "rollout.context_buckets": "(48,)",
+    "train.sft_steps": 1,
+    "train.sft_updates": 1,
+    "checkpoint.every_steps": 1000,
+    "eval.every_steps": 1000,
+    "eval.games": 16,
+    "eval.final_games": 16,
+    "log.report_every_steps": 1000,
+}
+ALL = {"selector.rollout_meshes": "('data=8',)", "selector.train_meshes": "('data=2,fsdp=4',)"}
+APART = {
+    "devices.num_rollout": 4,
+    "selector.rollout_meshes": "('data=4',)",
+    "selector.train_meshes": "('data=1,fsdp=4',)",
+}
+
+
+class Command:
+    """`num` processes of `python -m earl_jax.main`, of eight devices in all."""
+
+    def __init__(
+        self,
+        cache: Path,
+        workdir: Path,
+        num: int,
+        *own: list[str],
+        folders: Sequence[Path] = (),
+        program: str = "",
+        **overrides,
+    ):
+        """`own` are further flags of each process; `folders` are those that it starts in.
+
+        `program` runs in place of the command, with its flags; it may import tests by their names.
+        """
+        port, self.workdir = free_port(), workdir
+        self.all = []
+        for number in range(num):
+            settings = SMALL | {"devices.num_cpu_devices": 8 // num} | overrides
+            if num > 1:
+                settings |= {
+                    "distributed.coordinator": f"127.0.0.1:{port}",
+                    "distributed.num_processes": num,
+                    "distributed.process_id": number,
+                }
+            line = [sys.executable, *(["-c", program] if program else ["-m", "earl_jax.main"])]
+            line += [f"--config={CONFIG}"]
+            line += [f"--workdir={workdir}"]
+            line += [f"--config.{key}={value}" for key, value in settings.items()]
+            self.all.append(
+                subprocess.Popen(
+                    line + (own[number] if own else []),
+                    cwd=folders[number] if folders else ROOT,
+                    env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+                    | {"XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
+                    | ({"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"} if program else {}),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+
+    def ends(self, timeout_s: float = 240.0) -> list[tuple[int, str, str]]:
+        """Exit status, output and errors of each."""
+        deadline_s, ends = time.monotonic() + timeout_s, []
+        try:
+            for process in self.all:
+                output, errors = process.communicate(timeout=deadline_s - time.monotonic())
+                ends.append((process.returncode, output, errors))
+        finally:
+            for process in self.all:
+                if process.poll() is None:
+                    process.kill()
+                    process.communicate()
+        return ends
+
+    def done(self, timeout_s: float = 240.0) -> Path:
+        """The workdir, when all have ended well."""
+        for number, (status, output, errors) in enumerate(self.ends(timeout_s)):
+            assert status == 0, f"process {number}: {status}\n{output}\n{errors[-4000:]}"
+        return self.workdir
+
+    def after(self, happened: Callable[[], bool]) -> None:
+        """Returns when it has happened."""
+        deadline_s = time.monotonic() + 270
+        while not happened():
+            assert time.monotonic() < deadline_s, "it did not happen"
+            assert all(p.poll() is None for p in self.all), [p.communicate() for p in self.all]
+            time.sleep(0.02)
+
+    def after_step(self, step: int) -> None:
+        """Returns when the step is in the metrics."""
+        metrics, line = self.workdir / "metrics.jsonl", f'{{"step": {step}, "time_s"'
+        self.after(lambda: metrics.exists() and line in metrics.read_text())
+
+
+def episodes_of(workdir: Path, step: int) -> list[dict]:
+    path = workdir / "trajectories" / f"step_{step:06d}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def final_parameters(workdir: Path) -> list[np.ndarray]:
+    """Every array of the newest checkpoint, which may have been written by several processes."""
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        step = manager.latest_step()
+        folder = workdir / "checkpoints" / str(step) / "state"
+        saved = ocp.StandardCheckpointer().metadata(folder).item_metadata
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), dict(saved)
+        )
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        state = manager.restore(step, args=wanted)["state"]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def steps_of(workdir: Path) -> list[dict]:
+    return [row for row in read_metrics(workdir / "metrics.jsonl") if "eval" not in row]

@@ -1,0 +1,185 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of real runs of two processes: all end in words, and a restart goes on."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from earl_jax import loop, training
+from earl_jax.launch.start import exit_status
+from earl_jax.main import train_command
+from earl_jax.telemetry.timing import StageTimer
+from tests.support.commands import ALL, Command, final_parameters, steps_of
+
+# Every step is saved, and a process that is silent for 20 s is lost.
+SAVED = ALL | {"checkpoint.every_steps": 1, "distributed.heartbeat_s": 20}
+HOST = socket.gethostname()
+
+
+class Fault:
+    """Sends this process a signal where it enters a stage of its second step, if it is the one."""
+
+    def __init__(self, stage: str, lost: int, number: int) -> None:
+        self.stage, self.number, self.left = stage, number, 2
+        self.is_here = f"--config.distributed.process_id={lost}" in sys.argv
+
+    def enter(self, stage: str) -> None:
+        self.left -= stage == self.stage
+        if self.is_here and self.left == 0:
+            os.kill(os.getpid(), self.number)
+
+
+def fail_in(stage: str, lost: int, number: int) -> None:
+    """Runs the command with a fault in one process."""
+    fault = Fault(stage, lost, number)
+
+    class FaultyTimer(StageTimer):
+        @contextlib.contextmanager
+        def __call__(self, stage: str):
+            with super().__call__(stage):
+                fault.enter(stage)
+                yield
+
+    save = training.save
+
+    def faulty_save(*arguments) -> None:
+        save(*arguments)
+        fault.enter("save")
+
+    loop.StageTimer, training.save = FaultyTimer, faulty_save
+    sys.exit(exit_status(lambda: train_command(sys.argv[1:])))
+
+
+def faulty(cache, workdir, stage: str, lost: int, number: int, **flags) -> Command:
+    program = f"import test_faults; test_faults.fail_in({stage!r}, {lost}, {int(number)})"
+    return Command(cache, workdir, 2, program=program, **SAVED, **flags)
+
+
+def message_of(end: tuple[int, str, str]) -> str:
+    """The one message of a process that ended with status 1."""
+    status, _, errors = end
+    assert status == 1, errors
+    (message,) = (line for line in errors.splitlines() if line.startswith("error: "))
+    assert "Start all processes again" in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def whole(cache, tmp_path_factory):
+    """The parameters of a run that nothing happened to."""
+    return final_parameters(Command(cache, tmp_path_factory.mktemp("whole"), 2, **SAVED).done())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("stage", "lost"),
+    [("publish", 1), ("rollout", 0), ("rollout", 1), ("dispatch", 1), ("train", 1), ("save", 1)],
+)
+def test_a_run_that_lost_a_process_is_resumed_exactly(cache, tmp_path, whole, stage, lost):
+    run = faulty(cache, tmp_path / "w", stage, lost, signal.SIGKILL)
+    run.all[lost].wait(250)
+    lost_s = time.monotonic()
+    ends = run.ends(60)
+    assert time.monotonic() - lost_s < 60
+    assert ends[lost][0] == -signal.SIGKILL
+    message = message_of(ends[1 - lost])
+    assert f"process {1 - lost}" in message and "in the stage " in message
+    assert f"process {lost} on {HOST} has ended" in message
+    again = Command(cache, tmp_path / "w", 2, **SAVED).done()
+    for left, right in zip(whole, final_parameters(again), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["rollout", "train"])
+def test_a_process_that_is_stopped_is_named(cache, tmp_path, stage):
+    run = faulty(cache, tmp_path / "w", stage, 1, signal.SIGSTOP)
+    run.all[0].wait(270)
+    run.all[1].kill()
+    assert f"process 1 on {HOST} does not answer" in message_of(run.ends(30)[0])
+
+
+@pytest.mark.slow
+def test_storage_that_cannot_be_written_any_more_ends_the_run(cache, tmp_path):
+    run = Command(cache, tmp_path / "w", 2, **SAVED | {"num_steps": 1000})
+    run.after_step(1)
+    # Nobody, root neither, can make a file there.
+    (tmp_path / "w").rename(tmp_path / "moved")
+    (tmp_path / "w").symlink_to("/sys/kernel")
+    ends = run.ends(100)
+    assert all("Error" in message_of(end) for end in ends)
+    assert not any("has ended" in message_of(end) for end in ends), "none lost another"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_host_ten_times_slower_only_takes_longer(cache, tmp_path, whole):
+    run = Command(cache, tmp_path / "w", 2, **SAVED)
+    run.after(lambda: (run.workdir / "config.json").exists())
+    done = threading.Event()
+
+    def slow_down() -> None:
+        while not done.wait(0.05) and run.all[1].poll() is None:
+            run.all[1].send_signal(signal.SIGSTOP)
+            time.sleep(0.45)
+            run.all[1].send_signal(signal.SIGCONT)
+
+    thread = threading.Thread(target=slow_down)
+    thread.start()
+    try:
+        workdir = run.done(500)
+    finally:
+        done.set()
+        thread.join()
+    for left, right in zip(whole, final_parameters(workdir), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.slow
+def test_checkpoints_that_are_gone_begin_the_run_again(cache, tmp_path, whole):
+    workdir = Command(cache, tmp_path / "w", 2, **SAVED).done()
+    shutil.rmtree(workdir / "checkpoints")
+    Command(cache, workdir, 2, **SAVED).done()
+    assert [line["step"] for line in steps_of(workdir)] == [1, 2]
+    for left, right in zip(whole, final_parameters(workdir), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "own", "words"),
+    [
+        ({"selector.train_meshes": "('data=3',)"}, [], "config.selector.train_meshes"),
+        ({"rollout.num_slots": 13}, [], "num_slots"),
+        ({}, ["--workdir=/dev/null/w"], "/dev/null/w"),
+    ],
+    ids=["mesh", "slots", "workdir"],
+)
+def test_a_mistake_ends_all_with_status_2_and_one_message(cache, tmp_path, flags, own, words):
+    """Also one of the second process alone (`own`)."""
+    run = Command(cache, tmp_path / "w", 2, [], own, **ALL | flags)
+    ends = run.ends(120)
+    assert [status for status, _, _ in ends] == [2, 2], ends
+    assert words in ends[0][2] and "Traceback" not in ends[0][2] + ends[1][2]
+    assert ends[0][2].count("error: ") == 1 and "error: " not in ends[1][2]
+
+
+@pytest.mark.slow
+def test_two_processes_with_one_number(cache, tmp_path):
+    """The second cannot listen; the first gives up when nobody else has come."""
+    again = ["--config.distributed.process_id=0"]
+    run = Command(cache, tmp_path / "w", 2, [], again, **ALL | {"distributed.start_timeout_s": 20})
+    ends = sorted(run.ends(100))
+    assert [status for status, _, _ in ends] == [1, 2], ends
+    assert "did not find the others within 20 s" in ends[0][2]
+    assert "cannot listen on port" in ends[1][2]

@@ -1,0 +1,295 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""A run goes on with other settings where it may, and a new one begins with another's weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from earl_jax.envs.environment import Start, StepResult
+from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
+from earl_jax.loop import AllEpisodesFailed
+from earl_jax.run import build_run
+from earl_jax.settings.errors import InputError, RunError
+from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
+from earl_jax.workdir import open_source
+from tests.support import ROOT
+from tests.support.runs import command, final_parameters, final_state, run
+from tests.support.settings import make_config
+
+# As many tasks that the tokenizer is trained on all of them whatever the number of steps.
+TINY = {
+    "num_steps": 2,
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "head_size": 8, "ffn_size": 16},
+    "rollout": {
+        "num_slots": 16,
+        "episodes_per_step": 152,
+        "patience_s": 10.0,
+        "context_buckets": (48,),
+    },
+    "selector": {
+        "rollout_meshes": ("data=8",),
+        "train_meshes": ("data=8",),
+        "table": "model",
+    },
+    "train": {"schedule": "constant", "final_learning_rate": 0.0, "entropy_coefficient": 0.0},
+    "eval": {"every_steps": 100, "games": 8, "final_games": 8},
+    "checkpoint": {"every_steps": 2},
+}
+
+
+def config_of(*overrides, **changes):
+    return make_config({**TINY, **changes}, overrides)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The workdir of a run of two steps."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    train(config_of(), folder)
+    return folder
+
+
+def saved(workdir: Path) -> dict:
+    return json.loads((workdir / "config.json").read_text())
+
+
+def assert_equal(ones, others):
+    assert len(ones) == len(others)
+    for one, other in zip(ones, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def parameters(workdir, step):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(final_state(workdir, step)["params"])]
+
+
+# Going on.
+
+
+def test_more_steps_are_those_of_a_run_that_had_them_from_the_start(tmp_path, capsys):
+    part, whole = tmp_path / "part", tmp_path / "whole"
+    train(config_of(), part)
+    train(config_of("num_steps=3"), part)
+    assert "changed: config.num_steps is 2 there, 3 here" in capsys.readouterr().out
+    assert saved(part)["num_steps"] == 3
+    train(config_of("num_steps=3"), whole)
+    assert_equal(final_parameters(part, 3), final_parameters(whole, 3))
+
+
+def config_file(folder, config):
+    """A config file for a process of its own."""
+    path = folder / "config.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        f"def get_config():\n    return ConfigDict({config.as_dict()!r})\n"
+    )
+    return f"--config={path}"
+
+
+def main(folder, config, workdir, *flags, **overrides):
+    line = command("main", config_file(folder, config), f"--workdir={workdir}", *flags, **overrides)
+    return run(folder / "cache", *line)
+
+
+FOUR_DEVICES = {
+    "devices.num_cpu_devices": 4,
+    "selector.rollout_meshes": "('data=4',)",
+    "selector.train_meshes": "('data=2,fsdp=2',)",
+}
+
+
+@pytest.mark.slow
+def test_another_number_of_devices_goes_on(finished, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    done = main(tmp_path, config_of(), folder, **FOUR_DEVICES, num_steps=3)
+    assert done.returncode == 0, done.stderr
+    assert "changed: config.devices.num_cpu_devices is 8 there, 4 here" in done.stdout
+    assert "the checkpoint's meshes are not possible here any more" in done.stdout
+    last = [row for row in read_metrics(folder / "metrics.jsonl") if "eval" not in row][-1]
+    assert (last["step"], last["train_mesh"]) == (3, "data=2,fsdp=2")
+
+
+@pytest.mark.slow
+def test_a_command_that_was_wrong_leaves_a_workdir_for_the_right_one(tmp_path):
+    folder = tmp_path / "run"
+    config = config_of("num_steps=1")
+
+    def wrong(words, **overrides):
+        done = main(tmp_path, config, folder, **overrides)
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+        assert not (folder / "config.json").exists() and not (folder / "tokenizer").exists()
+
+    wrong("config.model.path", **{"model.path": tmp_path / "nowhere"})
+    wrong("config.env.args", **{"env.args.board": 4})
+    wrong(
+        "smallest budget", **{"selector.budget_bytes_per_device": 1000, "env.name": "connect_four"}
+    )
+    done = main(tmp_path, config, folder)
+    assert done.returncode == 0, done.stderr
+    assert saved(folder) == json.loads(json.dumps(config.as_dict()))
+    # The tokenizer is that of this environment's text, and not of the one before.
+    assert "connect" not in (folder / "tokenizer" / "tokenizer.json").read_text()
+
+
+# The weights of another run.
+
+
+def begun(folder):
+    """The parameters that a run begins with: a learning rate of 0 leaves them as they are."""
+    return parameters(folder, 1)
+
+
+STILL = ("num_steps=1", "train.learning_rate=0.0")
+
+
+def test_a_run_begins_with_the_parameters_of_another(finished, tmp_path, capsys):
+    # Another seed and algorithm; the tokenizer comes with the weights.
+    train(config_of(*STILL, f"init_from={finished}", "seed=5"), tmp_path / "newest")
+    assert f"begins with the weights of {finished} after step 2" in capsys.readouterr().out
+    assert_equal(begun(tmp_path / "newest"), parameters(finished, 2))
+    state = final_state(tmp_path / "newest", 1)
+    assert int(state["updates"]) == 1, "and nothing else of it"
+    assert saved(tmp_path / "newest")["init_from"] == str(finished)
+    # The same command resumes, and needs the other run no more.
+    resumed = config_of("num_steps=2", *STILL[1:], f"init_from={finished}", "seed=5")
+    train(resumed, tmp_path / "newest")
+    assert "after step 1 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_it_begins_on_other_devices(finished, tmp_path):
+    done = main(
+        tmp_path,
+        config_of(*STILL),
+        tmp_path / "run",
+        f"--init_from={finished}@2",
+        **FOUR_DEVICES,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_equal(begun(tmp_path / "run"), parameters(finished, 2))
+
+
+@pytest.mark.slow
+def test_adapters_come_from_another_run_of_the_same_base(tmp_path):
+    lora = {"train": {**TINY["train"], "lora": {"rank": 2}}}
+    train(config_of(**lora), tmp_path / "first")
+    train(config_of(*STILL, f"init_from={tmp_path / 'first'}", **lora), tmp_path / "second")
+    assert_equal(begun(tmp_path / "second"), parameters(tmp_path / "first", 2))
+    other = config_of(*STILL, f"init_from={tmp_path / 'first'}", "seed=5", **lora)
+    with pytest.raises(InputError, match="has adapters of another base than"):
+        train(other, tmp_path / "third")
+    full = config_of(*STILL, f"init_from={tmp_path / 'first'}")
+    with pytest.raises(InputError, match="config.train.lora.rank is 2 there, 0 here"):
+        train(full, tmp_path / "fourth")
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "words"),
+    [
+        ("{run}@7", [], "there is no such checkpoint; the steps of .* are 2$"),
+        ("{run}/nowhere", [], "holds no checkpoint of a run; name the workdir"),
+        ("{run}", ["model.width=32"], "config.model.width is 16 there, 32 here"),
+        ("{run}", ["model.path={model}"], "config.model.path is '' there, '.*' here"),
+    ],
+)
+def test_weights_that_cannot_be_taken_over(finished, tmp_path, source, overrides, words):
+    model = ROOT / "tests/reference/qwen2_tied"
+    overrides = [each.format(model=model) for each in overrides]
+    given = TINY | ({"model": {}} if "path" in str(overrides) else {})
+    source = source.format(run=finished)
+    config = make_config(given, [*overrides, f"init_from={source}"])
+    with pytest.raises(InputError, match=words):
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_weights_of_another_tokenizer_are_an_error(finished, tmp_path):
+    """Its vocabulary is padded to the same size, so that its parameters would fit."""
+    folder = tmp_path / "source"
+    shutil.copytree(finished, folder)
+    world = build_run(config_of(), folder / "tokenizer")
+    source = open_source(str(folder))
+    source.check(world)
+    save_tokenizer(build_tokenizer(["another text " * 9], 300), folder / "tokenizer")
+    with pytest.raises(InputError, match="is a run of another tokenizer"):
+        source.check(world)
+
+
+# Episodes that all fail.
+
+
+class Failing:
+    """Fails from task `first` on: at its start, or at the first reply."""
+
+    def __init__(self, *, index: int, first: int, at_start: bool):
+        self.fails, self.at_start = first <= index < 2**30, at_start
+
+    def all_choices(self):
+        return ("yes", "no")
+
+    def start(self):
+        if self.fails and self.at_start:
+            raise OSError("the sandbox is down")
+        return Start(text="say", choices=self.all_choices())
+
+    def step(self, reply):
+        if self.fails:
+            raise OSError("the sandbox is down")
+        return StepResult(reward=1.0, done=True, stop_reason="said")
+
+
+def failing(model, **args):
+    return config_of(
+        "checkpoint.every_steps=50",
+        "num_steps=3",
+        env={"name": "tests.test_going_on:Failing", "args": args},
+        model=model,
+        rollout={**TINY["rollout"], "episodes_per_step": 16},
+        train={**TINY["train"], "ratio": "model"},
+    )
+
+
+# Its tokenizer needs no episodes.
+MODEL = {"path": str(ROOT / "tests/reference/qwen2_tied")}
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path, at_start):
+    with pytest.raises(AllEpisodesFailed) as raised:
+        train(failing(MODEL, first=0, at_start=at_start), tmp_path / "run")
+    words = str(raised.value)
+    assert words.startswith("every episode of step 1 failed in its environment")
+    assert words.count("\n  environment_error: OSError: the sandbox is down") == 1
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row for row in rows if "eval" not in row] == [], "nothing was trained"
+
+
+@pytest.mark.slow
+def test_what_was_before_a_step_whose_episodes_all_fail_is_saved(tmp_path):
+    with pytest.raises(AllEpisodesFailed, match="every episode of step 2 failed"):
+        train(failing(MODEL, first=16, at_start=True), tmp_path / "run")
+    assert final_parameters(tmp_path / "run", 1)
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_status_1_and_the_reasons(tmp_path):
+    done = main(tmp_path, failing(MODEL, first=0, at_start=True), tmp_path / "run")
+    assert done.returncode == 1
+    assert done.stderr.count("the sandbox is down") == 1 and "Traceback" not in done.stderr
+
+
+def test_an_environment_that_fails_before_there_is_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(RunError, match="failed: OSError: the sandbox is down"):
+        train(failing(TINY["model"], first=0, at_start=True), tmp_path / "run")

@@ -1,0 +1,97 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""`main --check`: what it says of hosts, links, storage and programs, and who does not fit."""
+
+import itertools
+import shutil
+import socket
+
+import pytest
+
+from earl_jax.preflight.links import Link, misfits, rounds_of_pairs
+from tests.support import ROOT
+from tests.support.commands import ALL, Command
+
+CHECK = ["--check"]
+
+
+def test_every_two_hosts_meet_once_and_nobody_is_in_two_pairs_of_a_round():
+    for num in range(1, 10):
+        rounds = list(rounds_of_pairs(num))
+        met = sorted(tuple(sorted(pair)) for pairs in rounds for pair in pairs)
+        assert met == list(itertools.combinations(range(num), 2))
+        assert all(len({n for pair in pairs for n in pair}) == 2 * len(pairs) for pairs in rounds)
+
+
+def test_a_slow_link_and_a_wrong_one_name_their_hosts():
+    found = [Link("a - b", 40, 38, False), Link("a - c", 41, 5, False), Link("b - c", 39, 37, True)]
+    problems, lines = misfits(found)
+    assert problems == [
+        "b - c: other numbers came than were sent",
+        "a - c: dispatch at 5 GB/s, where the median is 37",
+    ]
+    assert lines[0] == "all-reduce between 3 pairs: 39 to 41 GB/s, median 40"
+    assert misfits([]) == ([], [])
+
+
+def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path):
+    status, output, errors = Command(cache, tmp_path / "a/b", 1, CHECK, **ALL).ends()[0]
+    assert status == 0, errors
+    lines = output.splitlines()
+    assert lines[0].startswith(f"process 0 of 1 on {socket.gethostname()}: 8 x cpu, host memory")
+    for words in (
+        "config, code and versions: the same",
+        "all-reduce between 1 pairs",
+        "dispatch between 1 pairs",
+        "all processes write",
+        "rollout data=8, context 48: ",
+        "train data=2,fsdp=4, context 48: ",
+    ):
+        assert any(words in line for line in lines), (words, output)
+    assert lines[-1] == "* all checks passed"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_is_too_small_is_a_mistake(cache, tmp_path):
+    budget = {"selector.budget_bytes_per_device": 100_000}
+    status, _, errors = Command(cache, tmp_path / "w", 1, CHECK, **ALL, **budget).ends()[0]
+    assert status == 2 and "config.selector.budget_bytes_per_device" in errors
+    assert not (tmp_path / "w").exists()
+
+
+def test_two_processes_are_checked_with_the_link_between_them(cache, tmp_path):
+    host = socket.gethostname()
+    ends = Command(cache, tmp_path / "w", 2, CHECK, CHECK, **ALL).ends()
+    assert [status for status, _, _ in ends] == [0, 0], ends
+    for number, (_, output, _) in enumerate(ends):
+        assert f"process {number} of 2 on {host}: 4 x cpu" in output
+    assert f"process 0 on {host} - process 1 on {host}: all-reduce" in ends[0][1]
+    assert f"order: {host} (8 devices of processes 0, 1)" in ends[0][1]
+    assert "* all checks passed" in ends[0][1] and "* " not in ends[1][1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow_except("code")
+@pytest.mark.parametrize("what", ["config", "code", "workdir"])
+def test_the_process_that_does_not_fit_is_named(cache, tmp_path, what):
+    """One message, from the first process; both end with status 2, and leave nothing."""
+    own, folders, host = [], [ROOT, ROOT], socket.gethostname()
+    if what == "config":
+        own = ["--config.seed=1"]
+        words = f"config.seed is 0 in process 0 on {host}, 1 in process 1 on {host}"
+    elif what == "code":
+        folders[1] = tmp_path / "code"
+        shutil.copytree(ROOT / "earl_jax", folders[1] / "earl_jax")
+        shutil.copytree(ROOT / "configs", folders[1] / "configs")
+        with (folders[1] / "earl_jax/loop.py").open("a") as file:
+            file.write("# another version\n")
+        words = "versions.code is "
+    else:
+        own = [f"--workdir={tmp_path / 'other'}"]
+        words = f"in process 0 on {host}: it is not the folder that process 1 on {host} writes to"
+    run = Command(cache, tmp_path / "w", 2, CHECK, CHECK + own, folders=folders, **ALL)
+    ends = run.ends()
+    assert [status for status, _, _ in ends] == [2, 2], ends
+    assert words in ends[0][2] and "error: " not in ends[1][2]
+    assert "Traceback" not in ends[0][2] + ends[1][2]
+    assert not (tmp_path / "w").exists()

@@ -1,0 +1,525 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""python -m earl_jax.serve over HTTP, from real processes: as gRPC, as OpenAI's clients expect."""
+
+import concurrent.futures
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import threading
+import time
+
+import pytest
+
+from earl_jax.envs.chat import ChatRenderer
+from earl_jax.envs.tokenizer import load_tokenizer
+from tests.support.http_client import JSON, ask, connect, events, send
+from tests.support.references import reference
+from tests.support.served import (
+    CONTEXT,
+    MODEL,
+    SAYING,
+    end_ids,
+    expected,
+    ids_of,
+    prompt,
+    request,
+    sampling_metadata,
+    save_parrot,
+    saying,
+    scores_of,
+    serving,
+)
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+NUM_SLOTS, MAX_WAITING = 4, 28
+# One that shows tools and their calls, reads an argument, and refuses a tool's text without a call.
+TEMPLATE = """\
+{%- if tools %}<|user|>{{ tools | tojson }}<|end|>{% endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' and loop.first %}{{ raise_exception('no call came before') }}{% endif -%}
+<|{{ 'assistant' if m.role == 'assistant' else 'user' }}|>{{ m.role[0] }} {{ m.content }}
+{%- for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% if brief %}!{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The reference model with another chat template."""
+    folder = shutil.copytree(MODEL, tmp_path_factory.mktemp("models") / "qwen")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(cache, model):
+    """A temperature at which nearly all is noise, of which top_k leaves the likeliest token."""
+    flags = (f"--num_slots={NUM_SLOTS}", f"--max_waiting={MAX_WAITING}", "--temperature=5")
+    with serving(cache, f"--model={model}", *flags, "--top_k=1") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def parrot(cache, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "parrot"
+    save_parrot(folder)
+    flags = ("--num_slots=2", "--max_waiting=2", "--temperature=0", "--max_prompt_tokens=16")
+    with serving(cache, f"--model={folder}", *flags, "--max_choice_tokens=0") as server:
+        yield server
+
+
+def generate(server, ids, count: int, **params):
+    """Sampled ids, and the choice that they are of."""
+    sampling = {"max_tokens": count, **params}
+    [choice] = ask(server.http, GENERATE, token_ids=ids, sampling_params=sampling)["choices"]
+    return choice["token_ids"], choice
+
+
+def text_of(ids) -> str:
+    return ChatRenderer(load_tokenizer(MODEL)).decode(ids)
+
+
+# What is served.
+
+
+def test_tokens_are_those_of_grpc_of_transformers_and_of_the_decoder(server):
+    ids = reference("qwen2_tied")["prompt"].ravel().tolist()
+    continuation = reference("qwen2_tied")["continuation"].ravel().tolist()
+    count = len(continuation)
+    assert generate(server, ids, count)[0] == continuation == expected(ids, count)
+    assert ids_of(server.stub.Decode(request(ids, count))) == continuation
+    answer = ask(server.http, COMPLETIONS, prompt=ids, max_tokens=count)
+    assert answer["object"] == "text_completion" and answer["policy_version"] == 0
+    assert answer["choices"][0]["text"] == text_of(continuation)
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"] == {
+        "prompt_tokens": len(ids),
+        "completion_tokens": count,
+        "total_tokens": len(ids) + count,
+    }
+
+
+def test_several_prompts_have_several_replies_each(server):
+    tokenizer = load_tokenizer(MODEL)
+    texts = ["héllo 🙂", "x"]
+    alone = [text_of(expected(tokenizer.encode(text), 9)) for text in texts]
+    answer = ask(server.http, COMPLETIONS, prompt=texts, n=2, max_tokens=9)
+    assert [choice["text"] for choice in answer["choices"]] == [
+        alone[0],
+        alone[0],
+        alone[1],
+        alone[1],
+    ]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    ids = [tokenizer.encode(text) for text in texts]
+    both = ask(server.http, COMPLETIONS, prompt=ids, max_tokens=9)["choices"]
+    assert [choice["text"] for choice in both] == alone
+
+
+def test_health_and_models(server, model):
+    assert send(server.http, "/health") == (200, {"status": "ok"})
+    status, models = send(server.http, "/v1/models")
+    [found] = models["data"]
+    assert status == 200 and (found["id"], found["max_model_len"]) == (str(model), CONTEXT)
+    named = ask(server.http, COMPLETIONS, model=str(model), prompt="x")
+    # Who says no max_tokens has 16, as OpenAI's completions do.
+    assert named["model"] == str(model) and named["usage"]["completion_tokens"] == 16
+
+
+def test_the_pieces_of_a_stream_join_to_the_whole(server):
+    options = {"max_tokens": 40, "n": 2, "temperature": 2, "top_k": 0, "seed": 3}
+    options["stream_options"] = {"include_usage": True}
+    chat = {"messages": [{"role": "user", "content": "héllo"}], **options, "logprobs": True}
+    for path, body in ((COMPLETIONS, {"prompt": "héllo", **options}), (CHAT, chat)):
+        whole = ask(server.http, path, **body)
+        *parts, last = events(server.http, path, **body)
+        assert last["choices"] == [] and last["usage"] == whole["usage"]
+        assert {part["id"] for part in parts} == {last["id"]}
+        for choice in whole["choices"]:
+            mine = [p for part in parts for p in part["choices"] if p["index"] == choice["index"]]
+            assert [p["finish_reason"] for p in mine[:-1]] == [None] * (len(mine) - 1)
+            assert mine[-1]["finish_reason"] == choice["finish_reason"]
+            if path == COMPLETIONS:
+                assert "".join(p["text"] for p in mine) == choice["text"]
+                continue
+            assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+            told = "".join(p["delta"].get("content", "") for p in mine)
+            assert told == choice["message"]["content"]
+            scores = [s for p in mine for s in (p["logprobs"] or {}).get("content", [])]
+            assert scores == choice["logprobs"]["content"] and len(scores) > 2
+        assert whole["choices"][0] != whole["choices"][1]
+
+
+# Conversations.
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CONVERSATIONS = {
+    "roles": (
+        [("system", "be kind"), ("user", "hé"), ("assistant", "<|end|>"), ("user", "b")],
+        {},
+        "<|user|>s be kind<|end|><|user|>u hé<|end|><|assistant|>a <|end|><|end|><|user|>u b<|end|>"
+        "<|assistant|>",
+    ),
+    "argument": (
+        [("user", "a")],
+        {"chat_template_kwargs": {"brief": True}},
+        "<|user|>u a<|end|><|assistant|>!",
+    ),
+    "parts": (
+        [("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])],
+        {},
+        "<|user|>u ab<|end|><|assistant|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_conversation_is_rendered_by_the_template(server, name):
+    said, options, text = CONVERSATIONS[name]
+    messages = [{"role": role, "content": content} for role, content in said]
+    check_chat(server, text, messages=messages, **options)
+
+
+def test_tools_and_their_calls_are_rendered(server):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    text = f"<|user|>{json.dumps([TOOL])}<|end|><|user|>u a<|end|>"
+    text += '<|assistant|>a {"a": 1}<|end|><|user|>t 2<|end|><|assistant|>'
+    check_chat(server, text, messages=messages, tools=[TOOL])
+
+
+def check_chat(server, text: str, **body) -> None:
+    """The reply to a conversation is that to the text that the template writes."""
+    ids = load_tokenizer(MODEL).encode(text, add_special_tokens=False)
+    left = min(12, CONTEXT - len(ids))
+    answer = ask(server.http, CHAT, **body, max_completion_tokens=left)
+    [choice] = answer["choices"]
+    assert answer["object"] == "chat.completion"
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    told = {"role": "assistant", "content": text_of(expected(ids, left))}
+    assert choice["message"] == told and choice["logprobs"] is None
+    # Who says no max_tokens has the context.
+    whole = ask(server.http, CHAT, **body)["usage"]["completion_tokens"]
+    sampled = expected(ids, CONTEXT - len(ids))
+    assert whole == min(CONTEXT - len(ids), len(sampled) + 1)
+
+
+# What a request may ask for.
+
+
+def test_replies_are_drawn_as_grpc_draws_them(server):
+    """Each of n replies has the seed after the one before."""
+    ids = prompt(50, 12)
+    for options in (
+        {"temperature": 1, "top_k": 0, "seed": 7},
+        {"temperature": 3, "top_k": 20, "min_p": 0.01, "seed": 7},
+        {"temperature": 0.5, "top_k": 0, "top_p": 0.9, "seed": 7},
+        {"temperature": 3, "allowed_token_ids": [7, 40, 41], "top_k": 0, "seed": 7},
+    ):
+        body = {"token_ids": ids, "sampling_params": {**options, "max_tokens": 20, "n": 3}}
+        choices = ask(server.http, GENERATE, **body)["choices"]
+        for number, choice in enumerate(choices):
+            metadata = sampling_metadata(**options | {"seed": 7 + number})
+            ended = [token for token in choice["token_ids"] if token not in end_ids()]
+            assert ids_of(server.stub.Decode(request(ids, 20), metadata=metadata)) == ended
+        assert len({tuple(choice["token_ids"]) for choice in choices}) == 3
+    # What is drawn at temperature 0 depends on nothing, and clients send what they always send.
+    greedy = generate(server, ids, 20, temperature=0, top_p=0.9, top_k=-1, seed=3)[0]
+    assert greedy == expected(ids, 20)
+
+
+def test_log_probs_are_those_of_grpc(server):
+    ids, drawn = prompt(62, 12), {"temperature": 0.7, "top_k": 5, "seed": 3}
+    metadata = sampling_metadata(**drawn, logprobs=True, model_logprobs=True)
+    scores = scores_of(server.stub.Decode(request(ids, 9), metadata=metadata))
+    assert len(scores) == 9
+    content = generate(server, ids, 9, **drawn, logprobs=1)[1]["logprobs"]["content"]
+    for told, score in zip(content, scores, strict=True):
+        assert told["token"] == f"token_id:{score['token']}"
+        assert (told["logprob"], told["model_logprob"]) == (
+            pytest.approx(score["logprob"]),
+            pytest.approx(score["model_logprob"]),
+        )
+    body = {"prompt": ids, "max_tokens": 9, **drawn}
+    [choice] = ask(server.http, COMPLETIONS, **body, logprobs=0)["choices"]
+    assert choice["logprobs"]["token_logprobs"] == [told["logprob"] for told in content]
+    assert choice["logprobs"]["tokens"] == [text_of([score["token"]]) for score in scores]
+    assert generate(server, ids, 9, **drawn)[1]["logprobs"] is None
+
+
+def test_every_sampled_id_is_returned_and_the_last_ends_the_reply(parrot):
+    """The end of turn, with its log-prob; and a stop token id."""
+    [mark, eos] = [load_tokenizer(MODEL).encode("<")[0], load_tokenizer(MODEL).eos_token_id]
+    sampled, choice = generate(parrot, [mark], 100, logprobs=1)
+    assert sampled == [*saying(), eos] and choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["content"][-1]["token"] == f"token_id:{eos}"
+    assert generate(parrot, [mark], 100)[0] == sampled
+    assert generate(parrot, [mark], 100, stop_token_ids=[sampled[4]])[0] == sampled[:5]
+    exact, choice = generate(parrot, [mark], len(sampled))
+    assert exact == sampled and choice["finish_reason"] == "stop"
+    short, choice = generate(parrot, [mark], len(sampled) - 1)
+    assert short == sampled[:-1] and choice["finish_reason"] == "length"
+
+
+def test_a_stop_string_ends_the_text(parrot):
+    for stop, text in ((["🙂"], "日"), ("ok", "日🙂é "), (["nothing", "é"], "日🙂")):
+        body = {"prompt": "<", "stop": stop, "max_tokens": 100}
+        [choice] = ask(parrot.http, COMPLETIONS, **body)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        parts = [part["choices"][0] for part in events(parrot.http, COMPLETIONS, **body)]
+        assert "".join(part["text"] for part in parts) == text
+        assert parts[-1]["finish_reason"] == "stop"
+    parts = list(events(parrot.http, COMPLETIONS, prompt="<", max_tokens=100))
+    texts = [part["choices"][0]["text"] for part in parts]
+    assert "".join(texts) == SAYING[1:] and {"日", "🙂", "é"} <= set(texts)
+    # Cut in the middle of the first character.
+    [choice] = ask(parrot.http, COMPLETIONS, prompt="<", max_tokens=1)["choices"]
+    assert choice == {"index": 0, "text": "\ufffd", "logprobs": None, "finish_reason": "length"}
+
+
+# What is refused.
+
+USER = [{"role": "user", "content": "a"}]
+IDS = {"token_ids": [5, 6]}
+BAD = {
+    "no JSON": (COMPLETIONS, b"{", 400, "the body is no JSON"),
+    "no UTF-8": (COMPLETIONS, b'{"prompt": "\xff"}', 400, "the body is no JSON"),
+    "deep": (COMPLETIONS, b"[" * 100_000, 400, "the body is no JSON"),
+    "no object": (COMPLETIONS, b"[]", 400, "must be a JSON object; got a list"),
+    "model": (CHAT, {"model": "gpt-4", "messages": USER}, 404, "'gpt-4' is not served here; "),
+    "unknown": (COMPLETIONS, {"prompt": "x", "temprature": 1}, 400, "mean 'temperature'"),
+    "unsupported": (CHAT, {"messages": USER, "presence_penalty": 1}, 400, "supports 0 alone"),
+    "no prompt": (COMPLETIONS, {}, 400, "prompt must be a text, a list of texts, .* got null"),
+    "empty prompt": (COMPLETIONS, {"prompt": ""}, 400, "the prompt has no tokens"),
+    "mixed prompts": (COMPLETIONS, {"prompt": ["a", 5]}, 400, "prompt must be a text"),
+    "long prompt": (COMPLETIONS, {"prompt": "\t" * 129}, 400, "has 129 tokens; .* at most 128"),
+    "full": (COMPLETIONS, {"prompt": "\t" * 120}, 400, "max_tokens=16 .* at most 8"),
+    "surrogate": (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, "lone surrogate"),
+    "max_tokens": (COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0; it must"),
+    "type": (COMPLETIONS, {"prompt": "x", "temperature": "hot"}, 400, "temperature must be a num"),
+    "range": (COMPLETIONS, {"prompt": "x", "top_p": 2}, 400, r"top_p is 2.0; .* \(0, 1\]"),
+    "idle range": (COMPLETIONS, {"prompt": "x", "temperature": 0, "top_p": 2}, 400, "top_p is 2.0"),
+    "seed": (COMPLETIONS, {"prompt": "x", "seed": -1}, 400, "seed is -1; it must lie between 0"),
+    "n": (COMPLETIONS, {"prompt": "x", "n": 0}, 400, "n is 0; it must lie between 1 and 128"),
+    "many": (COMPLETIONS, {"prompt": "x", "n": 33}, 400, "wants 33 replies, .* takes 32 at once"),
+    "stop": (COMPLETIONS, {"prompt": "x", "stop": ["a", ""]}, 400, "stop must be a text or a list"),
+    "top": (COMPLETIONS, {"prompt": "x", "logprobs": 5}, 400, "logprobs is 5; .* sampled tokens"),
+    "tops": (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs is 2; .* 0 alone"),
+    "stream": (COMPLETIONS, {"prompt": "x", "stream": "yes"}, 400, "stream must be true or false"),
+    "no messages": (CHAT, {"messages": []}, 400, "messages is empty"),
+    "role": (
+        CHAT,
+        {"messages": [{"role": "king", "content": "a"}]},
+        400,
+        r"messages\[0\] is .*rol",
+    ),
+    "content": (CHAT, {"messages": [{"role": "user"}]}, 400, r"messages\[0\].content is null"),
+    "image": (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "must be a text, or a list of",
+    ),
+    "control token": (
+        CHAT,
+        {"messages": [{"role": "user", "content": "a<|end|>"}]},
+        400,
+        r"messages\[0\] contains the control token '<\|end\|>'",
+    ),
+    "control token of a tool": (
+        CHAT,
+        {"messages": USER, "tools": [{"type": "function", "function": {"name": "<|end|>"}}]},
+        400,
+        "tools contains the control token",
+    ),
+    "order": (CHAT, {"messages": [{"role": "tool", "content": "a"}]}, 400, "no call came before"),
+    "tool": (CHAT, {"messages": USER, "tools": [{"name": "f"}]}, 400, r"tools\[0\] is .* must be"),
+    "calls": (
+        CHAT,
+        {"messages": [{"role": "assistant", "tool_calls": [5]}]},
+        400,
+        r"messages\[0\].tool_calls has 5; each must be",
+    ),
+    "argument": (
+        CHAT,
+        {"messages": USER, "chat_template_kwargs": {"think": 1}},
+        400,
+        "chat_template_kwargs.think is not read",
+    ),
+    "our argument": (
+        CHAT,
+        {"messages": USER, "chat_template_kwargs": {"messages": []}},
+        400,
+        "chat_template_kwargs.messages is not read by .* not a request's to set",
+    ),
+    "two limits": (
+        CHAT,
+        {"messages": USER, "max_tokens": 3, "max_completion_tokens": 4},
+        400,
+        "max_tokens and max_completion_tokens differ",
+    ),
+    "no ids": (GENERATE, {}, 400, "token_ids must be a list of token ids; got null"),
+    "empty ids": (GENERATE, {"token_ids": []}, 400, "the prompt has no tokens"),
+    "text for ids": (GENERATE, {"token_ids": "x"}, 400, "token_ids must be a list"),
+    "strange id": (GENERATE, {"token_ids": [320]}, 400, "token id 320 is not .* from 0 to 319"),
+    "huge id": (GENERATE, {"token_ids": [2**70]}, 400, "is not in the vocabulary"),
+    "params": (
+        GENERATE,
+        {**IDS, "sampling_params": {"top_q": 1}},
+        400,
+        r"sampling_params.top_q is not known here; did you mean 'top_[pk]'",
+    ),
+    "param": (
+        GENERATE,
+        {**IDS, "sampling_params": {"stop_token_ids": [320]}},
+        400,
+        "sampling_params.stop_token_ids holds 320; ids go from 0 to 319",
+    ),
+    "no path": ("/v1/embeddings", {}, 404, "there is no /v1/embeddings here; there are /health"),
+}
+
+
+def test_bad_requests_are_told_what_is_wrong_and_disturb_no_other(server):
+    beside = server.stub.Decode(request(prompt(1, 12), 100))
+    for name, (path, body, status, words) in BAD.items():
+        code, answer = send(server.http, path, body)
+        assert code == status, (name, code, answer)
+        assert re.search(words, answer["error"]["message"]), (name, answer)
+        assert answer["error"]["type"] == "invalid_request_error"
+    assert ids_of(beside) == expected(prompt(1, 12), 100)
+    assert generate(server, prompt(1, 12), 30)[0] == expected(prompt(1, 12), 30)
+    assert server.errors == []
+
+
+def test_one_connection_goes_on_after_a_refusal(server):
+    with contextlib.closing(connect(server.http)) as client:
+        for method, path, body, status in (
+            ("GET", COMPLETIONS, None, 405),
+            ("POST", "/health", "{}", 405),
+            ("POST", COMPLETIONS, "{", 400),
+            ("POST", COMPLETIONS, '{"prompt": "x"}', 200),
+            ("GET", "/health", None, 200),
+        ):
+            client.request(method, path, body, JSON)
+            answer = client.getresponse()
+            assert answer.status == status and json.loads(answer.read())
+        client.request("POST", COMPLETIONS, '{"prompt": "x"}')
+        answer = client.getresponse()
+        assert answer.status == 415 and b"Content-Type: application/json" in answer.read()
+
+
+def test_a_body_larger_than_any_prompt_is_not_read(server):
+    body = json.dumps({"prompt": "x" * 2**21}).encode()
+    status, answer = send(server.http, COMPLETIONS, body)
+    assert status == 413 and "more than the 1048576 bytes" in answer["error"]["message"]
+    with contextlib.closing(connect(server.http)) as client:
+        pieces = (body[i : i + 2**16] for i in range(0, len(body), 2**16))
+        client.request("POST", COMPLETIONS, pieces, JSON, encode_chunked=True)
+        assert client.getresponse().status == 413
+
+
+def test_bytes_that_are_no_http_disturb_nobody(server):
+    host, port = server.http.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    openings = (b"", b"\x00\xff" * 500, b"GET /\r\n\r\n", head + b"Content-Length: 9\r\n\r\n{")
+    with contextlib.ExitStack() as open_sockets:
+        for opening in openings * 4:
+            client = open_sockets.enter_context(socket.create_connection((host, int(port))))
+            client.sendall(opening)
+        assert generate(server, prompt(8, 9), 20)[0] == expected(prompt(8, 9), 20)
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(head + b"Content-Length: nine\r\n\r\n")
+            assert client.recv(2**16).startswith(b"HTTP/1.1 400 ")
+        with socket.create_connection((host, int(port)), 10) as client:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 2**17)
+            assert client.recv(2**16).startswith(b"HTTP/1.1 431 ")
+    assert server.process.poll() is None and server.errors == []
+
+
+# Many at once.
+
+
+def test_requests_of_both_protocols_share_the_slots(server):
+    asked = [(prompt(i, 3 + 5 * i % 60), 20 + i) for i in range(16)]
+    calls = [server.stub.Decode(request(*each)) for each in asked[::2]]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        sampled = list(threads.map(lambda each: generate(server, *each)[0], asked[1::2]))
+    want = [expected(*each) for each in asked]
+    assert [ids_of(call) for call in calls] == want[::2]
+    assert [[i for i in ids if i not in end_ids()] for ids in sampled] == want[1::2]
+
+
+def forever(server, **options) -> socket.socket:
+    """A client of a reply without end, of which something has come where it is streamed."""
+    host, port = server.http.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "x", "max_tokens": 8000, **options})
+    client = socket.create_connection((host, int(port)), 60)
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    if options.get("stream"):
+        assert client.recv(2**10).startswith(b"HTTP/1.1 200")
+    return client
+
+
+def all_slots_answer(parrot, deadline_s: float = 60) -> None:
+    """As many requests as there are slots and waiting places, none of which is refused."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        status, answer = send(parrot.http, COMPLETIONS, {"prompt": "<", "n": 4, "max_tokens": 50})
+        if status == 200:
+            assert [choice["text"] for choice in answer["choices"]] == [SAYING[1:]] * 4
+            return
+        assert status == 429 and time.monotonic() < deadline, answer
+
+
+def test_clients_that_go_away_give_their_slots_back(parrot):
+    """Long before their 8000 tokens, streamed or not; one too many is refused meanwhile."""
+    for options in ({"stream": True}, {}, {"stream": True, "n": 2}, {"n": 2}):
+        clients = [forever(parrot, **options) for _ in range(4 // options.get("n", 1))]
+        # Those that stream are in already.
+        while (found := send(parrot.http, COMPLETIONS, {"prompt": "<"}))[0] == 200:
+            assert "stream" not in options
+        assert found[0] == 429 and found[1]["error"]["type"] == "rate_limit_error"
+        assert re.search("4 requests are open, .*--max_waiting", found[1]["error"]["message"])
+        for client in clients:
+            client.close()
+        all_slots_answer(parrot)
+    assert parrot.errors == []
+
+
+# Its end.
+
+
+@pytest.mark.slow
+def test_a_signal_ends_open_requests_with_a_reason(cache, tmp_path):
+    save_parrot(tmp_path / "parrot")
+    flags = (f"--model={tmp_path / 'parrot'}", "--num_slots=2", "--temperature=0")
+    answers = []
+
+    def wait(server) -> None:
+        body = {"prompt": "x", "max_tokens": 5000}
+        answers.append(send(server.http, COMPLETIONS, body))
+
+    with serving(cache, *flags) as server:
+        idle = connect(server.http)
+        idle.connect()
+        thread = threading.Thread(target=wait, args=(server,))
+        thread.start()
+        streamed = forever(server, stream=True)
+        server.process.send_signal(signal.SIGTERM)
+        thread.join(30)
+        with streamed, streamed.makefile("rb") as file:
+            rest = file.read()
+        idle.close()
+    assert b'data: {"error": {"message": "the server is being stopped' in rest
+    assert rest.endswith(b"0\r\n\r\n")
+    [(status, answer)] = answers
+    assert status == 503 and "stopped; send the request again" in answer["error"]["message"]
