@@ -71,7 +71,8 @@ def test_a_state_that_only_just_fits_is_saved_from_its_own_arrays(checkpoints, t
     overwrite.lower(state).compile()
     with memory_limit(max(live_bytes().values())) as allocator:
         save(checkpoints, state)
-        assert len(allocator.refused) == 1
+        # One copy is tried; arrays that nothing can be computed of are saved unchecked.
+        assert allocator.refused.count("program jit(copy)") == 1
         # Another process would find it finished.
         assert (tmp_path / "checkpoints" / "1" / "state").is_dir()
     jax.block_until_ready(overwrite(state))
@@ -83,7 +84,7 @@ def test_offloaded_moments_are_saved_from_host_memory(checkpoints):
     gc.collect()
     with memory_limit(max(live_bytes().values())) as allocator:
         save(checkpoints, state)
-    assert len(allocator.refused) == 1 and is_offloaded(state)
+    assert set(allocator.refused) <= {"device_put"} and is_offloaded(state)
     assert_bitwise_equal(made(3), restored(checkpoints, 1))
 
 

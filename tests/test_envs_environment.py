@@ -116,7 +116,7 @@ class Unprintable:
         (StepResult(text=b"5", reward=0.0, done=False), TypeError, "text must be a str"),
         (StepResult(text="5", reward="1", done=False), TypeError, "reward must be a number"),
         (StepResult(text="5", reward=True, done=False), TypeError, "reward must be a number"),
-        (StepResult(text="5", reward=float("nan"), done=False), ValueError, "finite"),
+        (StepResult(text="5", reward=float("nan"), done=False), ValueError, "number from"),
         (StepResult(text="5", reward=0.0, done=1), TypeError, "done must be a bool"),
         (StepResult(text="", reward=0.0, done=True), ValueError, "exactly if done"),
         (StepResult(text="5", reward=0.0, done=False, stop_reason="win"), ValueError, "exactly if"),

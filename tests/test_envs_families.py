@@ -463,9 +463,9 @@ ANSWER = Message(role="tool", text='sunny "☀"\n', call_id="a1b2c3d4e")
         ),
         (
             "ours",
-            "<|user|>Be brief.<|end|><|user|> Hi \n<|end|><|assistant|>",
+            "<|user|>system\nBe brief.<|end|><|user|> Hi \n<|end|><|assistant|>",
             "<|user|> Hi \n<|end|><|assistant|>",
-            '<|user|>sunny "☀"\n<|end|><|assistant|>',
+            '<|user|>tool a1b2c3d4e\nsunny "☀"\n<|end|><|assistant|>',
         ),
     ],
 )
@@ -499,7 +499,7 @@ def test_two_responses_of_tools_are_one_turn_where_the_template_says_so():
     assert text.index("sunny") < text.index("</tool_response>\n<tool_response>\n42\n")
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral1", "ours"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral1"])
 def test_tools_that_the_template_would_swallow_are_refused(name):
     with pytest.raises(ValueError, match="no place for tools"):
         chat(name).first("go", [TOOL])

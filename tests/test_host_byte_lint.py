@@ -25,6 +25,7 @@ ALLOWED = {
     "models/blocks.py": "exports write parameters to files",
     "train/checkpoint.py": "checkpoints are written from where the arrays are",
     "train/offload.py": "host memory as storage for the optimizer's moments",
+    "train/inspection.py": "a batch for a person to look at, of a run that ends",
     "train/backup.py": "host memory as storage for the backup",
 }
 FORBIDDEN = {

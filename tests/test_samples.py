@@ -44,7 +44,7 @@ from tests.support.episodes import (
     weights,
 )
 
-NUM_TASKS, TURNS, ROOM = 32, 4, 128
+NUM_TASKS, TURNS, ROOM = 32, 4, 256
 
 
 class Quiz:
@@ -90,7 +90,7 @@ def collect(
         cache_rules=cache_rules,
     )
     shards, policy = player.layout.num_row_shards, Policy(params=weights(), version=2)
-    session = empty_session(player, policy, max_tokens, Pool(shards, 4 * NUM_DEVICES // shards))
+    session = empty_session(player, policy, max_tokens, Pool(shards, 8 * NUM_DEVICES // shards))
     rollout = collector.collect(session, todo or tasks(NUM_TASKS), sampling=Sampling())
     pool.close()
     return rollout
@@ -127,7 +127,9 @@ def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
             kept = [
                 f"<|assistant|>{t.translate(dict.fromkeys(map(ord, FORGOTTEN)))}" for t in sampled
             ]
-            assert [part in text for part in ("<|user|>count<|end|>", kept[-1] + "<|end|>")] == [
+            assert [
+                part in text for part in ("<|user|>system\ncount<|end|>", kept[-1] + "<|end|>")
+            ] == [
                 answer.forks,
                 answer.forks,
             ]

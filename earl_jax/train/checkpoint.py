@@ -182,8 +182,8 @@ class Checkpoints:
 def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:
     """Returns dtype, shape and fingerprint of each array by its path.
 
-    Waits for the devices. The fingerprint is None for an array in host memory for which the devices
-    have no memory.
+    Waits for the devices. The fingerprint is None, and the array is not checked, where they have no
+    memory to compute it.
     """
     shapes, together = _shapes_of(kept), defaultdict[Any, dict[str, jax.Array]](dict)
     prints: dict[str, jax.Array | None] = {}
@@ -196,7 +196,8 @@ def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:
             on_devices = functools.partial(jax.device_put, leaf, where.with_memory_kind("device"))
             prints[name] = unless_out_of_memory(lambda put=on_devices: fingerprint(put()))
     for arrays in together.values():
-        prints |= _fingerprints(arrays)
+        found = unless_out_of_memory(functools.partial(_fingerprints, arrays))
+        prints |= found or dict.fromkeys(arrays)
     found = jax.device_get(prints)
     return {
         name: [*shapes[name], None if found[name] is None else int(found[name])] for name in shapes
