@@ -84,7 +84,7 @@ def test_offloaded_moments_are_saved_from_host_memory(checkpoints):
     gc.collect()
     with memory_limit(max(live_bytes().values())) as allocator:
         save(checkpoints, state)
-    assert set(allocator.refused) <= {"device_put"} and is_offloaded(state)
+    assert "program jit(copy)" not in allocator.refused and is_offloaded(state)
     assert_bitwise_equal(made(3), restored(checkpoints, 1))
 
 
