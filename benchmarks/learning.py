@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""Five seeds of Tic-Tac-Toe, with and without supervised steps; table and curves.
+"""Seeds of Tic-Tac-Toe, with and without supervised steps; table and curves.
 
-    uv run python benchmarks/learning.py [--seeds=0,1,2,3,4] [--from=DIR]
+    uv run python benchmarks/learning.py [--seeds=0,1,2,3,4] [--without=0,1,2,3,4] [--from=DIR]
 
 Writes benchmarks/learning.md and benchmarks/learning.svg. With --from, runs that are in
 DIR/with_N and DIR/without_N are read, and only the others are made there.
@@ -30,13 +30,17 @@ Runs = dict[int, list[dict]]
 def main() -> None:
     """Runs the seeds, one after the other, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", default="0,1,2,3,4")
+    parser.add_argument("--seeds", default="0,1,2,3,4", help="with supervised steps")
+    parser.add_argument("--without", default="0,1,2,3,4", help="seeds without")
     parser.add_argument("--from", dest="source", type=Path)
     flags = parser.parse_args()
     folder = flags.source or Path(tempfile.mkdtemp(prefix="earl_jax_learning_"))
     found: dict[str, Runs] = {"with": {}, "without": {}}
-    for name, overrides in (("with", ()), ("without", WITHOUT)):
-        for seed in map(int, flags.seeds.split(",")):
+    for name, seeds, overrides in (
+        ("with", flags.seeds, ()),
+        ("without", flags.without, WITHOUT),
+    ):
+        for seed in map(int, seeds.split(",")):
             workdir = folder / f"{name}_{seed}"
             if not (workdir / "report.html").exists():
                 _run(seed, overrides, workdir)
@@ -87,7 +91,7 @@ def curves_svg(series: Sequence[Series], *, label: str, y_range: tuple[float, fl
 def _page(found: dict[str, Runs]) -> str:
     versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("jax", "open_spiel"))
     lines = [
-        "# Learning Tic-Tac-Toe: five seeds, with and without supervised steps",
+        "# Learning Tic-Tac-Toe, with and without supervised steps",
         "",
         f"`uv run python benchmarks/learning.py`: for each seed `python -m earl_jax.main "
         f"--config={CONFIG} --config.seed=N`,",
