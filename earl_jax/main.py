@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
+from earl_jax.config.file import DEFAULT_CONFIG, given_config, make_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
 from earl_jax.launch.start import exit_status, start_jax
 
@@ -18,7 +18,8 @@ Trains a language-model policy on multi-turn episodes, from a config file.
 
 examples:
   python -m earl_jax.main
-      the default: configs/trail_tiny_cpu.py, about three minutes on a laptop
+      the default: configs/trail_tiny_cpu.py, about three minutes on a laptop; with
+      --config.model.path=... or .preset=... and no --config, the settings' own defaults
   python -m earl_jax.main --config=configs/connect_four_tiny_cpu.py --workdir=runs/c4
   python -m earl_jax.main --config.num_steps=50 --workdir=runs/short
 
@@ -47,6 +48,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     Exits with status 2 for a flag that does not exist.
     """
     parser = config_parser("main", _HELP, DEFAULT_CONFIG)
+    parser.set_defaults(config=None)
     parser.add_argument(
         "--workdir", type=Path, help="where the run lives (default: runs/NAME_OF_THE_CONFIG)"
     )
@@ -68,7 +70,6 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     flags, overrides = parse_with_overrides(parser, arguments)
     if flags.init_from is not None:
         overrides.append(f"init_from={flags.init_from!r}")
-    flags.workdir = flags.workdir or Path("runs") / flags.config.stem
     return flags, overrides
 
 
@@ -78,7 +79,8 @@ def train_command(arguments: Sequence[str]) -> None:
     flags, overrides = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
 
-    config = make_config(load_config_file(flags.config), overrides)
+    given, name = given_config(flags.config, overrides)
+    config, workdir = make_config(given, overrides), flags.workdir or Path("runs") / name
     start_jax(config.devices.platform, config.devices.num_cpu_devices, config.distributed)
     import jax
 
@@ -88,7 +90,6 @@ def train_command(arguments: Sequence[str]) -> None:
     from earl_jax.training import train
     from earl_jax.workdir import saved_in_words
 
-    workdir = flags.workdir
     if flags.check:
         with end_together():
             check(config, workdir)

@@ -11,6 +11,7 @@ import pytest
 import earl_jax
 from earl_jax import bench, main, plan
 from earl_jax.config import Config
+from earl_jax.config.file import given_config, make_config
 from earl_jax.config.keys import all_keys
 from earl_jax.launch import console
 from earl_jax.settings.errors import InputError
@@ -59,11 +60,18 @@ def test_flags_and_overrides_are_told_apart():
     flags, overrides = main.parse_flags(
         ["--config=a/b.py", "--config.seed=1", "--config.model.path=--odd"]
     )
-    assert (str(flags.config), overrides, str(flags.workdir)) == (
-        "a/b.py",
-        ["seed=1", "model.path=--odd"],
-        "runs/b",
-    )
+    assert (str(flags.config), overrides) == ("a/b.py", ["seed=1", "model.path=--odd"])
+
+
+def test_a_model_of_the_command_line_without_a_file_has_the_settings_own_defaults():
+    """Those of the default config are for a model from scratch."""
+    given, name = given_config(None, ["model.preset=qwen3-8b"])
+    assert (len(given), name) == (0, "qwen3-8b")
+    assert make_config(given, ["model.preset=qwen3-8b"]).train.learning_rate == 1e-6
+    given, name = given_config(None, ["model.width=64"])
+    assert (given.env.name, name) == ("trail", "trail_tiny_cpu")
+    given, name = given_config(ROOT / "configs/tictactoe_tiny_cpu.py", ["model.preset=qwen3-8b"])
+    assert (given.env.name, name) == ("tic_tac_toe", "tictactoe_tiny_cpu")
 
 
 # The command earl-jax.

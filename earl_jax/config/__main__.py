@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from earl_jax.config.file import DEFAULT_CONFIG, load_config_file, make_config
+from earl_jax.config.file import given_config, make_config
 from earl_jax.launch.start import exit_status
 
 
@@ -20,11 +20,11 @@ def print_config(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m earl_jax.config", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="a file in configs/")
+    parser.add_argument("--config", type=Path, help="a file in configs/")
     parser.add_argument("--workdir", type=Path, help="printed as it is")
     overrides = [a.removeprefix("--config.") for a in arguments if a.startswith("--config.")]
     flags = parser.parse_args([a for a in arguments if not a.startswith("--config.")])
-    config = make_config(load_config_file(flags.config), overrides).as_dict()
+    config = make_config(given_config(flags.config, overrides)[0], overrides).as_dict()
     workdir = {"workdir": str(flags.workdir)} if flags.workdir else {}
     print(json.dumps(workdir | config, indent=2, default=str))
 

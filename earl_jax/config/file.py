@@ -119,7 +119,7 @@ def make_config(given: Mapping[str, Any] | ConfigDict, overrides: Sequence[str] 
         values = copy.deepcopy(dict(given))
     if any(override.startswith("algorithm=") for override in overrides):
         values.pop("algorithm_args", None)
-    if _names_model(overrides) and isinstance(values.get("model"), dict):
+    if model_named(overrides) and isinstance(values.get("model"), dict):
         values["model"] = {k: v for k, v in values["model"].items() if k == "compute_dtype"}
         required = [path for path in required if not path.startswith("model.")]
     for override in overrides:
@@ -156,10 +156,23 @@ def _replaced(config: Any, names: Sequence[str], value: Any) -> Any:
     return dataclasses.replace(config, **{name: value})
 
 
-def _names_model(overrides: Sequence[str]) -> bool:
-    """Returns True if an override says which model it is: another than the file's."""
+def model_named(overrides: Sequence[str]) -> str:
+    """Returns the path or preset by which an override says which model it is; "" for none."""
     pairs = (override.partition("=") for override in overrides)
-    return any(path in ("model.path", "model.preset") and _parse(text) for path, _, text in pairs)
+    named = (_parse(text) for path, _, text in pairs if path in ("model.path", "model.preset"))
+    return str(next(filter(None, named), ""))
+
+
+def given_config(path: Path | None, overrides: Sequence[str]) -> tuple[ConfigDict, str]:
+    """Returns what a training command begins with, and the name of its workdir.
+
+    That is the file at `path`. Without one it is DEFAULT_CONFIG, or nothing where the command line
+    names a model: the default's settings are for a model from scratch.
+    """
+    if path is None and (name := model_named(overrides)):
+        return ConfigDict(), Path(name).name
+    path = path or DEFAULT_CONFIG
+    return load_config_file(path), path.stem
 
 
 def _algorithm_settings(values: Mapping[str, Any]) -> Any:
