@@ -209,11 +209,12 @@ def begin(conversation: Conversation, script: Script) -> LiveEpisode:
     episode = LiveEpisode(
         task=Task(episode=0, group=0, args={}),
         row=0,
+        buffer_row=0,
         conversation=conversation,
         limits=Limits(max_turn_tokens=1000),
         stops=Stops(),
     )
-    episode.hear(script.opening, conversation.open(script.opening, script.tools))
+    episode.append_message(script.opening, conversation.open(script.opening, script.tools))
     return episode
 
 
@@ -239,7 +240,7 @@ def say(episode: LiveEpisode, ids, *, version: int) -> list[float]:
             count=np.array([BURST, len(part)], np.int32),
             active=np.array([True, first + BURST < len(ids)]),
         )
-        assert episode.speak(report, 1, version) == 0
+        assert episode.append_sampled(report, 1, version) == 0
     return logprobs
 
 
@@ -278,7 +279,7 @@ def test_a_stream_is_what_was_sampled_and_what_was_appended(family_and_script):
         assert whole_turn and kept(name, heard_text) == kept(name, text)
         heard = episode.conversation.answer(answer)
         assert not heard.forks
-        episode.hear(answer, heard)
+        episode.append_message(answer, heard)
         appended_ids = read_all(episode)
         stream += [*ids, *appended_ids]
         authors += ["policy"] * len(ids) + ["environment"] * len(appended_ids)
@@ -368,7 +369,7 @@ def test_a_forked_sample_begins_with_the_templates_own_text(family_and_script):
         content = chat(name).decode([*sample, *ids])
         text, _ = episode.end_turn()
         heard = episode.conversation.answer(answer)
-        episode.hear(answer, heard)
+        episode.append_message(answer, heard)
         # The template gets what the policy wrote, as it wrote it.
         messages += [{"role": "assistant", "content": text}, *as_messages(answer)]
         appended = read_all(episode)

@@ -20,6 +20,7 @@ from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
+from tests.support.settings import make_config as make_small_config
 
 TRAIN_MESHES = ("data=8", "data=1,fsdp=2,tensor=4")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
@@ -80,7 +81,7 @@ def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def played(name: str, *overrides: str) -> Run:
-        config = make_config(TINY, list(overrides))
+        config = make_small_config(TINY, list(overrides))
         train(config, tmp_path / name)
         return read(name)
 

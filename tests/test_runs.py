@@ -289,7 +289,10 @@ BAD_INPUT = [
     (["--config.env.name=tic_tac_to"], "tic_tac_toe"),
     (["--config.rollout.num_slots=12"], "rollout.num_slots = 12 does not divide by data=8"),
     (["--workdir=/dev/null/below"], "--workdir=/dev/null/below cannot be used"),
-    (["--config.train.final_learning_rate=0", "--config.train.schedule=constant"], "no effect"),
+    (
+        ["--config.train.sft_updates=3", "--config.train.sft_steps=0"],
+        "config.train.sft_updates = 3 has no effect",
+    ),
     (["--config.train.advantage=grpo"], "config.train.advantage is now config.algorithm"),
     (["--config.model.num_heads=3"], "config.model.num_heads is 3"),
     (["--config.devices.platform=tpu"], "config.devices.platform is 'tpu'"),
@@ -446,6 +449,7 @@ def test_collectives_do_not_starve_each_other_on_a_busy_machine(cache, tmp_path)
 
 ONE_MESH = """
 from ml_collections import ConfigDict
+from tests.support.settings import small
 
 def get_config():
     config = ConfigDict()
@@ -457,7 +461,7 @@ def get_config():
         train_meshes=("data=2,fsdp=2,tensor=2",),
     )
     config.eval = dict(games=32, final_games=32)
-    return config
+    return ConfigDict(small(config.to_dict()))
 """
 
 

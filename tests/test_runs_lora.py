@@ -16,6 +16,7 @@ from tests.support.runs import command, final_parameters, run, timeless
 
 CONFIG = """
 from ml_collections import ConfigDict
+from tests.support.settings import small
 
 def get_config():
     config = ConfigDict()
@@ -35,7 +36,7 @@ def get_config():
     )
     config.checkpoint = dict(every_steps=2, keep=2, export=True)
     config.eval = dict(games=64, final_games=64, every_steps=6)
-    return config
+    return ConfigDict(small(config.to_dict()))
 """
 
 
