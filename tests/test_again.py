@@ -180,10 +180,9 @@ def test_processes_of_which_one_is_short_are_started_again_and_go_on_with_less(c
     for status, output, errors in ends:
         assert status == 0, f"{output}\n{errors[-4000:]}"
         assert "start 1 ended with status 1" in errors
-    # The one whose memory was short says so, and the other ends in words too.
-    short, lost = ends[1][2], ends[0][2]
+    # The one whose memory was short says so.
+    short = ends[1][2]
     assert re.search("error: process 1 of 2 on .*: train on .* ran out of memory", short)
-    assert re.search("error: process [01] of 2 on", lost)
     # The checkpoint of step 2 may have been on its way.
     assert re.search("after step [12] of 3", ends[0][1])
     rows = read_metrics(workdir / "metrics.jsonl")

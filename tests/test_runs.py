@@ -622,6 +622,7 @@ def test_episodes_that_fork_are_trained_on_as_they_were_sampled(cache, tmp_path)
         "num_steps": 8,
         "train.sft_steps": 6,
         "train.sft_updates": 4,
+        "train.sft_learning_rate": 3e-3,
         "log.trajectories_every_steps": 1,
     }
     line = command("main", f"--config={tmp_path / 'one_mesh.py'}", f"--workdir={workdir}")
