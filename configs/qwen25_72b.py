@@ -39,32 +39,17 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 500,
             "env": {"name": "connect_four", "num_workers": 64},
-            "model": {"path": "Qwen/Qwen2.5-72B-Instruct", "compute_dtype": "bfloat16"},
+            "model": {"path": "Qwen/Qwen2.5-72B-Instruct"},
             "rollout": {
                 "num_slots": 512,
                 "episodes_per_step": 1024,
-                "group_size": 8,
-                "max_turn_tokens": 1024,
                 "max_episode_tokens": 32768,
                 "context_buckets": (2048, 4096, 8192, 16384, 32768),
-                "chunk_size": 128,
-                "burst": 16,
             },
-            "selector": {
-                "budget_bytes_per_device": 0,
-                "rollout_meshes": (),
-                "train_meshes": (),
-            },
-            "algorithm": "grpo",
             "train": {
-                "learning_rate": 1e-6,
-                "schedule": "constant",
-                "max_grad_norm": 1.0,
-                "entropy_coefficient": 0.0,
                 "remat": True,
             },
             # A checkpoint is 870 GB.
-            "checkpoint": {"every_steps": 50, "keep": 2},
-            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
+            "checkpoint": {"keep": 2},
         }
     )

@@ -37,33 +37,17 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 500,
             "env": {"name": "connect_four", "num_workers": 32},
-            "model": {"path": "Qwen/Qwen2.5-7B-Instruct", "compute_dtype": "bfloat16"},
+            "model": {"path": "Qwen/Qwen2.5-7B-Instruct"},
             "rollout": {
                 "num_slots": 256,
                 "episodes_per_step": 512,
-                "group_size": 8,
                 # A game begins with some 100 tokens of rules, and has up to 21 turns of reasoning.
                 "max_turn_tokens": 512,
                 "max_episode_tokens": 8192,
-                "context_buckets": (1024, 2048, 4096, 8192),
-                "chunk_size": 128,
-                "burst": 16,
             },
-            # Every mesh that the devices allow, within their whole memory.
-            "selector": {
-                "budget_bytes_per_device": 0,
-                "rollout_meshes": (),
-                "train_meshes": (),
-            },
-            "algorithm": "grpo",
             "train": {
-                "learning_rate": 1e-6,
-                "schedule": "constant",
-                "max_grad_norm": 1.0,
-                "entropy_coefficient": 0.0,
                 "remat": True,
             },
             "checkpoint": {"every_steps": 20},
-            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
         }
     )

@@ -26,34 +26,20 @@ def get_config() -> ConfigDict:
         {
             "num_steps": 500,
             "env": {"name": "connect_four", "num_workers": 16},
-            "model": {"path": "Qwen/Qwen2.5-7B-Instruct", "compute_dtype": "bfloat16"},
+            "model": {"path": "Qwen/Qwen2.5-7B-Instruct"},
             "rollout": {
                 "num_slots": 64,
                 "episodes_per_step": 128,
-                "group_size": 8,
                 "max_turn_tokens": 512,
                 "max_episode_tokens": 8192,
-                "context_buckets": (1024, 2048, 4096, 8192),
-                "chunk_size": 128,
-                "burst": 16,
             },
-            "selector": {
-                "budget_bytes_per_device": 0,
-                "rollout_meshes": (),
-                "train_meshes": (),
-            },
-            "algorithm": "grpo",
             "train": {
                 # Adapters take a larger step than the weights themselves.
                 "learning_rate": 2e-5,
-                "schedule": "constant",
-                "max_grad_norm": 1.0,
-                "entropy_coefficient": 0.0,
                 "remat": True,
                 # Masters and moments of all weights would take 91 GB; the frozen base takes 15.
                 "lora": {"rank": 32, "alpha": 64.0, "base_dtype": "bfloat16"},
             },
             "checkpoint": {"every_steps": 20},
-            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
         }
     )

@@ -30,33 +30,17 @@ def get_config() -> ConfigDict:
             "env": {"name": "connect_four", "num_workers": 32},
             # Qwen3's template drops earlier turns' reasoning; it stays in the context here.
             "chat": {"history": "append"},
-            "model": {"path": "Qwen/Qwen3-30B-A3B", "compute_dtype": "bfloat16"},
+            "model": {"path": "Qwen/Qwen3-30B-A3B"},
             "rollout": {
                 "num_slots": 256,
                 "episodes_per_step": 512,
-                "group_size": 8,
-                "max_turn_tokens": 1024,
                 "max_episode_tokens": 8192,
-                "context_buckets": (1024, 2048, 4096, 8192),
-                "chunk_size": 128,
-                "burst": 16,
             },
-            "selector": {
-                "budget_bytes_per_device": 0,
-                "rollout_meshes": (),
-                "train_meshes": (),
-            },
-            "algorithm": "grpo",
             "train": {
-                "learning_rate": 1e-6,
-                "schedule": "constant",
-                "max_grad_norm": 1.0,
-                "entropy_coefficient": 0.0,
                 # The checkpoint's own router_aux_loss_coef.
                 "balance_coefficient": 0.001,
                 "remat": True,
             },
             "checkpoint": {"every_steps": 20},
-            "eval": {"every_steps": 50, "games": 128, "final_games": 512},
         }
     )

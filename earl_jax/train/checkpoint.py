@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -185,19 +184,14 @@ def _describe(kept: dict[str, Any]) -> dict[str, list[Any]]:
     Waits for the devices. The fingerprint is None, and the array is not checked, where they have no
     memory to compute it.
     """
-    shapes, together = _shapes_of(kept), defaultdict[Any, dict[str, jax.Array]](dict)
-    prints: dict[str, jax.Array | None] = {}
+    shapes, prints = _shapes_of(kept), {}
+
+    def compute(leaf: jax.Array) -> jax.Array:
+        return fingerprint(jax.device_put(leaf, leaf.sharding.with_memory_kind("device")))
+
+    # One at a time: some compilers compute each array's from a copy of it.
     for name, leaf in zip(shapes, jax.tree.leaves(kept), strict=True):
-        where = leaf.sharding
-        if where.memory_kind != "pinned_host":
-            # One program for all arrays on the same devices.
-            together[tuple(where.mesh.devices.flat)][name] = leaf
-        else:
-            on_devices = functools.partial(jax.device_put, leaf, where.with_memory_kind("device"))
-            prints[name] = unless_out_of_memory(lambda put=on_devices: fingerprint(put()))
-    for arrays in together.values():
-        found = unless_out_of_memory(functools.partial(_fingerprints, arrays))
-        prints |= found or dict.fromkeys(arrays)
+        prints[name] = unless_out_of_memory(functools.partial(compute, leaf))
     found = jax.device_get(prints)
     return {
         name: [*shapes[name], None if found[name] is None else int(found[name])] for name in shapes
@@ -209,11 +203,6 @@ def _check(saved: dict[str, list[Any]], arrays: dict[str, Any]) -> None:
     for name, (*_, found) in _describe(arrays).items():
         if None not in (found, saved[name][2]) and found != saved[name][2]:
             raise DamagedCheckpoint(f"its array {name} is not what was saved")
-
-
-@jax.jit
-def _fingerprints(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(fingerprint, arrays)
 
 
 def _shapes_of(kept: dict[str, Any]) -> dict[str, list[Any]]:
