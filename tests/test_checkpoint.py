@@ -92,10 +92,11 @@ def delete_data(folder):
 
 
 def flip_a_bit(folder):
-    path = data_files(folder)[0]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
+    # In each file: of some that orbax keeps, nothing is read again.
+    for path in data_files(folder):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(bytes(data))
 
 
 def fill_with_garbage(folder):
@@ -274,7 +275,7 @@ def test_random_damage_is_harmless_or_named(checkpoints, next_process, tmp_path,
     assert max(file.stat().st_size for file in files) > 100_000, "arrays lie outside"
     found = next_process(read_damaged, tmp_path / "checkpoints", tmp_path / "spoilt", range(number))
     named = [done for done, words in found if words]
-    assert number // 3 < len(named) < number, found
+    assert number // 3 < len(named), found
 
 
 # The workdir.
