@@ -265,6 +265,7 @@ def ragged_batch() -> TrajectoryBatch:
 SEQUENCE_MESHES = [ONE, CUBE, MeshShape(data=2, context=4)]
 
 
+@pytest.mark.slow_except("sequence-data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("mesh", SEQUENCE_MESHES, ids=str)
 @pytest.mark.parametrize("aggregation", ["sequence", "constant"])
 def test_means_over_sequences_are_those_of_the_whole_batch(aggregation, mesh):
@@ -408,7 +409,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.slow_except("dapo", "gspo")
+@pytest.mark.slow_except("gspo")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_of_each_algorithm(name):
     """Two steps of games: the weights move, finitely, and the metrics of the setting are there."""
@@ -572,6 +573,7 @@ def bits(tree) -> list[bytes]:
     return [np.array(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+@pytest.mark.slow_except("data=2,fsdp=2,tensor=2")
 @pytest.mark.parametrize("mesh", [ONE, CUBE, F8], ids=str)
 def test_a_critic_is_trained_beside_the_policy(mesh):
     """Its gradient by hand in numpy: the mean of (value - target) times the slope of the value."""

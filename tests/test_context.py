@@ -257,11 +257,11 @@ def update(family: str, mesh: str) -> tuple[Any, dict[str, float]]:
 @pytest.mark.parametrize(
     ("family", "mesh"),
     [
-        ("gemma", "data=2,context=4"),
+        pytest.param("gemma", "data=2,context=4", marks=pytest.mark.slow),
         pytest.param("gemma", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
         pytest.param("mistral", "context=8", marks=pytest.mark.slow),
         ("mistral", "data=2,context=2,tensor=2"),
-        ("mixture", "fsdp=2,context=2,expert=2"),
+        pytest.param("mixture", "fsdp=2,context=2,expert=2", marks=pytest.mark.slow),
         pytest.param("mixture", "data=2,context=2,tensor=2", marks=pytest.mark.slow),
         pytest.param("adapters", "fsdp=2,context=2,tensor=2", marks=pytest.mark.slow),
     ],

@@ -289,6 +289,7 @@ def start(**settings) -> subprocess.Popen:
     )
 
 
+@pytest.mark.slow_except("1")
 @pytest.mark.parametrize("process_id", [0, 1])
 def test_process_that_does_not_find_the_others_says_so(process_id):
     address = f"127.0.0.1:{free_port()}"
@@ -601,24 +602,32 @@ def test_processes_that_go_round_the_hosts_train_as_one_does(cache, tmp_path, mo
 # The number of processes.
 
 
+CHANGES = {
+    "num_steps": 6,
+    "selector.budget_bytes_per_device": 2_900_000,
+    "rollout.context_buckets": "(24,40)",
+    "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
+    "train.sft_steps": 6,
+    "train.sft_updates": 3,
+    # Four processes that compile on two cores may be silent for long.
+    "distributed.heartbeat_s": 300,
+}
+
+
+@pytest.fixture(scope="module")
+def steps_of_one(cache, tmp_path_factory):
+    """The steps of one process, whose meshes change."""
+    return steps_of(Command(cache, tmp_path_factory.mktemp("one"), 1, **CHANGES).done(280))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num", [2, 4])
-def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(cache, tmp_path, num):
+def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(
+    cache, tmp_path, steps_of_one, num
+):
     """1 x 8, 2 x 4 and 4 x 2 devices: the same losses, the same meshes at every step."""
-    flags = {
-        "num_steps": 6,
-        "selector.budget_bytes_per_device": 2_900_000,
-        "rollout.context_buckets": "(24,40)",
-        "selector.rollout_meshes": "('data=8','data=4,tensor=2')",
-        "train.sft_steps": 6,
-        "train.sft_updates": 3,
-        # Four processes that compile on two cores may be silent for long.
-        "distributed.heartbeat_s": 300,
-    }
-    one, several = (
-        steps_of(Command(cache, tmp_path / str(n), n, **flags).done(280)) for n in (1, num)
-    )
+    one, several = steps_of_one, steps_of(Command(cache, tmp_path, num, **CHANGES).done(280))
     for left, right in zip(one, several, strict=True):
         for name in ("rollout_mesh", "train_mesh", "switched", "rollout_max_tokens"):
             assert left[name] == right[name], (left["step"], name)

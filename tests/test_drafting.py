@@ -37,7 +37,7 @@ def games(pool):
 # Rollouts.
 
 
-@pytest.mark.slow_except("data=2,tensor=2-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pages"), [(MeshShape(data=8), 5), (MeshShape(data=2, tensor=2), 0)], ids=str
 )

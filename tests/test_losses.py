@@ -170,6 +170,7 @@ def numpy_loss(name, logprobs, frozen, old, advantages):
     return -np.minimum(ratio * advantages, np.clip(ratio, low, high) * advantages)
 
 
+@pytest.mark.slow_except("False-*")
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("with_proximal", [False, True])
 def test_gradients_are_finite_differences_of_the_loss(name, with_proximal):
@@ -265,7 +266,7 @@ def test_sums_over_sequences_by_hand():
     assert sums_from(values, sequences, 0.5).tolist() == halved
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 100])
+@pytest.mark.parametrize("size", [1, 7, 64])
 def test_sums_over_sequences_are_those_of_a_loop(size):
     rng = np.random.default_rng(size)
     values = rng.normal(size=(3, size))

@@ -105,6 +105,7 @@ def difference(ours, theirs, least=0.0):
     return float(np.abs(ours - theirs).max() / max(least, np.abs(theirs).max()))
 
 
+@pytest.mark.slow
 def test_trainer_that_changes_mesh_and_micro_batches_learns_as_one_that_stays(world):
     """The budget holds data=8 for short games, fsdp=8 for longer ones, whole ones in two parts.
 

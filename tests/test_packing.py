@@ -319,7 +319,7 @@ def unpacked(kind: str):
     return updated(kind, "data=1", packs=False)
 
 
-@pytest.mark.slow_except("dense-data=1", "dense-data=8", "mixture-data=1")
+@pytest.mark.slow_except("dense-data=8")
 @pytest.mark.parametrize(
     "mesh", ["data=1", "data=8", "data=2,fsdp=2,tensor=2", "data=2,fsdp=2,context=2"]
 )

@@ -17,14 +17,12 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.pages import pages_for
 from earl_jax.engine.round_inputs import RoundInputs
 from earl_jax.engine.sampling import sampling_rows
-from earl_jax.placement import placement as placement_module
 from earl_jax.placement.moves import move_state
-from earl_jax.placement.programs import compiled_bytes
 from earl_jax.placement.updates import sft
 from earl_jax.rollout.load import expected_load, expected_tokens
 from earl_jax.run import build_run
 from earl_jax.selector.choose import BudgetTooSmall
-from earl_jax.selector.plans import RolloutPlan, TrainPlan
+from earl_jax.selector.plans import TrainPlan
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import WINDOW, LoadHistory
@@ -214,41 +212,6 @@ def test_restore_refuses_what_is_no_placement(world, change):
     with pytest.raises(ValueError, match="its placement is not one"):
         placement.restore(missing)
     assert placement.as_dict() == before
-
-
-@pytest.mark.slow
-def test_two_programs_of_a_stage_are_compiled_at_most_before_the_first_step(world, monkeypatch):
-    """With budgets from too small to ample, without a table."""
-    known, compiled = {}, []
-
-    def count(stages, plan, tokens, **_):
-        compiled.append(plan)
-        one, added = plan, 0
-        if isinstance(plan, RolloutPlan):
-            # Pages are arguments: of other numbers of them the bytes are known from one program.
-            one = plan._replace(pages=2)
-            added = (plan.pages - 2) * stages.problem.page_bytes(plan.mesh)
-        if one not in known:
-            known[one] = compiled_bytes(stages, one, tokens)
-        return known[one] + added
-
-    monkeypatch.setattr(placement_module, "compiled_bytes", count)
-    computed = world.problem.update_footprint(TrainPlan(D8, 1, False), LONG).total
-    fitted = []
-    for part in (0.3, 0.6, 0.8, 0.9, 1.0, 1.1, 1.3, 1.6):
-        budget = int(part * computed)
-        placement = place(world, budget_bytes=budget)
-        compiled.clear()
-        try:
-            decision = placement.choose_step(LONG, load_of(LONG, slots=SLOTS))
-            fitted.append(part)
-            assert max(choice.num_bytes for choice in decision.choices) <= budget
-        except BudgetTooSmall:
-            continue
-        finally:
-            for kind in (RolloutPlan, TrainPlan):
-                assert sum(isinstance(plan, kind) for plan in compiled) <= 2, (part, compiled)
-    assert 0.3 not in fitted and 1.6 in fitted
 
 
 # Rollouts that move.

@@ -34,6 +34,7 @@ def test_a_slow_link_and_a_wrong_one_name_their_hosts():
     assert misfits([]) == ([], [])
 
 
+@pytest.mark.slow
 def test_one_process_is_checked_and_leaves_nothing(cache, tmp_path):
     status, output, errors = Command(cache, tmp_path / "a/b", 1, CHECK, **ALL).ends()[0]
     assert status == 0, errors

@@ -89,7 +89,7 @@ SHRUNK = {
 }
 
 
-@pytest.mark.slow_except("qwen3-30b-a3b")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHRUNK)
 def test_every_family_trains_from_scratch_on_a_mixed_mesh(name):
     """One RL step of a preset at a small size: what samples is what is trained."""

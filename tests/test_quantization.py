@@ -382,7 +382,7 @@ def test_the_error_of_log_probs_has_bounds(compute, weights, mean, largest):
     assert np.mean(np.exp(ours - engines)) == pytest.approx(1, abs=gap.mean() + 1e-6)
 
 
-@pytest.mark.slow_except("data=2,tensor=4")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_a_round_talks_as_much_as_one_without_int8_and_holds_less(shape):
     """The same collectives; arguments shrink by what the matrices do, byte for byte."""
@@ -429,6 +429,7 @@ def test_an_int8_cache_plays_the_same_episodes_on_every_mesh(shape):
     }
 
 
+@pytest.mark.slow
 def test_an_int8_cache_is_near_and_not_the_same_and_takes_the_bytes_it_says():
     """Sampled tokens' log-probs against the trainer's; 4 numbers a head, so scales weigh much."""
     state, heard = converse_on(UNSHARDED, INT8_CACHE)

@@ -351,30 +351,6 @@ def test_help_names_an_example(cache, module):
 
 
 @pytest.mark.slow
-def test_tic_tac_toe_is_learnt(cache, tmp_path):
-    """The config's run, shortened to 60 of its 400 steps. Random weights begin with 0 % wins.
-
-    Its meshes go by the speed model and not by speeds, which another process would disturb.
-    """
-    flags = {"num_steps": 60, "selector.table": "model"}
-    done = run(
-        cache, *command("main", TICTACTOE, f"--workdir={tmp_path / 'w'}", **flags), as_a_user=True
-    )
-    assert done.returncode == 0, done.stderr
-    rows = read_metrics(tmp_path / "w" / "metrics.jsonl")
-    steps = [row for row in rows if "eval" not in row]
-    final = rows[-1]["eval"]
-    assert final["games"] == 512
-    assert final["win"] >= 0.3
-    assert final["illegal"] <= 0.3
-    rewards = [row["reward_mean"] for row in steps]
-    assert rewards[0] < -1.9
-    assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 1.0
-    assert all(row["expected_step_s"] > 0 for row in steps)
-    assert max(row["logprob_mismatch_max"] for row in steps) <= 1e-4
-
-
-@pytest.mark.slow
 def test_connect_four_runs_from_its_config(cache, tmp_path):
     flags = {
         "num_steps": 2,

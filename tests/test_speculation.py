@@ -97,7 +97,7 @@ def test_the_conversation_is_worth_comparing(plain):
     assert {len(turn) for turn in turns} >= {4, 9, 14}
 
 
-@pytest.mark.slow_except("changes0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [{"burst": 1}, {"burst": 9}, {"append_rows": 3}, {"step_rows": 3}]
 )
@@ -256,7 +256,7 @@ def unsharded():
     return heard
 
 
-@pytest.mark.slow_except("data=4,tensor=2")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
     play = Counter(functools.partial(engine_on(shape).play, weights_on(shape)))
@@ -269,6 +269,7 @@ def test_every_mesh_samples_the_same_tokens(shape):
     assert placed == engine_on(shape).state_shardings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", CANDIDATES, ids=str)
 def test_a_pass_that_guesses_has_the_collectives_of_one_that_does_not(shape):
     """As `test_engine` counts them: of the chunk and of the loop, and none in that over guesses."""

@@ -94,6 +94,7 @@ def test_model_that_fits_nowhere_says_the_smallest_budget_and_hardware(tmp_path)
     assert "the smallest hardware that would do" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_at_most_two_programs_of_a_stage_are_compiled_before_the_first_step(tmp_path, monkeypatch):
     compiled = []
 

@@ -49,7 +49,7 @@ class Story:
         return StepResult(text="on.", reward=0.0, done=False)
 
 
-@pytest.mark.slow_except("1.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_last_episodes_go_on_with_the_same_tokens(pool, temperature):
     """Greedy and sampled, in the middle of their turns, there and back."""

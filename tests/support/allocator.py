@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from jax._src import dispatch, pjit, stages
 from jax._src.interpreters import pxla
 
 _HOST_MEMORIES = ("pinned_host", "unpinned_host")
+# Of arrays by their `id`: a reference, and what `_buffers` returns.
+_BUFFERS: dict[int, tuple[Any, dict[tuple[Any, int], int]]] = {}
 _CPP_CACHES = ("_cpp_pjit_cache_fun_only", "_cpp_pjit_cache_explicit_attributes")
 
 
@@ -88,16 +91,32 @@ def memory_limit(num_bytes: int | None, *, takes_donated: bool = False) -> Itera
 def live_bytes() -> Counter[Any]:
     """Bytes of arrays that each device holds now, each buffer once; host memory not counted."""
     held: dict[tuple[Any, int], int] = {}
-    for array in jax.live_arrays():
-        with contextlib.suppress(RuntimeError):  # deleted, or the result of a failed program
-            if array.sharding.memory_kind in _HOST_MEMORIES or not array.nbytes:
-                continue
-            for shard in array.addressable_shards:
-                held[shard.device, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    for array in arrays:
+        held.update(_buffers(array))
+    for gone in _BUFFERS.keys() - {id(array) for array in arrays}:
+        del _BUFFERS[gone]
     total: Counter[Any] = Counter()
     for (device, _), num_bytes in held.items():
         total[device] += num_bytes
     return total
+
+
+def _buffers(array: jax.Array) -> dict[tuple[Any, int], int]:
+    """Bytes of an array's buffers in device memory, by device and address.
+
+    Kept for as long as the array lives: a whole run of tests has thousands that nobody looks at.
+    """
+    known, buffers = _BUFFERS.get(id(array), (lambda: None, {}))
+    if known() is not array:
+        buffers = {}
+        with contextlib.suppress(RuntimeError):  # the result of a failed program
+            if array.sharding.memory_kind not in _HOST_MEMORIES and array.nbytes:
+                for shard in array.addressable_shards:
+                    address = shard.data.unsafe_buffer_pointer()
+                    buffers[shard.device, address] = shard.data.nbytes
+        _BUFFERS[id(array)] = weakref.ref(array), buffers
+    return buffers
 
 
 def _checked_after(allocator: Allocator, place: Any) -> Any:
