@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JetStream's gRPC service, jetstream_proto.Orchestrator, over the requests of a Service."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -38,10 +39,14 @@ class PolicyServicer:
             metadata = context.invocation_metadata()
             options = read_options(metadata, service.sampling, service.limits.vocab_size)
             options = service.allow(options, request.max_tokens, IN_METADATA)
-            name = service.enter()
+            name = service.enter(_client(context.peer()))
             context.add_done_callback(lambda _: service.leave(name))
             is_text = request.HasField("text_content")
-            ids = await self._prompt_ids(request)
+            ids = (
+                await service.encode(name, text=request.text_content.text)
+                if is_text
+                else request.token_content.token_ids
+            )
             reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
             async with aclosing(reply.pieces()) as pieces:
                 async for piece in pieces:
@@ -73,11 +78,10 @@ class PolicyServicer:
             },
         )
 
-    async def _prompt_ids(self, request: Any) -> Sequence[int]:
-        if request.HasField("token_content"):
-            return list(request.token_content.token_ids)
-        text = request.text_content.text
-        return await self._service.encode(lambda: text)
+
+def _client(peer: str) -> str:
+    """Returns the address in gRPC's words for a peer: ipv4:127.0.0.1:5000, ipv6:%5B::1%5D:5000."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _message(piece: Piece, options: RequestOptions) -> Any:

@@ -63,6 +63,8 @@ class Connection:
         self._reader, self._writer = reader, writer
         self._handle, self._most_bytes = handle, most_bytes
         self._http = h11.Connection(h11.SERVER)
+        # The address of the client, without its port.
+        self.client = str((writer.get_extra_info("peername") or ("",))[0])
         # No request is open: the connection may be closed at any time.
         self.is_idle = True
 
@@ -168,7 +170,9 @@ class Connection:
 
     def _too_large(self) -> HttpError:
         return HttpError(
-            413, f"the body has more than the {self._most_bytes} bytes that this server takes"
+            413,
+            f"the body has more than the {self._most_bytes} bytes that this server takes, which "
+            "are as many as its longest prompt can have; shorten it",
         )
 
     async def _next_event(self) -> Any:

@@ -92,6 +92,18 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
         "--max_waiting", type=int, default=256, help="requests that may wait (%(default)s)"
     )
     parser.add_argument(
+        "--max_waiting_per_client",
+        type=int,
+        default=128,
+        help="of these, at most so many of one address (%(default)s)",
+    )
+    parser.add_argument(
+        "--text_timeout_s",
+        type=float,
+        default=10.0,
+        help="time limit of writing and encoding a prompt, in seconds (%(default)s)",
+    )
+    parser.add_argument(
         "--max_prompt_tokens",
         type=int,
         help="longest prompt, a power of two from 16 on (default: the smallest that holds the "
@@ -170,6 +182,8 @@ def check_flags(flags: argparse.Namespace) -> None:
         ("grpc_port", 0, 65535),
         ("num_slots", 1, 2**20),
         ("max_waiting", 0, 2**20),
+        ("max_waiting_per_client", 0, 2**20),
+        ("text_timeout_s", 0.01, 3600),
         ("max_choice_tokens", 0, 2**20),
         ("max_context", 2, 2**30),
         ("cache_tokens", 1, 2**40),

@@ -15,7 +15,6 @@ import grpc
 import numpy as np
 
 from earl_jax.serving._jetstream import LEAST_PREFILL
-from earl_jax.serving.chat_prompt import ChatPrompt
 from earl_jax.serving.driver import PolicyDriver
 from earl_jax.serving.grpc_service import PolicyServicer
 from earl_jax.serving.http_api import HttpApi, ServedModel
@@ -23,10 +22,12 @@ from earl_jax.serving.http_server import HttpServer
 from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.service import Service
+from earl_jax.serving.texts import Texts
 from earl_jax.settings.errors import InputError
 
-# The size of a request: for each token of the longest prompt, and in all at least and at most.
-BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 32, 2**20, 2**28
+# The size of a request beside its prompt, and at least for each token of the longest prompt: an id
+# in JSON, or a short token whose text is escaped.
+LEAST_BYTES, LEAST_TOKEN_BYTES = 2**16, 16
 # A client whose machine vanished is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
 LAST_CALL_S, GRACE_S = 0.2, 5.0
@@ -36,12 +37,23 @@ WARM_UP_TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """The addresses of a server, 0 for any port that is free, and how many requests may wait."""
+    """The addresses of a server, 0 for any port that is free, and how many requests may wait.
+
+    At most `max_waiting` in all, and `max_waiting_per_client` of one address.
+    """
 
     host: str
     port: int
     grpc_port: int
     max_waiting: int
+    max_waiting_per_client: int
+
+
+def most_request_bytes(engine: JetStreamEngine) -> int:
+    """Returns the size limit of a request, in bytes: what the longest prompt can have."""
+    longest = engine.build_tokenizer(engine.get_tokenizer()).longest_token_bytes
+    tokens = min(engine.max_prefill_length, engine.serving.context_tokens)
+    return LEAST_BYTES + tokens * max(LEAST_TOKEN_BYTES, longest)
 
 
 def warm_up(engine: JetStreamEngine, params: Any) -> None:
@@ -67,7 +79,7 @@ async def serve(
     *,
     name: str,
     version: int,
-    chat: ChatPrompt,
+    texts: Texts,
     endpoints: Endpoints,
     on_ready: Callable[[str, str], None],
 ) -> None:
@@ -78,7 +90,7 @@ async def serve(
         params: as `load_params` places them.
         name: of the policy, for clients.
         version: of the policy.
-        chat: writes the prompts of conversations.
+        texts: makes the ids of prompts.
         endpoints: where requests are taken.
         on_ready: called with the addresses, of HTTP and of gRPC, once requests are taken.
 
@@ -93,11 +105,17 @@ async def serve(
 
     driver = PolicyDriver(engine, params, end)
     try:
-        service = Service(driver, engine, endpoints.max_waiting)
-        model = ServedModel(name, version, int(time.time()))
-        most_bytes = min(MOST_BYTES, max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_prefill_length))
+        await texts.ready()
+        service = Service(
+            driver,
+            engine,
+            texts,
+            max_waiting=endpoints.max_waiting,
+            max_waiting_per_client=endpoints.max_waiting_per_client,
+        )
+        model, most_bytes = ServedModel(name, version, int(time.time())), most_request_bytes(engine)
         async with contextlib.AsyncExitStack() as servers:
-            api = HttpApi(service, model, chat)
+            api = HttpApi(service, model)
             http = await _start_http(servers, endpoints, HttpServer(api.handle, most_bytes))
             grpc_address = await _start_grpc(servers, endpoints, service, most_bytes)
             for number in (signal.SIGTERM, signal.SIGINT):
