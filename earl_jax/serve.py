@@ -60,7 +60,13 @@ def serve_command(arguments: Sequence[str]) -> None:
 
     from earl_jax.dispatch.weights import publish
     from earl_jax.serving.jetstream_engine import JetStreamEngine
-    from earl_jax.serving.server import Endpoints, most_request_bytes, serve, warm_up
+    from earl_jax.serving.server import (
+        Endpoints,
+        most_request_bytes,
+        serve,
+        stop_at_signals,
+        warm_up,
+    )
     from earl_jax.serving.sizes import make_engine, serving_config
     from earl_jax.serving.texts import Texts
 
@@ -94,25 +100,27 @@ def serve_command(arguments: Sequence[str]) -> None:
             flush=True,
         )
 
+    async def run() -> None:
+        await serve(
+            engine,
+            params,
+            name=name,
+            version=version,
+            texts=texts,
+            endpoints=Endpoints(
+                host=flags.host,
+                port=flags.port,
+                grpc_port=flags.grpc_port,
+                max_waiting=flags.max_waiting,
+                max_waiting_per_client=flags.max_waiting_per_client,
+            ),
+            on_ready=announce,
+            stop=stop_at_signals(),
+        )
+
     with contextlib.closing(texts):
         warm_up(engine, params)
-        asyncio.run(
-            serve(
-                engine,
-                params,
-                name=name,
-                version=version,
-                texts=texts,
-                endpoints=Endpoints(
-                    host=flags.host,
-                    port=flags.port,
-                    grpc_port=flags.grpc_port,
-                    max_waiting=flags.max_waiting,
-                    max_waiting_per_client=flags.max_waiting_per_client,
-                ),
-                on_ready=announce,
-            )
-        )
+        asyncio.run(run())
 
 
 def main() -> None:

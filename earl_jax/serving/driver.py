@@ -265,7 +265,7 @@ class PolicyDriver(orchestrator.Driver):
                 return super()._prefill_thread(idx)
             except Exception as error:  # noqa: BLE001 - a device may raise anything
                 # Nothing but this prompt's own cache was written.
-                _report("a prompt could not be read", error)
+                report("a prompt could not be read", error)
                 self.fail(
                     self._in_prefill,
                     _internal(f"the server could not read this prompt ({_words(error)})"),
@@ -299,7 +299,7 @@ class PolicyDriver(orchestrator.Driver):
             if not self.live:
                 return  # `stop` takes the channels away from under the threads
             self.failure, self.live = error, False
-            _report("the server cannot go on", error)
+            report("the server cannot go on", error)
             self.fail_all(_internal(f"the server failed, and ends ({_words(error)})"))
             self._on_failure()
 
@@ -317,6 +317,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def _report(what: str, error: BaseException) -> None:
+def report(what: str, error: BaseException) -> None:
+    """Prints an error that a client cannot have caused."""
     print(f"{what}:", file=sys.stderr)
     traceback.print_exception(error, file=sys.stderr)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JetStream's gRPC service, jetstream_proto.Orchestrator, over the requests of a Service."""
 
-from collections.abc import AsyncIterator
+import asyncio
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import unquote
@@ -28,11 +28,12 @@ FINISH_KEY = "finish-reason"
 class PolicyServicer:
     """JetStream's methods, with checks in front."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, write_s: float) -> None:
+        """Serves `service`. A client has `write_s` to read each message of a reply."""
+        self._service, self._write_s = service, write_s
 
-    async def Decode(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Yields the reply, a message for each token; with text where the prompt is text."""
+    async def Decode(self, request: Any, context: Any) -> None:  # noqa: N802
+        """Sends the reply, a message for each token; with text where the prompt is text."""
         service = self._service
         try:
             check_fields(request, service.limits)
@@ -51,10 +52,14 @@ class PolicyServicer:
             async with aclosing(reply.pieces()) as pieces:
                 async for piece in pieces:
                     if not piece.is_end:
-                        yield _message(piece, options)
+                        async with asyncio.timeout(self._write_s):
+                            await context.write(_message(piece, options))
             context.set_trailing_metadata(((FINISH_KEY, reply.finish_reason),))
         except RequestError as error:
             await context.abort(error.code, error.words)
+        except TimeoutError:
+            words = f"the client has not read the reply for {self._write_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, words)
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Returns whether requests are taken."""

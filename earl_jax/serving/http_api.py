@@ -25,6 +25,7 @@ from typing import Any
 
 import grpc
 
+from earl_jax.serving.driver import report
 from earl_jax.serving.http_answers import (
     FINISH,
     ChatForm,
@@ -53,8 +54,6 @@ _STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.UNAVAILABLE: 503,
 }
-# A client that is refused may ask again after so many seconds.
-RETRY_S = 1
 # A prompt: its ids, or what `Service.encode` makes them of.
 Prompt = list[int] | Mapping[str, Any]
 
@@ -89,6 +88,11 @@ class HttpApi:
             await _fail(error, connection)
         except RequestError as error:
             await _fail(HttpError(_STATUS.get(error.code, 500), error.words), connection)
+        except OSError:
+            raise  # the client went away
+        except Exception as error:  # noqa: BLE001 - no request may end the server
+            report("a request could not be answered", error)
+            await _fail(HttpError(500, "the server could not answer this request"), connection)
 
     async def _answer(self, request: HttpRequest, connection: Connection) -> None:
         if request.path not in self._routes:
@@ -281,5 +285,4 @@ async def _fail(error: HttpError, connection: Connection) -> None:
         await connection.send_event(error.body())
         await connection.end_events()
     else:
-        again = (("retry-after", str(RETRY_S)),) if error.status in (429, 503) else ()
-        await connection.send_json(error.status, error.body(), again)
+        await connection.send_error(error)
