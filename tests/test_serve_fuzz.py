@@ -18,6 +18,7 @@ import time
 
 import grpc
 import pytest
+from jetstream.core.proto import jetstream_pb2_grpc
 
 from tests.support.fuzz import (
     COMPLETIONS,
@@ -28,7 +29,17 @@ from tests.support.fuzz import (
     http_request,
 )
 from tests.support.http_client import ask
-from tests.support.served import MODEL, Code, ids_of, prompt, request
+from tests.support.served import (
+    MODEL,
+    PARROT_CONTEXT,
+    Code,
+    ids_of,
+    prompt,
+    refusal,
+    request,
+    save_parrot,
+    saying,
+)
 from tests.support.serving_here import Here, serving_here, until
 
 # What a client may be told; 5xx are a mistake of the server's but for these.
@@ -187,3 +198,89 @@ def test_ten_thousand_malformed_requests_disturb_nobody(server, capfd):
 def test_a_thousand_slow_and_vanishing_clients_disturb_nobody(server, capfd):
     play(server, vanish, 1_000, 24, 2**28)
     assert capfd.readouterr().err == ""
+
+
+# Limits of clients over both protocols, with replies that do not end.
+
+
+@pytest.fixture(scope="module")
+def parrot(tmp_path_factory):
+    """Replies of 8,000 tokens to "x"."""
+    folder = tmp_path_factory.mktemp("models") / "parrot"
+    save_parrot(folder)
+    bounds = {"max_waiting": 20, "max_waiting_per_client": 6}
+    with serving_here(
+        folder, num_slots=2, context_tokens=PARROT_CONTEXT, read_s=READ_S, write_s=READ_S, **bounds
+    ) as here:
+        yield here
+
+
+def ask_forever(server: Here, source: str, count: int) -> list[socket.socket]:
+    """Clients of one address, each with a reply that does not end."""
+    body = json.dumps({"prompt": "x", "max_tokens": 8000}).encode()
+    clients = [opened(server.http, source) for _ in range(count)]
+    for client in clients:
+        client.sendall(http_bytes(COMPLETIONS, body))
+    return clients
+
+
+def test_one_client_cannot_take_every_place(parrot):
+    """Its requests beyond 2 slots and 6 that wait are refused; another client's are served."""
+    clients = ask_forever(parrot, "127.0.0.2", 8)
+    with contextlib.ExitStack() as stack:
+        for client in clients:
+            stack.enter_context(client)
+
+        def refused() -> bytes:
+            with opened(parrot.http, "127.0.0.2") as client:
+                client.sendall(http_bytes(COMPLETIONS, b'{"prompt": "<"}', "Connection: close"))
+                found = b""
+                while part := client.recv(2**16):
+                    found += part
+                return found
+
+        assert until(lambda: refused().startswith(b"HTTP/1.1 429 "))
+        found = refused()
+        assert b"retry-after: 1\r\n" in found.lower()
+        assert b"8 requests of 127.0.0.2 are open" in found and b"--max_waiting_per_client" in found
+        # It is the next, before the six that have waited longer, as soon as one slot is free.
+        call = parrot.stub.Decode(request("<", 50))
+        clients[0].close()
+        clients[1].close()
+        assert ids_of(call) == saying()
+        many = [parrot.stub.Decode(request("x", 8000)) for _ in range(9)]
+        assert until(lambda: any(call.done() for call in many))
+        [over] = [call for call in many if call.done()]
+        assert over.code() == Code.RESOURCE_EXHAUSTED
+        assert "8 requests of 127.0.0.1 are open" in over.details()
+        for each in many:
+            each.cancel()
+    assert until(lambda: parrot.counts()["pages"] == 0)
+
+
+def test_a_client_that_does_not_read_over_grpc_is_given_up(parrot):
+    """Its window, of the smallest size, is full after some tokens; then its slot is free."""
+    small = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    with grpc.insecure_channel(parrot.address, options=small) as channel:
+        call = jetstream_pb2_grpc.OrchestratorStub(channel).Decode(request("x", 8000))
+        next(call)
+        assert parrot.counts()["pages"] > 0
+        assert until(lambda: parrot.counts()["pages"] == 0)
+        code, words = refusal(call)
+    assert code == Code.DEADLINE_EXCEEDED and "has not read the reply for 1 s" in words
+
+
+def test_connections_over_grpc_are_bounded(parrot):
+    """At 108 here: twice the 22 requests and 32. Silent ones are closed after READ_S."""
+    before, num_clients = parrot.counts(), 200
+    with contextlib.ExitStack() as stack:
+        for _ in range(num_clients):
+            stack.enter_context(opened(parrot.address, "127.0.0.2"))
+        most, deadline = 0, time.monotonic() + 3 * READ_S
+        while time.monotonic() < deadline:
+            now = parrot.counts()["descriptors"] - before["descriptors"] - num_clients
+            most = max(most, now)
+            time.sleep(0.01)
+        assert 50 <= most <= 108 and now < 10
+    assert ids_of(parrot.stub.Decode(request("<", 50))) == saying()
+    assert until(lambda: parrot.counts() == before)

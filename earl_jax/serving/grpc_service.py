@@ -41,25 +41,33 @@ class PolicyServicer:
             options = read_options(metadata, service.sampling, service.limits.vocab_size)
             options = service.allow(options, request.max_tokens, IN_METADATA)
             name = service.enter(_client(context.peer()))
-            context.add_done_callback(lambda _: service.leave(name))
-            is_text = request.HasField("text_content")
-            ids = (
-                await service.encode(name, text=request.text_content.text)
-                if is_text
-                else request.token_content.token_ids
-            )
-            reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
-            async with aclosing(reply.pieces()) as pieces:
-                async for piece in pieces:
-                    if not piece.is_end:
-                        async with asyncio.timeout(self._write_s):
-                            await context.write(_message(piece, options))
-            context.set_trailing_metadata(((FINISH_KEY, reply.finish_reason),))
+            try:
+                finish_reason = await self._send(request, name, options, context)
+            finally:
+                # Here and not when the call is over: that waits for a client that does not read.
+                service.leave(name)
+            context.set_trailing_metadata(((FINISH_KEY, finish_reason),))
         except RequestError as error:
             await context.abort(error.code, error.words)
         except TimeoutError:
             words = f"the client has not read the reply for {self._write_s:g} s"
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, words)
+
+    async def _send(self, request: Any, name: str, options: RequestOptions, context: Any) -> str:
+        """Sends the reply to a request that has entered. Returns its finish reason."""
+        service, is_text = self._service, request.HasField("text_content")
+        ids = (
+            await service.encode(name, text=request.text_content.text)
+            if is_text
+            else request.token_content.token_ids
+        )
+        reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
+        async with aclosing(reply.pieces()) as pieces:
+            async for piece in pieces:
+                if not piece.is_end:
+                    async with asyncio.timeout(self._write_s):
+                        await context.write(_message(piece, options))
+        return reply.finish_reason
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Returns whether requests are taken."""

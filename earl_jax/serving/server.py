@@ -185,6 +185,7 @@ async def _start_grpc(
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", limits.most_bytes),
             ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.max_concurrent_streams", limits.max_connections),
             # A connection whose client says nothing at all.
             ("grpc.server_handshake_timeout_ms", int(1000 * limits.read_s)),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
