@@ -35,7 +35,7 @@ stream, n, stop, logprobs and seed, and as vLLM's top_k, min_p, stop_token_ids; 
 /inference/v1/generate takes token_ids and sampling_params and returns every sampled id with its
 log-probs. A conversation is rendered by the policy's chat template. Answers have a policy_version,
 the training step of a run. A request that cannot be served is answered with status 400 and what to
-change, one too many with 429.
+change, one too many with 429. A client (an address) has a share of the slots and of those who wait.
 
 gRPC: a request is a text or token ids, and max_tokens. A text is taken as it is, control tokens
 included: no chat template is applied. The answer is a stream of messages, one for each token, with
