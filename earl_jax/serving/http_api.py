@@ -33,6 +33,7 @@ from earl_jax.serving.http_answers import (
     CompletionForm,
     Form,
     generated,
+    has_news,
     usage,
 )
 from earl_jax.serving.http_requests import (
@@ -132,7 +133,8 @@ class HttpApi:
         arguments = take(fields, "chat_template_kwargs", dict, {})
         wanted = self._wanted(fields)
         prompt = {"messages": messages, "tools": tools, "arguments": arguments}
-        await self._reply(wanted, [prompt], ChatForm(self._service.decode), connection)
+        form = ChatForm(self._service.decode, has_tools=bool(tools))
+        await self._reply(wanted, [prompt], form, connection)
 
     async def _generate(self, request: HttpRequest, connection: Connection) -> None:
         given = self._read(request)
@@ -264,7 +266,7 @@ async def _stream(
         async for piece in pieces:
             choice.pieces.append(piece)
             part = form.part(Choice(choice.index, [piece]))
-            if piece.text or part["logprobs"]:
+            if has_news(part):
                 await send(part)
     await send(form.part(Choice(choice.index, [], FINISH[reply.finish_reason])))
 
