@@ -4,6 +4,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import signal
 import sys
@@ -58,10 +59,16 @@ def serve_command(arguments: Sequence[str]) -> None:
     import jax
 
     from earl_jax.dispatch.weights import publish
-    from earl_jax.serving.chat_prompt import ChatPrompt
     from earl_jax.serving.jetstream_engine import JetStreamEngine
-    from earl_jax.serving.server import Endpoints, serve, warm_up
+    from earl_jax.serving.server import (
+        Endpoints,
+        most_request_bytes,
+        serve,
+        stop_at_signals,
+        warm_up,
+    )
     from earl_jax.serving.sizes import make_engine, serving_config
+    from earl_jax.serving.texts import Texts
 
     mesh = mesh or MeshShape(data=len(jax.devices()))
     rounds = make_engine(flags, policy, mesh)
@@ -72,9 +79,13 @@ def serve_command(arguments: Sequence[str]) -> None:
     serving = serving_config(flags, policy, rounds, drawn)
     engine = JetStreamEngine(rounds, serving, policy.tokenizer)
     name, version, limit = policy.name, policy.version, policy.max_context
-    chat = ChatPrompt(policy.tokenizer, policy.template_arguments)
+    texts = Texts(
+        policy.tokenizer,
+        policy.template_arguments,
+        timeout_s=flags.text_timeout_s,
+        most_bytes=most_request_bytes(engine),
+    )
     del policy  # its fp32 weights
-    warm_up(engine, params)
     short = limit and not flags.max_context and serving.context_tokens < limit
 
     def announce(http: str, grpc: str) -> None:
@@ -89,22 +100,27 @@ def serve_command(arguments: Sequence[str]) -> None:
             flush=True,
         )
 
-    asyncio.run(
-        serve(
+    async def run() -> None:
+        await serve(
             engine,
             params,
             name=name,
             version=version,
-            chat=chat,
+            texts=texts,
             endpoints=Endpoints(
                 host=flags.host,
                 port=flags.port,
                 grpc_port=flags.grpc_port,
                 max_waiting=flags.max_waiting,
+                max_waiting_per_client=flags.max_waiting_per_client,
             ),
             on_ready=announce,
+            stop=stop_at_signals(),
         )
-    )
+
+    with contextlib.closing(texts):
+        warm_up(engine, params)
+        asyncio.run(run())
 
 
 def main() -> None:

@@ -180,6 +180,30 @@ def test_room_grows_with_the_longest_request_or_it_alone_fails():
 
 
 @pytest.mark.slow
+def test_the_memory_of_a_long_request_returns_with_the_next_one():
+    """From 48 places to 96 and back, where the first request comes to 53 and the next to 45."""
+    engine = tight_engine(MeshShape(data=1), 1, first_context_tokens=48, cache_tokens=1)
+    params, state, seeds = load_params(engine), engine.init_decode_state(), []
+    room, sampled = engine._served, []
+    for number, length, pages in ((0, 45, 12), (1, 37, 6)):
+        ids = prompt(number, length)
+        prefix = engine.prefill(params=params, padded_tokens=padded(ids), true_length=length)
+        seeds.append(int(prefix.seed[0]))
+        state = engine.insert(prefix, state, number)
+        tokens: list[int] = []
+        for _ in range(8):
+            state, result = engine.generate(params, state)
+            tokens += tokens_at(result, number)
+        sampled.append(tokens)
+        assert room.pages.pool.pages == pages
+        layer = jax.tree.leaves(state.cache.layers)[0]
+        assert layer.shape[0] == pages
+        engine.free_resource(number)
+    wanted = continuations([prompt(0, 45), prompt(1, 37)], seeds, 8).tolist()
+    assert sampled == wanted
+
+
+@pytest.mark.slow
 def test_a_request_that_goes_while_it_waits_gives_back_what_it_had():
     engine = tight_engine(MeshShape(data=1), 1)
     params, state = load_params(engine), engine.init_decode_state()

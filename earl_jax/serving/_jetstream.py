@@ -7,7 +7,7 @@ logger to DEBUG; its orchestrator calls `jax.tree_map`, which JAX removed, and a
 in its threads by killing the process. Only this is mended here.
 """
 
-import copy
+import functools
 import importlib.metadata
 import logging
 import sys
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from earl_jax.envs.text_codec import TextCodec
+from earl_jax.serving.chat_prompt import prompt_encoder
 
 SUPPORTED = "0.2.2"
 _STAND_INS = {
@@ -100,22 +101,7 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
     def __init__(self, tokenizer: Any, end_ids: Sequence[int] = ()) -> None:
         self._tokenizer, self._end_ids = tokenizer, tuple(end_ids)
         self._codec = TextCodec(tokenizer)
-        # Several threads may use the backend at once, but for its settings: each encoding of the
-        # tokenizer itself, as of a `ChatRenderer`, may change these.
-        self._backend = copy.deepcopy(tokenizer.backend_tokenizer)
-        self._backend.encode_special_tokens = False
-        self._backend.no_truncation()
-        self._backend.no_padding()
-
-    def ids_of(self, text: str) -> list[int]:
-        """Returns the ids of a text; control tokens in it become their ids.
-
-        A beginning-of-text token is put before it where the tokenizer is made so, and the text does
-        not begin with it.
-        """
-        bos = self._tokenizer.bos_token
-        whole = bool(bos) and text.startswith(bos)
-        return self._backend.encode(text, add_special_tokens=not whole).ids
+        self._ids_of = prompt_encoder(tokenizer)
 
     def reply_ids(self, text: str) -> tuple[int, ...]:
         """Returns the ids of a whole reply of this text, as the tokenizer writes it behind text."""
@@ -127,7 +113,7 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         """Returns ids padded to the next of JetStream's prefill lengths, and how many count."""
         # The Driver would put a beginning-of-text token before every text.
         kwargs["is_bos"] = False
-        ids = np.asarray(self.ids_of(s), np.int32)
+        ids = np.asarray(self._ids_of(s), np.int32)
         return token_utils.pad_tokens(ids, self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
@@ -137,6 +123,19 @@ class ServedTokenizer(tokenizer_api.Tokenizer):
         vocabulary is often padded), become U+FFFD.
         """
         return self._codec.decode(token_ids)
+
+    @functools.cached_property
+    def longest_token_bytes(self) -> int:
+        """The most bytes of text that one token stands for."""
+        longest = 1
+        # A vocabulary writes a token in at least as many bytes as its text has.
+        for token, number in sorted(
+            self._tokenizer.get_vocab().items(), key=lambda t: -len(t[0].encode())
+        ):
+            if len(token.encode()) <= longest:
+                break
+            longest = max(longest, len(self.decode([number]).encode()))
+        return longest
 
     @property
     def pad_id(self) -> int:

@@ -10,6 +10,7 @@ preempted request comes back with all that was read, the longest first.
 
 The tables of slots and the pool begin small and grow, the pool where the longest request has it for
 itself and needs more. Where there is no memory for that, this request ends, and the others go on.
+The pool is what it was at first again with the first request that finds all slots empty.
 
 A step with drafts generates several tokens; their number is known when it is done. The next step is
 dispatched before that: until then a request counts as if all drafts had been accepted.
@@ -61,7 +62,7 @@ class ServingBlockManager:
         put_prompt: PutPrompt,
     ) -> None:
         """Begins with empty slots; a request may grow to `most_tokens`."""
-        self._engine, self.max_tokens = engine, max_tokens
+        self._engine, self.max_tokens, self._first_pool = engine, max_tokens, pool
         self._most, self._put_prompt = most_tokens, put_prompt
         # The most tokens of a step.
         self._step_tokens = 1 + engine.config.rules.draft
@@ -124,6 +125,7 @@ class ServingBlockManager:
         Donates `state`.
         """
         self.settle(in_flight=1)
+        state = self._shrink(state)
         leaving, pages = {}, self.pages.pool.pages
         for shard in range(self.pages.pool.shards):
             slots = [slot for slot in self.pages.slots_of(shard) if slot in self._lengths]
@@ -149,6 +151,16 @@ class ServingBlockManager:
         for slot in np.flatnonzero(awake).tolist():
             self._lengths[slot] += self._step_tokens
         return self._give(state), self._moving
+
+    def _shrink(self, state: DecodeState) -> DecodeState:
+        """Returns the state with the pool of the beginning, where no slot has any of its pages."""
+        old = self.pages.pool
+        slots = range(self._engine.config.num_slots)
+        if old == self._first_pool or any(map(self.pages.num_held, slots)):
+            return state
+        self.pages, source = self.pages.regroup(self._first_pool)
+        self._given = None
+        return self._engine.repack(state, self.max_tokens, old, source)
 
     def _grow(self, state: DecodeState, pages: int) -> DecodeState:
         """Returns the state with tables for the next step, and at least `pages` a row shard.

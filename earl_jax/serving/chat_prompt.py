@@ -1,21 +1,50 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""The text of a conversation for the served policy, by the chat template of its tokenizer."""
+"""The text of a conversation for the served policy, by its chat template, and the ids of a text.
 
+`text_process` imports this module, and must start quickly: it imports no JAX.
+"""
+
+import copy
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import grpc
 from transformers import PreTrainedTokenizerFast
 
-from earl_jax.serving.requests import RequestError
+from earl_jax.settings.errors import InputError
 
 # Variables that this module or `transformers` gives to the template.
 _OURS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
+
+
+def prompt_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Returns a function from a prompt's text to its ids; control tokens in it become their ids.
+
+    A beginning-of-text token is put before it where the tokenizer is made so, and the text does
+    not begin with it. The function may be used by several threads, and raises InputError for text
+    that is no UTF-8.
+    """
+    # A copy: encoding with the tokenizer itself, as a `ChatRenderer` does, may change its settings.
+    backend, bos = copy.deepcopy(tokenizer.backend_tokenizer), tokenizer.bos_token
+    backend.encode_special_tokens = False
+    backend.no_truncation()
+    backend.no_padding()
+
+    def ids_of(text: str) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError(
+                "the text holds a lone surrogate, which no text can have; remove it"
+            ) from None
+        whole = bool(bos) and text.startswith(bos)
+        return backend.encode(text, add_special_tokens=not whole).ids
+
+    return ids_of
 
 
 class ChatPrompt:
@@ -34,11 +63,11 @@ class ChatPrompt:
     ) -> str:
         """Returns the text of the conversation, up to the start of the policy's reply.
 
-        Raises RequestError for a conversation that the template refuses, for tools and arguments
+        Raises InputError for a conversation that the template refuses, for tools and arguments
         that it does not read, and for control tokens in the text of anyone but the policy.
         """
         if not self._tokenizer.chat_template:
-            raise _refusal("this policy has no chat template; send a text to /v1/completions")
+            raise InputError("this policy has no chat template; send a text to /v1/completions")
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 self._check(f"messages[{number}]", message)
@@ -47,13 +76,13 @@ class ChatPrompt:
         for name in arguments:
             read = re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template))
             if name in _OURS or not read:
-                raise _refusal(
+                raise InputError(
                     f"chat_template_kwargs.{name} is not read by this policy's chat template, or "
                     "is not a request's to set; remove it"
                 )
         written = self._write(messages, tools, arguments)
         if tools and written == self._write(messages, (), arguments):
-            raise _refusal(
+            raise InputError(
                 "this policy's chat template does not show tools; leave them out, or describe them "
                 "in a message"
             )
@@ -63,7 +92,7 @@ class ChatPrompt:
         text = json.dumps(given, ensure_ascii=False)
         found = [token for token in self._control if token in text]
         if found:
-            raise _refusal(
+            raise InputError(
                 f"{where} contains the control token {found[0]!r}, which would begin or end a "
                 "message; remove it"
             )
@@ -83,10 +112,7 @@ class ChatPrompt:
                 **{**self._arguments, **arguments},
             )
         except Exception as error:  # noqa: BLE001 - a template may raise anything
-            raise _refusal(
-                f"this policy's chat template refuses the messages: {str(error)[:300]}"
+            raise InputError(
+                f"this policy's chat template refuses the messages: "
+                f"{str(error)[:300] or type(error).__name__}"
             ) from error
-
-
-def _refusal(words: str) -> RequestError:
-    return RequestError(grpc.StatusCode.INVALID_ARGUMENT, words)

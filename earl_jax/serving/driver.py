@@ -6,6 +6,7 @@ The Driver as it comes answers any exception in its threads with SIGKILL, decode
 that are gone, and leaves callers waiting when it stops. Its threads and queues are used unchanged.
 """
 
+import collections
 import queue
 import sys
 import threading
@@ -61,8 +62,21 @@ class _GenerateEngine:
         return state, tokens.with_ends(self._ends)
 
 
+def request_name(client: str, number: int) -> str:
+    """Returns the name of a client's request, which no other request has."""
+    return f"{client}/{number}"
+
+
+def _client_of(request: Any) -> str:
+    """Returns the client of a request; None is JetStream's end of queue."""
+    return "" if request is None else request.history_path.rpartition("/")[0]
+
+
 class PromptQueue(queue.Queue):
-    """JetStream's queue of prompts that wait to be read.
+    """JetStream's queue of prompts that wait to be read: those of each client in their order.
+
+    The next one is of the client with the fewest requests that were read and are not over; among
+    equals, of the one whose turn was longest ago.
 
     Its generate thread makes no step while this is not `empty` and a slot is free: it waits for the
     prompt that is being read, so that steps have full batches. A long prompt, of several pieces,
@@ -74,13 +88,54 @@ class PromptQueue(queue.Queue):
     def empty(self) -> bool:
         """Returns whether replies go on: no prompt waits, or the next or present one is long."""
         with self.mutex:
-            return self.is_reading_long or not self.queue or _is_long(self.queue[0])
+            return (
+                self.is_reading_long
+                or not self._waiting
+                or _is_long(self._waiting[self._next_client()][0])
+            )
+
+    def remove(self, request: Any) -> None:
+        """Removes a request that is over: from the queue, or else from those that were read."""
+        client = _client_of(request)
+        with self.mutex:
+            waiting = self._waiting.get(client, ())
+            # By identity: requests hold arrays, which have no truth value when compared.
+            kept = collections.deque(other for other in waiting if other is not request)
+            if len(kept) == len(waiting):
+                self._num_read[client] -= 1
+                self._num_read += collections.Counter()  # drops clients without requests
+            elif kept:
+                self._waiting[client] = kept
+            else:
+                del self._waiting[client]
+
+    # Called by `queue.Queue` with its lock held: a request is always either waiting or read.
+
+    def _init(self, maxsize: int) -> None:
+        # By client, in the order of their turns.
+        self._waiting: dict[str, collections.deque[Any]] = {}
+        # The number of requests of each client that were read and are not over.
+        self._num_read: collections.Counter[str] = collections.Counter()
+
+    def _qsize(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def _put(self, item: Any) -> None:
+        self._waiting.setdefault(_client_of(item), collections.deque()).append(item)
 
     def _get(self) -> Any:
-        # Within the queue's lock: there is no moment at which it is neither waiting nor read.
-        request = super()._get()
+        client = self._next_client()
+        waiting = self._waiting.pop(client)
+        request = waiting.popleft()
+        if waiting:
+            self._waiting[client] = waiting
+        if request is not None:
+            self._num_read[client] += 1
         self.is_reading_long = _is_long(request)
         return request
+
+    def _next_client(self) -> str:
+        return min(self._waiting, key=lambda client: self._num_read[client])
 
 
 class _FreeSlots(queue.Queue):
@@ -172,12 +227,7 @@ class PolicyDriver(orchestrator.Driver):
             request = self._open.pop(name, None)
         if request is None:
             return
-        waiting = self._prefill_backlog
-        with waiting.mutex:
-            # By identity: requests hold arrays, which have no truth value when compared.
-            found = [index for index, other in enumerate(waiting.queue) if other is request]
-            for index in found:
-                del waiting.queue[index]
+        self._prompts.remove(request)
         # The Driver takes a request for complete when it has more tokens than this.
         request.max_tokens = 0
 
@@ -215,7 +265,7 @@ class PolicyDriver(orchestrator.Driver):
                 return super()._prefill_thread(idx)
             except Exception as error:  # noqa: BLE001 - a device may raise anything
                 # Nothing but this prompt's own cache was written.
-                _report("a prompt could not be read", error)
+                report("a prompt could not be read", error)
                 self.fail(
                     self._in_prefill,
                     _internal(f"the server could not read this prompt ({_words(error)})"),
@@ -249,7 +299,7 @@ class PolicyDriver(orchestrator.Driver):
             if not self.live:
                 return  # `stop` takes the channels away from under the threads
             self.failure, self.live = error, False
-            _report("the server cannot go on", error)
+            report("the server cannot go on", error)
             self.fail_all(_internal(f"the server failed, and ends ({_words(error)})"))
             self._on_failure()
 
@@ -267,6 +317,7 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
-def _report(what: str, error: BaseException) -> None:
+def report(what: str, error: BaseException) -> None:
+    """Prints an error that a client cannot have caused."""
     print(f"{what}:", file=sys.stderr)
     traceback.print_exception(error, file=sys.stderr)

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """JetStream's gRPC service, jetstream_proto.Orchestrator, over the requests of a Service."""
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
 from contextlib import aclosing
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 
@@ -27,29 +28,46 @@ FINISH_KEY = "finish-reason"
 class PolicyServicer:
     """JetStream's methods, with checks in front."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, write_s: float) -> None:
+        """Serves `service`. A client has `write_s` to read each message of a reply."""
+        self._service, self._write_s = service, write_s
 
-    async def Decode(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
-        """Yields the reply, a message for each token; with text where the prompt is text."""
+    async def Decode(self, request: Any, context: Any) -> None:  # noqa: N802
+        """Sends the reply, a message for each token; with text where the prompt is text."""
         service = self._service
         try:
             check_fields(request, service.limits)
             metadata = context.invocation_metadata()
             options = read_options(metadata, service.sampling, service.limits.vocab_size)
             options = service.allow(options, request.max_tokens, IN_METADATA)
-            name = service.enter()
-            context.add_done_callback(lambda _: service.leave(name))
-            is_text = request.HasField("text_content")
-            ids = await self._prompt_ids(request)
-            reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
-            async with aclosing(reply.pieces()) as pieces:
-                async for piece in pieces:
-                    if not piece.is_end:
-                        yield _message(piece, options)
-            context.set_trailing_metadata(((FINISH_KEY, reply.finish_reason),))
+            name = service.enter(_client(context.peer()))
+            try:
+                finish_reason = await self._send(request, name, options, context)
+            finally:
+                # Here and not when the call is over: that waits for a client that does not read.
+                service.leave(name)
+            context.set_trailing_metadata(((FINISH_KEY, finish_reason),))
         except RequestError as error:
             await context.abort(error.code, error.words)
+        except TimeoutError:
+            words = f"the client has not read the reply for {self._write_s:g} s"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, words)
+
+    async def _send(self, request: Any, name: str, options: RequestOptions, context: Any) -> str:
+        """Sends the reply to a request that has entered. Returns its finish reason."""
+        service, is_text = self._service, request.HasField("text_content")
+        ids = (
+            await service.encode(name, text=request.text_content.text)
+            if is_text
+            else request.token_content.token_ids
+        )
+        reply = service.reply(name, ids, request.max_tokens, options, is_text=is_text)
+        async with aclosing(reply.pieces()) as pieces:
+            async for piece in pieces:
+                if not piece.is_end:
+                    async with asyncio.timeout(self._write_s):
+                        await context.write(_message(piece, options))
+        return reply.finish_reason
 
     async def HealthCheck(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Returns whether requests are taken."""
@@ -73,11 +91,10 @@ class PolicyServicer:
             },
         )
 
-    async def _prompt_ids(self, request: Any) -> Sequence[int]:
-        if request.HasField("token_content"):
-            return list(request.token_content.token_ids)
-        text = request.text_content.text
-        return await self._service.encode(lambda: text)
+
+def _client(peer: str) -> str:
+    """Returns the address in gRPC's words for a peer: ipv4:127.0.0.1:5000, ipv6:%5B::1%5D:5000."""
+    return unquote(peer).partition(":")[2].rpartition(":")[0].strip("[]")
 
 
 def _message(piece: Piece, options: RequestOptions) -> Any:

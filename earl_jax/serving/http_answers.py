@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from earl_jax.serving.service import Piece
 from earl_jax.serving.step_tokens import ScoredToken
+from earl_jax.serving.tool_calls import ToolCallStream
 
 FINISH = {
     "end_of_turn": "stop",
@@ -89,33 +90,65 @@ class CompletionForm:
 
 
 class ChatForm:
-    """Answers of /v1/chat/completions."""
+    """Answers of /v1/chat/completions; with `has_tools`, calls of tools are taken out of texts."""
 
     prefix, name, part_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, decode: Callable[[Sequence[int]], str], *, has_tools: bool = False) -> None:
+        self._decode, self._has_tools = decode, has_tools
+        # Of streamed replies, by their index.
+        self._calls: dict[int, ToolCallStream] = {}
 
     def whole(self, choice: Choice) -> dict[str, Any]:
         """Returns a whole reply."""
-        return self._with(choice, "message", {"role": "assistant", "content": choice.text})
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text}
+        reason = choice.finish_reason
+        if self._has_tools:
+            stream = ToolCallStream()
+            text, calls = stream.push(choice.text)
+            text += stream.flush()
+            if calls:
+                message["content"] = text if text.strip() else None
+                message["tool_calls"] = [
+                    {name: call[name] for name in call if name != "index"} for call in calls
+                ]
+            reason = _finish(reason, stream)
+        return self._with(choice, "message", message, reason)
 
     def begin(self, index: int) -> dict[str, Any]:
         """Returns the part that names the role."""
-        return self._with(Choice(index), "delta", {"role": "assistant", "content": ""})
+        return self._with(Choice(index), "delta", {"role": "assistant", "content": ""}, None)
 
     def part(self, choice: Choice) -> dict[str, Any]:
-        """Returns the text of these pieces."""
-        return self._with(choice, "delta", {"content": choice.text} if choice.pieces else {})
+        """Returns the text of these pieces, or the finish reason, and calls that are complete."""
+        delta, reason = {"content": choice.text} if choice.pieces else {}, choice.finish_reason
+        if self._has_tools:
+            stream = self._calls.setdefault(choice.index, ToolCallStream())
+            text, calls = stream.push(choice.text)
+            text += stream.flush() if reason else ""
+            delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+            reason = _finish(reason, stream)
+        return self._with(choice, "delta", delta, reason)
 
-    def _with(self, choice: Choice, field: str, value: Any) -> dict[str, Any]:
+    def _with(self, choice: Choice, field: str, value: Any, reason: str | None) -> dict[str, Any]:
         scores = _scores(choice.pieces, self._decode)
         return {
             "index": choice.index,
             field: value,
             "logprobs": scores and {"content": scores},
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
         }
+
+
+def has_news(part: dict[str, Any]) -> bool:
+    """Returns whether a part of a streamed reply says anything."""
+    delta = part.get("delta", {})
+    return bool(part.get("text") or any(delta.values()) or part["logprobs"])
+
+
+def _finish(reason: str | None, stream: ToolCallStream) -> str | None:
+    """Returns the finish reason of a text with these calls."""
+    return "tool_calls" if reason == "stop" and stream.count else reason
 
 
 def generated(choice: Choice) -> dict[str, Any]:

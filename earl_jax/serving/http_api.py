@@ -25,7 +25,7 @@ from typing import Any
 
 import grpc
 
-from earl_jax.serving.chat_prompt import ChatPrompt
+from earl_jax.serving.driver import report
 from earl_jax.serving.http_answers import (
     FINISH,
     ChatForm,
@@ -33,6 +33,7 @@ from earl_jax.serving.http_answers import (
     CompletionForm,
     Form,
     generated,
+    has_news,
     usage,
 )
 from earl_jax.serving.http_requests import (
@@ -54,8 +55,8 @@ _STATUS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
     grpc.StatusCode.UNAVAILABLE: 503,
 }
-# Returns the token ids of a prompt.
-Encode = Callable[[], Awaitable[list[int]]]
+# A prompt: its ids, or what `Service.encode` makes them of.
+Prompt = list[int] | Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,8 @@ class ServedModel:
 class HttpApi:
     """The endpoints over a service; `handle` answers one request."""
 
-    def __init__(self, service: Service, model: ServedModel, chat: ChatPrompt) -> None:
-        self._service, self._model, self._chat_prompt = service, model, chat
+    def __init__(self, service: Service, model: ServedModel) -> None:
+        self._service, self._model = service, model
         self._routes = {
             "/health": ("GET", self._health),
             "/v1/models": ("GET", self._models),
@@ -88,6 +89,11 @@ class HttpApi:
             await _fail(error, connection)
         except RequestError as error:
             await _fail(HttpError(_STATUS.get(error.code, 500), error.words), connection)
+        except OSError:
+            raise  # the client went away
+        except Exception as error:  # noqa: BLE001 - no request may end the server
+            report("a request could not be answered", error)
+            await _fail(HttpError(500, "the server could not answer this request"), connection)
 
     async def _answer(self, request: HttpRequest, connection: Connection) -> None:
         if request.path not in self._routes:
@@ -119,26 +125,23 @@ class HttpApi:
         given = self._read(request)
         prompts = read_completion(given)
         wanted = self._wanted({"max_tokens": DEFAULT_MAX_TOKENS, **given})
-        encoders = [self._encoder(prompt) for prompt in prompts]
-        await self._reply(wanted, encoders, CompletionForm(self._service.decode), connection)
+        given = [{"text": prompt} if isinstance(prompt, str) else prompt for prompt in prompts]
+        await self._reply(wanted, given, CompletionForm(self._service.decode), connection)
 
     async def _chat(self, request: HttpRequest, connection: Connection) -> None:
         fields, messages, tools = read_chat(self._read(request))
         arguments = take(fields, "chat_template_kwargs", dict, {})
         wanted = self._wanted(fields)
-
-        def write() -> str:
-            return self._chat_prompt.write(messages, tools, arguments)
-
-        form = ChatForm(self._service.decode)
-        await self._reply(wanted, [lambda: self._service.encode(write)], form, connection)
+        prompt = {"messages": messages, "tools": tools, "arguments": arguments}
+        form = ChatForm(self._service.decode, has_tools=bool(tools))
+        await self._reply(wanted, [prompt], form, connection)
 
     async def _generate(self, request: HttpRequest, connection: Connection) -> None:
         given = self._read(request)
         fields, ids = read_generate(given)
         fields = {"max_tokens": DEFAULT_MAX_TOKENS, **fields}
         wanted = self._wanted(fields, "sampling_params.")
-        async with self._replies(wanted, [self._encoder(ids)], is_text=False) as (replies, counts):
+        async with self._replies(wanted, [ids], connection, is_text=False) as (replies, counts):
             choices = [Choice(index) for index in range(len(replies))]
             await _together(_collect(*each) for each in zip(replies, choices, strict=True))
         answer = {
@@ -165,25 +168,23 @@ class HttpApi:
         options = service.allow(wanted.options, service.limits.context_tokens, where)
         return dataclasses.replace(wanted, options=options)
 
-    def _encoder(self, prompt: str | list[int]) -> Encode:
-        async def given() -> list[int]:
-            return prompt if isinstance(prompt, list) else []
-
-        text = prompt if isinstance(prompt, str) else ""
-        return (lambda: self._service.encode(lambda: text)) if text else given
+    async def _ids(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, list) or prompt.get("text") == "":
+            return list(prompt) if isinstance(prompt, list) else []
+        return await self._service.encode(name, **prompt)
 
     @contextlib.asynccontextmanager
     async def _replies(
-        self, wanted: Wanted, encoders: Sequence[Encode], *, is_text: bool
+        self, wanted: Wanted, prompts: Sequence[Prompt], connection: Connection, *, is_text: bool
     ) -> AsyncIterator[tuple[list[Any], list[int]]]:
         """Gives the replies to all prompts, which end with the context, and the prompts' lengths.
 
         All are admitted first, or none is.
         """
         service, replies, counts = self._service, [], []
-        with self._admitted(len(encoders) * wanted.count) as names:
-            for encode in encoders:
-                ids = await encode()
+        with self._admitted(len(prompts) * wanted.count, connection.client) as names:
+            for prompt in prompts:
+                ids = await self._ids(prompt, names[0])
                 left = service.limits.context_tokens - len(ids)
                 max_tokens = wanted.max_tokens or max(1, left)
                 check_ids(ids, max_tokens, service.limits)
@@ -194,26 +195,27 @@ class HttpApi:
             yield replies, counts
 
     @contextlib.contextmanager
-    def _admitted(self, count: int) -> Iterator[list[str]]:
+    def _admitted(self, count: int, client: str) -> Iterator[list[str]]:
         service = self._service
-        if count > service.max_open:
+        if count > service.max_open_per_client:
             raise HttpError(
                 400,
-                f"the request wants {count} replies, and this server takes {service.max_open} at "
-                "once (--num_slots and --max_waiting when it was started); send fewer prompts, or "
-                "a smaller n",
+                f"the request wants {count} replies, and this server takes "
+                f"{service.max_open_per_client} at once of one address (--num_slots, --max_waiting "
+                "and --max_waiting_per_client when it was started); send fewer prompts, or a "
+                "smaller n",
             )
         names: list[str] = []
         try:
             for _ in range(count):
-                names.append(service.enter())
+                names.append(service.enter(client))
             yield names
         finally:
             for name in names:
                 service.leave(name)
 
     async def _reply(
-        self, wanted: Wanted, encoders: Sequence[Encode], form: Form, connection: Connection
+        self, wanted: Wanted, prompts: Sequence[Prompt], form: Form, connection: Connection
     ) -> None:
         """Answers with the replies to these prompts, as one object or as events."""
         facts = {
@@ -223,7 +225,7 @@ class HttpApi:
             "model": self._model.name,
             "policy_version": self._model.version,
         }
-        async with self._replies(wanted, encoders, is_text=True) as (replies, counts):
+        async with self._replies(wanted, prompts, connection, is_text=True) as (replies, counts):
             choices = [Choice(index) for index in range(len(replies))]
             pairs = list(zip(replies, choices, strict=True))
             if not wanted.streams:
@@ -264,7 +266,7 @@ async def _stream(
         async for piece in pieces:
             choice.pieces.append(piece)
             part = form.part(Choice(choice.index, [piece]))
-            if piece.text or part["logprobs"]:
+            if has_news(part):
                 await send(part)
     await send(form.part(Choice(choice.index, [], FINISH[reply.finish_reason])))
 
@@ -285,4 +287,4 @@ async def _fail(error: HttpError, connection: Connection) -> None:
         await connection.send_event(error.body())
         await connection.end_events()
     else:
-        await connection.send_json(error.status, error.body())
+        await connection.send_error(error)

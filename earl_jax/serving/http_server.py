@@ -7,19 +7,35 @@ A handler is one coroutine a request. It is cancelled when its client goes away.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 import h11
 
-# A client has so long for its next request, and for reading each part of an answer.
-READ_S, WRITE_S = 75.0, 60.0
+# A client that is refused may ask again after so many seconds.
+RETRY_S = 1
 # How long a connection stays to drop the remainder of a request that was refused.
 LINGER_S = 2.0
 _CHUNK = 2**16
 # Bytes that a client may send beyond the request that is being answered.
 _MOST_AHEAD = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HttpLimits:
+    """Limits of a server: a body has `most_bytes`, all that are open together `most_held_bytes`.
+
+    At most `max_connections` are open, half of them of one address. A client has `read_s` for its
+    next request, whole, and `write_s` for reading each part of an answer.
+    """
+
+    most_bytes: int
+    most_held_bytes: int
+    max_connections: int
+    read_s: float
+    write_s: float
 
 
 class HttpRequest(NamedTuple):
@@ -57,12 +73,14 @@ class Connection:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        handle: "Handler",
-        most_bytes: int,
+        server: "HttpServer",
     ) -> None:
-        self._reader, self._writer = reader, writer
-        self._handle, self._most_bytes = handle, most_bytes
+        self._reader, self._writer, self._server = reader, writer, server
+        self._limits = server.limits
+        self._held_bytes, self._is_head = 0, False
         self._http = h11.Connection(h11.SERVER)
+        # The address of the client, without its port.
+        self.client = str((writer.get_extra_info("peername") or ("",))[0])
         # No request is open: the connection may be closed at any time.
         self.is_idle = True
 
@@ -77,9 +95,13 @@ class Connection:
         """Answers with a JSON value."""
         body = json.dumps(value, ensure_ascii=False).encode(errors="replace")
         head = [("content-type", "application/json"), ("content-length", str(len(body))), *headers]
-        await self._send(
-            h11.Response(status_code=status, headers=head), h11.Data(data=body), h11.EndOfMessage()
-        )
+        data = [] if self._is_head else [h11.Data(data=body)]
+        await self._send(h11.Response(status_code=status, headers=head), *data, h11.EndOfMessage())
+
+    async def send_error(self, error: HttpError, headers: tuple = ()) -> None:
+        """Answers with an error."""
+        again = (("retry-after", str(RETRY_S)),) if error.status in (429, 503) else ()
+        await self.send_json(error.status, error.body(), (*again, *headers))
 
     async def begin_events(self) -> None:
         """Begins an answer of server-sent events."""
@@ -98,30 +120,50 @@ class Connection:
     # Called by the server.
 
     async def run(self) -> None:
-        """Answers requests until the client goes away, or says nothing for READ_S."""
+        """Answers requests until the client goes away, or says nothing for too long."""
         try:
             while await self._answer_next():
                 self._http.start_next_cycle()
-        except (_Gone, ConnectionError, TimeoutError):
-            pass
+        except (_Gone, OSError):  # it went away, or took too long
+            self._writer.transport.abort()
         except h11.RemoteProtocolError as error:
-            with contextlib.suppress(h11.LocalProtocolError, ConnectionError, TimeoutError):
+            with contextlib.suppress(h11.LocalProtocolError, OSError):
                 hint = error.error_status_hint
                 await self._refuse(HttpError(hint, f"this is no HTTP/1.1 request ({error})"))
         finally:
             self._writer.close()
+            if self._writer.transport.get_write_buffer_size():
+                # A client that does not read would keep the socket.
+                loop = asyncio.get_running_loop()
+                loop.call_later(self._limits.write_s, self._writer.transport.abort)
+
+    async def refuse(self, error: HttpError) -> None:
+        """Answers with an error whatever the client asks, and ends."""
+        with contextlib.suppress(OSError):
+            await self.send_error(error, (("connection", "close"),))
+        self._writer.close()
+
+    def forget_body(self) -> None:
+        """Counts the body of the present request no more."""
+        self._server.held_bytes -= self._held_bytes
+        self._held_bytes = 0
 
     async def _answer_next(self) -> bool:
         """Answers one request. Returns whether another one may follow."""
         try:
-            async with asyncio.timeout(READ_S):
+            async with asyncio.timeout(self._limits.read_s):
                 request = await self._read_request()
         except HttpError as error:
             await self._refuse(error)
             return False
+        except TimeoutError:
+            if not self.is_idle or self._http.trailing_data[0]:
+                seconds = f"{self._limits.read_s:g}"
+                await self._refuse(HttpError(408, f"the request was not whole after {seconds} s"))
+            return False
         if request is None:
             return False
-        work = asyncio.ensure_future(self._handle(request, self))
+        work = asyncio.ensure_future(self._server.handle(request, self))
         watch = asyncio.ensure_future(self._wait_until_gone())
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +174,7 @@ class Connection:
             for task in (work, watch):
                 task.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
+            self.forget_body()
             self.is_idle = True
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
@@ -139,36 +182,49 @@ class Connection:
         """Answers with an error, and ends: the remainder of the request is dropped."""
         if self.has_begun:
             return
-        await self.send_json(error.status, error.body(), (("connection", "close"),))
+        self.forget_body()
+        await self.send_error(error, (("connection", "close"),))
         # A socket that is closed with bytes unread takes the answer away from the client.
         self._writer.write_eof()
-        async with asyncio.timeout(LINGER_S):
-            while await self._reader.read(_CHUNK):
-                pass
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while await self._reader.read(_CHUNK):
+                    pass
 
     async def _read_request(self) -> HttpRequest | None:
         """Returns the next request, None at the end. Raises HttpError for one that is too large."""
         head = await self._next_event()
         if not isinstance(head, h11.Request):
             return None
-        self.is_idle = False
+        self.is_idle, self._is_head = False, head.method == b"HEAD"
         headers = dict(head.headers)
-        if int(headers.get(b"content-length", b"0")) > self._most_bytes:
+        if int(headers.get(b"content-length", b"0")) > self._limits.most_bytes:
             raise self._too_large()
         body = bytearray()
         while not isinstance(event := await self._next_event(), h11.EndOfMessage):
             if not isinstance(event, h11.Data):
                 return None
             body += event.data
-            if len(body) > self._most_bytes:
+            if len(body) > self._limits.most_bytes:
                 raise self._too_large()
+            self._held_bytes += len(event.data)
+            self._server.held_bytes += len(event.data)
+            if self._server.held_bytes > self._limits.most_held_bytes:
+                raise HttpError(
+                    503,
+                    f"the open requests have {self._server.held_bytes} bytes, more than the "
+                    f"{self._limits.most_held_bytes} that this server takes at once; try again "
+                    "later",
+                )
         kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
         path = head.target.decode("latin-1").partition("?")[0]
         return HttpRequest(head.method.decode("latin-1"), path, kind, bytes(body))
 
     def _too_large(self) -> HttpError:
         return HttpError(
-            413, f"the body has more than the {self._most_bytes} bytes that this server takes"
+            413,
+            f"the body has more than the {self._limits.most_bytes} bytes that this server takes, "
+            "as many as its longest prompt can have; shorten it",
         )
 
     async def _next_event(self) -> Any:
@@ -187,7 +243,7 @@ class Connection:
     async def _send(self, *events: Any) -> None:
         data = b"".join(self._http.send(event) or b"" for event in events)
         self._writer.write(data)
-        async with asyncio.timeout(WRITE_S):
+        async with asyncio.timeout(self._limits.write_s):
             await self._writer.drain()
 
 
@@ -195,10 +251,10 @@ Handler = Callable[[HttpRequest, Connection], Awaitable[None]]
 
 
 class HttpServer:
-    """A server of one handler. Bodies of more than `most_bytes` are refused."""
+    """A server of one handler. `held_bytes` have the bodies of open requests."""
 
-    def __init__(self, handle: Handler, most_bytes: int) -> None:
-        self._handle, self._most_bytes = handle, most_bytes
+    def __init__(self, handle: Handler, limits: HttpLimits) -> None:
+        self.handle, self.limits, self.held_bytes = handle, limits, 0
         self._open: dict[asyncio.Task[None], Connection] = {}
         self._server: asyncio.Server | None = None
 
@@ -224,11 +280,17 @@ class HttpServer:
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        connection = Connection(reader, writer, self._handle, self._most_bytes)
+        connection, most = Connection(reader, writer, self), self.limits.max_connections
+        of_client = sum(other.client == connection.client for other in self._open.values())
+        if len(self._open) >= most or of_client >= most // 2:
+            words = f"{len(self._open)} connections are open, {of_client} of them yours"
+            limit = f"this server takes {most}, and {most // 2} of one address; try again later"
+            return await connection.refuse(HttpError(503, f"{words}; {limit}"))
         self._open[task] = connection
         try:
             await connection.run()
         except asyncio.CancelledError:
             pass  # `stop`; asyncio would report it as an error
         finally:
+            connection.forget_body()
             del self._open[task]

@@ -114,7 +114,7 @@ def check_fields(request: Any, limits: RequestLimits) -> None:
         raise _invalid(
             "the request has no prompt; set text_content.text, or token_content.token_ids"
         )
-    if request.max_tokens < 1:
+    if not 1 <= request.max_tokens < limits.context_tokens:
         raise _invalid(
             f"max_tokens is {request.max_tokens}; it must be at least 1, and with the prompt at "
             f"most {limits.context_tokens}"

@@ -35,7 +35,7 @@ stream, n, stop, logprobs and seed, and as vLLM's top_k, min_p, stop_token_ids; 
 /inference/v1/generate takes token_ids and sampling_params and returns every sampled id with its
 log-probs. A conversation is rendered by the policy's chat template. Answers have a policy_version,
 the training step of a run. A request that cannot be served is answered with status 400 and what to
-change, one too many with 429.
+change, one too many with 429. A client (an address) has a share of the slots and of those who wait.
 
 gRPC: a request is a text or token ids, and max_tokens. A text is taken as it is, control tokens
 included: no chat template is applied. The answer is a stream of messages, one for each token, with
@@ -90,6 +90,18 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--max_waiting", type=int, default=256, help="requests that may wait (%(default)s)"
+    )
+    parser.add_argument(
+        "--max_waiting_per_client",
+        type=int,
+        default=128,
+        help="of these, at most so many of one address (%(default)s)",
+    )
+    parser.add_argument(
+        "--text_timeout_s",
+        type=float,
+        default=10.0,
+        help="time limit of writing and encoding a prompt, in seconds (%(default)s)",
     )
     parser.add_argument(
         "--max_prompt_tokens",
@@ -170,6 +182,8 @@ def check_flags(flags: argparse.Namespace) -> None:
         ("grpc_port", 0, 65535),
         ("num_slots", 1, 2**20),
         ("max_waiting", 0, 2**20),
+        ("max_waiting_per_client", 0, 2**20),
+        ("text_timeout_s", 0.01, 3600),
         ("max_choice_tokens", 0, 2**20),
         ("max_context", 2, 2**30),
         ("cache_tokens", 1, 2**40),

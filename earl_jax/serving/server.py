@@ -15,18 +15,21 @@ import grpc
 import numpy as np
 
 from earl_jax.serving._jetstream import LEAST_PREFILL
-from earl_jax.serving.chat_prompt import ChatPrompt
 from earl_jax.serving.driver import PolicyDriver
 from earl_jax.serving.grpc_service import PolicyServicer
 from earl_jax.serving.http_api import HttpApi, ServedModel
-from earl_jax.serving.http_server import HttpServer
+from earl_jax.serving.http_server import HttpLimits, HttpServer
 from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.requests import RequestError
 from earl_jax.serving.service import Service
+from earl_jax.serving.texts import Texts
 from earl_jax.settings.errors import InputError
 
-# The size of a request: for each token of the longest prompt, and in all at least and at most.
-BYTES_A_TOKEN, LEAST_BYTES, MOST_BYTES = 32, 2**20, 2**28
+# The size of a request beside its prompt, and at least for each token of the longest prompt: an id
+# in JSON, or a short token whose text is escaped.
+LEAST_BYTES, LEAST_TOKEN_BYTES = 2**16, 16
+# The size of all requests that are open, at least; connections beside those of requests.
+MOST_HELD_BYTES, SPARE_CONNECTIONS = 2**27, 32
 # A client whose machine vanished is noticed after the sum of these.
 KEEPALIVE_S, KEEPALIVE_TIMEOUT_S = 30, 10
 LAST_CALL_S, GRACE_S = 0.2, 5.0
@@ -36,12 +39,26 @@ WARM_UP_TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """The addresses of a server, 0 for any port that is free, and how many requests may wait."""
+    """The addresses of a server, 0 for any port that is free, and how many requests may wait.
+
+    At most `max_waiting` in all, and `max_waiting_per_client` of one address. A client has `read_s`
+    to send an HTTP request, and `write_s` to read each part of an answer.
+    """
 
     host: str
     port: int
     grpc_port: int
     max_waiting: int
+    max_waiting_per_client: int
+    read_s: float = 75.0
+    write_s: float = 60.0
+
+
+def most_request_bytes(engine: JetStreamEngine) -> int:
+    """Returns the size limit of a request, in bytes: what the longest prompt can have."""
+    longest = engine.build_tokenizer(engine.get_tokenizer()).longest_token_bytes
+    tokens = min(engine.max_prefill_length, engine.serving.context_tokens)
+    return LEAST_BYTES + tokens * max(LEAST_TOKEN_BYTES, longest)
 
 
 def warm_up(engine: JetStreamEngine, params: Any) -> None:
@@ -67,41 +84,48 @@ async def serve(
     *,
     name: str,
     version: int,
-    chat: ChatPrompt,
+    texts: Texts,
     endpoints: Endpoints,
     on_ready: Callable[[str, str], None],
+    stop: asyncio.Event,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then ends open requests with UNAVAILABLE, or 503.
+    """Serves until `stop`, then ends open requests with UNAVAILABLE, or 503.
 
     Args:
         engine: the adapter, with the settings of serving.
         params: as `load_params` places them.
         name: of the policy, for clients.
         version: of the policy.
-        chat: writes the prompts of conversations.
+        texts: makes the ids of prompts.
         endpoints: where requests are taken.
         on_ready: called with the addresses, of HTTP and of gRPC, once requests are taken.
+        stop: ends the server; set here too where it fails.
 
     Raises:
         ValueError: an address cannot be used.
         RuntimeError: the devices or JetStream failed; open requests have ended with INTERNAL.
     """
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
 
     def end() -> None:
         loop.call_soon_threadsafe(stop.set)
 
     driver = PolicyDriver(engine, params, end)
     try:
-        service = Service(driver, engine, endpoints.max_waiting)
+        await texts.ready()
+        service = Service(
+            driver,
+            engine,
+            texts,
+            max_waiting=endpoints.max_waiting,
+            max_waiting_per_client=endpoints.max_waiting_per_client,
+        )
         model = ServedModel(name, version, int(time.time()))
-        most_bytes = min(MOST_BYTES, max(LEAST_BYTES, BYTES_A_TOKEN * engine.max_prefill_length))
         async with contextlib.AsyncExitStack() as servers:
-            api = HttpApi(service, model, chat)
-            http = await _start_http(servers, endpoints, HttpServer(api.handle, most_bytes))
-            grpc_address = await _start_grpc(servers, endpoints, service, most_bytes)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, stop.set)
+            api = HttpApi(service, model)
+            limits = _http_limits(engine, endpoints, service.max_open)
+            http = await _start_http(servers, endpoints, HttpServer(api.handle, limits))
+            grpc_address = await _start_grpc(servers, endpoints, service, limits)
             on_ready(http, grpc_address)
             await stop.wait()
             service.close(
@@ -119,6 +143,25 @@ async def serve(
         raise RuntimeError("the server failed; see above") from driver.failure
 
 
+def stop_at_signals() -> asyncio.Event:
+    """Returns an event of the running loop that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def _http_limits(engine: JetStreamEngine, endpoints: Endpoints, max_open: int) -> HttpLimits:
+    most_bytes = most_request_bytes(engine)
+    return HttpLimits(
+        most_bytes=most_bytes,
+        most_held_bytes=max(MOST_HELD_BYTES, 4 * most_bytes),
+        max_connections=2 * (max_open + SPARE_CONNECTIONS),
+        read_s=endpoints.read_s,
+        write_s=endpoints.write_s,
+    )
+
+
 async def _start_http(
     servers: contextlib.AsyncExitStack, endpoints: Endpoints, server: HttpServer
 ) -> str:
@@ -132,7 +175,7 @@ async def _start_http(
 
 
 async def _start_grpc(
-    servers: contextlib.AsyncExitStack, endpoints: Endpoints, service: Service, most_bytes: int
+    servers: contextlib.AsyncExitStack, endpoints: Endpoints, service: Service, limits: HttpLimits
 ) -> str:
     """Starts the gRPC server, which ends with `servers`. Returns its address."""
     host, port = endpoints.host, endpoints.grpc_port
@@ -140,7 +183,11 @@ async def _start_grpc(
         options=[
             # Else a second server on the same port would be given half of the requests.
             ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", most_bytes),
+            ("grpc.max_receive_message_length", limits.most_bytes),
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.max_concurrent_streams", limits.max_connections),
+            # A connection whose client says nothing at all.
+            ("grpc.server_handshake_timeout_ms", int(1000 * limits.read_s)),
             ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
             ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_S * 1000),
         ]
@@ -149,7 +196,7 @@ async def _start_grpc(
         bound = server.add_insecure_port(address(host, port))
     except RuntimeError as error:
         raise InputError(_unusable(host, "grpc_port", port, error)) from error
-    server.add_generic_rpc_handlers((PolicyServicer(service).handlers(),))
+    server.add_generic_rpc_handlers((PolicyServicer(service, limits.write_s).handlers(),))
     await server.start()
     servers.push_async_callback(server.stop, GRACE_S)
     return address(host, bound)

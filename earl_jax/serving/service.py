@@ -6,8 +6,7 @@ The driver works in token ids alone; text is made of ids and ids of text here, b
 decodes token by token, which breaks characters of several tokens.
 """
 
-import asyncio
-import concurrent.futures
+import collections
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import grpc
 
 from earl_jax.envs.text_stream import StopStrings, TextStream
 from earl_jax.serving._jetstream import AsyncMultifuture, orchestrator
-from earl_jax.serving.driver import PolicyDriver
+from earl_jax.serving.driver import PolicyDriver, request_name
 from earl_jax.serving.jetstream_engine import JetStreamEngine
 from earl_jax.serving.requests import (
     RequestError,
@@ -26,6 +25,7 @@ from earl_jax.serving.requests import (
     check_ids,
 )
 from earl_jax.serving.step_tokens import EndToken, Failure
+from earl_jax.serving.texts import Texts
 
 
 class Piece(NamedTuple):
@@ -104,9 +104,21 @@ class Reply:
 
 
 class Service:
-    """The open requests of a driver: as many as the engine's slots hold, and `max_waiting` more."""
+    """The open requests of a driver: as many as the engine's slots hold, and some more that wait.
 
-    def __init__(self, driver: PolicyDriver, engine: JetStreamEngine, max_waiting: int) -> None:
+    A client is an address, whatever the number of its connections and their protocols.
+    """
+
+    def __init__(
+        self,
+        driver: PolicyDriver,
+        engine: JetStreamEngine,
+        texts: Texts,
+        *,
+        max_waiting: int,
+        max_waiting_per_client: int,
+    ) -> None:
+        """Begins without requests. `texts` makes the ids of their prompts."""
         config, serving = engine.engine.config, engine.serving
         self.sampling = serving.sampling
         self.limits = RequestLimits(
@@ -115,14 +127,16 @@ class Service:
             context_tokens=serving.context_tokens,
         )
         self.max_open = config.num_slots + max_waiting
+        self.max_open_per_client = config.num_slots + min(max_waiting, max_waiting_per_client)
         self._tokenizer = engine.build_tokenizer(engine.get_tokenizer())
         self.decode = self._tokenizer.decode
         self._choice_branches = config.rules.choice_branches
         self._driver = driver
-        self._open: set[str] = set()
-        self._names = map(str, itertools.count(1))
-        # One thread: a long text must not hold up the loop, nor many the machine.
-        self._encoder = concurrent.futures.ThreadPoolExecutor(1, "encode")
+        self._texts = texts
+        # The client of each open request, and the number of requests of each client.
+        self._open: dict[str, str] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._numbers = itertools.count(1)
         # What every request is answered with from now on.
         self.closed: RequestError | None = None
 
@@ -136,8 +150,13 @@ class Service:
         self.closed = error
         self._driver.fail_all(error)
 
-    def enter(self) -> str:
-        """Admits a request until `leave`. Returns its name. Raises RequestError."""
+    @property
+    def num_open(self) -> int:
+        """The number of requests that are open."""
+        return len(self._open)
+
+    def enter(self, client: str) -> str:
+        """Admits a request of a client until `leave`. Returns its name. Raises RequestError."""
         if self.closed:
             raise self.closed
         if len(self._open) >= self.max_open:
@@ -146,13 +165,24 @@ class Service:
                 f"{len(self._open)} requests are open, which is all this server takes "
                 "(--num_slots and --max_waiting when it was started); try again later",
             )
-        name = next(self._names)
-        self._open.add(name)
+        if self._counts[client] >= self.max_open_per_client:
+            raise RequestError(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._counts[client]} requests of {client} are open, which is all this server "
+                "takes of one address (--num_slots and --max_waiting_per_client when it was "
+                "started); try again later",
+            )
+        name = request_name(client, next(self._numbers))
+        self._open[name] = client
+        self._counts[client] += 1
         return name
 
     def leave(self, name: str) -> None:
         """Ends a request, which may be complete or not."""
-        self._open.discard(name)
+        client = self._open.pop(name, None)
+        if client is not None:
+            self._counts[client] -= 1
+            self._counts += collections.Counter()  # drops those without requests
         self._driver.withdraw(name)
 
     def allow(self, options: RequestOptions, max_tokens: int, where: str) -> RequestOptions:
@@ -161,24 +191,9 @@ class Service:
             options, max_tokens, self._choice_branches, self._tokenizer.reply_ids, where=where
         )
 
-    async def encode(self, write: Callable[[], str]) -> list[int]:
-        """Returns the ids of the text that `write` returns; both take place in another thread.
-
-        Raises RequestError, as `write`, and for a text that is no UTF-8.
-        """
-
-        def ids() -> list[int]:
-            text = write()
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise RequestError(
-                    grpc.StatusCode.INVALID_ARGUMENT,
-                    "the text holds a lone surrogate, which no text can have; remove it",
-                ) from None
-            return self._tokenizer.ids_of(text)
-
-        return await asyncio.get_running_loop().run_in_executor(self._encoder, ids)
+    async def encode(self, name: str, **job: Any) -> list[int]:
+        """Returns the ids of the prompt of a request that has entered, as `Texts.ids_of` does."""
+        return await self._texts.ids_of(self._open[name], **job)
 
     def reply(
         self,

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of tools in a policy's reply, whole and streamed."""
+
+import asyncio
+import json
+
+import pytest
+
+from earl_jax.engine.config import Sampling
+from earl_jax.envs.text_codec import TextCodec
+from earl_jax.envs.tokenizer import load_tokenizer
+from earl_jax.serving.http_answers import ChatForm, Choice
+from earl_jax.serving.http_api import _collect, _stream
+from earl_jax.serving.requests import RequestOptions
+from earl_jax.serving.service import Reply
+from tests.support.served import MODEL
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "now"}</tool_call>'
+ADDED = ("add", {"a": 1, "b": "é"})
+NOW = ("now", {})
+
+
+def reply_of(text: str) -> tuple[Reply, TextCodec]:
+    """A reply whose tokens are those of a text, none of them longer than the text's parts."""
+    codec = TextCodec(load_tokenizer(MODEL))
+
+    async def tokens():
+        for token in codec.encode(text):
+            yield token
+
+    options = RequestOptions(sampling=Sampling())
+    return Reply(tokens(), 10_000, options, codec.decode, is_text=True), codec
+
+
+def whole(text: str) -> dict:
+    reply, codec = reply_of(text)
+    choice = Choice(0)
+    asyncio.run(_collect(reply, choice))
+    return ChatForm(codec.decode, has_tools=True).whole(choice)
+
+
+def streamed(text: str) -> list[dict]:
+    reply, codec = reply_of(text)
+    parts = []
+
+    async def send(part) -> None:
+        parts.append(part)
+
+    form = ChatForm(codec.decode, has_tools=True)
+    asyncio.run(_stream(reply, Choice(0), form, send))
+    return parts
+
+
+def called(calls) -> list[tuple]:
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in calls)
+    assert len({call["id"] for call in calls}) == len(calls)
+    functions = [call["function"] for call in calls]
+    return [(each["name"], json.loads(each["arguments"])) for each in functions]
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("hello", "hello", []),
+        (CALL, None, [ADDED]),
+        (f"I add. {CALL}\n{OTHER}", "I add. \n", [ADDED, NOW]),
+        (f"a < b <tool {OTHER} end", "a < b <tool  end", [NOW]),
+        # None of these is a call, and all of them stay as they are.
+        ("<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
+        ("<tool_call>[1]</tool_call>!", "<tool_call>[1]</tool_call>!", []),
+        ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
+        ('x<tool_call>{"name": "cut', 'x<tool_call>{"name": "cut', []),
+        ("ends with <tool_", "ends with <tool_", []),
+    ],
+)
+def test_calls_are_taken_out_of_the_text(text, content, calls):
+    answer = whole(text)
+    message = answer["message"]
+    assert message["content"] == content
+    assert called(message.get("tool_calls", [])) == calls and ("tool_calls" in message) == bool(
+        calls
+    )
+    assert answer["finish_reason"] == ("tool_calls" if calls else "stop")
+    first, *parts = streamed(text)
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert (
+        "".join(part["delta"].get("content", "") for part in parts).strip()
+        == (content or "").strip()
+    )
+    found = [call for part in parts for call in part["delta"].get("tool_calls", [])]
+    assert called(found) == calls and [call["index"] for call in found] == [*range(len(calls))]
+    assert [part["finish_reason"] for part in parts][-1] == answer["finish_reason"]
+    assert all(part["finish_reason"] is None and part["delta"] for part in parts[:-1])
+
+
+def test_text_before_a_call_is_streamed_at_once():
+    parts = streamed(f"abcdefgh{CALL}")
+    assert len([part for part in parts if part["delta"].get("content")]) > 1
+
+
+def test_without_tools_a_call_is_text():
+    reply, codec = reply_of(CALL)
+    choice = Choice(0)
+    asyncio.run(_collect(reply, choice))
+    answer = ChatForm(codec.decode).whole(choice)
+    assert answer["message"]["content"] == CALL and answer["finish_reason"] == "stop"
