@@ -11,7 +11,6 @@ import threading
 import time
 
 import jax
-import numpy as np
 import pytest
 
 from earl_jax.engine.pages import pages_for
@@ -19,7 +18,6 @@ from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
 from earl_jax.rollout.config import Limits
-from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,
@@ -148,24 +146,6 @@ def placed(seed: int, ends_turns: bool):
     return player().load_params(weights(seed, ends_turns=ends_turns, model=MODEL))
 
 
-def check_nothing_is_held(service: RolloutService) -> None:
-    """No slot has an episode, and nothing is left in host memory.
-
-    Pages are free or held for what an idle slot has read: without it every page is free.
-    """
-    assert not any(service._slots)
-    room, pages = service._blocks, service._blocks._pages
-    for slot in range(len(service._slots)):
-        assert pages.num_held(slot) <= pages_for(LONGEST, CONFIG.page_size)
-        pages.keep(slot, 0)
-    assert not np.array(pages.holders()).any()
-    free = [pages.num_free(shard) for shard in range(pages.pool.shards)]
-    assert free == [pages.pool.pages] * pages.pool.shards
-    host = room._host
-    assert (host.held_bytes, host.slots, host._leaving, room._leaving) == (0, [], [], {})
-    assert not service._row_pool._moves
-
-
 def play(number: int, pool: EnvironmentPool):
     """One rollout of random shape; its environments by episode, and the service that played it."""
     made, services, released = {}, [], threading.Event()
@@ -222,7 +202,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
             assert trajectory.stop_reason == shape.stop_reason, (shape.end, shape.limits)
             reasons[trajectory.stop_reason] += 1
         check_rows(rollout, len(episodes))
-        check_nothing_is_held(service)
+        check_nothing_is_held(service, LONGEST)
         counts.update(
             {
                 name: getattr(rollout.stats, name)

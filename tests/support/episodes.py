@@ -225,6 +225,24 @@ def collect(pool, todo, make=tictactoe, *, services=None, **settings):
     return closed.collect(service, todo)
 
 
+def check_nothing_is_held(service: RolloutService, longest: int = ROOM) -> None:
+    """No slot has an episode, and nothing is left in host memory.
+
+    Pages are free or held for what an idle slot has read: without it every page is free.
+    """
+    assert service.num_live == 0
+    blocks, pages = service._blocks, service._blocks._pages
+    for slot in range(service.session.engine.config.num_slots):
+        assert pages.num_held(slot) <= pages_for(longest, CONFIG.page_size)
+        pages.keep(slot, 0)
+    assert not np.array(pages.holders()).any()
+    free = [pages.num_free(shard) for shard in range(pages.pool.shards)]
+    assert free == [pages.pool.pages] * pages.pool.shards
+    host = blocks._host
+    assert (host.held_bytes, host.slots, host._leaving, blocks._leaving) == (0, [], [], {})
+    assert not service._row_pool._moves
+
+
 def check_rows(rollout, num_tasks: int) -> None:
     """Row i holds the turns of task i end to end, marked by author; nothing is anywhere else."""
     written = {
