@@ -52,7 +52,7 @@ def small(mesh: MeshShape = MeshShape(data=8)) -> Engine:  # noqa: B008
 def open_small(pool, make=lecture, mesh=MeshShape(data=8), **changes) -> RolloutService:  # noqa: B008
     given = {"max_tokens": LONG, "share_prefixes": True, "episodes_per_step": SLOTS}
     return open_service(
-        pool, make, player=small(mesh), num_slots=SLOTS, num_devices=mesh.num_devices,
+        pool, make, player=small(mesh), num_slots=SLOTS, num_devices=mesh.data,
         **{**given, **changes},
     )  # fmt: skip
 
@@ -208,14 +208,21 @@ def test_all_can_be_aborted(pool):
 
 
 def play_through_updates(pool, kv: str, **changes):
-    """Three versions of the weights, the later two from the 5th and from the 9th round on."""
+    """Three versions of the weights, the later two from the 8th and from the 16th round on.
+
+    The last eight episodes are submitted behind the last update.
+    """
     service, found = open_small(pool, **changes), []
-    service.submit(tasks(24))
-    for number, finished in enumerate(service.drain()):
-        found += take(service, finished)
-        if number in (4, 8):
-            version = number // 4
+    service.submit(tasks(32))
+    for number in itertools.count():
+        found += take(service, service.step())
+        if not service.is_busy:
+            break
+        if number in (6, 14):
+            version = 1 + number // 14
             service.update_weights(Policy(params=weights(version), version=version), kv)
+            if version == 2:
+                service.submit(tasks(SLOTS, first=32))
     check_nothing_is_held(service, LONG)
     return service, in_order(found)
 
@@ -234,7 +241,7 @@ def test_recomputed_caches_are_those_of_the_new_weights(pool, preemption):
     service, episodes = play_through_updates(pool, "recompute", **changes)
     found = gaps(episodes)
     assert {version for own in found for version, _ in own} == {0, 1, 2}
-    assert sum(len({version for version, _ in own}) > 1 for own in found) >= SLOTS
+    assert sum(len({version for version, _ in own}) > 1 for own in found) >= 2
     assert max(gap for own in found for _, gap in own) < 2e-5
     assert service.stats.recomputed_tokens > 0
     assert (service.stats.preempted_episodes > 0) == (preemption != "no")
@@ -243,16 +250,20 @@ def test_recomputed_caches_are_those_of_the_new_weights(pool, preemption):
 
 
 def test_kept_caches_go_on_with_the_new_weights(pool):
-    """Tokens before the update are exact, and episodes that begin after it; others are near."""
+    """Tokens before the update are exact, and those of episodes that begin after it.
+
+    Of the others the versions are right, and the gap is that of another policy.
+    """
     service, episodes = play_through_updates(pool, "keep")
     assert service.stats.recomputed_tokens == 0
-    later = []
-    for own in gaps(episodes):
-        first = own[0][0]
-        assert max(gap for version, gap in own if version == first) < 2e-5
-        later += [gap for version, gap in own if version > first]
+    found = gaps(episodes)
+    assert max(gap for own in found for version, gap in own if version == 0) < 2e-5
+    assert {version for own in found[-SLOTS:] for version, _ in own} == {2}
+    assert max(gap for own in found[-SLOTS:] for _, gap in own) < 2e-5
+    later = [gap for own in found for version, gap in own if version > own[0][0]]
+    assert {version for own in found for version, _ in own} == {0, 1, 2}
     assert later and np.isfinite(later).all()
-    assert max(later) > 1e-4, "the claim above can fail"
+    assert max(later) > 1e-2, "the claims above can fail"
 
 
 def test_an_update_says_what_becomes_of_the_cache(pool):

@@ -102,6 +102,8 @@ class RolloutService:
         self.rows = make_rows(
             num_rows=config.episodes_per_step, num_slots=config.num_slots, num_devices=num_devices
         )
+        total = session.engine.config.num_rows
+        assert total == self.rows.total or self.rows.data_shards == 1, f"{total}, {self.rows}"
         self._row_pool = RowPool(self.rows, config.num_slots)
         self._scheduler = SlotScheduler(self.rows, config.num_slots)
         rules = cache_rules or CacheRules()
