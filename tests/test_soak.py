@@ -22,6 +22,7 @@ from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,
     Rooms,
+    check_nothing_is_held,
     check_rows,
     collect,
     engine,
