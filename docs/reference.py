@@ -60,7 +60,7 @@ METRICS: dict[str, dict[str, str]] = {
         "env_wait_s": "Seconds in which no slot had work, because environments were busy.",
         "borrowed_slots": "Episodes that played in a slot of another data shard than their own.",
         "preempted_episodes": "Preemptions of episodes for lack of pages.",
-        "recomputed_tokens": "Tokens read again after a preemption.",
+        "recomputed_tokens": "Tokens read again, after a preemption or by new weights.",
         "preempted_host_bytes": "Bytes of preempted pages to host memory and back.",
         "preemption": "What preempted episodes do, in words: recompute or host.",
         "discarded_tokens": "Tokens sampled behind a stop in the same burst, and discarded.",

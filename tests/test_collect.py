@@ -109,17 +109,17 @@ def rounds_of(trajectory) -> int:
 
 def test_no_slot_is_free_while_an_episode_waits(pool, games, monkeypatch):
     """Forty episodes end in fewer rounds than data shard by data shard."""
-    player, collectors, seen = engine(), [], []
+    player, services, seen = engine(), [], []
     play = player.play
 
     def counting(*given, **settings):
-        (collector,) = collectors
-        live = sum(episode is not None for episode in collector._slots)
-        seen.append((live, len(collector._finished)))
+        (service,) = services
+        waiting = service._scheduler.num_waiting
+        seen.append((service.num_live, 40 - service.num_live - waiting))
         return play(*given, **settings)
 
     monkeypatch.setattr(player, "play", counting)
-    rollout = collect(pool, tasks(40), player=player, collectors=collectors)
+    rollout = collect(pool, tasks(40), player=player, services=services)
     assert len(seen) == rollout.stats.rounds == games.stats.rounds
     assert {live - min(16, 40 - over) for live, over in seen} == {0}
     assert 0 < rollout.stats.borrowed_slots < 20

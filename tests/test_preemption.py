@@ -17,8 +17,8 @@ from earl_jax.engine.host_pages import HostPages
 from earl_jax.engine.pages import PageTable, Pool
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.environment import Start
-from earl_jax.rollout import collect as collect_module
 from earl_jax.rollout import preemption as preemption
+from earl_jax.rollout import service as service_module
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.preemption import (
     Choice,
@@ -384,7 +384,7 @@ class WatchedRoom(BlockManager):
         )
         assert begun != {preempted}, "the longest goes on"
         if preempted in begun:
-            self.log[shard].append(self._episode(preempted).row)
+            self.log[shard].append(self._episode(preempted).ticket)
 
     def begin(self, slot):
         self.log[self._pages.shard(slot)].append("change")
@@ -405,7 +405,7 @@ def test_the_longest_goes_on_and_none_is_parked_for_nothing(
     """Four slots a data shard, which has pages for one whole episode, or a little more."""
     rooms = []
     monkeypatch.setattr(
-        collect_module,
+        service_module,
         "BlockManager",
         lambda *given: rooms.append(WatchedRoom(*given)) or rooms[-1],
     )

@@ -19,7 +19,7 @@ from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session, lower_relocation, relocate
 from earl_jax.envs.environment import Start
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.collect import Collector
+from earl_jax.rollout.service import RolloutService
 from earl_jax.selector.memory import program_bytes, resident_bytes
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.telemetry.host_bytes import HostByteCounter
@@ -58,14 +58,14 @@ def test_the_tour_goes_from_every_mesh_to_every_other():
     assert sorted(pairs) == list(itertools.permutations(range(4), 2))
 
 
-class Moving(Collector):
+class Moving(RolloutService):
     """Moves all live episodes to the next mesh of TOUR before each round."""
 
     rounds = host_bytes = duplicated = 0
     # A whole episode is eight pages; sixteen live at once.
     pages = 64
 
-    def _move_the_last(self, scheduler, session: Session) -> Session:
+    def _move_the_last(self, session: Session) -> Session:
         self.rounds += 1
         there = player(MESHES[TOUR[self.rounds % len(TOUR)]], session.engine.config.kv_dtype)
         shards = there.layout.num_row_shards
@@ -97,8 +97,8 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preempti
     """Over every pair of meshes; some are preempted, and prompts are taken over."""
     given = {"sampling": Sampling(temperature=0.0), "max_tokens": 64, "share_prefixes": True}
     still = collect(pool, tasks(44), lecture, player=player(MESHES[0], kv_dtype), **given)
-    monkeypatch.setattr("tests.support.episodes.Collector", Moving)
-    collectors = []
+    monkeypatch.setattr("tests.support.episodes.RolloutService", Moving)
+    services = []
     moved = collect(
         pool,
         tasks(44),
@@ -106,12 +106,12 @@ def test_episodes_that_move_every_round_say_the_same(pool, monkeypatch, preempti
         player=player(MESHES[0], kv_dtype),
         pages=Moving.pages // 8,
         make_room=lambda session, tokens, pages: session,
-        collectors=collectors,
+        services=services,
         preemption=preemption,
         copy_prefixes="on",
         **given,
     )
-    assert collectors[0].rounds > len(TOUR)
+    assert services[0].rounds > len(TOUR)
     assert (moved.stats.preempted_episodes > 0, still.stats.preempted_episodes) == (True, 0)
     assert (moved.stats.preempted_host_bytes > 0) == (preemption == "host")
     assert moved.stats.shared_tokens > 0

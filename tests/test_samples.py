@@ -24,8 +24,10 @@ from earl_jax.engine.session import Policy, empty_session
 from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Message, Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
-from earl_jax.rollout.collect import Collector, Rollout
+from earl_jax.rollout.collect import Rollout
+from earl_jax.rollout.collect import collect as play_all
 from earl_jax.rollout.config import CacheRules
+from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.train.config import TrainConfig
 from earl_jax.train.step import score_batch
@@ -79,19 +81,20 @@ def collect(
 ) -> Rollout:
     player = player or engine()
     pool = EnvironmentPool(2, timeout_s=60.0)
-    collector = Collector(
+    shards, policy = player.layout.num_row_shards, Policy(params=weights(), version=2)
+    service = RolloutService(
+        empty_session(player, policy, max_tokens, Pool(shards, 8 * NUM_DEVICES // shards)),
         dataclasses.replace(CONFIG, **changes),
         lambda: Conversation(forgetful_renderer(), history),
         pool,
         lambda task: Quiz(task.episode),
         rooms or Rooms(),
         num_devices=NUM_DEVICES,
+        sampling=Sampling(),
         max_context=max_context,
         cache_rules=cache_rules,
     )
-    shards, policy = player.layout.num_row_shards, Policy(params=weights(), version=2)
-    session = empty_session(player, policy, max_tokens, Pool(shards, 8 * NUM_DEVICES // shards))
-    rollout = collector.collect(session, todo or tasks(NUM_TASKS), sampling=Sampling())
+    rollout = play_all(service, todo or tasks(NUM_TASKS))
     pool.close()
     return rollout
 

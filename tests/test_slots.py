@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One round of the engine on one device: what is sampled, written down, appended and left alone.
 
-`converse` is the smallest host that can drive it: scripted environments, no Collector.
+`converse` is the smallest host that can drive it: scripted environments, no RolloutService.
 """
 
 import dataclasses

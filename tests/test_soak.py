@@ -11,19 +11,18 @@ import threading
 import time
 
 import jax
-import numpy as np
 import pytest
 
 from earl_jax.engine.pages import pages_for
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.models.config import ModelConfig
-from earl_jax.rollout.collect import Collector
 from earl_jax.rollout.config import Limits
 from earl_jax.sharding.layout import MeshShape
 from tests.support.episodes import (
     CONFIG,
     Rooms,
+    check_nothing_is_held,
     check_rows,
     collect,
     engine,
@@ -148,27 +147,9 @@ def placed(seed: int, ends_turns: bool):
     return player().load_params(weights(seed, ends_turns=ends_turns, model=MODEL))
 
 
-def check_nothing_is_held(collector: Collector) -> None:
-    """No slot has an episode, and nothing is left in host memory.
-
-    Pages are free or held for what an idle slot has read: without it every page is free.
-    """
-    assert not any(collector._slots)
-    room, pages = collector._blocks, collector._blocks._pages
-    for slot in range(len(collector._slots)):
-        assert pages.num_held(slot) <= pages_for(LONGEST, CONFIG.page_size)
-        pages.keep(slot, 0)
-    assert not np.array(pages.holders()).any()
-    free = [pages.num_free(shard) for shard in range(pages.pool.shards)]
-    assert free == [pages.pool.pages] * pages.pool.shards
-    host = room._host
-    assert (host.held_bytes, host.slots, host._leaving, room._leaving) == (0, [], [], {})
-    assert not collector._spare_rows._pending
-
-
 def play(number: int, pool: EnvironmentPool):
-    """One rollout of random shape; its environments by episode, and who collected it."""
-    made, collectors, released = {}, [], threading.Event()
+    """One rollout of random shape; its environments by episode, and the service that played it."""
+    made, services, released = {}, [], threading.Event()
     rng, endless = random.Random(number), number == NUM_ROLLOUTS - 1
     todo = tasks(rng.randrange(EPISODES - 40, EPISODES + 1), first=1000 * number)
     shapes = {task.episode: Shape(task.episode, released, endless=endless) for task in todo}
@@ -189,7 +170,7 @@ def play(number: int, pool: EnvironmentPool):
         make_room=Rooms(most_pages=0),
         num_slots=NUM_SLOTS,
         player=player(),
-        collectors=collectors,
+        services=services,
         episodes_per_step=EPISODES,
         num_draft_tokens=2,
         share_prefixes=number % 2 == 0,
@@ -200,7 +181,7 @@ def play(number: int, pool: EnvironmentPool):
         patience_s=rng.choice([0.0, 0.001, 0.01]),
     )
     released.set()
-    return rollout, made, collectors.pop()
+    return rollout, made, services.pop()
 
 
 @pytest.mark.slow
@@ -212,7 +193,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
     _ = placed(0, True), placed(1, True), placed(0, False)
     reasons, counts, live = collections.Counter(), collections.Counter(), []
     for number in range(NUM_ROLLOUTS):
-        rollout, made, collector = play(number, pool)
+        rollout, made, service = play(number, pool)
         episodes = [trajectory.episode for trajectory in rollout.trajectories]
         assert episodes == list(range(1000 * number, 1000 * number + len(episodes)))
         assert sorted(made) == episodes
@@ -222,7 +203,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
             assert trajectory.stop_reason == shape.stop_reason, (shape.end, shape.limits)
             reasons[trajectory.stop_reason] += 1
         check_rows(rollout, len(episodes))
-        check_nothing_is_held(collector)
+        check_nothing_is_held(service, LONGEST)
         counts.update(
             {
                 name: getattr(rollout.stats, name)
@@ -231,7 +212,7 @@ def test_every_episode_ends_once_and_nothing_leaks():
                 + ("copied_tokens",)
             }
         )
-        del rollout, collector
+        del rollout, service
         gc.collect()
         live.append(len(jax.live_arrays()))
     assert all(counts.values()), counts

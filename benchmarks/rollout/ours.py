@@ -33,9 +33,10 @@ from earl_jax.models.checkpoints.hf_read import load_parameters, open_checkpoint
 from earl_jax.models.checkpoints.hf_write import save_checkpoint
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import init_parameters, parameter_shardings, parameter_specs
-from earl_jax.rollout.collect import Collector, Rollout
+from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import Limits, RolloutConfig
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import Layout, MeshShape, make_layout
 from earl_jax.trajectory import Trajectory
 
@@ -188,17 +189,17 @@ class Player:
         ]
         # Environments that sleep need a thread each, or they would wait for each other.
         pool = EnvironmentPool(script.num_slots if script.env_ms else 2, timeout_s=60.0)
-        collector = Collector(
+        service = RolloutService(
+            session,
             config,
             lambda: CutTurns(renderer()),
             pool,
             lambda task: Speaker(texts[task.episode], script.env_ms / 1000),
             functools.partial(_make_room, config),
             num_devices=1,
+            sampling=Sampling(temperature=script.temperature),
         )
-        rollout = collector.collect(
-            session, tasks, sampling=Sampling(temperature=script.temperature)
-        )
+        rollout = collect(service, tasks)
         jax.block_until_ready(rollout.session.state)
         pool.close()
         return rollout

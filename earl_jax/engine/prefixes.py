@@ -56,7 +56,8 @@ class PrefixIndex:
         # As arrays: every prompt is compared with all of them.
         self._cached = [_NOTHING] * num_slots
         self._coming = [_NOTHING] * num_slots
-        # Slots whose ids are in no row: they were read in a rollout before this one.
+        # Slots whose ids are in no row: they were read in a rollout before this one, or another
+        # episode writes the row.
         self._unwritten: set[int] = set()
         # Slots that begin in this round: their shared tokens are there behind it.
         self._beginning: set[int] = set()
@@ -136,6 +137,10 @@ class PrefixIndex:
         """Ends the rollout: the next one has rows of its own."""
         self._coming = [_NOTHING] * len(self._coming)
         self._unwritten = {slot for slot, cached in enumerate(self._cached) if len(cached)}
+
+    def lose_row(self, slot: int) -> None:
+        """Notes that the ids in the slot's cache are in no row any more."""
+        self._unwritten.add(slot)
 
     def has_row(self, slot: int) -> bool:
         """Returns whether the ids in the slot's cache are in a row on the devices, too."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small programs that copy rows of experience between row shards, and ids from the host.
 
-A spare row is copied from device to device in one all-reduce, to which every device but the
+A row is copied from device to device in one all-reduce, to which every device but the
 writer's adds zeros. It is a program of its own, in which all devices take part alike, and not part
 of a round, whose shards decode unequally long.
 """
@@ -77,8 +77,8 @@ class RowCopies:
     def move_rows(self, state: DecodeState, moves: Sequence[RowMove]) -> DecodeState:
         """Returns the state with rows copied and their sources cleared.
 
-        The token ids of a source stay, for slots that share its prompt. Donates the experience of
-        `state`.
+        All rows are read before one is written; a move to NO_ROW only clears. Donates the
+        experience of `state`.
         """
         packed = np.array([*moves, *[_NOTHING] * (self._num_slots - len(moves))], np.int32)
         sent = jax.device_put(packed, self._everywhere)
@@ -118,7 +118,6 @@ def _move_rows(
     )
     read_FKP = jax.lax.psum(read_FKP, row_axes)
     cleared = jax.tree.map(lambda field: field.at[sources_K].set(0, mode="drop"), experience)
-    cleared = dataclasses.replace(cleared, tokens=experience.tokens)
     written = [
         field.at[targets_K].set(jax.lax.bitcast_convert_type(bits_KP, field.dtype), mode="drop")
         for field, bits_KP in zip(jax.tree.leaves(cleared), read_FKP, strict=True)

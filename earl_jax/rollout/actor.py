@@ -12,9 +12,11 @@ from earl_jax.envs.conversation import Conversation
 from earl_jax.envs.environment import Environment
 from earl_jax.envs.pool import EnvironmentPool
 from earl_jax.launch.cluster import Cluster
-from earl_jax.rollout.collect import Collector, Grow, Rollout, ThinOut
+from earl_jax.rollout.block_manager import Grow
+from earl_jax.rollout.collect import Rollout, collect
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.service import RolloutService, ThinOut
 from earl_jax.settings.errors import InputError
 
 
@@ -42,6 +44,29 @@ class Actor:
         """Returns a fresh environment for this task."""
         return self.make(**task.args)
 
+    def open(
+        self,
+        session: Session,
+        *,
+        sampling: Sampling | None = None,
+        grow: Grow,
+        thin_out: ThinOut,
+    ) -> RolloutService:
+        """Returns a service that plays tasks from this session, which may move meanwhile."""
+        own = self.rollout.part(len(self.cluster.players))
+        return RolloutService(
+            session,
+            dataclasses.replace(own, num_slots=session.engine.config.num_slots),
+            self.new_conversation,
+            self.pool,
+            self.make_environment,
+            grow,
+            num_devices=len(self.cluster.own_devices),
+            sampling=sampling or self.rollout.sampling,
+            max_context=self.max_context,
+            thin_out=thin_out,
+        )
+
     def play(
         self,
         session: Session,
@@ -51,19 +76,9 @@ class Actor:
         grow: Grow,
         thin_out: ThinOut,
     ) -> Rollout:
-        """Plays the tasks from this session, which may move meanwhile; see `Collector`."""
-        own = self.rollout.part(len(self.cluster.players))
-        collector = Collector(
-            dataclasses.replace(own, num_slots=session.engine.config.num_slots),
-            self.new_conversation,
-            self.pool,
-            self.make_environment,
-            grow,
-            num_devices=len(self.cluster.own_devices),
-            max_context=self.max_context,
-            thin_out=thin_out,
-        )
-        return collector.collect(session, tasks, sampling=sampling or self.rollout.sampling)
+        """Plays the tasks from this session to their end; see `open`."""
+        service = self.open(session, sampling=sampling, grow=grow, thin_out=thin_out)
+        return collect(service, tasks)
 
 
 def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:

@@ -338,7 +338,30 @@ class BlockManager:
         self._given = table
         return dataclasses.replace(session, state=session.engine.give_pages(session.state, table))
 
+    def change_weights(self, *, recompute: bool) -> None:
+        """Lets no episode take over what the weights before have read.
+
+        With `recompute` live episodes read all of their samples again.
+        """
+        for slot, episode in enumerate(self._slots):
+            if recompute and episode is not None:
+                self._host.drop(slot)
+                self._recomputed_tokens += episode.rewind()
+                self.stopped.add(slot)
+            if recompute or episode is None:
+                self._pages.keep(slot, 0)
+            self._prompts.forget(slot)
+
+    def lose_row(self, row: int) -> None:
+        """Notes that the row is cleared for another episode."""
+        self._prompts.lose_row(row)
+
     # When an episode is over.
+
+    def abort(self, slot: int) -> None:
+        """Ends the slot's episode, which may be in the middle of its turn."""
+        self.stopped.add(slot)
+        self.end(slot)
 
     def end(self, slot: int) -> None:
         """Ends the slot's episode: its prompt is kept for others, its other pages are free."""

@@ -61,7 +61,7 @@ class Task:
 class LiveEpisode:
     """An episode in a slot.
 
-    It is row `row` of the rollout, and is recorded in `buffer_row` of the whole buffer.
+    `ticket` numbers its task among those of the rollout; it is recorded in `buffer_row`.
 
     - `waits`: its environment is at work; the policy has nothing to answer until that does.
     - `queue`: ids that are still to be appended. The first `again` of them are not new: the token
@@ -79,7 +79,7 @@ class LiveEpisode:
     """
 
     task: Task
-    row: int
+    ticket: int
     buffer_row: int
     conversation: Conversation
     limits: Limits
@@ -275,7 +275,7 @@ class LiveEpisode:
             turns=tuple(self.turns),
             turn_rewards=tuple(self.rewards),
             stop_reason=stop_reason,
-            row=self.row,
+            row=self.buffer_row,
             detail=detail,
             metrics={name: float(value) for name, value in self.metrics.items()},
         )

@@ -4,7 +4,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from earl_jax.engine.choices import set_turn
@@ -15,7 +15,7 @@ from earl_jax.engine.sampling import set_row
 from earl_jax.engine.session import Session
 from earl_jax.rollout.block_manager import BlockManager
 from earl_jax.rollout.episode import LiveEpisode
-from earl_jax.rollout.spare_rows import SpareRows
+from earl_jax.rollout.row_pool import RowPool
 from earl_jax.rollout.stats import RolloutStats
 
 
@@ -26,12 +26,12 @@ class Rounds:
         self,
         slots: Sequence[LiveEpisode | None],
         blocks: BlockManager,
-        spare_rows: SpareRows,
+        rows: RowPool,
         sampling: Sampling,
         stats: RolloutStats,
     ) -> None:
         """`slots` is the caller's list of the live episodes; `stats` are added to."""
-        self._slots, self._blocks, self._spare_rows = slots, blocks, spare_rows
+        self._slots, self._blocks, self._rows = slots, blocks, rows
         self._sampling, self._stats = sampling, stats
         # Slots whose turn a stop string ended, and how many tokens they sampled behind it.
         self._discards: dict[int, int] = {}
@@ -40,14 +40,14 @@ class Rounds:
         self._first_engine: Engine | None = None
 
     @property
-    def has_discards(self) -> bool:
-        """True if the next round has to discard tokens of episodes that are over."""
-        return bool(self._discards)
+    def discards(self) -> Collection[int]:
+        """Slots of which the next round discards tokens, of episodes that may be over."""
+        return self._discards.keys()
 
     def play(self, session: Session) -> tuple[Session, list[int]]:
         """Plays one round. Returns the session behind it, and the slots whose turn ended."""
         inputs = self._make_inputs(session)
-        session = self._blocks.give(self._spare_rows.settle(session))
+        session = self._blocks.give(self._rows.settle(session))
         session, outputs = self._run(session, inputs)
         self._stats.rounds += 1
         return session, self._record(outputs, session.policy.version)

@@ -43,6 +43,8 @@ class SharedPrompts:
         # use in this round for an episode before.
         self._ids: dict[int, list[int]] = {}
         self._rows_in_use: set[int] = set()
+        # By slot: the row that it began to write last.
+        self._row_of: dict[int, int] = {}
 
     @property
     def copied_tokens(self) -> int:
@@ -74,6 +76,7 @@ class SharedPrompts:
             self._ids[slot] = prompt[:length]
         self.use_row(source)
         self._prefixes.begin(slot, prompt, Shared(source=source, length=length))
+        self._row_of[slot] = self._episode(slot).buffer_row
         written = slot in self._ids
         if is_far:
             pages.begin(slot, slot, 0)
@@ -83,6 +86,17 @@ class SharedPrompts:
             return Beginning(slot, length, NO_PAGE, written)
         copy = pages.begin(slot, source, length)
         return Beginning(source, length, NO_PAGE if copy is None else copy.source, written)
+
+    def _episode(self, slot: int) -> LiveEpisode:
+        episode = self._slots[slot]
+        assert episode is not None
+        return episode
+
+    def lose_row(self, row: int) -> None:
+        """Notes that the row is cleared for another episode, and the ids in it are lost."""
+        for slot, theirs in self._row_of.items():
+            if theirs == row:
+                self._prefixes.lose_row(slot)
 
     def use_row(self, slot: int) -> None:
         """Notes that the row is still read or written in this round for the episode before."""
@@ -103,8 +117,7 @@ class SharedPrompts:
             return session
         writes = []
         for slot, ids in sorted(self._ids.items()):
-            episode = self._slots[slot]
-            assert episode is not None
+            episode = self._episode(slot)
             writes.append(RowIds(episode.buffer_row, episode.origin, ids))
         self._ids = {}
         state = session.engine.row_copies.write_ids(session.state, writes)

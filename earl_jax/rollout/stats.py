@@ -19,7 +19,8 @@ class RolloutStats:
 
     `shared_tokens` of prompts were taken over from other episodes instead of prefilled;
     `copied_tokens` of these came from the pages of another row shard. `recomputed_tokens` were read
-    again behind the `preempted_episodes`, counted each time one gave up its pages.
+    again, by new weights and behind the `preempted_episodes`, which are counted each time one gave
+    up its pages.
     `preempted_host_bytes` of such pages were copied to host memory and back; `preemption` is the
     last choice between the two in words, "" where there was none. `borrowed_slots` counts episodes
     that played in a slot of another data shard. `discarded_tokens` were sampled in the same round

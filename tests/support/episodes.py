@@ -23,9 +23,10 @@ from earl_jax.envs.examples import play_example
 from earl_jax.envs.tokenizer import ASSISTANT, CHAT_TEMPLATE, build_tokenizer
 from earl_jax.models.config import ModelConfig
 from earl_jax.models.parameters import is_spec, parameter_specs, unstacked_specs
-from earl_jax.rollout.collect import Collector
+from earl_jax.rollout import collect as closed
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import Task
+from earl_jax.rollout.service import RolloutService
 from earl_jax.sharding.layout import MeshShape, make_layout
 
 NUM_DEVICES = 8
@@ -176,9 +177,8 @@ class Rooms:
 _RULE_NAMES = {field.name for field in dataclasses.fields(CacheRules)}
 
 
-def collect(
+def open_service(
     pool,
-    todo,
     make=tictactoe,
     *,
     params=None,
@@ -190,34 +190,57 @@ def collect(
     player=None,
     sampling=Sampling(),  # noqa: B008
     num_devices=NUM_DEVICES,
-    collectors=None,
     max_context=NO_LIMIT,
     thin_out=None,
     vacant=None,
     **changes,
-):
-    """Plays the tasks; the Collector that does is added to `collectors`."""
+) -> RolloutService:
+    """A service with these changes of CONFIG and CACHE_RULES."""
     player = player or engine(num_slots)
     rules = {name: changes.pop(name) for name in _RULE_NAMES & changes.keys()}
-    collector = Collector(
+    size = player.config.page_size
+    shards = player.layout.num_row_shards
+    pages = pages or pages_for(max_tokens, size) * num_slots // shards
+    policy = Policy(params=player.load_params(params or weights()), version=version)
+    return RolloutService(
+        open_session(player, policy, max_tokens, Pool(shards, pages), vacant),
         dataclasses.replace(CONFIG, num_slots=num_slots, **changes),
         lambda: Conversation(renderer()),
         pool,
         make,
         make_room or Rooms(),
         num_devices=num_devices,
+        sampling=sampling,
         max_context=max_context,
         thin_out=thin_out,
         cache_rules=dataclasses.replace(CACHE_RULES, **rules),
     )
-    if collectors is not None:
-        collectors.append(collector)
-    size = player.config.page_size
-    shards = player.layout.num_row_shards
-    pages = pages or pages_for(max_tokens, size) * num_slots // shards
-    policy = Policy(params=player.load_params(params or weights()), version=version)
-    session = open_session(player, policy, max_tokens, Pool(shards, pages), vacant)
-    return collector.collect(session, todo, sampling=sampling)
+
+
+def collect(pool, todo, make=tictactoe, *, services=None, **settings):
+    """Plays the tasks; the service that does is added to `services`."""
+    service = open_service(pool, make, **settings)
+    if services is not None:
+        services.append(service)
+    return closed.collect(service, todo)
+
+
+def check_nothing_is_held(service: RolloutService, longest: int = ROOM) -> None:
+    """No slot has an episode, and nothing is left in host memory.
+
+    Pages are free or held for what an idle slot has read: without it every page is free.
+    """
+    assert service.num_live == 0
+    blocks, pages = service._blocks, service._blocks._pages
+    for slot in range(service.session.engine.config.num_slots):
+        assert pages.num_held(slot) <= pages_for(longest, CONFIG.page_size)
+        pages.keep(slot, 0)
+    assert not np.array(pages.holders()).any()
+    free = [pages.num_free(shard) for shard in range(pages.pool.shards)]
+    assert free == [pages.pool.pages] * pages.pool.shards
+    host = blocks._host
+    assert (host.held_bytes, host.slots, host._leaving, blocks._leaving) == (0, [], [], {})
+    assert not service._row_pool._moves
 
 
 def check_rows(rollout, num_tasks: int) -> None:

@@ -34,19 +34,27 @@ def _scores(seed: int):
     return score
 
 
-def furthest(trajectories) -> float:
-    """How far off a token's log-prob is from that of the weights which its version names."""
+def gaps(trajectories) -> list[list[tuple[int, float]]]:
+    """Each episode's sampled tokens: the version, and how far its log-prob is from that of it."""
     ids = np.zeros((len(trajectories), PLACES), np.int32)
     segments = np.zeros_like(ids)
     for row, trajectory in enumerate(trajectories):
         whole = [token for turn in trajectory.turns for token in turn.token_ids]
         ids[row, : len(whole)], segments[row, : len(whole)] = whole, 1
-    worst = 0.0
+    versions = {v for t in trajectories for turn in t.turns for v in turn.versions}
+    expected = {version: np.asarray(_scores(version)(ids, segments)) for version in versions}
+    found = []
     for row, trajectory in enumerate(trajectories):
-        position = 0
+        position, own = 0, []
         for turn in trajectory.turns:
             for offset, version in enumerate(turn.versions):
-                expected = np.asarray(_scores(version)(ids, segments))[row, position + offset - 1]
-                worst = max(worst, abs(float(expected) - turn.logprobs[offset]))
+                logprob = float(expected[version][row, position + offset - 1])
+                own.append((version, abs(logprob - turn.logprobs[offset])))
             position += len(turn.token_ids)
-    return worst
+        found.append(own)
+    return found
+
+
+def furthest(trajectories) -> float:
+    """How far off a token's log-prob is from that of the weights which its version names."""
+    return max(gap for own in gaps(trajectories) for _, gap in own)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One round of the engine on one device: scripted conversations and their forward pass.
 
-`converse` is the smallest host that can drive an engine: scripted environments, no Collector.
+`converse` is the smallest host that can drive an engine: scripted environments, no RolloutService.
 """
 
 import dataclasses

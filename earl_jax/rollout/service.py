@@ -1,0 +1,372 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""RolloutService: plays tasks on an engine as they come, and hands episodes out as they end.
+
+Environments are on the host, everything else on the devices. The service goes round by round: it
+refills free slots, takes the answers of environments, plays a round (rounds.py), and gives the
+turns that ended to their environments. An episode whose environment is still at work takes no part
+in a round; the others go on. An episode's ids are only ever appended to; nothing is prefilled
+twice, unless its pages are given up (block_manager.py) or the weights change.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal
+
+from earl_jax.engine.choices import check_allowed, check_choices
+from earl_jax.engine.config import Sampling
+from earl_jax.engine.round_inputs import NO_LIMIT
+from earl_jax.engine.rows import make_rows
+from earl_jax.engine.session import Policy, Session
+from earl_jax.envs.conversation import Conversation
+from earl_jax.envs.environment import (
+    UNENCODABLE,
+    Environment,
+    Start,
+    StepResult,
+    check_start,
+    check_step,
+)
+from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
+from earl_jax.rollout.block_manager import BlockManager, Grow
+from earl_jax.rollout.config import CacheRules, RolloutConfig
+from earl_jax.rollout.episode import LiveEpisode, Task
+from earl_jax.rollout.rounds import Rounds
+from earl_jax.rollout.row_pool import Finished, RowPool
+from earl_jax.rollout.scheduler import SlotScheduler
+from earl_jax.rollout.stats import RolloutStats
+from earl_jax.settings.errors import InputError
+
+# thin_out(session, live, longest): the session in which the last `live` episodes go on, the longest
+# of which has so many tokens.
+ThinOut = Callable[[Session, int, int], Session]
+# The result of an environment's call: how it begins, or what a step led to.
+Answer = tuple[Environment, Start] | StepResult
+
+
+class RolloutService:
+    """An open queue of tasks over one session. For one caller; host-side state only.
+
+    `session` is where the episodes are: its `state.experience` has the rows of finished ones.
+    `rows` is the layout of these. Between two steps nothing changes but the environments: a client
+    that makes none has paused the service.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        config: RolloutConfig,
+        new_conversation: Callable[[], Conversation],
+        pool: EnvironmentPool,
+        make_environment: Callable[[Task], Environment],
+        grow: Grow,
+        *,
+        num_devices: int,
+        sampling: Sampling,
+        max_context: int = NO_LIMIT,
+        thin_out: ThinOut | None = None,
+        cache_rules: CacheRules | None = None,
+    ) -> None:
+        """Opens the service; `submit` gives it tasks, and `step` plays them.
+
+        Args:
+            session: a fresh one, for so many slots as `config` says. It is void then.
+            config: of the rollout.
+            new_conversation: makes the conversation of an episode.
+            pool: runs the environments.
+            make_environment: makes the environment of a task.
+            grow: called where the session has too few tokens or pages for the next round.
+            num_devices: for which rows of experience are cut, on all meshes alike (`make_rows`).
+            sampling: of tasks without one of their own.
+            max_context: tokens that the model reads at most; a longer episode is cut there.
+            thin_out: called while `drain` plays the last episodes and most slots are empty for
+                good: when a quarter is busy, and each time that half as many are as when it was
+                called before.
+            cache_rules: of the reuse of KV pages; None: the defaults.
+        """
+        self.session, self._config = session, config
+        self._new_conversation = new_conversation
+        self._make_environment, self._max_context = make_environment, max_context
+        self._thin_out, self._thin_at = thin_out, config.num_slots // 4
+        # By ticket, not by slot: slots are used again.
+        self._calls: Calls[int, Answer] = pool.calls()
+        self._slots: list[LiveEpisode | None] = [None] * config.num_slots
+        self._num_submitted, self._is_draining = 0, False
+        self._tasks: dict[int, Task] = {}
+        # By slot: episodes that are over; and rows of aborted ones, which the next round leaves.
+        self._ended: list[tuple[int, Finished]] = []
+        self._left_rows: list[int] = []
+        self._stats = RolloutStats()
+        self.rows = make_rows(
+            num_rows=config.episodes_per_step, num_slots=config.num_slots, num_devices=num_devices
+        )
+        total = session.engine.config.num_rows
+        assert total == self.rows.total or self.rows.data_shards == 1, f"{total}, {self.rows}"
+        self._row_pool = RowPool(self.rows, config.num_slots)
+        self._scheduler = SlotScheduler(self.rows, config.num_slots)
+        rules = cache_rules or CacheRules()
+        self._blocks = BlockManager(config, rules, session, self._slots, grow)
+        self._rounds = Rounds(self._slots, self._blocks, self._row_pool, sampling, self._stats)
+
+    # What a client does between two rounds.
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a task waits or plays, or a finished episode was not handed out yet."""
+        return bool(self._has_round or self._scheduler.num_waiting or self._ended)
+
+    @property
+    def num_live(self) -> int:
+        """The number of episodes in slots."""
+        return sum(episode is not None for episode in self._slots)
+
+    @property
+    def stats(self) -> RolloutStats:
+        """The counts since the service was opened."""
+        self._stats.borrowed_slots = self._row_pool.num_borrowed
+        self._blocks.count(self._stats)
+        return self._stats
+
+    def submit(self, tasks: Sequence[Task]) -> list[int]:
+        """Queues tasks. Returns their tickets, which number the tasks of this service.
+
+        They begin first in, first out in each data shard, and before any task with a ticket that is
+        greater by `rows.num_places` or more.
+
+        Raises:
+            ValueError: a task with impossible settings.
+        """
+        for task in tasks:
+            task.validate()
+        tickets = list(range(self._num_submitted, self._num_submitted + len(tasks)))
+        self._num_submitted += len(tasks)
+        self._tasks.update(zip(tickets, tasks, strict=True))
+        for ticket, task in zip(tickets, tasks, strict=True):
+            self._scheduler.submit(ticket, task.group)
+        self._is_draining, self._thin_at = False, self._config.num_slots // 4
+        return tickets
+
+    def step(self) -> list[Finished]:
+        """Plays one round, and returns the episodes that are finished behind it.
+
+        Each holds its row until `release`. An environment that raises, hangs or answers garbage
+        ends its own episode with a stop reason. Without tasks it returns at once.
+
+        Raises:
+            RuntimeError: tasks wait, and the client holds all rows.
+        """
+        self._refill()
+        self._take_answers()
+        if self._has_round:
+            self.session = self._blocks.fit(self._move_the_last(self.session))
+            self.session, turns = self._rounds.play(self.session)
+            for row in self._left_rows:
+                self._row_pool.release(row)
+            self._left_rows = []
+            self._send_turns(turns)
+        elif self._scheduler.num_waiting and not self._ended:
+            raise RuntimeError(
+                f"{self._scheduler.num_waiting} tasks wait, and all {self.rows.total} rows are "
+                "held; release those that were read"
+            )
+        return self._hand_out()
+
+    def drain(self) -> Iterator[list[Finished]]:
+        """Plays all tasks to their end. Yields, round by round, the finished episodes."""
+        self._is_draining = True
+        while self.is_busy:
+            yield self.step()
+
+    def release(self, row: int) -> None:
+        """Gives back the row of a finished episode; a later one writes it.
+
+        Raises:
+            ValueError: the row holds no finished episode.
+        """
+        if not self._row_pool.is_held(row):
+            raise InputError(
+                f"row {row} holds no finished episode; release Finished.row once, between two steps"
+            )
+        self._row_pool.release(row)
+
+    def abort(self, tickets: Collection[int] | None = None) -> list[Task]:
+        """Gives up these tasks, None: all, and returns them. Those that are over are left out.
+
+        Slots and pages are free at once, rows behind the next round. What an environment still does
+        is dropped.
+        """
+        chosen = sorted(self._tasks if tickets is None else self._tasks.keys() & set(tickets))
+        live = {e.ticket: slot for slot, e in enumerate(self._slots) if e is not None}
+        for ticket in chosen:
+            if ticket not in live:
+                self._scheduler.remove(ticket)
+                continue
+            slot = live[ticket]
+            self._left_rows.append(self._episode(slot).buffer_row)
+            self._slots[slot] = None
+            self._blocks.abort(slot)
+        return [self._tasks.pop(ticket) for ticket in chosen]
+
+    def update_weights(self, policy: Policy, kv: Literal["keep", "recompute"]) -> None:
+        """Lets live and later episodes go on with these weights, on any layout.
+
+        With "keep" live episodes attend to what the weights before have written. With "recompute"
+        they read all of their samples again first, as preempted ones do. Each token has the version
+        that sampled it, in `Turn.versions` and in its row. Prompts in the caches are given up.
+
+        Raises:
+            ValueError: another word for `kv`.
+        """
+        if kv not in ("keep", "recompute"):
+            raise InputError(f'kv is {kv!r}; it must be "keep" or "recompute"')
+        params = self.session.engine.load_params(policy.params)
+        policy = dataclasses.replace(policy, params=params)
+        self.session = dataclasses.replace(self.session, policy=policy)
+        self._blocks.change_weights(recompute=kv == "recompute")
+
+    def close(self) -> Session:
+        """Aborts what plays. Returns the session, with its prompts for another under its weights.
+
+        The service is void then.
+        """
+        self.abort()
+        kept = self._blocks.keep(self.session.policy.version)
+        return dataclasses.replace(self.session, kept=kept)
+
+    # A step.
+
+    @property
+    def _has_round(self) -> bool:
+        """True if there are episodes, or slots that the next round has to stop.
+
+        Tokens behind the last stop string are discarded in a round of their own.
+        """
+        return bool(any(self._slots) or self._rounds.discards or self._blocks.stopped)
+
+    def _episode(self, slot: int) -> LiveEpisode:
+        episode = self._slots[slot]
+        assert episode is not None
+        return episode
+
+    def _move_the_last(self, session: Session) -> Session:
+        """Calls `thin_out` for the last episodes, if there are so few now."""
+        live = [episode for episode in self._slots if episode is not None]
+        if self._thin_out is None or not self._is_draining:
+            return session
+        if self._scheduler.num_waiting or len(live) > self._thin_at:
+            return session
+        self._thin_at = len(live) // 2
+        longest = max((episode.length for episode in live), default=0)
+        return self._thin_out(session, len(live), longest) if live else session
+
+    def _end(self, slot: int, stop_reason: str, detail: str = "") -> None:
+        """Ends the episode in this slot, and frees the slot."""
+        episode = self._episode(slot)
+        trajectory = episode.finish(stop_reason, detail)
+        self._ended.append((slot, Finished(ticket=episode.ticket, trajectory=trajectory)))
+        del self._tasks[episode.ticket]
+        self._slots[slot] = None
+        self._blocks.end(slot)
+
+    def _hand_out(self) -> list[Finished]:
+        """Returns the episodes that are over whose rows the next round leaves as they are."""
+        discards = self._rounds.discards
+        ready = [finished for slot, finished in self._ended if slot not in discards]
+        self._ended = [entry for entry in self._ended if entry[0] in discards]
+        for finished in ready:
+            self._row_pool.hold(finished)
+        return ready
+
+    def _refill(self) -> bool:
+        """Gives free slots waiting tasks, whose environments begin. False if none came."""
+        free = [slot for slot, episode in enumerate(self._slots) if episode is None]
+        opened = {}
+        offered = self._row_pool.offer(free)
+        for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
+            task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
+            self._blocks.lose_row(row)
+            self._slots[slot] = LiveEpisode(
+                task=task,
+                ticket=ticket,
+                buffer_row=row,
+                conversation=self._new_conversation(),
+                limits=task.limits or self._config.limits,
+                stops=task.stops or self._config.stops,
+                max_context=self._max_context,
+                scored=self.session.engine.config.rules.model_logprobs or task.model_logprobs,
+            )
+            opened[ticket] = lambda task=task: self._open(task)
+        self._calls.submit(opened)
+        return bool(opened)
+
+    def _open(self, task: Task) -> tuple[Environment, Start]:
+        environment = self._make_environment(task)
+        return environment, check_start(environment.start())
+
+    def _send_turns(self, ended: Sequence[int]) -> None:
+        """Gives the turns of these slots to their environments."""
+        steps = {}
+        for slot in ended:
+            episode = self._episode(slot)
+            text, whole = episode.end_turn()
+            if whole:
+                assert episode.environment is not None
+                steps[episode.ticket] = lambda e=episode.environment, t=text: check_step(e.step(t))
+                episode.waits = True
+                continue
+            self._end(slot, *episode.cut(self._config.unfinished_reward))
+        self._calls.submit(steps)
+
+    def _take_answers(self) -> None:
+        """Takes environments' answers within the patience; waits on while no slot has work."""
+        start_s = time.perf_counter()
+        waits_on = any(self._slots)
+        while waits_on:
+            left_s = max(0.0, self._config.patience_s - (time.perf_counter() - start_s))
+            answers = self._calls.take(left_s, at_least_one=self._is_idle())
+            for slot, episode in enumerate(self._slots):
+                if episode is not None and episode.ticket in answers:
+                    self._take_answer(slot, episode, answers[episode.ticket])
+            refilled = self._refill()
+            # Episodes that ended may have left pages, and only preempted ones.
+            self._blocks.resume()
+            waits_on = refilled or (any(self._slots) and self._is_idle())
+        self._stats.env_wait_s += time.perf_counter() - start_s
+
+    def _is_idle(self) -> bool:
+        """Returns whether a round would have nothing to do."""
+        return not any(episode is not None and episode.has_work for episode in self._slots)
+
+    def _take_answer(self, slot: int, episode: LiveEpisode, answer: Answer | Failure) -> None:
+        """Takes the environment's start or step: its message is rendered and appended."""
+        if isinstance(answer, Failure):
+            return self._end(slot, answer.stop_reason, answer.detail)
+        conversation = episode.conversation
+        request = answer if isinstance(answer, StepResult) else answer[1]
+        episode.metrics |= request.metrics
+        if isinstance(answer, StepResult):
+            episode.rewards.append(float(answer.reward))
+            if answer.done:
+                return self._end(slot, answer.stop_reason, answer.detail)
+            message = answer.messages or answer.text
+            render = conversation.answer
+        else:
+            episode.environment, start = answer
+            episode.role = start.role
+            message = start.messages or start.text
+            render = functools.partial(conversation.open, tools=start.tools)
+        config = self.session.engine.config
+        branches = config.rules.choice_branches
+        try:
+            rendered = render(message)
+            episode.choices = conversation.choices(request.choices)
+            check_choices(episode.choices, branches)
+            episode.allowed = conversation.allowed(request.allowed_token_ids)
+            check_allowed(episode.allowed, branches, config.vocab_size)
+        except ValueError as error:
+            return self._end(slot, UNENCODABLE, str(error))
+        if not episode.fits(rendered):
+            return self._end(slot, *episode.cut(self._config.unfinished_reward))
+        episode.append_message(message, rendered)

@@ -1,0 +1,323 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""The rollout service: tasks come and episodes leave while others play; weights change between."""
+
+import dataclasses
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from earl_jax.engine.engine import Engine
+from earl_jax.engine.session import Policy
+from earl_jax.rollout.service import RolloutService
+from earl_jax.settings.errors import InputError
+from earl_jax.sharding.layout import MeshShape
+from tests.support.environments import Talker
+from tests.support.episodes import (
+    Rooms,
+    assert_same_episodes,
+    check_nothing_is_held,
+    collect,
+    engine,
+    open_service,
+    tasks,
+    weights,
+)
+from tests.support.scores import gaps
+
+SLOTS = 8
+# Lectures are 50 tokens and more.
+LONG = 64
+
+
+class Lecture(Talker):
+    """Begins with the same long words for every fourth task."""
+
+    def start(self):
+        start = super().start()
+        return dataclasses.replace(start, text="012345678012345678012345" + str(self.seed % 4))
+
+
+def lecture(task):
+    return Lecture(task.args["seed"])
+
+
+def small(mesh: MeshShape = MeshShape(data=8)) -> Engine:  # noqa: B008
+    """Eight slots: on eight data shards a row and a spare one for each, on one eight rows."""
+    return engine(SLOTS, mesh, episodes=SLOTS)
+
+
+def open_small(pool, make=lecture, mesh=MeshShape(data=8), **changes) -> RolloutService:  # noqa: B008
+    given = {"max_tokens": LONG, "share_prefixes": True, "episodes_per_step": SLOTS}
+    return open_service(
+        pool, make, player=small(mesh), num_slots=SLOTS, num_devices=mesh.data,
+        **{**given, **changes},
+    )  # fmt: skip
+
+
+def check_row(service: RolloutService, finished) -> None:
+    """The device row is the episode, and 0 behind it."""
+    experience, turns = service.session.state.experience, finished.trajectory.turns
+    expected = np.zeros((4, experience.tokens.shape[1]), np.float32)
+    position, spoken = 0, 0
+    for turn in turns:
+        here = slice(position, position + len(turn.token_ids))
+        expected[0, here] = turn.token_ids
+        if turn.author == "policy":
+            spoken += 1
+            expected[1, here], expected[2, here] = spoken, turn.logprobs
+            expected[3, here] = turn.versions
+        position = here.stop
+    names = ("tokens", "turn_ids", "logprobs", "versions")
+    for name, numbers in zip(names, expected, strict=True):
+        row = np.asarray(getattr(experience, name))[finished.row]
+        np.testing.assert_array_equal(row, numbers, name)
+
+
+def in_order(found) -> list:
+    """Trajectories by ticket, whose rows are no matter."""
+    ordered = sorted(found, key=lambda finished: finished.ticket)
+    assert len({finished.ticket for finished in ordered}) == len(ordered)
+    return [dataclasses.replace(f.trajectory, row=i) for i, f in enumerate(ordered)]
+
+
+def take(service: RolloutService, finished) -> list:
+    """Reads the rows of finished episodes, and gives them back."""
+    for each in finished:
+        check_row(service, each)
+        service.release(each.row)
+    return finished
+
+
+# Tasks that come while others play.
+
+
+def test_tasks_that_come_one_by_one_play_as_in_a_closed_list(pool):
+    closed = collect(pool, tasks(40))
+    service = open_service(pool)
+    found, todo = [], tasks(40)
+    while todo:
+        assert service.submit([todo.pop(0)]) == [39 - len(todo)]
+        found += take(service, service.step())
+    assert found and service.is_busy, "some are over before others have come"
+    for finished in service.drain():
+        found += take(service, finished)
+    assert_same_episodes(closed.trajectories, in_order(found))
+    assert not service.is_busy and service.step() == []
+    check_nothing_is_held(service)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(tensor=2)], ids=str)
+def test_more_tasks_than_rows_flow_through(pool, mesh):
+    """Rows are used again, and prompts are shared though their rows are written anew."""
+    service = open_small(pool, mesh=mesh)
+    expected = collect(pool, tasks(44), lecture, max_tokens=LONG)
+    assert service.rows.total == (16 if mesh.data == 8 else 8)
+    service.submit(tasks(44))
+    found, rows = [], []
+    for finished in service.drain():
+        rows += [each.row for each in finished]
+        found += take(service, finished)
+    assert_same_episodes(expected.trajectories, in_order(found))
+    assert len(rows) == 44 and max(rows) < service.rows.total
+    assert service.stats.shared_tokens > 0
+    check_nothing_is_held(service, LONG)
+
+
+def test_a_client_that_holds_rows_holds_up_no_slot_that_can_have_another(pool):
+    """Rows that are held stay what they are, moved or not; with all of them held nothing begins."""
+    service, held = open_small(pool), []
+    service.submit(tasks(30))
+    with pytest.raises(RuntimeError, match="14 tasks wait, and all 16 rows are held"):
+        for finished in service.drain():
+            held += finished
+            for each in held:
+                check_row(service, each)
+    assert len(held) == 16 == len({each.row for each in held})
+    take(service, held)
+    with pytest.raises(InputError, match="holds no finished episode"):
+        service.release(held[0].row)
+    for finished in service.drain():
+        held += take(service, finished)
+    assert len(held) == 30
+    expected = collect(pool, tasks(30), lecture, max_tokens=LONG)
+    assert_same_episodes(expected.trajectories, in_order(held))
+
+
+def test_waiting_is_bounded_and_groups_share_their_prompts(pool):
+    """A task comes each round; each begins before all that come `num_places` later."""
+    service, begun = open_small(pool), []
+    todo = [
+        dataclasses.replace(task, group=task.episode // 4, args={"seed": 4 * (task.episode // 4)})
+        for task in tasks(60)
+    ]
+    service.submit([todo.pop(0) for _ in range(20)])
+    while service.is_busy:
+        take(service, service.step())
+        live = {episode.ticket for episode in service._slots if episode is not None}
+        begun += sorted(live - set(begun))
+        service.submit([todo.pop(0) for _ in range(2) if todo])
+    bound = service.rows.num_places + SLOTS
+    seen = {ticket: index for index, ticket in enumerate(begun)}
+    assert len(seen) >= 50
+    for ticket, later in itertools.combinations(sorted(seen), 2):
+        assert later - ticket < bound or seen[ticket] < seen[later]
+    assert service.stats.shared_tokens > 0
+
+
+# Tasks that are given up.
+
+
+def test_an_aborted_task_frees_slot_pages_and_row(pool):
+    """Some play and some wait; given again they play as if nothing had been."""
+    expected = collect(pool, tasks(24), lecture, max_tokens=LONG)
+    service, found = open_small(pool), []
+    tickets = service.submit(tasks(24))
+    for _ in range(6):
+        found += take(service, service.step())
+    live = [episode.ticket for episode in service._slots if episode is not None]
+    assert len(live) == SLOTS
+    chosen = [*live[::2], *tickets[-3:]]
+    given_up = service.abort(chosen)
+    assert [task.episode for task in given_up] == sorted(chosen)
+    assert service.num_live == SLOTS - len(live[::2])
+    again = dict(zip(service.submit(given_up), sorted(chosen), strict=True))
+    for finished in service.drain():
+        found += take(service, finished)
+    for each in found:
+        each.ticket = again.get(each.ticket, each.ticket)
+    assert_same_episodes(expected.trajectories, in_order(found))
+    check_nothing_is_held(service, LONG)
+
+
+def test_all_can_be_aborted(pool):
+    service = open_small(pool)
+    service.submit(tasks(24))
+    found = [finished for _ in range(4) for finished in take(service, service.step())]
+    assert len(service.abort()) == 24 - len(found)
+    assert service.abort() == [] and service.abort([0]) == []
+    assert service.num_live == 0 and service.step() == [] and not service.is_busy
+    check_nothing_is_held(service, LONG)
+    assert service._row_pool.offer(range(SLOTS)) == [*range(SLOTS)]
+    assert sum(map(len, service._row_pool._free)) == service.rows.total
+
+
+# Weights that change while episodes play.
+
+
+def play_through_updates(pool, kv: str, **changes):
+    """Three versions of the weights, the later two from the 8th and from the 16th round on.
+
+    The last eight episodes are submitted behind the last update.
+    """
+    service, found = open_small(pool, **changes), []
+    service.submit(tasks(32))
+    for number in itertools.count():
+        found += take(service, service.step())
+        if not service.is_busy:
+            break
+        if number in (6, 14):
+            version = 1 + number // 14
+            service.update_weights(Policy(params=weights(version), version=version), kv)
+            if version == 2:
+                service.submit(tasks(SLOTS, first=32))
+    check_nothing_is_held(service, LONG)
+    return service, in_order(found)
+
+
+@pytest.mark.parametrize("preemption", ["no", "recompute", "host"])
+def test_recomputed_caches_are_those_of_the_new_weights(pool, preemption):
+    """Every log-prob is that of a full forward pass of the trainer's decoder.
+
+    With few pages some episodes are preempted meanwhile.
+    """
+    changes = {}
+    if preemption != "no":
+        mesh = MeshShape(data=2)
+        changes = {"mesh": mesh, "pages": 10, "make_room": Rooms(most_pages=10)}
+        changes["preemption"] = preemption
+    service, episodes = play_through_updates(pool, "recompute", **changes)
+    found = gaps(episodes)
+    assert {version for own in found for version, _ in own} == {0, 1, 2}
+    assert sum(len({version for version, _ in own}) > 1 for own in found) >= 2
+    assert max(gap for own in found for _, gap in own) < 2e-5
+    assert service.stats.recomputed_tokens > 0
+    assert (service.stats.preempted_episodes > 0) == (preemption != "no")
+    # Versions never decrease within an episode.
+    assert all([v for v, _ in own] == sorted(v for v, _ in own) for own in found)
+
+
+def test_kept_caches_go_on_with_the_new_weights(pool):
+    """Tokens before the update are exact, and those of episodes that begin after it.
+
+    Of the others the versions are right, and the gap is that of another policy.
+    """
+    service, episodes = play_through_updates(pool, "keep")
+    assert service.stats.recomputed_tokens == 0
+    found = gaps(episodes)
+    assert max(gap for own in found for version, gap in own if version == 0) < 2e-5
+    assert {version for own in found[-SLOTS:] for version, _ in own} == {2}
+    assert max(gap for own in found[-SLOTS:] for _, gap in own) < 2e-5
+    later = [gap for own in found for version, gap in own if version > own[0][0]]
+    assert {version for own in found for version, _ in own} == {0, 1, 2}
+    assert later and np.isfinite(later).all()
+    assert max(later) > 1e-2, "the claims above can fail"
+
+
+def test_an_update_says_what_becomes_of_the_cache(pool):
+    service = open_small(pool)
+    with pytest.raises(InputError, match='kv is \'drop\'; it must be "keep" or "recompute"'):
+        service.update_weights(Policy(params=weights(), version=1), "drop")  # pyright: ignore
+    assert service.session.policy.version == 0
+
+
+# All of it, in any order.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_random_clients_get_every_episode_once_and_exact(pool, seed):
+    """They submit, abort, hold rows and change weights as they please, with few pages."""
+    rng, version, found, held = random.Random(seed), 0, [], []
+    mesh = [MeshShape(data=8), MeshShape(data=2), MeshShape(data=4), MeshShape()][seed]
+    pages = {8: 8, 2: 10, 4: 9, 1: 20}[mesh.data]
+    service = open_small(
+        pool, mesh=mesh, pages=pages, make_room=Rooms(most_pages=pages),
+        preemption=("auto", "host", "recompute")[seed % 3], copy_prefixes="on",
+        patience_s=rng.choice([0.0, 0.01]),
+    )  # fmt: skip
+    todo, owner = tasks(150), {}
+
+    def submit(some):
+        owner.update(zip(service.submit(some), some, strict=True))
+
+    while todo or service.is_busy:
+        if todo and rng.random() < 0.3:
+            submit([todo.pop() for _ in range(min(len(todo), rng.randrange(1, 12)))])
+        if rng.random() < 0.05:
+            submit(service.abort(rng.sample(sorted(owner), min(len(owner), 5))))
+        if rng.random() < 0.05:
+            version += 1
+            service.update_weights(
+                Policy(params=weights(version % 3), version=version), "recompute"
+            )
+        held += service.step()
+        for each in held:
+            check_row(service, each)
+        while held and (len(held) > 4 or rng.random() < 0.5 or not service.num_live):
+            each = held.pop(rng.randrange(len(held)))
+            service.release(each.row)
+            found.append(each)
+    found += held
+    assert sorted(owner[each.ticket].episode for each in found) == list(range(150))
+    for each in found:
+        turns = tuple(
+            dataclasses.replace(turn, versions=tuple(v % 3 for v in turn.versions))
+            for turn in each.trajectory.turns
+        )
+        each.trajectory = dataclasses.replace(each.trajectory, turns=turns)
+    assert max(gap for own in gaps([f.trajectory for f in found]) for _, gap in own) < 3e-5
+    check_nothing_is_held(service, LONG)
+    assert version > 3 and service.stats.recomputed_tokens > 0
