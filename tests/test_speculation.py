@@ -257,7 +257,7 @@ def unsharded():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
+@pytest.mark.parametrize("shape", CANDIDATES[1:3], ids=str)
 def test_every_mesh_samples_the_same_tokens(shape):
     play = Counter(functools.partial(engine_on(shape).play, weights_on(shape)))
     state, heard, scripts = talk_on(engine_on(shape), play)
@@ -270,7 +270,7 @@ def test_every_mesh_samples_the_same_tokens(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
+@pytest.mark.parametrize("shape", CANDIDATES[1:3], ids=str)
 def test_a_pass_that_guesses_has_the_collectives_of_one_that_does_not(shape):
     """As `test_engine` counts them: of the chunk and of the loop, and none in that over guesses."""
     text = engine_on(shape).lower_play(PLACES).compile().as_text()
