@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: 2026 The earl_jax authors
 # SPDX-License-Identifier: Apache-2.0
-"""XLA's bytes per device for real models on chips that are not here: the XLA column of plan.md.
+r"""XLA's bytes per device for real models on chips that are not here: the XLA column of plan.md.
 
-    uv run --python=3.12 --extra=tpu-topology --extra=gpu-topology --extra=tokamax python -m benchmarks.compile [--only=TEXT]
+    uv run --python=3.12 --extra=tpu-topology --extra=gpu-topology --extra=tokamax \
+        python -m benchmarks.compile [--only=TEXT]
 
 Compiles updates (policy gradient, AdamW, fp32 masters, bf16 compute) and rounds of the engine (a
 chunk of a prompt, then a burst of decode steps) by the chip's own compiler, from shapes alone. The
