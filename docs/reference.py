@@ -38,6 +38,9 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_mean": "Mean reward of the step's episodes.",
         "reward_std": "Standard deviation of these rewards.",
         "episodes": "Number of episodes.",
+        "failed_share": "Share of the episodes whose environment failed: it raised, hung, or said "
+        "what cannot be encoded.",
+        "failure": "The most frequent reason of these.",
         "equal_groups": "Share of the groups whose rewards are all equal; nothing is learnt from "
         "these relative to their group.",
         "dropped_groups": "Share of the groups that the algorithm did not train on (DAPO).",

@@ -17,7 +17,7 @@ from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.launch.lock import locked, set_aside
-from earl_jax.loop import AllEpisodesFailed, StepRecord, evaluate, rl_step
+from earl_jax.loop import EpisodesFailed, StepRecord, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
@@ -27,7 +27,7 @@ from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.smallest import smallest_hardware, smallest_words
 from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.episodes import failures_in_words, trajectory_lines
+from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
@@ -170,7 +170,7 @@ def _train_until_lost(
             while position.step < run.config.num_steps and not training.stopped:
                 position, record = rl_step(run, placement, position)
                 training.record(position, record)
-        except AllEpisodesFailed as failed:
+        except EpisodesFailed as failed:
             training.save_before(failed.position)
             raise
         except BudgetTooSmall as error:
@@ -203,6 +203,8 @@ class Training:
     _skipped_steps: int = 0
     # How the step before differed from the config, because memory was short.
     _differs: str = ""
+    # The kind of failure that was said last: each is said when it becomes the most frequent.
+    _said_failure: str = ""
 
     def begin(self, position: Position | None) -> Position:
         """Returns where the run begins, or goes on, if it has a position.
@@ -347,8 +349,10 @@ class Training:
                 f"its new programs took {line['compile_s']:.2f} s to compile, "
                 f"of which the run waited {line['compile_waited_s']:.2f} s"
             )
-        if failures := failures_in_words(record.trajectories):
-            yield failures
+        failures = record.failures
+        if failures.kind not in ("", self._said_failure):
+            self._said_failure = failures.kind
+            yield failures.in_words()
 
     def _evaluate(self, position: Position, games: int) -> None:
         evaluation = evaluate(self.run, self.placement, position, games=games)

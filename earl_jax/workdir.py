@@ -47,11 +47,15 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """The state of a run after `step` RL steps: its weights, and its history of the load."""
+    """The state of a run after `step` RL steps: its weights, and its history of the load.
+
+    In the last `failed_steps` steps too many episodes failed (`EnvConfig`).
+    """
 
     step: int
     state: TrainState
     history: LoadHistory
+    failed_steps: int = 0
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
@@ -130,6 +134,7 @@ def save(run: Run, placement: Placement, checkpoints: Checkpoints, position: Pos
             "placement": placement.as_dict(),
             "history": position.history.as_list(),
             "throughput": placement.observations.table.as_dict(),
+            "failed_steps": position.failed_steps,
             **({"base_fingerprint": prints[0]} if prints else {}),
             **({"tasks": tasks.state()} if isinstance(tasks, KeepsState) else {}),
         },
@@ -245,7 +250,8 @@ def _restore(
         run.stages.saved_shardings,
     )
     state = _with_base(run, saved, state, placement)
-    return Position(step=step, state=state, history=history), placement
+    failed_steps = int(saved.get("failed_steps", 0))
+    return Position(step=step, state=state, history=history, failed_steps=failed_steps), placement
 
 
 def _is_possible(run: Run, placement: Placement) -> bool:
