@@ -24,7 +24,7 @@ from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import Metrics, learn, sft
-from earl_jax.rollout.actor import check_learnable
+from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
@@ -69,6 +69,14 @@ class EpisodesFailed(RunError):
             )
         shown = "\n".join(f"  {reason}" for reason in failures.reasons[:REASONS_SHOWN])
         super().__init__(f"{words}. The most frequent reasons:\n{shown}")
+        self.position = position
+
+
+class StepStopped(Exception):  # noqa: N818 - no error
+    """A signal stopped a step in its rollout; `position` is that before it."""
+
+    def __init__(self, signal_name: str, position: Position) -> None:
+        super().__init__(signal_name)
         self.position = position
 
 
@@ -179,6 +187,10 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
 
     Where the devices have too little memory, a rollout is played again from its tasks, and an
     update is made again from the state and the batch, with another plan (`Placement.attempt`).
+
+    Raises:
+        EpisodesFailed: too many episodes failed; nothing was learnt.
+        StepStopped: a signal stopped the rollout; nothing was learnt.
     """
     config, step, timer = run.config, position.step, StageTimer()
     state, done = choose_and_play(run, placement, position, timer)
@@ -291,7 +303,10 @@ def choose_and_play(
         with timer("select"):
             placement.choose_step(expected_tokens(rollout, load), load)
             state = move_state(placement, state, to_play=True)
-        done = placement.attempt("rollout", publish_and_play)
+        try:
+            done = placement.attempt("rollout", publish_and_play)
+        except Stopped as stop:
+            raise StepStopped(str(stop), dataclasses.replace(position, state=state)) from None
     return state, done
 
 

@@ -3,6 +3,7 @@
 """Position of a run, saved in its workdir and restored from there."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -117,11 +118,28 @@ def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
     return Placement(run.stages, table, say)
 
 
-def save(run: Run, placement: Placement, checkpoints: Checkpoints, position: Position) -> None:
-    """Saves all that a run needs to go on as if it had never stopped; every process calls it."""
+def choices_of(run: Run, placement: Placement) -> dict[str, Any]:
+    """Returns what a step changes before it has ended: its plans, and the state of the tasks."""
+    tasks = run.tasks.played.tasks
+    state = {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
+    return {"placement": placement.as_dict(), **state}
+
+
+def save(
+    run: Run,
+    placement: Placement,
+    checkpoints: Checkpoints,
+    position: Position,
+    choices: dict[str, Any] | None = None,
+) -> None:
+    """Saves all that a run needs to go on as if it had never stopped; every process calls it.
+
+    `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
+    now.
+    """
     # A resumed run has no kept session either, and the copy of the weights needs its memory.
     placement.sessions.forget()
-    base, tasks = position.state.base, run.tasks.played.tasks
+    base = position.state.base
     prints: list[int | None] = []
     if base is not None:
         own = int(fingerprint(base)) if run.cluster.trains else None
@@ -131,12 +149,11 @@ def save(run: Run, placement: Placement, checkpoints: Checkpoints, position: Pos
         position.step,
         state,
         {
-            "placement": placement.as_dict(),
+            **(choices or choices_of(run, placement)),
             "history": position.history.as_list(),
             "throughput": placement.observations.table.as_dict(),
             "failed_steps": position.failed_steps,
             **({"base_fingerprint": prints[0]} if prints else {}),
-            **({"tasks": tasks.state()} if isinstance(tasks, KeepsState) else {}),
         },
     )
     if not is_copy:

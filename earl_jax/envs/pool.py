@@ -4,6 +4,7 @@
 
 import collections
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -17,6 +18,8 @@ from earl_jax.settings.errors import InputError
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
+# A caller that waits for calls looks around so often.
+_LOOK_S = 1.0
 # A hung thread cannot be killed, it keeps its stack (8 MB of address space) until the process ends.
 MAX_ABANDONED = 64
 
@@ -55,9 +58,12 @@ class EnvironmentPool:
         for _ in range(num_workers):
             self._start_worker(None)
 
-    def calls(self) -> "Calls[Any, Any]":
-        """Returns a queue of calls for one rollout, separate from those of other rollouts."""
-        return Calls(self)
+    def calls(self, look: Callable[[], None] = lambda: None) -> "Calls[Any, Any]":
+        """Returns a queue of calls for one rollout, separate from those of other rollouts.
+
+        Who waits for calls calls `look` every second; what it raises ends the wait.
+        """
+        return Calls(self, look)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
         """Makes the calls, in any order and in other threads; outcomes are in the order of `calls`.
@@ -104,8 +110,8 @@ class Calls(Generic[K, T]):
     For one caller. A key is free again once its outcome was taken.
     """
 
-    def __init__(self, pool: EnvironmentPool):
-        self._pool = pool
+    def __init__(self, pool: EnvironmentPool, look: Callable[[], None]):
+        self._pool, self._look = pool, look
         self._changed = threading.Condition()
         self._todo: collections.deque[tuple[K, Callable[[], T]]] = collections.deque()
         self._running: dict[threading.Thread, tuple[K, float]] = {}
@@ -136,8 +142,9 @@ class Calls(Generic[K, T]):
                 if enough and now >= deadline:
                     break
                 self._one_is_enough = not enough
-                until = self._next_overdue()
-                self._changed.wait(max(0.0, (min(until, deadline) if enough else until) - now))
+                until = min(self._next_overdue(), now + _LOOK_S, deadline if enough else math.inf)
+                self._changed.wait(max(0.0, until - now))
+                self._look()
             self._one_is_enough = False
             outcomes, self._outcomes = self._outcomes, {}
         return outcomes

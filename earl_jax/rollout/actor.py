@@ -18,12 +18,20 @@ from earl_jax.rollout.episode import Task
 from earl_jax.settings.errors import InputError
 
 
+class Stopped(Exception):  # noqa: N818 - no error
+    """A rollout was abandoned for a signal, whose name it has: its episodes are to be played again.
+
+    Of several processes all raise it where their rollouts are gathered.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Actor:
     """Plays this process's episodes.
 
     `rollout` are the settings of all processes' rollout; `make` makes an environment from a task's
-    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history.
+    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history. `stop()`
+    is the name of a signal to stop, "" before there is one.
     """
 
     rollout: RolloutConfig
@@ -33,6 +41,7 @@ class Actor:
     pool: EnvironmentPool
     make: Callable[..., Environment]
     max_context: int
+    stop: Callable[[], str] = lambda: ""
 
     def new_conversation(self) -> Conversation:
         """Returns the conversation of one episode."""
@@ -51,7 +60,10 @@ class Actor:
         grow: Grow,
         thin_out: ThinOut,
     ) -> Rollout:
-        """Plays the tasks from this session, which may move meanwhile; see `Collector`."""
+        """Plays the tasks from this session, which may move meanwhile; see `Collector`.
+
+        Raises Stopped before the next round when there is a signal to stop.
+        """
         own = self.rollout.part(len(self.cluster.players))
         collector = Collector(
             dataclasses.replace(own, num_slots=session.engine.config.num_slots),
@@ -62,8 +74,13 @@ class Actor:
             num_devices=len(self.cluster.own_devices),
             max_context=self.max_context,
             thin_out=thin_out,
+            look=self._look_for_a_signal,
         )
         return collector.collect(session, tasks, sampling=sampling or self.rollout.sampling)
+
+    def _look_for_a_signal(self) -> None:
+        if signal_name := self.stop():
+            raise Stopped(signal_name)
 
 
 def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:

@@ -75,6 +75,7 @@ class Collector:
         max_context: int = NO_LIMIT,
         thin_out: ThinOut | None = None,
         cache_rules: CacheRules | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepares a rollout; `collect` plays it.
 
@@ -89,6 +90,8 @@ class Collector:
             thin_out: called where most slots are empty for good: when a quarter is busy, and each
                 time that half as many are as when it was called before.
             cache_rules: of the reuse of KV pages; None: the defaults.
+            look: called before each round, and every second while environments are waited for; what
+                it raises ends the rollout.
         """
         self._config, self._cache_rules = config, cache_rules or CacheRules()
         self._new_conversation = new_conversation
@@ -96,7 +99,8 @@ class Collector:
         self._num_devices, self._max_context = num_devices, max_context
         self._thin_out, self._thin_at = thin_out, config.num_slots // 4
         # By row, not by slot: slots are used again.
-        self._calls: Calls[int, Answer] = pool.calls()
+        self._look = look
+        self._calls: Calls[int, Answer] = pool.calls(look)
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._finished: dict[int, Trajectory] = {}
         self._stats = RolloutStats()
@@ -126,6 +130,7 @@ class Collector:
         self._blocks = BlockManager(config, self._cache_rules, session, self._slots, self._grow)
         rounds = Rounds(self._slots, self._blocks, self._spare_rows, sampling, self._stats)
         while True:
+            self._look()
             self._refill(scheduler, tasks)
             self._take_answers(scheduler, tasks)
             # Tokens behind the last stop string are discarded in a round of their own.

@@ -109,10 +109,9 @@ class Failures:
         """
         if not self.reasons:
             return ""
-        many = ", most often" if len(self.reasons) > 1 else ""
-        return (
-            f"{self.num_failed} of {self.num_episodes} episodes failed{many} as {self.reasons[0]}"
-        )
+        first, *others = self.reasons
+        often = ", most often" if others else ""
+        return f"{self.num_failed} of {self.num_episodes} episodes failed{often} as {first}"
 
 
 def failures_of(episodes: Sequence[Trajectory | Outcome]) -> Failures:
