@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run goes on with other settings where it may, and a new one begins with another's weights."""
 
+import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -288,6 +290,33 @@ def test_what_was_before_a_step_whose_episodes_all_fail_is_saved(tmp_path):
     with pytest.raises(EpisodesFailed, match="every episode of step 2 failed"):
         train(failing(MODEL, first=16, at_start=True), tmp_path / "run")
     assert final_parameters(tmp_path / "run", 1)
+
+
+class Hanging(Failing):
+    """Hangs where Failing fails."""
+
+    released = threading.Event()
+
+    def step(self, reply):
+        if self.fails:
+            Hanging.released.wait()
+        return super().step(reply)
+
+
+@pytest.mark.slow
+def test_calls_that_hang_end_their_episodes_and_are_counted(tmp_path):
+    given = failing(MODEL, "env.timeout_s=1.0", "num_steps=2", first=16, at_start=False, one_in=8)
+    config = dataclasses.replace(
+        given, env=dataclasses.replace(given.env, name=f"{__name__}:Hanging")
+    )
+    try:
+        train(config, tmp_path / "run")
+    finally:
+        Hanging.released.set()
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
+    assert "hung_calls" not in rows[0] and rows[1]["hung_calls"] == 2
+    assert rows[1]["failed_share"] == 0.125
+    assert rows[1]["failure"].startswith("environment_timeout: no answer within 1.0 s")
 
 
 @pytest.mark.slow

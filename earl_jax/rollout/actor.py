@@ -76,7 +76,9 @@ class Actor:
             thin_out=thin_out,
             look=self._look_for_a_signal,
         )
-        return collector.collect(session, tasks, sampling=sampling or self.rollout.sampling)
+        rollout = collector.collect(session, tasks, sampling=sampling or self.rollout.sampling)
+        rollout.stats.hung_calls = self.pool.num_hung
+        return rollout
 
     def _look_for_a_signal(self) -> None:
         if signal_name := self.stop():
