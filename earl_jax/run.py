@@ -140,7 +140,7 @@ def build_run(
         history=config.chat.history,
         pool=EnvironmentPool(config.env.num_workers, config.env.timeout_s),
         make=played.make,
-        max_context=origin.max_context,
+        max_context=config.rollout.max_context(origin.max_context),
         stop=stop,
     )
     tasks = Tasks(

@@ -15,8 +15,10 @@ import pytest
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
 from earl_jax.loop import EpisodesFailed
+from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError, RunError
+from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.workdir import open_source
@@ -301,6 +303,35 @@ class Hanging(Failing):
         if self.fails:
             Hanging.released.wait()
         return super().step(reply)
+
+
+class Endless(Failing):
+    """Never ends."""
+
+    def step(self, reply):
+        return StepResult(text="say", reward=0.0, done=False, choices=self.all_choices())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MODEL, TINY["model"]], ids=["checkpoint", "settings"])
+def test_an_environment_that_never_ends_holds_no_run(tmp_path, model):
+    """The tokens of the checkpoint's model are a limit, and turns have one, here a low one."""
+    given = failing(
+        model, "num_steps=1", "eval.games=1", "eval.final_games=1", first=99, at_start=True
+    )
+    env = dataclasses.replace(given.env, name=f"{__name__}:Endless")
+    most = MAX_TURNS if "path" in model else 12
+    rollout = dataclasses.replace(given.rollout, max_turns=most)
+    train(dataclasses.replace(given, env=env, rollout=rollout), tmp_path / "run")
+    (path,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
+    episodes = read_trajectories(path)
+    assert len(episodes) == 16
+    if "path" in model:
+        assert all(e["stop_reason"] == "episode_too_long" for e in episodes)
+        assert max(e["num_tokens"] for e in episodes) <= 128
+    else:
+        assert all(e["stop_reason"] == "too_many_turns" for e in episodes)
+        assert all(e["num_turns"] == 12 for e in episodes)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 """Threads for environment calls, which may raise or hang; each call has an outcome."""
 
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import math
@@ -218,10 +219,12 @@ class Calls(Generic[K, T]):
 
 def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | None) -> None:
     """Runs a worker; a replacement begins with the calls of the thread that it replaces."""
-    while calls is None or calls.work():
-        calls = waiting.get()
-        if calls is None:
-            return
+    # SystemExit is how a thread that was given up is ended, wherever it is by then.
+    with contextlib.suppress(SystemExit):
+        while calls is None or calls.work():
+            calls = waiting.get()
+            if calls is None:
+                return
 
 
 def _outcome(call: Callable[[], T]) -> T | Failure:

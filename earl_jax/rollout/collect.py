@@ -13,21 +13,14 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
-from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import EngineConfig, Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import Rows, make_rows
 from earl_jax.engine.session import Session
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import (
-    UNENCODABLE,
-    Environment,
-    Start,
-    StepResult,
-    check_start,
-    check_step,
-)
+from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
+from earl_jax.rollout.answers import Answer, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
@@ -40,8 +33,6 @@ from earl_jax.trajectory import Experience, Trajectory
 # thin_out(session, live, longest): the session in which the last `live` episodes go on, the longest
 # of which has so many tokens.
 ThinOut = Callable[[Session, int, int], Session]
-# The result of an environment's call: how it begins, or what a step led to.
-Answer = tuple[Environment, Start] | StepResult
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +162,7 @@ class Collector:
         opened = {}
         for slot, row in scheduler.assign(free, self._blocks.crowded).items():
             task = tasks[row]
-            self._slots[slot] = LiveEpisode(
+            episode = self._slots[slot] = LiveEpisode(
                 task=task,
                 row=row,
                 buffer_row=self._spare_rows.begin(slot, row),
@@ -181,13 +172,11 @@ class Collector:
                 max_context=self._max_context,
                 scored=self._engine_config.rules.model_logprobs or task.model_logprobs,
             )
-            opened[row] = lambda task=task: self._open(task)
+            opened[row] = functools.partial(
+                begin, self._make_environment, episode, self._engine_config
+            )
         self._calls.submit(opened)
         return bool(opened)
-
-    def _open(self, task: Task) -> tuple[Environment, Start]:
-        environment = self._make_environment(task)
-        return environment, check_start(environment.start())
 
     def _send_turns(self, ended: Sequence[int]) -> None:
         """Gives the turns of these slots to their environments."""
@@ -197,8 +186,7 @@ class Collector:
             assert episode is not None
             text, whole = episode.end_turn()
             if whole:
-                assert episode.environment is not None
-                steps[episode.row] = lambda e=episode.environment, t=text: check_step(e.step(t))
+                steps[episode.row] = functools.partial(go_on, episode, text, self._engine_config)
                 episode.waits = True
                 continue
             self._end(slot, *episode.cut(self._config.unfinished_reward))
@@ -225,35 +213,21 @@ class Collector:
         return not any(episode is not None and episode.has_work for episode in self._slots)
 
     def _take_answer(self, slot: int, episode: LiveEpisode, answer: Answer | Failure) -> None:
-        """Takes the environment's start or step: its message is rendered and appended."""
+        """Takes the environment's start or step: its message is appended."""
         if isinstance(answer, Failure):
             return self._end(slot, answer.stop_reason, answer.detail)
-        conversation = episode.conversation
-        request = answer if isinstance(answer, StepResult) else answer[1]
-        episode.metrics |= request.metrics
-        if isinstance(answer, StepResult):
-            episode.rewards.append(float(answer.reward))
-            if answer.done:
-                return self._end(slot, answer.stop_reason, answer.detail)
-            message = answer.messages or answer.text
-            render = conversation.answer
+        result = answer.result
+        episode.environment = answer.environment
+        episode.metrics |= result.metrics
+        if isinstance(result, Start):
+            episode.role = result.role
         else:
-            episode.environment, start = answer
-            episode.role = start.role
-            message = start.messages or start.text
-            render = functools.partial(conversation.open, tools=start.tools)
-        branches, vocab_size = (
-            self._engine_config.rules.choice_branches,
-            self._engine_config.vocab_size,
-        )
-        try:
-            rendered = render(message)
-            episode.choices = conversation.choices(request.choices)
-            check_choices(episode.choices, branches)
-            episode.allowed = conversation.allowed(request.allowed_token_ids)
-            check_allowed(episode.allowed, branches, vocab_size)
-        except ValueError as error:
-            return self._end(slot, UNENCODABLE, str(error))
-        if not episode.fits(rendered):
+            episode.rewards.append(float(result.reward))
+            if result.done:
+                return self._end(slot, result.stop_reason, result.detail)
+        if answer.failure is not None:
+            return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
+        if answer.heard is None or not episode.fits(answer.heard):
             return self._end(slot, *episode.cut(self._config.unfinished_reward))
-        episode.append_message(message, rendered)
+        episode.choices, episode.allowed = answer.choices, answer.allowed
+        episode.append_message(answer.content, answer.heard)
