@@ -38,6 +38,9 @@ METRICS: dict[str, dict[str, str]] = {
         "reward_mean": "Mean reward of the step's episodes.",
         "reward_std": "Standard deviation of these rewards.",
         "episodes": "Number of episodes.",
+        "failed_share": "Share of the episodes whose environment failed: it raised, hung, or said "
+        "what cannot be encoded.",
+        "failure": "The most frequent reason of these.",
         "equal_groups": "Share of the groups whose rewards are all equal; nothing is learnt from "
         "these relative to their group.",
         "dropped_groups": "Share of the groups that the algorithm did not train on (DAPO).",
@@ -58,6 +61,7 @@ METRICS: dict[str, dict[str, str]] = {
         "decode_rows": "Rows that decode steps computed.",
         "idle_rows": "Of these, rows of slots that sampled nothing.",
         "env_wait_s": "Seconds in which no slot had work, because environments were busy.",
+        "hung_calls": "Calls of environments that were given up and still hang, each in a thread.",
         "borrowed_slots": "Episodes that played in a slot of another data shard than their own.",
         "preempted_episodes": "Preemptions of episodes for lack of pages.",
         "recomputed_tokens": "Tokens read again, after a preemption or by new weights.",

@@ -8,7 +8,6 @@ where they run is decided in placement/.
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,12 +18,13 @@ from earl_jax.algorithms.advantages import assign_credit, group_shares
 from earl_jax.config import DispatchConfig
 from earl_jax.dispatch.pack import Delivery, dispatch, join_rows, sample_starts
 from earl_jax.dispatch.packing import pack_rows
+from earl_jax.envs.registry import EnvConfig
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.packing import plan_batch
 from earl_jax.placement.placement import Placement
 from earl_jax.placement.rollouts import play_all, play_batches
 from earl_jax.placement.updates import Metrics, learn, sft
-from earl_jax.rollout.actor import check_learnable
+from earl_jax.rollout.actor import Stopped, check_learnable
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.rollout.gather import Played
@@ -34,12 +34,12 @@ from earl_jax.run import Run
 from earl_jax.selector.plans import RolloutPlan
 from earl_jax.settings.errors import InputError, RunError
 from earl_jax.telemetry.compile_clock import compile_clock
+from earl_jax.telemetry.episodes import Failures, failures_of
 from earl_jax.telemetry.host_bytes import HostByteCounter
 from earl_jax.telemetry.load import Load
 from earl_jax.telemetry.timing import StageTimer
 from earl_jax.train.state import TrainState
 from earl_jax.trajectory import (
-    FAILURES,
     Experience,
     Outcome,
     Trajectory,
@@ -54,15 +54,29 @@ REASONS_SHOWN = 3
 _OF_FIRST_UPDATE = ("entropy", "logprob_mismatch_mean", "logprob_mismatch_max")
 
 
-class AllEpisodesFailed(RunError):
-    """Raised where nothing can be learnt from a step; `position` is the one before it."""
+class EpisodesFailed(RunError):
+    """Raised where too many episodes failed (`EnvConfig`); `position` is that before the step."""
 
-    def __init__(self, step: int, reasons: Sequence[str], position: Position) -> None:
-        shown = "\n".join(f"  {reason}" for reason in reasons)
-        super().__init__(
-            f"every episode of step {step} failed in its environment (config.env), so that there "
-            f"is nothing to learn from. The first reasons:\n{shown}"
-        )
+    def __init__(self, env: EnvConfig, failures: Failures, position: Position) -> None:
+        step, failed, number = position.step + 1, failures.num_failed, failures.num_episodes
+        which = "every episode" if failed == number else f"{failed} of {number} episodes"
+        words = f"{which} of step {step} failed in its environment (config.env)"
+        if env.max_failed_steps > 1 or env.max_failed_share < 1:
+            words += (
+                f", the last of {env.max_failed_steps} steps in a row "
+                "(config.env.max_failed_steps) in which at least "
+                f"{env.max_failed_share:.0%} failed (config.env.max_failed_share)"
+            )
+        shown = "\n".join(f"  {reason}" for reason in failures.reasons[:REASONS_SHOWN])
+        super().__init__(f"{words}. The most frequent reasons:\n{shown}")
+        self.position = position
+
+
+class StepStopped(Exception):  # noqa: N818 - no error
+    """A signal stopped a step in its rollout; `position` is that before it."""
+
+    def __init__(self, signal_name: str, position: Position) -> None:
+        super().__init__(signal_name)
         self.position = position
 
 
@@ -95,9 +109,15 @@ class StepRecord:
     stage_s: dict[str, float]
     group_shares: dict[str, float]
 
+    @property
+    def failures(self) -> Failures:
+        """The episodes that failed, of all processes."""
+        return failures_of(self.outcomes)
+
     def metrics(self) -> dict[str, Any]:
         """Returns its part of a line of metrics.jsonl."""
         outcomes, load, stage_s = self.outcomes, self.load, self.stage_s
+        failures = self.failures
         rewards = np.array([outcome.reward for outcome in outcomes])
         train_tokens = sum(o.num_tokens for o in outcomes) * len(self.updates)
         versions = [o.oldest_version for o in outcomes if o.oldest_version is not None]
@@ -106,6 +126,8 @@ class StepRecord:
             "reward_mean": rewards.mean(),
             "reward_std": rewards.std(),
             "episodes": len(rewards),
+            "failed_share": failures.share,
+            "failure": failures.reasons[0] if failures.reasons else None,
             **self.group_shares,
             "env": mean_metrics(outcomes) or None,
             "turns_mean": np.mean([o.num_turns for o in outcomes]),
@@ -165,12 +187,15 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
 
     Where the devices have too little memory, a rollout is played again from its tasks, and an
     update is made again from the state and the batch, with another plan (`Placement.attempt`).
+
+    Raises:
+        EpisodesFailed: too many episodes failed; nothing was learnt.
+        StepStopped: a signal stopped the rollout; nothing was learnt.
     """
     config, step, timer = run.config, position.step, StageTimer()
     state, done = choose_and_play(run, placement, position, timer)
-    if all(outcome.stop_reason in FAILURES for outcome in done.played.outcomes):
-        before = dataclasses.replace(position, state=state)
-        raise AllEpisodesFailed(step + 1, _reasons(run, done.rollout), before)
+    before = dataclasses.replace(position, state=state)
+    failed_steps = count_failed_steps(config.env, failures_of(done.played.outcomes), before)
     rollout_mesh, max_tokens = str(placement.rollout.mesh), placement.max_tokens
     history = position.history.add(done.load)
     length = config.rollout.max_tokens_for(done.load.context_tokens_max)
@@ -227,15 +252,20 @@ def rl_step(run: Run, placement: Placement, position: Position) -> tuple[Positio
         stage_s=timer.seconds,
         group_shares=group_shares(run.learner.algorithm, done.played.outcomes),
     )
-    return Position(step=step + 1, state=state, history=history), record
+    after = Position(step=step + 1, state=state, history=history, failed_steps=failed_steps)
+    return after, record
 
 
-def _reasons(run: Run, rollout: Rollout | None) -> list[str]:
-    """Returns the first different reasons of failed episodes, of all processes."""
-    own = [f"{t.stop_reason}: {t.detail[:300]}" for t in rollout.trajectories] if rollout else []
-    few = list(dict.fromkeys(own))[:REASONS_SHOWN]
-    each = run.cluster.gather(few, "the reasons of failures")
-    return list(dict.fromkeys(itertools.chain.from_iterable(each)))[:REASONS_SHOWN]
+def count_failed_steps(env: EnvConfig, failures: Failures, before: Position) -> int:
+    """Returns for how many steps in a row too many episodes failed, with the step behind `before`.
+
+    Raises EpisodesFailed at config.env.max_failed_steps.
+    """
+    if failures.share < env.max_failed_share:
+        return 0
+    if before.failed_steps + 1 >= env.max_failed_steps:
+        raise EpisodesFailed(env, failures, before)
+    return before.failed_steps + 1
 
 
 # The stages of a step, in its order.
@@ -273,7 +303,10 @@ def choose_and_play(
         with timer("select"):
             placement.choose_step(expected_tokens(rollout, load), load)
             state = move_state(placement, state, to_play=True)
-        done = placement.attempt("rollout", publish_and_play)
+        try:
+            done = placement.attempt("rollout", publish_and_play)
+        except Stopped as stop:
+            raise StepStopped(str(stop), dataclasses.replace(position, state=state)) from None
     return state, done
 
 

@@ -4,6 +4,7 @@
 
 import argparse
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from earl_jax.config.file import DEFAULT_CONFIG, given_config, make_config
 from earl_jax.config.flags import config_parser, parse_with_overrides
-from earl_jax.launch.start import exit_status, start_jax
+from earl_jax.launch.start import STOPPED, exit_status, start_jax
 
 _HELP = """\
 Trains a language-model policy on multi-turn episodes, from a config file.
@@ -27,9 +28,10 @@ A workdir that holds a checkpoint of the same config is resumed; num_steps, budg
 devices and some others may change (docs/howto/resume.md). In the workdir: metrics.jsonl,
 report.html, trajectories/, checkpoints/, config.json.
 
-Ctrl-C or SIGTERM ends the run after its step, saved, and says how to go on; a second Ctrl-C ends it
-at once. Exit status: 0 when done, or stopped and saved; 2 for a mistake in what was given; 1 where
-the run failed, or another process of it was lost or had too little memory for an update: start all
+Ctrl-C or SIGTERM ends the run, saved, and says how to go on; a rollout under way is given up, and
+played again then. A second Ctrl-C ends it at once. Exit status: 0 when done; 75 when a signal
+stopped it and it is saved: the same command goes on; 2 for a mistake in what was given; 1 where the
+run failed, or another process of it was lost or had too little memory for an update: start all
 again, and the run resumes, with less where memory was short (gpu_scripts/slurm.sbatch does).
 
 With --check it looks at every host before hours are spent: the same command on each.
@@ -73,8 +75,8 @@ def parse_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     return flags, overrides
 
 
-def train_command(arguments: Sequence[str]) -> None:
-    """Runs the whole command, from its flags to its last line."""
+def train_command(arguments: Sequence[str]) -> int:
+    """Runs the whole command, from its flags to its last line. Returns the exit status."""
     start_s = time.perf_counter()
     flags, overrides = parse_flags(arguments)
     from earl_jax.telemetry.progress import shown
@@ -93,19 +95,24 @@ def train_command(arguments: Sequence[str]) -> None:
     if flags.check:
         with end_together():
             check(config, workdir)
-        return
+        return 0
     with end_together(), StopSignals(lambda: saved_in_words(workdir)) as signals:
         end = train(config, workdir, lambda: signals.received, restart=flags.restart)
+    status = STOPPED if end.stopped else 0
+    if status:
+        # A launcher that sees the first status above 0 ends the processes that are still here.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if jax.process_index() > 0:
-        return
+        return status
     if evaluation := end.evaluation:
         print(f"{evaluation['episodes']} episodes of {evaluation['name']}: {shown(evaluation)}")
     if end.stopped:
         all_of_them = "on each host, with its own process_id: " if jax.process_count() > 1 else ""
         again = shlex.join(each for each in sys.orig_argv if each != "--restart")
         print(f"{end.stopped}. To go on: {all_of_them}{again}")
-        return
-    print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
+    else:
+        print(f"done in {time.perf_counter() - start_s:.0f} s; look at {workdir / 'report.html'}")
+    return status
 
 
 def main() -> None:

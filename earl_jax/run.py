@@ -6,6 +6,7 @@ Only the loop and the commands hold the whole `Run`; each part takes what it nee
 """
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 from earl_jax.config import Config
@@ -77,8 +78,12 @@ class Run:
         return open_table(self.config.selector.table, facts, self.cluster)
 
 
-def build_run(config: Config, tokenizer_folder: Path | None = None) -> Run:
+def build_run(
+    config: Config, tokenizer_folder: Path | None = None, stop: Callable[[], str] = lambda: ""
+) -> Run:
     """Builds the parts of a run; compiles nothing.
+
+    A rollout is abandoned when `stop()` names a signal.
 
     The tokenizer is that of the checkpoint in config.model.path. Without one it is read from
     `tokenizer_folder` if it is there, else trained on the environment's own text and kept there, so
@@ -135,7 +140,8 @@ def build_run(config: Config, tokenizer_folder: Path | None = None) -> Run:
         history=config.chat.history,
         pool=EnvironmentPool(config.env.num_workers, config.env.timeout_s),
         make=played.make,
-        max_context=origin.max_context,
+        max_context=config.rollout.max_context(origin.max_context),
+        stop=stop,
     )
     tasks = Tasks(
         played=played,

@@ -17,17 +17,18 @@ from earl_jax.launch.agreement import check_same, open_shared_workdir
 from earl_jax.launch.cluster import Cluster, find_cluster
 from earl_jax.launch.layouts import across_in_words
 from earl_jax.launch.lock import locked, set_aside
-from earl_jax.loop import AllEpisodesFailed, StepRecord, evaluate, rl_step
+from earl_jax.loop import EpisodesFailed, StepRecord, StepStopped, evaluate, rl_step
 from earl_jax.models.checkpoints.hf_read import check_weights
 from earl_jax.placement.compile_ahead import CompileAhead, compiles_ahead
 from earl_jax.placement.moves import move_state
 from earl_jax.placement.placement import Placement
+from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.load import expected_tokens
 from earl_jax.run import Run, build_run
 from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.smallest import smallest_hardware, smallest_words
 from earl_jax.settings.errors import RunError
-from earl_jax.telemetry.episodes import failures_in_words, trajectory_lines
+from earl_jax.telemetry.episodes import trajectory_lines
 from earl_jax.telemetry.load import LoadHistory
 from earl_jax.telemetry.progress import Progress
 from earl_jax.telemetry.recorder import Recorder
@@ -37,6 +38,7 @@ from earl_jax.train.export import Exporter, keep_exports
 from earl_jax.train.inspection import write_batch
 from earl_jax.workdir import (
     Position,
+    choices_of,
     keep_config,
     new_placement,
     open_source,
@@ -63,7 +65,8 @@ def train(
     """Trains from where the workdir stands to the end, or until `stop()` names a signal.
 
     With `restart` the run begins again from step 0, and what was there is kept beside the workdir.
-    Of several processes `stop` of one is enough: all stop after the same step.
+    A rollout is given up then, and played again when the run goes on; a step behind its rollout is
+    finished. Of several processes `stop` of one is enough: all stop after the same step.
 
     Where a lack of memory takes the trainer's state, the run goes on from the newest checkpoint (or
     from the start, where there is none yet) with less.
@@ -95,7 +98,7 @@ def _train_in(
     checkpoints = Checkpoints(workdir / "checkpoints", keep=config.checkpoint.keep)
     source = None if checkpoints.steps() else open_source(config.init_from)
     folder = (source.workdir if source else workdir) / "tokenizer"
-    run = build_run(config, folder)
+    run = build_run(config, folder, stop)
     if source:
         source.check(run)
     # Only the first process writes to the screen.
@@ -117,8 +120,7 @@ def _train_in(
                     run, recorder, checkpoints, workdir, stop, known
                 )
         cluster.barrier("the end of the run")
-    early = stopped and position.step < config.num_steps
-    words = _stopped_words(stopped, position.step, workdir) if early else ""
+    words = _stopped_words(stopped, position.step, workdir) if stopped else ""
     return RunEnd(evaluation=recorder.last_evaluation(), stopped=words)
 
 
@@ -140,7 +142,8 @@ def _train_until_lost(
 ) -> tuple[Position | None, str, Any]:
     """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
-    The signal's name is the second of the results, "" for none. The position is None where a lack
+    The signal's name is the second of the results, "" for none, or where nothing was left to do.
+    The position is None where a lack
     of memory took the trainer's state. The plan that failed is impossible from then on (in the
     table, which is the last of what is returned, also where the disk could not keep it), so that
     this happens once for each plan at most.
@@ -168,11 +171,7 @@ def _train_until_lost(
             position = training.begin(position)
             training.look_for_a_signal()
             while position.step < run.config.num_steps and not training.stopped:
-                position, record = rl_step(run, placement, position)
-                training.record(position, record)
-        except AllEpisodesFailed as failed:
-            training.save_before(failed.position)
-            raise
+                position = training.take_step(position)
         except BudgetTooSmall as error:
             if run.cluster.disjoint:
                 raise
@@ -184,7 +183,8 @@ def _train_until_lost(
             # The kept session leaves its memory to the state from the checkpoint.
             placement.sessions.forget()
             return None, "", placement.observations.table
-    return position, training.stopped, None
+    is_done = position.step == run.config.num_steps and not training.skipped_evaluation
+    return position, "" if is_done else training.stopped, None
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -199,10 +199,14 @@ class Training:
     ahead: CompileAhead
     stop: Callable[[], str]
     stopped: str = ""
+    # A signal stopped the evaluation behind the last step: a resumed run begins with it.
+    skipped_evaluation: bool = False
     # Steps in a row without an update, all of which were skipped.
     _skipped_steps: int = 0
     # How the step before differed from the config, because memory was short.
     _differs: str = ""
+    # The kind of failure that was said last: each is said when it becomes the most frequent.
+    _said_failure: str = ""
 
     def begin(self, position: Position | None) -> Position:
         """Returns where the run begins, or goes on, if it has a position.
@@ -216,6 +220,9 @@ class Training:
             self._take_over()
             if self._is_due(position.step):
                 self._export(position)
+            has = self.recorder.has_evaluation(position.step)
+            if not run.cluster.gather(has, "the newest evaluation")[0]:
+                self._evaluate_if_due(position)
             return position
         if run.origin.checkpoint:
             # Before any program is compiled, which takes minutes.
@@ -257,6 +264,24 @@ class Training:
             train = across_in_words(layouts.train(self.placement.train.mesh), cluster.hosts)
             self.recorder.note(f"rollout {rollout}; train {train}")
 
+    def take_step(self, position: Position) -> Position:
+        """Takes a step and records it. Returns the position behind it.
+
+        Where a signal stops its rollout, what was before it is saved, and is what is returned.
+        Raises EpisodesFailed, when what was before it is saved.
+        """
+        choices = choices_of(self.run, self.placement)
+        try:
+            position, record = rl_step(self.run, self.placement, position)
+        except (EpisodesFailed, StepStopped) as end:
+            self._save_before(end.position, choices)
+            if isinstance(end, EpisodesFailed):
+                raise
+            self.stopped = str(end)
+            return end.position
+        self.record(position, record)
+        return position
+
     def record(self, position: Position, record: StepRecord) -> None:
         """Records metrics, episodes, evaluation, checkpoint and report, in this order."""
         config, step = self.run.config, position.step
@@ -274,16 +299,14 @@ class Training:
             cluster = self.run.cluster
             each = cluster.of_players(cluster.gather(own, "the episodes to write down"))
             self.recorder.write_episodes(step, itertools.chain.from_iterable(each))
-        if last or step % config.eval.every_steps == 0:
-            self._evaluate(position, config.eval.final_games if last else config.eval.games)
+        self._evaluate_if_due(position)
         self.look_for_a_signal()
         if self.stopped or self._is_due(step):
             save(self.run, self.placement, self.checkpoints, position)
         if self._is_due(step):
             self._export(position)
         if last or self.stopped or step % config.log.report_every_steps == 0:
-            title = f"earl_jax: {config.env.title}"
-            self.recorder.write_report(title, config.as_dict(), _report_notes(config))
+            self._write_report()
 
     def _check_updates(self, record: StepRecord) -> None:
         """Says which updates were skipped; raises RunError after too many steps without one."""
@@ -307,11 +330,20 @@ class Training:
             "rewards, or compute in another precision, in another --workdir"
         )
 
-    def save_before(self, position: Position) -> None:
-        """Saves the state before a step that could not be taken, unless it was saved."""
-        if position.step and position.step not in self.checkpoints.steps():
-            save(self.run, self.placement, self.checkpoints, position)
-        self.checkpoints.close()
+    def _save_before(self, position: Position, choices: dict[str, Any]) -> None:
+        """Saves what was before a step that was not taken, unless it was saved."""
+        if not position.step:
+            return
+        self.checkpoints.wait()
+        if position.step not in self.checkpoints.steps():
+            save(self.run, self.placement, self.checkpoints, position, choices)
+        self.checkpoints.wait()
+        self._write_report()
+
+    def _write_report(self) -> None:
+        config = self.run.config
+        title = f"earl_jax: {config.env.title}"
+        self.recorder.write_report(title, config.as_dict(), _report_notes(config))
 
     def _line(self, record: StepRecord) -> dict[str, Any]:
         """Returns the line of metrics.jsonl for this step, in the words of the contract."""
@@ -347,11 +379,25 @@ class Training:
                 f"its new programs took {line['compile_s']:.2f} s to compile, "
                 f"of which the run waited {line['compile_waited_s']:.2f} s"
             )
-        if failures := failures_in_words(record.trajectories):
-            yield failures
+        failures = record.failures
+        if failures.kind not in ("", self._said_failure):
+            self._said_failure = failures.kind
+            yield failures.in_words()
+
+    def _evaluate_if_due(self, position: Position) -> None:
+        """Evaluates behind the last step, and behind one every so many."""
+        config = self.run.config.eval
+        last = position.step == self.run.config.num_steps
+        if last or position.step % config.every_steps == 0:
+            self._evaluate(position, config.final_games if last else config.games)
 
     def _evaluate(self, position: Position, games: int) -> None:
-        evaluation = evaluate(self.run, self.placement, position, games=games)
+        """Writes an evaluation down, unless a signal stops it."""
+        try:
+            evaluation = evaluate(self.run, self.placement, position, games=games)
+        except Stopped:
+            self.skipped_evaluation = True
+            return
         self.recorder.write({"step": position.step, "eval": evaluation})
 
     def _is_due(self, step: int) -> bool:

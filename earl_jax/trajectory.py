@@ -18,6 +18,8 @@ Author = Literal["environment", "policy"]
 
 # Stop reasons that are not the policy's doing: nothing is learnt from such an episode.
 FAILURES = frozenset({"environment_error", "environment_timeout", "unencodable"})
+# The detail of a failure can be as long as an exception's text; processes exchange it.
+_DETAIL_SHOWN = 300
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,7 @@ class Trajectory:
             num_policy_tokens=self.num_policy_tokens,
             sample_starts=self.sample_starts,
             oldest_version=min(versions, default=None),
+            detail=self.detail[:_DETAIL_SHOWN] if self.stop_reason in FAILURES else "",
             metrics=self.metrics,
         )
 
@@ -122,6 +125,7 @@ class Outcome:
     """The small facts of a Trajectory, under the same names, which processes exchange.
 
     `oldest_version` is that of the oldest policy that sampled a token; None where none was sampled.
+    `detail` is there for FAILURES only, and cut.
     """
 
     episode: int
@@ -134,6 +138,7 @@ class Outcome:
     num_policy_tokens: int
     sample_starts: tuple[int, ...]
     oldest_version: int | None
+    detail: str = ""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @property

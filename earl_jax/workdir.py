@@ -3,6 +3,7 @@
 """Position of a run, saved in its workdir and restored from there."""
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import json
@@ -47,11 +48,15 @@ _ADAPTERS_KEYS = {"base_fingerprint"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position:
-    """The state of a run after `step` RL steps: its weights, and its history of the load."""
+    """The state of a run after `step` RL steps: its weights, and its history of the load.
+
+    In the last `failed_steps` steps too many episodes failed (`EnvConfig`).
+    """
 
     step: int
     state: TrainState
     history: LoadHistory
+    failed_steps: int = 0
 
 
 def open_workdir(workdir: Path, config: dict[str, Any]) -> list[str]:
@@ -113,11 +118,28 @@ def new_placement(run: Run, say: Callable[[str], None]) -> Placement:
     return Placement(run.stages, table, say)
 
 
-def save(run: Run, placement: Placement, checkpoints: Checkpoints, position: Position) -> None:
-    """Saves all that a run needs to go on as if it had never stopped; every process calls it."""
+def choices_of(run: Run, placement: Placement) -> dict[str, Any]:
+    """Returns what a step changes before it has ended: its plans, and the state of the tasks."""
+    tasks = run.tasks.played.tasks
+    state = {"tasks": copy.deepcopy(tasks.state())} if isinstance(tasks, KeepsState) else {}
+    return {"placement": placement.as_dict(), **state}
+
+
+def save(
+    run: Run,
+    placement: Placement,
+    checkpoints: Checkpoints,
+    position: Position,
+    choices: dict[str, Any] | None = None,
+) -> None:
+    """Saves all that a run needs to go on as if it had never stopped; every process calls it.
+
+    `choices` are those of the position (`choices_of`), where a step was begun since; None: those of
+    now.
+    """
     # A resumed run has no kept session either, and the copy of the weights needs its memory.
     placement.sessions.forget()
-    base, tasks = position.state.base, run.tasks.played.tasks
+    base = position.state.base
     prints: list[int | None] = []
     if base is not None:
         own = int(fingerprint(base)) if run.cluster.trains else None
@@ -127,11 +149,11 @@ def save(run: Run, placement: Placement, checkpoints: Checkpoints, position: Pos
         position.step,
         state,
         {
-            "placement": placement.as_dict(),
+            **(choices or choices_of(run, placement)),
             "history": position.history.as_list(),
             "throughput": placement.observations.table.as_dict(),
+            "failed_steps": position.failed_steps,
             **({"base_fingerprint": prints[0]} if prints else {}),
-            **({"tasks": tasks.state()} if isinstance(tasks, KeepsState) else {}),
         },
     )
     if not is_copy:
@@ -245,7 +267,8 @@ def _restore(
         run.stages.saved_shardings,
     )
     state = _with_base(run, saved, state, placement)
-    return Position(step=step, state=state, history=history), placement
+    failed_steps = int(saved.get("failed_steps", 0))
+    return Position(step=step, state=state, history=history, failed_steps=failed_steps), placement
 
 
 def _is_possible(run: Run, placement: Placement) -> bool:

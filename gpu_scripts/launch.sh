@@ -6,7 +6,8 @@
 # One run over hosts that ssh reaches, or over processes of this machine (no --hosts). A host has
 # one process with all of its GPUs, or --per_host processes with a GPU each. The project is in DIR
 # (this folder) on every host, with its .venv; all hosts see the workdir. Ctrl-C or SIGTERM saves
-# and ends. Where a process is lost, all are started again, up to 10 times, and the run resumes.
+# and ends (status 75). Where a process is lost, or its host stops it, all are started again, up to
+# 10 times, and the run resumes.
 set -euo pipefail
 usage() { sed -n '2s/^# //p' "$0" >&2; exit 2; }
 hosts='' per_host=1 port=8476 dir=$PWD dry_run='' arguments=()
@@ -48,7 +49,8 @@ run_one() {
   [[ -z $hosts ]] || at=(ssh -o BatchMode=yes "${all[$1 / per_host]}" bash -c "$(printf %q "$watched")")
   [[ -z $hosts ]] || line=$(printf %q "$line")
   "${at[@]}" "$line" <&4 || status=$?
-  ((status == 0 || status == 2)) || kill "$hold" 2>/dev/null || true
+  # 75: a signal stopped the run, and the others end by themselves.
+  ((status == 0 || status == 2 || status == 75)) || kill "$hold" 2>/dev/null || true
   return "$status"
 }
 

@@ -353,6 +353,67 @@ def test_each_episode_has_its_own_limit_of_tokens_per_turn(pool):
         assert trajectory.turn_rewards == (CONFIG.unfinished_reward,)
 
 
+class Endless(Talker):
+    """Never ends."""
+
+    def step(self, reply: str):
+        return StepResult(text="go on", reward=0.25, done=False)
+
+
+def test_an_episode_ends_at_its_number_of_turns(pool):
+    todo = tasks(3)
+    todo[1] = dataclasses.replace(
+        todo[1], limits=Limits(max_turn_tokens=CONFIG.max_turn_tokens, max_turns=1)
+    )
+    rollout = collect(pool, todo, lambda task: Endless(0), max_turns=3)
+    check_rows(rollout, 3)
+    for trajectory, turns in zip(rollout.trajectories, (3, 1, 3), strict=True):
+        assert trajectory.num_turns == turns
+        assert trajectory.stop_reason == "too_many_turns"
+        assert trajectory.detail == f"no end of the episode within {turns} turns"
+        assert trajectory.turn_rewards == (0.25,) * (turns - 1) + (-0.25,)
+        assert trajectory.turns[-1].author == "policy"
+    # A game that ends with its last turn has ended.
+    (whole,) = collect(pool, tasks(1), lambda task: Talker(0), max_turns=3).trajectories
+    assert (whole.stop_reason, whole.num_turns) == ("win", 3)
+
+
+class Verbose(Talker):
+    """Its second message is `text`, of any size."""
+
+    def __init__(self, text: str):
+        super().__init__(0)
+        self.text = text
+
+    def step(self, reply: str):
+        result = super().step(reply)
+        return dataclasses.replace(result, text=self.text) if self.replies == 2 else result
+
+
+def test_text_that_never_fits_is_not_encoded_and_slow_text_has_a_time_limit():
+    """By the thread of the environment: the others go on meanwhile, and the same tokens come."""
+    text = "12345678" * 200_000
+
+    def make(task: Task):
+        return Verbose(text) if task.episode % 8 == 3 else Talker(0)
+
+    pool = EnvironmentPool(2, timeout_s=0.5)
+    try:
+        sound = collect(pool, tasks(12), lambda task: Talker(0))
+        bounded = collect(pool, tasks(12), make, max_context=100)
+        # Where there is no limit, the time is one: 1.6 MB take some seconds.
+        slow = collect(pool, tasks(12), make)
+    finally:
+        pool.close()
+    for done, reason in ((bounded, "episode_too_long"), (slow, "environment_timeout")):
+        check_rows(done, 12)
+        for one, other in zip(sound.trajectories, done.trajectories, strict=True):
+            if other.episode % 8 == 3:
+                assert (other.stop_reason, other.num_turns) == (reason, 2)
+            else:
+                assert_same_episodes([one], [other])
+
+
 def test_room_is_made_for_no_more_than_an_episode_may_come_to(pool):
     max_tokens, *_ = CONFIG.context_buckets
     rooms = Rooms()

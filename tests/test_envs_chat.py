@@ -3,6 +3,7 @@
 """Token in, token out: incremental rendering equals the template, and nothing hides in a reply."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -213,3 +214,20 @@ def test_unusable_templates_are_refused(template, message):
     tokenizer.chat_template = template
     with pytest.raises(ValueError, match=message):
         ChatRenderer(tokenizer)
+
+
+def test_any_number_of_threads_may_render():
+    """Plain text, text with control tokens and decoding at once, of one renderer."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("abc 123\n<|end|>é", k=rng.randrange(3000))) for _ in range(64)]
+
+    def work(renderer, text):
+        first, reply = renderer.first(text), renderer.reply(text)
+        place = renderer.opening((Message(role="user", text=text),), (TOOL | {"of": len(text)},))
+        return first, reply, renderer.decode(first), renderer.render_opening(place).ids
+
+    expected = [work(CHAT, text) for text in texts]
+    # Nothing is kept from before.
+    renderer = ChatRenderer(TOKENIZER)
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda text: work(renderer, text), texts * 2)) == expected * 2

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run goes on with other settings where it may, and a new one begins with another's weights."""
 
+import dataclasses
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -12,9 +14,11 @@ import pytest
 
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.envs.tokenizer import build_tokenizer, save_tokenizer
-from earl_jax.loop import AllEpisodesFailed
+from earl_jax.loop import EpisodesFailed
+from earl_jax.rollout.config import MAX_TURNS
 from earl_jax.run import build_run
 from earl_jax.settings.errors import InputError, RunError
+from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.workdir import open_source
@@ -231,10 +235,16 @@ def test_weights_of_another_tokenizer_are_an_error(finished, tmp_path):
 
 
 class Failing:
-    """Fails from task `first` on: at its start, or at the first reply."""
+    """Fails from task `first` on, each or `one_in` so many: at its start, or at the first reply.
 
-    def __init__(self, *, index: int, first: int, at_start: bool):
-        self.fails, self.at_start = first <= index < 2**30, at_start
+    Evaluation does not fail, nor what comes from task `last` on.
+    """
+
+    def __init__(
+        self, *, index: int, first: int, at_start: bool, one_in: int = 1, last: int = 2**30
+    ):
+        self.fails = first <= index < last and index % one_in == 0
+        self.at_start = at_start
 
     def all_choices(self):
         return ("yes", "no")
@@ -250,10 +260,11 @@ class Failing:
         return StepResult(reward=1.0, done=True, stop_reason="said")
 
 
-def failing(model, **args):
+def failing(model, *overrides, **args):
     return config_of(
         "checkpoint.every_steps=50",
         "num_steps=3",
+        *overrides,
         env={"name": "tests.test_going_on:Failing", "args": args},
         model=model,
         rollout={**TINY["rollout"], "episodes_per_step": 16},
@@ -267,7 +278,7 @@ MODEL = {"path": str(ROOT / "tests/reference/qwen2_tied")}
 
 @pytest.mark.parametrize("at_start", [True, False])
 def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path, at_start):
-    with pytest.raises(AllEpisodesFailed) as raised:
+    with pytest.raises(EpisodesFailed) as raised:
         train(failing(MODEL, first=0, at_start=at_start), tmp_path / "run")
     words = str(raised.value)
     assert words.startswith("every episode of step 1 failed in its environment")
@@ -278,9 +289,112 @@ def test_a_first_step_whose_episodes_all_fail_ends_the_run(tmp_path, at_start):
 
 @pytest.mark.slow
 def test_what_was_before_a_step_whose_episodes_all_fail_is_saved(tmp_path):
-    with pytest.raises(AllEpisodesFailed, match="every episode of step 2 failed"):
+    with pytest.raises(EpisodesFailed, match="every episode of step 2 failed"):
         train(failing(MODEL, first=16, at_start=True), tmp_path / "run")
     assert final_parameters(tmp_path / "run", 1)
+
+
+class Hanging(Failing):
+    """Hangs where Failing fails."""
+
+    released = threading.Event()
+
+    def step(self, reply):
+        if self.fails:
+            Hanging.released.wait()
+        return super().step(reply)
+
+
+class Endless(Failing):
+    """Never ends."""
+
+    def step(self, reply):
+        return StepResult(text="say", reward=0.0, done=False, choices=self.all_choices())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [MODEL, TINY["model"]], ids=["checkpoint", "settings"])
+def test_an_environment_that_never_ends_holds_no_run(tmp_path, model):
+    """The tokens of the checkpoint's model are a limit, and turns have one, here a low one."""
+    given = failing(
+        model, "num_steps=1", "eval.games=1", "eval.final_games=1", first=99, at_start=True
+    )
+    env = dataclasses.replace(given.env, name=f"{__name__}:Endless")
+    most = MAX_TURNS if "path" in model else 12
+    rollout = dataclasses.replace(given.rollout, max_turns=most)
+    train(dataclasses.replace(given, env=env, rollout=rollout), tmp_path / "run")
+    (path,) = (tmp_path / "run" / "trajectories").glob("*.jsonl")
+    episodes = read_trajectories(path)
+    assert len(episodes) == 16
+    if "path" in model:
+        assert all(e["stop_reason"] == "episode_too_long" for e in episodes)
+        assert max(e["num_tokens"] for e in episodes) <= 128
+    else:
+        assert all(e["stop_reason"] == "too_many_turns" for e in episodes)
+        assert all(e["num_turns"] == 12 for e in episodes)
+
+
+@pytest.mark.slow
+def test_calls_that_hang_end_their_episodes_and_are_counted(tmp_path):
+    given = failing(MODEL, "env.timeout_s=1.0", "num_steps=2", first=16, at_start=False, one_in=8)
+    config = dataclasses.replace(
+        given, env=dataclasses.replace(given.env, name=f"{__name__}:Hanging")
+    )
+    try:
+        train(config, tmp_path / "run")
+    finally:
+        Hanging.released.set()
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
+    assert "hung_calls" not in rows[0] and rows[1]["hung_calls"] == 2
+    assert rows[1]["failed_share"] == 0.125
+    assert rows[1]["failure"].startswith("environment_timeout: no answer within 1.0 s")
+
+
+@pytest.mark.slow
+def test_a_share_of_failures_in_some_steps_in_a_row_ends_the_run(tmp_path):
+    """A quarter of the episodes fails from step 2 on; a streak outlives a resume."""
+    share = ["env.max_failed_share=0.25", "env.max_failed_steps=3", "rollout.group_size=1"]
+    config = failing(MODEL, *share, "num_steps=3", first=16, at_start=True, one_in=4)
+    assert not train(config, tmp_path / "run").stopped
+    config = failing(MODEL, *share, "num_steps=9", first=16, at_start=True, one_in=4)
+    with pytest.raises(EpisodesFailed) as raised:
+        train(config, tmp_path / "run")
+    words = str(raised.value)
+    assert words.startswith("4 of 16 episodes of step 4 failed in its environment")
+    assert "the last of 3 steps in a row" in words and "at least 25% failed" in words
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
+    assert [row["failed_share"] for row in rows] == [0.0, 0.25, 0.25]
+    assert "failure" not in rows[0]
+    assert rows[1]["failure"] == "environment_error: OSError: the sandbox is down"
+    assert final_parameters(tmp_path / "run", 3)
+
+
+@pytest.mark.slow
+def test_a_step_whose_episodes_all_fail_leaves_the_weights_as_they_are(tmp_path, capsys):
+    """Where the run may go on: step 2 has no tokens to learn from; the selector takes it too."""
+    config = failing(
+        MODEL,
+        "env.max_failed_steps=2",
+        "checkpoint.every_steps=1",
+        first=16,
+        last=32,
+        at_start=True,
+    )
+    train(config, tmp_path / "run")
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "eval" not in row]
+    assert [row["failed_share"] for row in rows] == [0.0, 1.0, 0.0]
+    assert rows[1]["rollout_tokens"] == rows[1]["context_tokens_max"] == 0
+    assert [row["skipped_updates"] for row in rows] == [0, 0, 0]
+    assert_equal(final_parameters(tmp_path / "run", 1), final_parameters(tmp_path / "run", 2))
+    assert any(
+        (one != other).any()
+        for one, other in zip(
+            final_parameters(tmp_path / "run", 2),
+            final_parameters(tmp_path / "run", 3),
+            strict=True,
+        )
+    )
+    assert capsys.readouterr().out.count("16 of 16 episodes failed as environment_error") == 1
 
 
 @pytest.mark.slow

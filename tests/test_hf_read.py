@@ -303,7 +303,11 @@ def test_no_episode_is_longer_than_the_checkpoint_is_made_for():
         build_run(more)
     forks = dataclasses.replace(more, chat=dataclasses.replace(more.chat, history="fork"))
     assert build_run(forks).origin.max_context == 128, "of each sample, and an episode has several"
-    assert build_run(make_config({})).origin.max_context == NO_LIMIT
+    assert build_run(make_config(with_path("qwen2_tied"))).actor.max_context == 128
+    free = build_run(make_config({}))
+    assert (free.origin.max_context, free.actor.max_context) == (NO_LIMIT, 32768)
+    longer = build_run(make_config({}, ["rollout.max_episode_tokens=50000"]))
+    assert longer.actor.max_context == 50000
 
 
 @pytest.mark.slow

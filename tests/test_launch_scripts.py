@@ -177,8 +177,8 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(
     ("statuses", "expected"),
-    [("0", 0), ("2", 2), ("1,1,0", 0), ("1,255,2", 2)],
-    ids=["done", "mistake", "lost twice", "lost and mistaken"],
+    [("0", 0), ("2", 2), ("1,1,0", 0), ("1,255,2", 2), ("75,0", 0)],
+    ids=["done", "mistake", "lost twice", "lost and mistaken", "stopped"],
 )
 def test_lost_run_starts_again_and_a_mistake_does_not(launcher, statuses, expected, machine):
     done = machine.run(*LAUNCHERS[launcher], CONFIG, "--workdir=/w", STATUSES=statuses)
@@ -203,7 +203,7 @@ def test_preempted_tpus_are_requested_and_set_up_again(machine):
 
 
 def test_slurm_job_whose_time_is_over_saves_and_goes_back_to_the_queue(machine):
-    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"
+    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
     python = machine.program("waits", f'-c "{waits}"')
     job = machine.start(*SBATCH, CONFIG, "--workdir=/w", PYTHON=str(python))
     while not any("pids" in each for each in machine.records()):
@@ -218,7 +218,7 @@ def test_slurm_job_whose_time_is_over_saves_and_goes_back_to_the_queue(machine):
 
 
 def test_launch_sh_stops_all_processes_when_it_is_told_to(machine):
-    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(60)"
+    waits = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); time.sleep(60)"
     python = machine.program("waits", f'-c "print(1); {waits}"')
     line = ["gpu_scripts/launch.sh", "--per_host=2", CONFIG, "--workdir=/w"]
     job = machine.start(*line, PYTHON=str(python))
@@ -226,7 +226,7 @@ def test_launch_sh_stops_all_processes_when_it_is_told_to(machine):
     assert "".join(job.stdout.readline() for _ in range(2)).split() in (["1", "1"], ["11"])
     time.sleep(0.5)
     job.send_signal(signal.SIGTERM)
-    assert job.wait(timeout=30) == 0, job.stderr.read()
+    assert job.wait(timeout=30) == 75, job.stderr.read()
     job.communicate()
 
 
@@ -289,7 +289,7 @@ def test_xpk_restarts_a_run_that_lost_a_process(machine):
     done = machine.run("tpu_scripts/xpk.sh", *XPK, CONFIG, "--workdir=/shared/w", CONTEXTS)
     assert done.returncode == 0, done.stderr
     (call,) = machine.calls("xpk")
-    assert call[:2] == ["workload", "create"] and "--restart-on-exit-codes=1" in call
+    assert call[:2] == ["workload", "create"] and "--restart-on-exit-codes=1,75" in call
     command = next(a for a in call if a.startswith("--command="))
     assert shlex.split(command.removeprefix("--command=")) == [
         *("python", "-m", "earl_jax.main", CONFIG, "--workdir=/shared/w", CONTEXTS)

@@ -19,7 +19,7 @@ from earl_jax.envs.examples import example_ids, play_example
 from earl_jax.envs.tasks import Dataset, read_rows
 from earl_jax.rollout.evaluation import summarize
 from earl_jax.run import build_run
-from earl_jax.telemetry.episodes import failures_in_words, read_trajectories
+from earl_jax.telemetry.episodes import failures_of, read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.trajectory import Trajectory
 from tests.support.episodes import renderer
@@ -238,10 +238,11 @@ def test_episodes_that_the_template_cannot_begin_say_so_and_end_nothing_else():
     record = one_step(build_run(own("Tools")))
     failed = [e for e in record.trajectories if e.stop_reason == "unencodable"]
     assert len(failed) == 4 and all("<|end|>" in episode.detail for episode in failed)
-    said = failures_in_words(record.trajectories)
-    assert said.startswith(
-        "4 of 8 episodes failed, the first as unencodable: descriptions of tools"
-    )
+    said = record.failures.in_words()
+    assert said.startswith("4 of 8 episodes failed as unencodable: descriptions of tools")
+    assert failures_of(record.trajectories) == record.failures
+    assert record.metrics()["failed_share"] == 0.5
+    assert record.metrics()["failure"].startswith("unencodable: descriptions of tools")
     assert all(np.isfinite(update["loss"]) for update in record.updates)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from earl_jax.launch.start import STOPPED
 from earl_jax.telemetry.episodes import read_trajectories
 from earl_jax.telemetry.metrics import read_metrics
 from tests.support import ROOT
@@ -48,7 +49,7 @@ def terminate_after(cache: Path, line: list[str], metrics: Path, step: int) -> i
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    assert process.returncode == STOPPED, output
     assert b"stopped by SIGTERM after step" in output
     return max(row["step"] for row in read_metrics(metrics))
 

@@ -2,14 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals to real runs: the first saves and ends the run, a second Ctrl-C ends it at once."""
 
+import random
 import shlex
 import signal
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 
+from earl_jax.envs.environment import Start
+from earl_jax.launch.start import STOPPED
+from earl_jax.telemetry.metrics import read_metrics
+from earl_jax.training import train
 from tests.support.commands import ALL, Command, steps_of
+from tests.support.runs import final_parameters
+from tests.support.settings import make_config
 
 # So many steps that a signal ends the run, and one line of metrics behind each.
 LONG = ALL | {"num_steps": 1000, "log.trajectories_every_steps": 1000}
@@ -28,8 +37,8 @@ def test_a_signal_saves_and_the_last_line_goes_on(cache, tmp_path, name, num):
     run.after_step(2)
     run.all[-1].send_signal(signal.Signals[name])
     ends = run.ends()
-    assert [status for status, _, _ in ends] == [0] * num, ends
-    assert f"* {name}: the run saves and ends after this step" in ends[-1][2]
+    assert [status for status, _, _ in ends] == [STOPPED] * num, ends
+    assert f"* {name}: the run gives up its rollout, or finishes its step" in ends[-1][2]
     step = steps_of(run.workdir)[-1]["step"]
     assert 2 <= step < 1000 and (run.workdir / "checkpoints" / str(step)).is_dir()
     words = last_line(ends[0][1])
@@ -65,7 +74,132 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, name, n
     run.after(lambda: (run.workdir / "tokenizer").exists())
     run.all[-1].send_signal(signal.Signals[name])
     ends = run.ends()
-    assert [status for status, _, _ in ends] == [0] * num, ends
+    assert [status for status, _, _ in ends] == [STOPPED] * num, ends
     words = f"stopped by {name} before the first step; there was nothing to save. To go on: "
     assert last_line(ends[0][1]).startswith(words)
     assert not (run.workdir / "metrics.jsonl").exists()
+
+
+# Rollouts that are given up.
+
+SHORT = {
+    "num_steps": 3,
+    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "head_size": 8, "ffn_size": 16},
+    "rollout": {
+        "num_slots": 8,
+        "episodes_per_step": 32,
+        "patience_s": 10.0,
+        "context_buckets": (24, 48),
+    },
+    "selector": {
+        "rollout_meshes": ("data=8",),
+        "train_meshes": ("data=8", "data=2,fsdp=4"),
+        "table": "model",
+    },
+    "eval": {"every_steps": 2, "games": 8, "final_games": 16},
+    "checkpoint": {"every_steps": 50},
+    "log": {"trajectories_every_steps": 1},
+}
+
+
+class Counter:
+    """Names a signal from its call number `last` on; 0: never."""
+
+    def __init__(self, last: int):
+        self.calls, self.last = 0, last
+
+    def __call__(self) -> str:
+        self.calls += 1
+        return "SIGTERM" if self.last and self.calls >= self.last else ""
+
+
+@pytest.fixture(scope="module")
+def whole(cache, tmp_path_factory):
+    """The workdir of a run that is left alone, and how often it looked for a signal."""
+    folder, counter = tmp_path_factory.mktemp("whole") / "run", Counter(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        assert not train(make_config(SHORT), folder, counter).stopped
+    return folder, counter.calls
+
+
+def lines_of(workdir):
+    """The lines of metrics without what depends on time, and on what was compiled before."""
+    vary = ("time_s", "stage_s", "rollout_tokens_per_s", "train_tokens_per_s", "env_wait_s")
+    vary += ("compile_s", "compile_waited_s", "switch_s", "switched", "decision")
+    vary += ("expected_step_s", "publish_host_bytes", "shared_tokens", "prefill_tokens")
+    return [
+        {name: value for name, value in row.items() if name not in vary}
+        for row in read_metrics(workdir / "metrics.jsonl")
+    ]
+
+
+def given_up_and_gone_on(whole, folder, last):
+    """Stops a run at call `last`, goes on, and compares it with the whole one."""
+    end = train(make_config(SHORT), folder, Counter(last))
+    assert end.stopped.startswith("stopped by SIGTERM")
+    done = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+    kept = [int(p.name) for p in (folder / "checkpoints").glob("*") if p.name.isdigit()]
+    assert kept == ([max(done)] if max(done) else []), "saved as it was before the step"
+    assert not train(make_config(SHORT), folder).stopped
+    assert lines_of(folder) == lines_of(whole[0])
+    for one, other in zip(final_parameters(folder, 3), final_parameters(whole[0], 3), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for path in (whole[0] / "trajectories").glob("*.jsonl"):
+        assert (folder / "trajectories" / path.name).read_text() == path.read_text()
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
+)
+def test_a_rollout_that_is_given_up_is_played_again_bit_for_bit(whole, tmp_path, seed):
+    """At any round of any step or evaluation."""
+    first = whole[1] // 3 if seed == 0 else 4
+    last = random.Random(seed).randint(first, whole[1] - 1)
+    given_up_and_gone_on(whole, tmp_path / "run", last)
+
+
+@pytest.mark.slow
+def test_the_last_evaluation_is_made_up_for(whole, tmp_path):
+    """The signal comes in its last rounds; the run is not done then."""
+    folder = tmp_path / "run"
+    end = train(make_config(SHORT), folder, Counter(whole[1] - 3))
+    assert end.stopped.startswith("stopped by SIGTERM after step 3; saved in")
+    assert "eval" not in lines_of(folder)[-1]
+    assert train(make_config(SHORT), folder).evaluation["episodes"] == 16
+    assert lines_of(folder) == lines_of(whole[0])
+
+
+class Silent:
+    """Answers nothing until the end of the test."""
+
+    asked, released = threading.Event(), threading.Event()
+
+    def __init__(self, *, seed: int):
+        del seed
+
+    def all_choices(self):
+        return ("yes", "no")
+
+    def start(self):
+        return Start(text="say", choices=self.all_choices())
+
+    def step(self, reply):
+        Silent.asked.set()
+        assert Silent.released.wait(600)
+        raise OSError(reply)
+
+
+def test_a_signal_is_heard_while_environments_are_waited_for(tmp_path):
+    """A call may take ten minutes; the first evaluation waits for all."""
+    env = {"name": f"{__name__}:Silent", "timeout_s": 600.0}
+    config = make_config(SHORT | {"env": env, "train": {"ratio": "model"}})
+    began_s = time.monotonic()
+    try:
+        # When the first call is made no round runs any more, or the last one does.
+        stop = lambda: "SIGTERM" if Silent.asked.is_set() else ""  # noqa: E731
+        end = train(config, tmp_path / "run", stop)
+    finally:
+        Silent.released.set()
+    assert end.stopped.startswith("stopped by SIGTERM before the first step")
+    assert time.monotonic() - began_s < 120

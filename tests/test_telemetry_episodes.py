@@ -7,6 +7,7 @@ import math
 import pytest
 
 from earl_jax.telemetry.episodes import (
+    failures_of,
     read_trajectories,
     truncate_trajectories_after,
     write_trajectories,
@@ -138,3 +139,31 @@ def test_damage_is_an_error_with_its_line(tmp_path):
     path.write_bytes(path.read_bytes() + b'{"episode": 8')
     with pytest.raises(ValueError, match=r"step_000001\.jsonl, line 2"):
         read_trajectories(path)
+
+
+def test_failures_are_counted_by_their_reason_and_numbers_make_none_of_their_own():
+    reasons = [
+        ("win", "row of three"),
+        ("environment_timeout", "no answer within 10.0 s"),
+        ("environment_error", "OSError: port 8080 is taken"),
+        ("environment_error", "OSError: port 8081 is taken"),
+        ("turn_too_long", "no end of turn within 4 tokens"),
+    ]
+    episodes = [
+        dataclasses.replace(EPISODE, stop_reason=reason, detail=detail)
+        for reason, detail in reasons
+    ]
+    failures = failures_of([episode.outcome for episode in episodes])
+    assert failures == failures_of(episodes)
+    assert (failures.num_failed, failures.num_episodes, failures.share) == (3, 5, 0.6)
+    assert failures.reasons == (
+        "environment_error: OSError: port 8080 is taken",
+        "environment_timeout: no answer within 10.0 s",
+    )
+    assert failures.kind == "environment_error: OSError: port # is taken"
+    assert failures.in_words() == (
+        "3 of 5 episodes failed, most often as environment_error: OSError: port 8080 is taken"
+    )
+    none = failures_of(episodes[:1])
+    assert (none.share, none.reasons, none.kind, none.in_words()) == (0.0, (), "", "")
+    assert [episode.outcome.detail for episode in episodes][::4] == ["", ""], "failures' only"

@@ -68,6 +68,15 @@ def test_a_line_says_what_is_done_otherwise_than_the_config_says():
     assert stream.getvalue() == "step 1/9  train fsdp=8  (training in 2 micro-batches)\n"
 
 
+def test_a_line_says_which_share_of_the_episodes_failed():
+    stream = io.StringIO()
+    with Progress(9, stream) as progress:
+        progress.update({"step": 1, "reward_mean": 0.5, "failed_share": 0.125})
+        progress.update({"step": 2, "reward_mean": 0.5, "failed_share": 0.0})
+    first, second = stream.getvalue().splitlines()
+    assert first == "step 1/9  reward +0.500  12.5% failed" and "failed" not in second
+
+
 def test_plain_notes_are_printed_at_once_and_an_evaluation_after_the_last_step_is_shown():
     stream = io.StringIO()
     with Progress(1, stream) as progress:

@@ -171,7 +171,7 @@ def update(
             expected,
         )
     )
-    assert int(new.updates) == 1
+    assert int(new.updates) == int((batch.turn_ids > 0).any())
     # After the first update, Adam's first moment is (1 - b1) times the gradient.
     grads = jax.tree.map(lambda m: np.asarray(m) / (1 - config.adam_b1), new.optimizer[1].mu)
     return Update(jax.tree.map(np.asarray, new.params), grads, read_metrics(metrics))

@@ -4,9 +4,9 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Starts the run on every worker, and shows what worker 0 prints, and the errors of all. Where TPUs
-# are not there (yet, or after a preemption) they are requested and set up; where a worker is lost
-# the run starts again, up to 100 times, and resumes from its newest checkpoint. The workdir is on
-# storage that outlives the TPUs (--prepare mounts it). See flags.sh.
+# are not there (yet, or after a preemption) they are requested and set up; where a worker is lost,
+# or stops the run (status 75), it starts again, up to 100 times, and resumes from its newest
+# checkpoint. The workdir is on storage that outlives the TPUs (--prepare mounts it). See flags.sh.
 set -euo pipefail
 source "$(dirname "$0")/flags.sh"
 read_flags "name zone type" "$@"

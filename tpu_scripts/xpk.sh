@@ -4,7 +4,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # Starts a run on a GKE cluster made by xpk, which writes the JobSet itself; without the flag, xpk
-# does not restart a run that lost a process (status 1). The workdir is on a storage attached to the
+# does not restart a run that lost a process (status 1) or was stopped, saved (75). The workdir is on a storage attached to the
 # cluster (xpk storage attach). IMAGE: gpu_scripts/Dockerfile with EXTRA=tpu.
 set -euo pipefail
 usage() { sed -n '2s/^# //p' "$0" >&2; exit 2; }
@@ -23,7 +23,7 @@ done
 printf -v words ' %q' "${arguments[@]}"
 command=(xpk workload create --workload="$name" --cluster="$cluster" --zone="$zone"
   ${project:+--project="$project"} --tpu-type="$type" --num-slices="$num_slices"
-  --docker-image="$image" --max-restarts=100 --restart-on-exit-codes=1 --command="python -m earl_jax.main$words")
+  --docker-image="$image" --max-restarts=100 "--restart-on-exit-codes=1,75" --command="python -m earl_jax.main$words")
 if [[ $dry_run ]]; then
   printf '%q ' "${command[@]}"; echo
   exec "${PYTHON:-$(dirname "$0")/../.venv/bin/python}" -m earl_jax.config "${arguments[@]}"

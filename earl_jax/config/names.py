@@ -37,6 +37,11 @@ NAMES_ELSEWHERE = {
         "config.rollout.max_episode_tokens",
     ),
     **dict.fromkeys(
+        ("num_turns", "turns", "max_num_turns", "max_assistant_turns", "max_user_turns",
+         "max_tool_calling_iterations"),
+        "config.rollout.max_turns",
+    ),
+    **dict.fromkeys(
         ("steps", "max_steps", "total_steps", "train_steps", "num_train_steps", "iterations",
          "total_training_steps"),
         "config.num_steps",

@@ -21,6 +21,8 @@ MAY_CHANGE: dict[str, str] = {
     "is chosen.",
     "env.timeout_s": "From the next step on.",
     "env.num_workers": "From the next step on.",
+    "env.max_failed_share": "From the next step on.",
+    "env.max_failed_steps": "From the next step on.",
     "rollout.patience_s": "From the next step on.",
     "rollout.preemption_host_gib": "From the next step on.",
 }  # fmt: skip

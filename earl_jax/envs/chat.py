@@ -76,7 +76,7 @@ class ChatRenderer:
     composes characters (Qwen), U+2581 for a blank with SentencePiece's (Gemma, Mistral).
 
     A turn may end with the template's own token (`end_of_turn_id`), the tokenizer's eos, or one of
-    `end_ids`. Like its tokenizer, a renderer may be used by one thread at a time.
+    `end_ids`. Any number of threads may use a renderer.
 
     The template is given `template_arguments` too, the same for every message.
 
@@ -190,6 +190,11 @@ class ChatRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of these ids; never raises, see `decode_reply`."""
         return self._codec.decode(ids)
+
+    @property
+    def longest_token(self) -> int:
+        """The most characters that a token stands for."""
+        return self._codec.longest_token
 
     def kept(self, text: str) -> str:
         """Returns the part of a text that its ids preserve; equal results decode to equal texts.

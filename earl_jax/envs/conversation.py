@@ -61,6 +61,14 @@ class Conversation:
         self._is_open = False
         self._sample = ""
 
+    def may_fit(self, content: Content, most_tokens: int) -> bool:
+        """Returns False for messages that certainly are so many tokens or more.
+
+        Only their length is looked at, so that a text of any size costs nothing.
+        """
+        size = sum(len(message.text) for message in messages_of(content))
+        return size < most_tokens * self._renderer.longest_token
+
     def open(self, content: Content, tools: Sequence[Mapping[str, Any]] = ()) -> Heard:
         """Returns the ids of the environment's opening messages. Raises as `ChatRenderer.first`."""
         self._opening = self._renderer.opening(content, tools)

@@ -15,6 +15,7 @@ from earl_jax.settings.errors import InputError
 # Why an episode ended that its environment did not end; an environment has words of its own.
 TURN_TOO_LONG = "turn_too_long"
 EPISODE_TOO_LONG = "episode_too_long"
+TOO_MANY_TURNS = "too_many_turns"
 ABORTED = "aborted"
 ENVIRONMENT_ERROR = "environment_error"
 ENVIRONMENT_TIMEOUT = "environment_timeout"
@@ -22,6 +23,7 @@ UNENCODABLE = "unencodable"
 STOPPED = (
     TURN_TOO_LONG,
     EPISODE_TOO_LONG,
+    TOO_MANY_TURNS,
     ABORTED,
     ENVIRONMENT_ERROR,
     ENVIRONMENT_TIMEOUT,

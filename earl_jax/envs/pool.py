@@ -3,7 +3,10 @@
 """Threads for environment calls, which may raise or hang; each call has an outcome."""
 
 import collections
+import contextlib
+import ctypes
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -12,13 +15,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from earl_jax.envs.environment import ENVIRONMENT_ERROR, ENVIRONMENT_TIMEOUT
-from earl_jax.settings.errors import InputError
+from earl_jax.settings.errors import InputError, RunError
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
-# A hung thread cannot be killed, it keeps its stack (8 MB of address space) until the process ends.
-MAX_ABANDONED = 64
+# A caller that waits for calls looks around so often.
+_LOOK_S = 1.0
+# A thread that was given up is told to end this long after, and so often.
+_END_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,11 +37,13 @@ class Failure:
 class EnvironmentPool:
     """Threads that make environment calls under a time limit.
 
-    A call that takes longer than `timeout_s` is given up: its thread is abandoned and replaced,
-    whatever it returns later is dropped, and so should its environment be. Threads are daemons, so
-    the end of the process waits for none of them. While every worker hangs the other calls wait, at
-    most `timeout_s` for each `num_workers` hung calls. A call that holds the GIL in C code cannot
-    be timed out.
+    A call that takes longer than `timeout_s` is given up: its thread is replaced, whatever it
+    returns later is dropped, and so should its environment be. SystemExit is raised in the thread,
+    which ends a loop of Python code, and a wait in C code when that returns; until then it keeps
+    its stack (8 MB of address space, of which it uses some 0.1). So any number of calls may hang,
+    as long as the process may start threads. Threads are daemons, so the end of the process waits
+    for none of them. While every worker hangs the other calls wait, at most `timeout_s` for each
+    `num_workers` hung calls. A call that holds the GIL in C code cannot be timed out.
 
     Cost per call (2 shared cores of an x86 machine, 2026-11, Python 3.11): 0.7 us in a burst of
     256, 1.5 us in one of 16, 14 us alone.
@@ -51,18 +58,22 @@ class EnvironmentPool:
         self.timeout_s = timeout_s
         self.num_workers = num_workers
         self._waiting: queue.SimpleQueue[Calls | None] = queue.SimpleQueue()
-        self._abandoned: list[threading.Thread] = []
+        # Threads that were given up, and when; or when they were last told to end.
+        self._given_up: dict[threading.Thread, float] = {}
         for _ in range(num_workers):
             self._start_worker(None)
 
-    def calls(self) -> "Calls[Any, Any]":
-        """Returns a queue of calls for one rollout, separate from those of other rollouts."""
-        return Calls(self)
+    def calls(self, look: Callable[[], None] = lambda: None) -> "Calls[Any, Any]":
+        """Returns a queue of calls for one rollout, separate from those of other rollouts.
+
+        Who waits for calls calls `look` every second; what it raises ends the wait.
+        """
+        return Calls(self, look)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T | Failure]:
         """Makes the calls, in any order and in other threads; outcomes are in the order of `calls`.
 
-        Raises RuntimeError when more than `MAX_ABANDONED` threads hang at once.
+        Raises RunError as `Calls.take`.
         """
         made = self.calls()
         made.submit(dict(enumerate(calls)))
@@ -81,16 +92,42 @@ class EnvironmentPool:
         for _ in range(min(self.num_workers, workers)):
             self._waiting.put(calls)
 
+    @property
+    def num_hung(self) -> int:
+        """The number of calls that were given up and have not returned."""
+        return sum(thread.is_alive() for thread in self._given_up)
+
+    def is_given_up(self, thread: threading.Thread) -> bool:
+        """Returns whether this thread was replaced."""
+        return thread in self._given_up
+
     def replace(self, thread: threading.Thread, calls: "Calls[Any, Any]") -> None:
-        """Gives up a thread that hangs; a new one goes on with its calls."""
-        self._abandoned = [t for t in self._abandoned if t.is_alive()]
-        self._abandoned.append(thread)
-        if len(self._abandoned) > MAX_ABANDONED:
-            raise RuntimeError(
-                f"{len(self._abandoned)} environment calls hang at once, each beyond "
-                f"{self.timeout_s} s; repair the environment or raise config.env.timeout_s"
-            )
-        self._start_worker(calls)
+        """Gives up a thread that hangs; a new one goes on with its calls.
+
+        Raises RunError where the process may start no more threads.
+        """
+        self._given_up[thread] = time.monotonic()
+        try:
+            self._start_worker(calls)
+        except RuntimeError as error:
+            raise RunError(
+                f"{self.num_hung} environment calls hang, each beyond {self.timeout_s} s, and this "
+                f"process can start no thread for others ({error}); repair the environment, or "
+                "raise the limit of threads or of memory; the run goes on from its checkpoint"
+            ) from error
+
+    def end_given_up(self) -> None:
+        """Raises SystemExit in the threads that were given up, once a second, until they end."""
+        now = time.monotonic()
+        for thread, since in list(self._given_up.items()):
+            if not thread.is_alive():
+                del self._given_up[thread]
+            # Not at once: one whose call has just returned is ending by itself, and holds a lock.
+            elif now - since >= _END_S and thread.ident is not None:
+                self._given_up[thread] = now
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
+                )
 
     def _start_worker(self, calls: "Calls[Any, Any] | None") -> None:
         threading.Thread(
@@ -104,8 +141,8 @@ class Calls(Generic[K, T]):
     For one caller. A key is free again once its outcome was taken.
     """
 
-    def __init__(self, pool: EnvironmentPool):
-        self._pool = pool
+    def __init__(self, pool: EnvironmentPool, look: Callable[[], None]):
+        self._pool, self._look = pool, look
         self._changed = threading.Condition()
         self._todo: collections.deque[tuple[K, Callable[[], T]]] = collections.deque()
         self._running: dict[threading.Thread, tuple[K, float]] = {}
@@ -125,8 +162,9 @@ class Calls(Generic[K, T]):
         With `at_least_one` it waits for the first outcome without that limit (a hung call fails
         after the pool's `timeout_s`), unless no call is under way.
 
-        Raises RuntimeError when more than `MAX_ABANDONED` threads hang at once.
+        Raises RunError where calls hang, and the process may start no more threads.
         """
+        self._pool.end_given_up()
         deadline = time.monotonic() + wait_s
         with self._changed:
             while self._todo or self._running:
@@ -136,8 +174,10 @@ class Calls(Generic[K, T]):
                 if enough and now >= deadline:
                     break
                 self._one_is_enough = not enough
-                until = self._next_overdue()
-                self._changed.wait(max(0.0, (min(until, deadline) if enough else until) - now))
+                until = min(self._next_overdue(), now + _LOOK_S, deadline if enough else math.inf)
+                self._changed.wait(max(0.0, until - now))
+                self._look()
+                self._pool.end_given_up()
             self._one_is_enough = False
             outcomes, self._outcomes = self._outcomes, {}
         return outcomes
@@ -152,6 +192,9 @@ class Calls(Generic[K, T]):
                 key, call = self._todo.popleft()
                 self._running[thread] = (key, time.monotonic())
             outcome = _outcome(call)
+            # Without the lock: SystemExit may be raised anywhere in a thread that was given up.
+            if self._pool.is_given_up(thread):
+                return False
             with self._changed:
                 if self._running.pop(thread, None) is None:
                     return False
@@ -176,10 +219,12 @@ class Calls(Generic[K, T]):
 
 def _work(waiting: "queue.SimpleQueue[Calls[Any, Any] | None]", calls: Calls | None) -> None:
     """Runs a worker; a replacement begins with the calls of the thread that it replaces."""
-    while calls is None or calls.work():
-        calls = waiting.get()
-        if calls is None:
-            return
+    # SystemExit is how a thread that was given up is ended, wherever it is by then.
+    with contextlib.suppress(SystemExit):
+        while calls is None or calls.work():
+            calls = waiting.get()
+            if calls is None:
+                return
 
 
 def _outcome(call: Callable[[], T]) -> T | Failure:

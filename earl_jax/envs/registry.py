@@ -34,13 +34,17 @@ class EnvConfig:
     `name` is one of ENVIRONMENTS or a class of the user's own as "module:Class"; `args` are
     keyword arguments of its constructor, beside those that its tasks give (`TasksConfig`).
     `timeout_s` bounds one call of an environment, `num_workers` is the number of threads that make
-    such calls.
+    such calls. An episode fails if its environment raises, hangs or says what cannot be encoded;
+    nothing is learnt from it. The run ends, saved, behind `max_failed_steps` steps in a row in each
+    of which at least the share `max_failed_share` of the episodes failed.
     """
 
     name: str = "tic_tac_toe"
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     timeout_s: float = 10.0
     num_workers: int = 2
+    max_failed_share: float = 1.0
+    max_failed_steps: int = 1
 
     @property
     def title(self) -> str:
@@ -77,6 +81,15 @@ class EnvConfig:
             )
         if self.num_workers < 1:
             raise InputError(f"config.env.num_workers is {self.num_workers}; it must be at least 1")
+        if not 0 < self.max_failed_share <= 1:
+            raise InputError(
+                f"config.env.max_failed_share is {self.max_failed_share}; it must be above 0, and "
+                "at most 1 (1: all episodes of a step)"
+            )
+        if self.max_failed_steps < 1:
+            raise InputError(
+                f"config.env.max_failed_steps is {self.max_failed_steps}; it must be at least 1"
+            )
         self.maker()
 
     def _find(self) -> Callable[..., Environment]:

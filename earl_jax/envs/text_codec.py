@@ -33,15 +33,22 @@ class TextCodec:
 
     Encoding and decoding preserve a text up to `kept`.
 
-    Encoding is for one thread at a time; decoding for any number.
+    Any number of threads may encode and decode.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         settings = json.loads(tokenizer.backend_tokenizer.to_str())
         self._prepends = any(step["type"] == "Prepend" for step in _steps(settings["normalizer"]))
-        self._inside = _backend(settings, prepends=False)
-        self._behind_control = _backend(settings, prepends=True) if self._prepends else self._inside
+        # Each has its settings for good: `tokenizers` allows no change while a thread encodes.
+        self._inside = self._behind_control = _backend(settings, prepends=False, plain=True)
+        self._named = self._named_behind = _backend(settings, prepends=False, plain=False)
+        if self._prepends:
+            self._behind_control = _backend(settings, prepends=True, plain=True)
+            self._named_behind = _backend(settings, prepends=True, plain=False)
         vocab = tokenizer.get_vocab()
+        # An entry of bytes (GPT-2's alphabet) has a character for each, so never fewer than it
+        # stands for.
+        self.longest_token = max(map(len, vocab))
         self._known = frozenset(vocab.values())
         self._bytes: dict[int, int] = {}
         if any(step["type"] == "ByteFallback" for step in _steps(settings["decoder"])):
@@ -70,15 +77,15 @@ class TextCodec:
 
         `behind_control`: the text follows a control token, or begins the stream.
         """
-        return _encode(self._behind_control if behind_control else self._inside, text, plain=True)
+        return _encode(self._behind_control if behind_control else self._inside, text)
 
     def encode_control(self, text: str) -> tuple[int, ...]:
         """Returns the ids of text with control tokens that begins the stream or a turn."""
-        return _encode(self._behind_control, text, plain=False)
+        return _encode(self._named_behind, text)
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
         """Returns the ids of text with control tokens that follows other text."""
-        return _encode(self._inside, text, plain=False)
+        return _encode(self._named, text)
 
     def around_control(self, text: str) -> tuple[str, str, str]:
         """Splits a text before its first and after its last control token.
@@ -128,11 +135,7 @@ def _decode_unknown(run: list[int]) -> str:
     return _REPLACEMENT * len(run)
 
 
-def _encode(backend: Tokenizer, text: str, *, plain: bool) -> tuple[int, ...]:
-    # Set only where necessary: a server's threads decode with the same tokenizer meanwhile, and
-    # `tokenizers` does not allow setting it during use.
-    if backend.encode_special_tokens != plain:
-        backend.encode_special_tokens = plain
+def _encode(backend: Tokenizer, text: str) -> tuple[int, ...]:
     return tuple(backend.encode(text, add_special_tokens=False).ids)
 
 
@@ -149,10 +152,10 @@ def _steps(part: dict[str, Any] | None) -> list[dict[str, Any]]:
     return [step for each in inner for step in _steps(each)]
 
 
-def _backend(settings: dict[str, Any], *, prepends: bool) -> Tokenizer:
+def _backend(settings: dict[str, Any], *, prepends: bool, plain: bool) -> Tokenizer:
     """Returns the tokenizer without prefixes of encoded text and without stripping of decoded text.
 
-    `prepends` keeps its `Prepend` normalizer.
+    `prepends` keeps its `Prepend` normalizer; `plain` takes the names of control tokens for text.
     """
     dropped = {"decoder": {"Strip"}, "normalizer": set() if prepends else {"Prepend"}}
     parts = {}
@@ -163,6 +166,7 @@ def _backend(settings: dict[str, Any], *, prepends: bool) -> Tokenizer:
         kept = [step for step in steps if step["type"] not in dropped.get(name, ())]
         parts[name] = {"type": "Sequence", key: kept}
     backend = Tokenizer.from_str(json.dumps(settings | parts))
+    backend.encode_special_tokens = plain
     backend.no_truncation()
     backend.no_padding()
     return backend

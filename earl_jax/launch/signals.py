@@ -16,9 +16,9 @@ _END = b"\0"
 class StopSignals:
     """The signals that this process receives while the `with` block runs.
 
-    The first one only sets `received`: the run looks at it behind each step, saves and ends. A
-    Ctrl-C behind it ends the process at once, with status 130. A second SIGTERM does not: launchers
-    send several, and the run is saving.
+    The first one only sets `received`: the run looks at it before each round of a rollout and
+    behind each step, saves and ends. A Ctrl-C behind it ends the process at once, with status 130.
+    A second SIGTERM does not: launchers send several, and the run is saving.
 
     Python runs its handlers in the main thread, between two bytecodes, which a compilation keeps
     waiting for minutes. So a thread reads the signals as the C handler writes them.
@@ -61,8 +61,8 @@ class StopSignals:
             if len(self._received) == 1:
                 again = "again " if number == signal.SIGINT else ""
                 print(
-                    f"* {self.received}: the run saves and ends after this step; Ctrl-C "
-                    f"{again}ends it at once",
+                    f"* {self.received}: the run gives up its rollout, or finishes its step, saves "
+                    f"and ends; Ctrl-C {again}ends it at once",
                     file=sys.stderr,
                     flush=True,
                 )

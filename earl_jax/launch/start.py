@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from earl_jax.launch.distributed import DistributedConfig
 
 THREADS_PER_CPU_DEVICE = 32
+# Exit status of a run that a signal stopped, and that is saved: EX_TEMPFAIL of sysexits.h, "try
+# again later". Not 0, by which a scheduler takes the run for done; not 128 + n, which shells, Slurm
+# and Kubernetes give to a process that a signal killed, saved or not.
+STOPPED = 75
 # The packages of which one must be installed for a platform.
 _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 
@@ -70,17 +74,16 @@ def _missing(setting: str, platform: str, error: Exception) -> str:
     return f"{text}JAX cannot start it here: {reason}"
 
 
-def exit_status(command: Callable[[], None]) -> int:
+def exit_status(command: Callable[[], int | None]) -> int:
     """Runs a command. A mistake in what was given is one message and status 2.
 
-    A run that cannot go on is one message and status 1. Every other error passes: Python prints its
-    traceback and ends with status 1.
+    The status is else what the command returns; None is 0. A run that cannot go on is one message
+    and status 1. Every other error passes: Python prints its traceback and ends with status 1.
     """
     try:
-        command()
+        return command() or 0
     except (InputError, RunError) as error:
         if os.environ.get("EARL_JAX_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, InputError) else 1
-    return 0

@@ -10,7 +10,7 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.session import Session
 from earl_jax.models.parameters import Params
 from earl_jax.placement.placement import Placement
-from earl_jax.rollout.actor import Actor
+from earl_jax.rollout.actor import Actor, Stopped
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.episode import Task
 from earl_jax.rollout.gather import Played, gather_outcomes
@@ -53,17 +53,21 @@ def play_all(
         This process's rollout, None where it has no session, and what became of all tasks.
 
     Raises:
+        Stopped: a process was stopped by a signal; all were when their own episodes had ended, or
+            with it where they heard it too. No round waits for another process.
         RolloutShort: of several processes one had too little memory.
     """
     cluster = placement.stages.cluster
-    own, rollout, shortage = cluster.own(tasks), None, None
+    own, rollout, shortage, stopped = cluster.own(tasks), None, None, ""
     try:
         rollout = play(actor, placement, session, own, load, sampling) if session else None
+    except Stopped as stop:
+        stopped = str(stop)
     except (jax.errors.JaxRuntimeError, BudgetTooSmall) as error:
         shortage = placement.shortage(error)
         if shortage is None:
             raise
-    played = gather_outcomes(cluster, rollout, placement.as_dict(), shortage)
+    played = gather_outcomes(cluster, rollout, placement.as_dict(), shortage, stopped)
     if played.placement != placement.as_dict():
         placement.restore(played.placement)
     return rollout, played

@@ -20,12 +20,20 @@ from earl_jax.rollout.service import RolloutService, ThinOut
 from earl_jax.settings.errors import InputError
 
 
+class Stopped(Exception):  # noqa: N818 - no error
+    """A rollout was abandoned for a signal, whose name it has: its episodes are to be played again.
+
+    Of several processes all raise it where their rollouts are gathered.
+    """
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Actor:
     """Plays this process's episodes.
 
     `rollout` are the settings of all processes' rollout; `make` makes an environment from a task's
-    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history.
+    `args`; the model reads at most `max_context` tokens; `history` is config.chat.history. `stop()`
+    is the name of a signal to stop, "" before there is one.
     """
 
     rollout: RolloutConfig
@@ -35,6 +43,7 @@ class Actor:
     pool: EnvironmentPool
     make: Callable[..., Environment]
     max_context: int
+    stop: Callable[[], str] = lambda: ""
 
     def new_conversation(self) -> Conversation:
         """Returns the conversation of one episode."""
@@ -65,6 +74,7 @@ class Actor:
             sampling=sampling or self.rollout.sampling,
             max_context=self.max_context,
             thin_out=thin_out,
+            look=self._look_for_a_signal,
         )
 
     def play(
@@ -76,9 +86,18 @@ class Actor:
         grow: Grow,
         thin_out: ThinOut,
     ) -> Rollout:
-        """Plays the tasks from this session to their end; see `open`."""
+        """Plays the tasks from this session to their end; see `open`.
+
+        Raises Stopped before the next round when there is a signal to stop.
+        """
         service = self.open(session, sampling=sampling, grow=grow, thin_out=thin_out)
-        return collect(service, tasks)
+        rollout = collect(service, tasks)
+        rollout.stats.hung_calls = self.pool.num_hung
+        return rollout
+
+    def _look_for_a_signal(self) -> None:
+        if signal_name := self.stop():
+            raise Stopped(signal_name)
 
 
 def check_learnable(tasks: Sequence[Task], sampling: Sampling) -> None:

@@ -7,6 +7,7 @@ import math
 from typing import Literal
 
 from earl_jax.engine.config import MAX_STOP_IDS, EngineConfig, Sampling, SlotRules
+from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.sampling import LEAST_TEMPERATURE
 from earl_jax.envs.environment import LARGEST_REWARD
@@ -14,6 +15,10 @@ from earl_jax.models.config import ModelConfig
 from earl_jax.settings.choices import check_choices
 from earl_jax.settings.errors import InputError
 
+# The most turns and tokens of an episode by default: one that never ends must not hold a run. The
+# tokens are for a model without a checkpoint that says how many it reads.
+MAX_TURNS = 1000
+MAX_CONTEXT = 32768
 # Contexts from which on large pages are worth what they waste.
 LONG_CONTEXT = 1024
 
@@ -45,10 +50,14 @@ class Stops:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The most tokens of a turn of the policy, and of an episode of both sides (0: no limit)."""
+    """The most tokens of a turn of the policy, and of an episode of both sides (0: no limit).
+
+    `max_turns` are the policy's in an episode.
+    """
 
     max_turn_tokens: int
     max_episode_tokens: int = 0
+    max_turns: int = MAX_TURNS
 
     def validate(self, where: str) -> None:
         """Raises ValueError naming the field, after `where`, that breaks a rule."""
@@ -56,6 +65,8 @@ class Limits:
             raise InputError(
                 f"{where}max_turn_tokens is {self.max_turn_tokens}; it must be at least 1"
             )
+        if self.max_turns < 1:
+            raise InputError(f"{where}max_turns is {self.max_turns}; it must be at least 1")
         if self.max_episode_tokens < 0:
             raise InputError(
                 f"{where}max_episode_tokens is {self.max_episode_tokens}; it must be at least 0 "
@@ -95,9 +106,10 @@ class RolloutConfig:
     `episodes_per_step`. Both divide by the data axis of the rollout's mesh: meshes whose data axis
     does not divide them are not used. The `group_size` episodes of a group play the same task. A
     turn is cut, and its episode over, at `max_turn_tokens`, or where the episode comes to
-    `max_episode_tokens` (0: the context of the checkpoint's model, if there is one); a message that
-    leaves no tokens for an answer ends it too. The last turn of an episode that is cut earns
-    `unfinished_reward`, beside its own reward.
+    `max_episode_tokens` (0: the context of the checkpoint's model; without a checkpoint 32,768, or
+    the last of `context_buckets` if that is more); a message that leaves no tokens for an answer
+    ends it too, and so does one behind the policy's turn number `max_turns`. The last turn of an
+    episode that is cut earns `unfinished_reward`, beside its own reward.
 
     **Rounds.** `chunk_size` tokens of a prompt or a message are appended per slot and round; then
     at most `burst` forward passes decode. With `num_draft_tokens` above 0 each pass also scores so
@@ -144,6 +156,7 @@ class RolloutConfig:
     num_draft_tokens: int = 0
     max_turn_tokens: int = 1024
     max_episode_tokens: int = 0
+    max_turns: int = MAX_TURNS
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -254,8 +267,19 @@ class RolloutConfig:
     def limits(self) -> Limits:
         """The limits of turns and episodes."""
         return Limits(
-            max_turn_tokens=self.max_turn_tokens, max_episode_tokens=self.max_episode_tokens
+            max_turn_tokens=self.max_turn_tokens,
+            max_episode_tokens=self.max_episode_tokens,
+            max_turns=self.max_turns,
         )
+
+    def max_context(self, of_checkpoint: int) -> int:
+        """Returns the most tokens of a sample, where a checkpoint's model reads so many.
+
+        NO_LIMIT: there is no checkpoint, or it does not say.
+        """
+        if of_checkpoint < NO_LIMIT:
+            return of_checkpoint
+        return self.max_episode_tokens or max(MAX_CONTEXT, self.context_buckets[-1])
 
     @property
     def round_tokens(self) -> int:

@@ -10,7 +10,12 @@ from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT, RoundOutputs
 from earl_jax.envs.chat_template import Content, messages_of
 from earl_jax.envs.conversation import Conversation, Heard
-from earl_jax.envs.environment import EPISODE_TOO_LONG, TURN_TOO_LONG, Environment
+from earl_jax.envs.environment import (
+    EPISODE_TOO_LONG,
+    TOO_MANY_TURNS,
+    TURN_TOO_LONG,
+    Environment,
+)
 from earl_jax.envs.text_stream import StopWatch
 from earl_jax.rollout.config import Limits, Stops
 from earl_jax.settings.errors import InputError
@@ -122,10 +127,18 @@ class LiveEpisode:
     def _most_tokens(self, origin: int) -> int:
         return min(self.limits.max_episode_tokens or NO_LIMIT, origin + self.max_context)
 
+    @property
+    def most_message_tokens(self) -> int:
+        """The tokens of a message that is too long whatever came before it."""
+        return self._most_tokens(0)
+
     def fits(self, message: Heard) -> bool:
-        """Returns whether the policy could answer anything to this message within the limits."""
+        """Returns whether the policy could answer anything to this message within the limits.
+
+        Its turns so far were answered, each with a reward.
+        """
         most = self._most_tokens(self.length if message.forks else self.origin)
-        return self.length + len(message.ids) < most
+        return self.length + len(message.ids) < most and len(self.rewards) < self.limits.max_turns
 
     def append_message(self, content: Content, message: Heard) -> None:
         """Appends an environment's message behind the pending token.
@@ -264,6 +277,8 @@ class LiveEpisode:
             self.rewards[-1] += unfinished_reward
         if not answered and len(self.turns[-1].token_ids) == self.limits.max_turn_tokens:
             return TURN_TOO_LONG, f"no end of turn within {self.limits.max_turn_tokens} tokens"
+        if answered and len(self.rewards) >= self.limits.max_turns:
+            return TOO_MANY_TURNS, f"no end of the episode within {self.limits.max_turns} turns"
         return EPISODE_TOO_LONG, f"no end of the episode within {self.most_tokens} tokens"
 
     def finish(self, stop_reason: str, detail: str = "") -> Trajectory:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from earl_jax.launch.cluster import Cluster
+from earl_jax.rollout.actor import Stopped
 from earl_jax.rollout.collect import Rollout
 from earl_jax.rollout.stats import RolloutStats
 from earl_jax.telemetry.metrics import sampling_kl
@@ -60,16 +61,21 @@ def gather_outcomes(
     rollout: Rollout | None,
     placement: dict[str, Any],
     shortage: Shortage | None = None,
+    stopped: str = "",
 ) -> Played:
     """Returns the outcomes of all processes; every process calls it when its rollout has ended.
 
-    `rollout` is None in a process that plays nothing, or had a `shortage`.
+    `rollout` is None in a process that plays nothing, had a `shortage`, or was `stopped` by a
+    signal of this name.
 
     Raises:
+        Stopped: some process was stopped.
         RolloutShort: some process had a shortage; of several, the first one's.
     """
     own: Any = None
-    if shortage is not None:
+    if stopped:
+        own = {"stopped": stopped}
+    elif shortage is not None:
         own = {"shortage": dataclasses.asdict(shortage)}
     elif rollout is not None:
         trajectories = rollout.trajectories
@@ -81,6 +87,9 @@ def gather_outcomes(
             "tokens": sum(trajectory.num_policy_tokens for trajectory in trajectories),
         }
     parts = cluster.of_players(cluster.gather(own, "the end of a rollout"))
+    for part in parts:
+        if "stopped" in part:
+            raise Stopped(part["stopped"])
     for part in parts:
         if "shortage" in part:
             raise RolloutShort(Shortage(**part["shortage"]))

@@ -15,21 +15,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Literal
 
-from earl_jax.engine.choices import check_allowed, check_choices
 from earl_jax.engine.config import Sampling
 from earl_jax.engine.round_inputs import NO_LIMIT
 from earl_jax.engine.rows import make_rows
 from earl_jax.engine.session import Policy, Session
 from earl_jax.envs.conversation import Conversation
-from earl_jax.envs.environment import (
-    UNENCODABLE,
-    Environment,
-    Start,
-    StepResult,
-    check_start,
-    check_step,
-)
+from earl_jax.envs.environment import Environment, Start
 from earl_jax.envs.pool import Calls, EnvironmentPool, Failure
+from earl_jax.rollout.answers import Answer, begin, go_on
 from earl_jax.rollout.block_manager import BlockManager, Grow
 from earl_jax.rollout.config import CacheRules, RolloutConfig
 from earl_jax.rollout.episode import LiveEpisode, Task
@@ -42,8 +35,6 @@ from earl_jax.settings.errors import InputError
 # thin_out(session, live, longest): the session in which the last `live` episodes go on, the longest
 # of which has so many tokens.
 ThinOut = Callable[[Session, int, int], Session]
-# The result of an environment's call: how it begins, or what a step led to.
-Answer = tuple[Environment, Start] | StepResult
 
 
 class RolloutService:
@@ -68,6 +59,7 @@ class RolloutService:
         max_context: int = NO_LIMIT,
         thin_out: ThinOut | None = None,
         cache_rules: CacheRules | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         """Opens the service; `submit` gives it tasks, and `step` plays them.
 
@@ -85,13 +77,16 @@ class RolloutService:
                 good: when a quarter is busy, and each time that half as many are as when it was
                 called before.
             cache_rules: of the reuse of KV pages; None: the defaults.
+            look: called before each round, and every second while environments are waited for; what
+                it raises ends the service.
         """
         self.session, self._config = session, config
         self._new_conversation = new_conversation
         self._make_environment, self._max_context = make_environment, max_context
         self._thin_out, self._thin_at = thin_out, config.num_slots // 4
         # By ticket, not by slot: slots are used again.
-        self._calls: Calls[int, Answer] = pool.calls()
+        self._look = look
+        self._calls: Calls[int, Answer] = pool.calls(look)
         self._slots: list[LiveEpisode | None] = [None] * config.num_slots
         self._num_submitted, self._is_draining = 0, False
         self._tasks: dict[int, Task] = {}
@@ -157,6 +152,7 @@ class RolloutService:
         Raises:
             RuntimeError: tasks wait, and the client holds all rows.
         """
+        self._look()
         self._refill()
         self._take_answers()
         if self._has_round:
@@ -287,7 +283,7 @@ class RolloutService:
         for slot, ticket in self._scheduler.assign(offered, self._blocks.crowded).items():
             task, row = self._tasks[ticket], self._row_pool.take(slot, ticket)
             self._blocks.lose_row(row)
-            self._slots[slot] = LiveEpisode(
+            episode = self._slots[slot] = LiveEpisode(
                 task=task,
                 ticket=ticket,
                 buffer_row=row,
@@ -297,13 +293,10 @@ class RolloutService:
                 max_context=self._max_context,
                 scored=self.session.engine.config.rules.model_logprobs or task.model_logprobs,
             )
-            opened[ticket] = lambda task=task: self._open(task)
+            config = self.session.engine.config
+            opened[ticket] = functools.partial(begin, self._make_environment, episode, config)
         self._calls.submit(opened)
         return bool(opened)
-
-    def _open(self, task: Task) -> tuple[Environment, Start]:
-        environment = self._make_environment(task)
-        return environment, check_start(environment.start())
 
     def _send_turns(self, ended: Sequence[int]) -> None:
         """Gives the turns of these slots to their environments."""
@@ -312,8 +305,8 @@ class RolloutService:
             episode = self._episode(slot)
             text, whole = episode.end_turn()
             if whole:
-                assert episode.environment is not None
-                steps[episode.ticket] = lambda e=episode.environment, t=text: check_step(e.step(t))
+                config = self.session.engine.config
+                steps[episode.ticket] = functools.partial(go_on, episode, text, config)
                 episode.waits = True
                 continue
             self._end(slot, *episode.cut(self._config.unfinished_reward))
@@ -340,33 +333,21 @@ class RolloutService:
         return not any(episode is not None and episode.has_work for episode in self._slots)
 
     def _take_answer(self, slot: int, episode: LiveEpisode, answer: Answer | Failure) -> None:
-        """Takes the environment's start or step: its message is rendered and appended."""
+        """Takes the environment's start or step: its message is appended."""
         if isinstance(answer, Failure):
             return self._end(slot, answer.stop_reason, answer.detail)
-        conversation = episode.conversation
-        request = answer if isinstance(answer, StepResult) else answer[1]
-        episode.metrics |= request.metrics
-        if isinstance(answer, StepResult):
-            episode.rewards.append(float(answer.reward))
-            if answer.done:
-                return self._end(slot, answer.stop_reason, answer.detail)
-            message = answer.messages or answer.text
-            render = conversation.answer
+        result = answer.result
+        episode.environment = answer.environment
+        episode.metrics |= result.metrics
+        if isinstance(result, Start):
+            episode.role = result.role
         else:
-            episode.environment, start = answer
-            episode.role = start.role
-            message = start.messages or start.text
-            render = functools.partial(conversation.open, tools=start.tools)
-        config = self.session.engine.config
-        branches = config.rules.choice_branches
-        try:
-            rendered = render(message)
-            episode.choices = conversation.choices(request.choices)
-            check_choices(episode.choices, branches)
-            episode.allowed = conversation.allowed(request.allowed_token_ids)
-            check_allowed(episode.allowed, branches, config.vocab_size)
-        except ValueError as error:
-            return self._end(slot, UNENCODABLE, str(error))
-        if not episode.fits(rendered):
+            episode.rewards.append(float(result.reward))
+            if result.done:
+                return self._end(slot, result.stop_reason, result.detail)
+        if answer.failure is not None:
+            return self._end(slot, answer.failure.stop_reason, answer.failure.detail)
+        if answer.heard is None or not episode.fits(answer.heard):
             return self._end(slot, *episode.cut(self._config.unfinished_reward))
-        episode.append_message(message, rendered)
+        episode.choices, episode.allowed = answer.choices, answer.allowed
+        episode.append_message(answer.content, answer.heard)

@@ -29,9 +29,10 @@ class RolloutStats:
     pass, and `accepted_tokens` of them accepted. Decode steps computed `decode_rows` rows (see
     `RolloutConfig.step_rows`), `idle_rows` of them for slots that generated nothing: free ones, and
     episodes that wait for their environment or had ended their turn. `env_wait_s`: seconds in which
-    no round ran because environments were waited for. In rounds in which at least FULL of the slots
-    generated tokens, but for the first of each program, which may be compiled in it, `full_tokens`
-    were generated in `full_s` seconds.
+    no round ran because environments were waited for. `hung_calls` of environments were given up,
+    in this rollout or before, and had not returned in the end. In rounds in which at least FULL of
+    the slots generated tokens, but for the first of each program, which may be compiled in it,
+    `full_tokens` were generated in `full_s` seconds.
     """
 
     rounds: int = 0
@@ -53,6 +54,7 @@ class RolloutStats:
     tokens_in_flight_max: int = 0
     context_tokens_max: int = 0
     env_wait_s: float = 0.0
+    hung_calls: int = 0
     full_tokens: int = 0
     full_s: float = 0.0
 
@@ -84,6 +86,7 @@ class RolloutStats:
             "preemption",
             "discarded_tokens",
             "drafted_tokens",
+            "hung_calls",
         )
         return {
             **{name: getattr(self, name) for name in often},

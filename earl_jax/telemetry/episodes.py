@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """trajectories/step_NNNNNN.jsonl: the episodes of a step, one a line, for people and for replay."""
 
+import collections
+import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +15,7 @@ from typing import Any
 from earl_jax.settings.errors import InputError
 from earl_jax.telemetry.atomic import write_atomically
 from earl_jax.telemetry.metrics import NONFINITE
-from earl_jax.trajectory import FAILURES, Trajectory, Turn
+from earl_jax.trajectory import FAILURES, Outcome, Trajectory, Turn
 
 _ROLES = {"environment": "user", "policy": "assistant"}
 
@@ -77,18 +79,55 @@ def truncate_trajectories_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def failures_in_words(trajectories: Sequence[Trajectory]) -> str:
-    """Returns how many episodes nothing can be learnt from and why the first failed; "" for none.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failures:
+    """The episodes of a step that failed, and that nothing can be learnt from.
 
-    Example: "8 of 8 episodes failed, the first as unencodable: the chat template has no place for
-    tools".
+    `reasons` are the different ones, the most frequent first; of those that differ in numbers only
+    (a port, an address) it is the first one.
     """
-    failed = [t for t in trajectories if t.stop_reason in FAILURES]
-    if not failed:
-        return ""
-    first = failed[0]
-    words = f"{len(failed)} of {len(trajectories)} episodes failed, the first as"
-    return f"{words} {first.stop_reason}: {first.detail[:200]}"
+
+    num_failed: int
+    num_episodes: int
+    reasons: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """The share of the episodes that failed."""
+        return self.num_failed / self.num_episodes
+
+    @property
+    def kind(self) -> str:
+        """The most frequent reason without its numbers; "" where none failed."""
+        return _without_numbers("".join(self.reasons[:1]))
+
+    def in_words(self) -> str:
+        """Returns how many failed, and the most frequent reason; "" for none.
+
+        Example: "8 of 8 episodes failed, most often as unencodable: the chat template has no
+        place for tools".
+        """
+        if not self.reasons:
+            return ""
+        first, *others = self.reasons
+        often = ", most often" if others else ""
+        return f"{self.num_failed} of {self.num_episodes} episodes failed{often} as {first}"
+
+
+def failures_of(episodes: Sequence[Trajectory | Outcome]) -> Failures:
+    """Returns the failures among these episodes, of which there is at least one."""
+    failed = [f"{e.stop_reason}: {e.detail[:300]}" for e in episodes if e.stop_reason in FAILURES]
+    counts = collections.Counter(map(_without_numbers, failed))
+    examples = {_without_numbers(reason): reason for reason in reversed(failed)}
+    return Failures(
+        num_failed=len(failed),
+        num_episodes=len(episodes),
+        reasons=tuple(examples[kind] for kind, _ in counts.most_common()),
+    )
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\b0x[0-9a-f]+\b|\d+", "#", text)
 
 
 def _record(trajectory: Trajectory) -> dict[str, Any]:

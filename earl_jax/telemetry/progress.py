@@ -123,10 +123,11 @@ class Progress:
         if newest.get("plan"):
             meshes.append(f"({newest['plan']})")
         reward = newest.get("reward_mean")
-        speed = newest.get("rollout_tokens_per_s")
+        speed, failed = newest.get("rollout_tokens_per_s"), newest.get("failed_share")
         left_s = self._time_left_s()
         return {
             "reward": "" if reward is None else f"reward {reward:+.3f}",
+            "failed": f"{failed:.1%} failed" if failed else "",
             "eval": f"eval@{evaluation['step']} {shown(evaluation)}" if evaluation else "",
             "speed": "" if speed is None else f"{format_count(speed)} tok/s",
             "meshes": "  ".join(meshes),
@@ -153,7 +154,7 @@ class Progress:
             ProgressBar(total=max(1, self._num_steps), completed=self._step),
             Text(", ".join(filter(None, [elapsed, facts["left"]])), style="dim"),
         )
-        learning = [facts[key] for key in ("reward", "eval", "speed") if facts[key]]
+        learning = [facts[key] for key in ("reward", "failed", "eval", "speed") if facts[key]]
         context = self._newest.get("context_tokens_max")
         if context is not None:
             learning.append(f"longest context {format_count(context)}")

@@ -81,9 +81,15 @@ class Recorder:
 
     def last_evaluation(self) -> dict[str, Any]:
         """Returns the newest evaluation in metrics.jsonl; empty where there is none."""
+        return next((row["eval"] for row in reversed(self._rows()) if "eval" in row), {})
+
+    def has_evaluation(self, step: int) -> bool:
+        """Returns True if metrics.jsonl has an evaluation of this step."""
+        return any(row["step"] == step and "eval" in row for row in self._rows())
+
+    def _rows(self) -> list[dict[str, Any]]:
         path = self._workdir / "metrics.jsonl"
-        rows = read_metrics(path) if self._writes and path.exists() else []
-        return next((row["eval"] for row in reversed(rows) if "eval" in row), {})
+        return read_metrics(path) if self._writes and path.exists() else []
 
     def close(self) -> None:
         """Closes the files; a later line opens them again."""

@@ -102,7 +102,8 @@ def make_train_step(
     its part of that divisor. A frozen base goes
     through in the buffers that it came in. `metrics` are f32 scalars by name, of the policy's
     tokens; read them with `read_metrics`. An update whose loss, gradient or step is not finite is
-    skipped: parameters and moments stay as they are. `importance_cap` above 0 corrects for who
+    skipped: parameters and moments stay as they are, and so they do for a batch without a token of
+    the policy, which does not count as skipped. `importance_cap` above 0 corrects for who
     sampled: the ratio is relative to the proximal policy, and the loss of each token is weighted
     with `importance_weights` of config.correction. With more than one update a batch, give the
     batch what `make_scorer` computes.
@@ -163,8 +164,10 @@ def make_train_step(
         direction, moments = optimizer.update(grads, state.optimizer, state.trained)
         norms = jnp.stack([sums["loss"], optax.tree.norm(grads), rate * optax.tree.norm(direction)])
         is_finite = jnp.isfinite(norms).all()
+        # Without a token the moments alone would move the parameters.
+        is_taken = is_finite & (count > 0)
         trained, moments = jax.tree.map(
-            lambda after, before: jnp.where(is_finite, after, before),
+            lambda after, before: jnp.where(is_taken, after, before),
             (jax.tree.map(lambda p, d: p - rate * d, state.trained, direction), moments),
             (state.trained, state.optimizer),
         )
@@ -184,7 +187,7 @@ def make_train_step(
         }
         state = dataclasses.replace(
             state,
-            updates=state.updates + is_finite,
+            updates=state.updates + is_taken,
             params=params,
             critic=critic_params,
             optimizer=moments,

@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of environments, and their messages as ids: what a thread of the pool does for an episode.
+
+The chat template and the tokenizer run here too, under the environment's time limit, and not in the
+thread that speaks to the devices. The conversation of an episode is used by one thread at a time:
+by a worker while the episode waits, else by the collector.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from earl_jax.engine.choices import check_allowed, check_choices
+from earl_jax.engine.config import EngineConfig
+from earl_jax.envs.chat_template import Content
+from earl_jax.envs.conversation import Heard
+from earl_jax.envs.environment import (
+    UNENCODABLE,
+    Environment,
+    Start,
+    StepResult,
+    check_start,
+    check_step,
+)
+from earl_jax.envs.pool import Failure
+from earl_jax.rollout.episode import LiveEpisode, Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """An environment's start or step, and its message as ids with what the reply may be.
+
+    `heard` is None where the episode is done, where the message is longer than an episode may be,
+    and where it cannot be encoded, which `failure` says.
+    """
+
+    environment: Environment
+    result: Start | StepResult
+    heard: Heard | None = None
+    choices: tuple[tuple[int, ...], ...] = ()
+    allowed: tuple[int, ...] = ()
+    failure: Failure | None = None
+
+    @property
+    def content(self) -> Content:
+        """The message, or messages."""
+        return self.result.messages or self.result.text
+
+
+def begin(
+    make_environment: Callable[[Task], Environment], episode: LiveEpisode, config: EngineConfig
+) -> Answer:
+    """Makes and starts the environment of an episode; `config` says what replies can be."""
+    environment = make_environment(episode.task)
+    start = check_start(environment.start())
+    render = functools.partial(episode.conversation.open, tools=start.tools)
+    return _rendered(Answer(environment=environment, result=start), render, episode, config)
+
+
+def go_on(episode: LiveEpisode, reply: str, config: EngineConfig) -> Answer:
+    """Gives the policy's reply to the environment of an episode."""
+    assert episode.environment is not None
+    result = check_step(episode.environment.step(reply))
+    answer = Answer(environment=episode.environment, result=result)
+    if result.done:
+        return answer
+    return _rendered(answer, episode.conversation.answer, episode, config)
+
+
+def _rendered(
+    answer: Answer,
+    render: Callable[[Content], Heard],
+    episode: LiveEpisode,
+    config: EngineConfig,
+) -> Answer:
+    """Returns the answer with its message as ids, unless it cannot be encoded, or never fits."""
+    conversation, result = episode.conversation, answer.result
+    try:
+        if not conversation.may_fit(answer.content, episode.most_message_tokens):
+            return answer
+        choices = conversation.choices(result.choices)
+        check_choices(choices, config.rules.choice_branches)
+        allowed = conversation.allowed(result.allowed_token_ids)
+        check_allowed(allowed, config.rules.choice_branches, config.vocab_size)
+        heard = render(answer.content)
+    except ValueError as error:
+        failure = Failure(stop_reason=UNENCODABLE, detail=str(error))
+        return dataclasses.replace(answer, failure=failure)
+    return dataclasses.replace(answer, heard=heard, choices=choices, allowed=allowed)
