@@ -129,8 +129,10 @@ def test_computed_bytes_are_within_a_tenth():
 
 @pytest.mark.parametrize("model", ["qwen3-4b", "llama3.2-3b"])
 def test_updates_by_which_nothing_was_chosen_are_within_a_twentieth(model):
-    (point,) = (point for point in stored_points() if point.model == model)
-    assert benchmark.error(point) == pytest.approx(0.0, abs=0.05)
+    points = [point for point in stored_points() if point.model == model]
+    assert len(points) == 2
+    for point in points:
+        assert benchmark.error(point) == pytest.approx(0.0, abs=0.05)
 
 
 def test_exact_mode_is_met_by_quick_mode_as_the_page_says():
