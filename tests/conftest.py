@@ -10,6 +10,7 @@ import fnmatch
 import gc
 import importlib.metadata
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,10 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     bytecode = Path(__file__).parents[1] / ".pytest_cache" / "bytecode"
     sys.pycache_prefix = os.environ.setdefault("PYTHONPYCACHEPREFIX", str(bytecode))
     sys.dont_write_bytecode = False
+
+# A shell's job in the background ignores Ctrl-C, and so would the processes that the tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _QUICK = [
     "--xla_backend_optimization_level=0",

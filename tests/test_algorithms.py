@@ -513,6 +513,7 @@ def test_what_training_does_not_have_is_an_error():
             make_learner(dataclasses.replace(SQUARED, needs=frozenset({need})))
 
 
+@pytest.mark.slow
 def test_the_reference_policy_is_the_base_of_the_adapters():
     """Of trained adapters, whose own log-probs are others; on one device and sharded."""
 

@@ -224,6 +224,7 @@ def test_every_mesh_samples_the_same_tokens(mesh):
     assert_same(converse_on(mesh), converse_on("data=1"))
 
 
+@pytest.mark.slow
 def test_logprobs_of_the_engine_are_the_trainers():
     """Cached decoding by two experts' devices against whole rows by four."""
     heard = converse_on("data=4,expert=2")

@@ -266,7 +266,7 @@ def test_sums_over_sequences_by_hand():
     assert sums_from(values, sequences, 0.5).tolist() == halved
 
 
-@pytest.mark.parametrize("size", [1, 7, 64])
+@pytest.mark.parametrize("size", [1, 7])
 def test_sums_over_sequences_are_those_of_a_loop(size):
     rng = np.random.default_rng(size)
     values = rng.normal(size=(3, size))

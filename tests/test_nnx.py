@@ -65,6 +65,7 @@ def weigh(logits, segments):
     return jnp.sum(logits * weights * (segments > 0)[..., None])
 
 
+@pytest.mark.slow_except("stacked-*")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "list"])
 def test_logits_and_gradients_are_those_of_the_functions(family, stacked):

@@ -366,6 +366,7 @@ def test_trainer_moves_bit_for_bit_between_all_meshes_and_not_through_the_host(w
         assert on_one == world.problem.trainer_bytes(there) + 8
 
 
+@pytest.mark.slow
 def test_state_under_another_meshs_labels_is_relabelled_and_its_program_made_once(table):
     """fsdp=8, and fsdp=4 by context=2: the same bytes on the same devices."""
     there = MeshShape(fsdp=4, context=2)

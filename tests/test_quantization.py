@@ -347,7 +347,7 @@ def score(params: Any, heard: Any) -> tuple[np.ndarray, np.ndarray]:
     return ours, engines
 
 
-@pytest.mark.slow_except("data=4,tensor=2")
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [UNSHARDED, *CANDIDATES[1:3]], ids=str)
 def test_every_mesh_plays_the_dequantised_policy(shape):
     """What is written down are the log-probs of the policy that sampled, the rounded one."""

@@ -267,6 +267,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.slow
 def test_evaluate_plays_the_newest_checkpoint(uninterrupted, cache):
     before = {path: path.stat().st_mtime for path in uninterrupted.rglob("*") if path.is_file()}
     done = run(cache, *command("evaluate", f"--workdir={uninterrupted}", "--games=64", "--json"))

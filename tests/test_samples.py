@@ -116,6 +116,7 @@ def most_forked(rollout: Rollout) -> Trajectory:
     return max(rollout.trajectories, key=lambda trajectory: len(trajectory.sample_starts))
 
 
+@pytest.mark.slow
 def test_an_episode_forks_behind_the_turns_that_the_template_rewrites(forked):
     """And nowhere else; a sample begins with the template's own text of all that was said."""
     seen = set()

@@ -151,7 +151,7 @@ def test_a_context_longer_than_jetstream_itself_pads_is_served(cache, tmp_path):
             assert code == Code.INVALID_ARGUMENT and words in told
 
 
-@pytest.mark.slow_except("gemma3*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, mesh", [("qwen3_moe", "data=2,expert=2"), ("gemma3", "data=2"), ("mistral", "tensor=2")]
 )

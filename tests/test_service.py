@@ -109,6 +109,7 @@ def test_tasks_that_come_one_by_one_play_as_in_a_closed_list(pool):
     check_nothing_is_held(service)
 
 
+@pytest.mark.slow_except("data=1,tensor=2")
 @pytest.mark.parametrize("mesh", [MeshShape(data=8), MeshShape(tensor=2)], ids=str)
 def test_more_tasks_than_rows_flow_through(pool, mesh):
     """Rows are used again, and prompts are shared though their rows are written anew."""

@@ -53,7 +53,7 @@ def tokens_at(result, slot: int) -> list[int]:
 COLD = Sampling(temperature=0.3, top_k=20)
 
 
-@pytest.mark.slow_except("data=2,tensor=2-3")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "draft"), [(MeshShape(data=2), 0), (MeshShape(data=2, tensor=2), 3)], ids=str
 )

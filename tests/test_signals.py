@@ -28,7 +28,7 @@ def last_line(output: str) -> str:
     return output.splitlines()[-1]
 
 
-@pytest.mark.slow_except("SIGINT-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("num", [1, 2])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_saves_and_the_last_line_goes_on(cache, tmp_path, name, num):
@@ -150,7 +150,7 @@ def given_up_and_gone_on(whole, folder, last):
 
 
 @pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 4))]
 )
 def test_a_rollout_that_is_given_up_is_played_again_bit_for_bit(whole, tmp_path, seed):
     """At any round of any step or evaluation."""

@@ -8,7 +8,7 @@ from earl_jax.engine.config import EngineConfig, SlotRules
 from earl_jax.engine.engine import Engine
 from earl_jax.envs.environment import Start, StepResult
 from earl_jax.sharding.layout import MeshShape, make_layout
-from tests.support.episodes import CONFIG, MODEL, renderer
+from tests.support.episodes import CONFIG, MODEL, num_rows, renderer
 
 HOT = 300.0
 BRANCHES = 18
@@ -28,7 +28,7 @@ def engine_for(
         model=MODEL,
         vocab_size=320,
         num_slots=CONFIG.num_slots,
-        num_rows=CONFIG.episodes_per_step,
+        num_rows=num_rows(CONFIG.num_slots, CONFIG.episodes_per_step),
         chunk_size=CONFIG.chunk_size,
         rules=rules,
         seed=3,

@@ -1,0 +1,245 @@
+# SPDX-FileCopyrightText: 2026 The earl_jax authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that are killed at random moments, and one of thousands of steps: reliability.md.
+
+    uv run python -m benchmarks.reliability [--kills=10] [--steps=2000] [--only=soak] [--write]
+
+Kills: SIGKILL is sent to a run at random moments of its life, starting included, and the same
+command is given again. In the end the run is compared with one that was left alone: every array of
+the last checkpoint bit for bit, metrics but for times, and recorded episodes. There is a run of a
+dense model, one of adapters, one of a mixture of experts, and one of two processes, of which one or
+both are killed.
+
+Soak: many small steps with checkpoints, evaluations and reports between them. Memory, threads and
+open files of the process are read from /proc.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pages import replace_table, table
+from earl_jax.telemetry.metrics import read_metrics
+
+ROOT = Path(__file__).parents[1]
+PAGE = Path(__file__).parent / "reliability.md"
+SMALL: Mapping[str, Any] = {
+    "num_steps": 12,
+    "model.width": 32,
+    "model.ffn_size": 64,
+    "rollout.num_slots": 16,
+    "rollout.episodes_per_step": 32,
+    "selector.rollout_meshes": "('data=8',)",
+    "selector.train_meshes": "('data=2,fsdp=4',)",
+    "train.sft_steps": 4,
+    "train.sft_updates": 1,
+    "checkpoint.every_steps": 2,
+    "eval.every_steps": 5,
+    "eval.games": 16,
+    "eval.final_games": 16,
+    "log.trajectories_every_steps": 3,
+    "log.report_every_steps": 4,
+}
+BASE = {"model.path": "tests/reference/qwen2_tied", "train.lora.rank": 4}
+BASE |= {f"model.{name}": None for name in ("width", "ffn_size")}
+EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "model.expert_ffn_size": 32}
+# What differs from SMALL, and the number of processes.
+KINDS: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    "dense": ({}, 1),
+    "adapters": (BASE, 1),
+    "experts": (EXPERTS, 1),
+    "two processes": ({"distributed.heartbeat_s": 20}, 2),
+}
+SOAK: Mapping[str, Any] = {
+    "model.num_layers": 1,
+    "model.width": 16,
+    "model.num_heads": 2,
+    "model.ffn_size": 16,
+    "rollout.num_slots": 8,
+    "rollout.episodes_per_step": 8,
+    "rollout.context_buckets": "(24,)",
+    "train.sft_steps": 0,
+    "train.epochs": 1,
+    "checkpoint.every_steps": 50,
+    "eval.every_steps": 250,
+    "log.trajectories_every_steps": 10,
+    "log.report_every_steps": 50,
+}
+# Of a line of metrics: what may differ between two runs of the same thing.
+TIMES = ("_s", "_per_s")
+
+
+def free_port() -> int:
+    """Returns a port of this machine on which nobody listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(workdir: Path, settings: Mapping[str, Any], num: int = 1) -> list[subprocess.Popen[str]]:
+    """Starts a run of `num` processes with eight devices in all."""
+    port, processes = free_port(), []
+    for number in range(num):
+        flags = {**settings, "devices.num_cpu_devices": 8 // num}
+        if num > 1:
+            flags |= {
+                "distributed.coordinator": f"127.0.0.1:{port}",
+                "distributed.num_processes": num,
+                "distributed.process_id": number,
+            }
+        line = [sys.executable, "-m", "earl_jax.main", f"--workdir={workdir}"]
+        line += [f"--config={ROOT / 'configs/tictactoe_tiny_cpu.py'}"]
+        line += [f"--config.{k}={value}" for k, value in flags.items() if value is not None]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ}, **pipes))
+    return processes
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> None:
+    """Waits for a run. Raises RuntimeError with its errors where it fails."""
+    for process in processes:
+        errors = process.communicate()[1]
+        if process.returncode:
+            raise RuntimeError(f"status {process.returncode}: {errors[-2000:]}")
+
+
+def kill_often(
+    workdir: Path, settings: Mapping[str, Any], num: int, kills: int, run_s: float, seed: int
+) -> list[float]:
+    """Kills a run so often at random moments, and lets it finish. Returns the moments."""
+    rng, moments = np.random.default_rng(seed), []
+    while len(moments) < kills:
+        processes = start(workdir, settings, num)
+        moment = float(rng.uniform(0.0, run_s))
+        time.sleep(moment)
+        if all(process.poll() == 0 for process in processes):
+            break
+        first = int(rng.integers(num))
+        processes[first].kill()
+        # The others of the run end by themselves, or are killed too.
+        for process in processes:
+            if rng.random() < 0.5:
+                process.kill()
+            process.communicate()
+        moments.append(moment)
+    finish(start(workdir, settings, num))
+    return moments
+
+
+def results(workdir: Path) -> dict[str, Any]:
+    """Returns what two runs of the same thing have in common: arrays, metrics and episodes."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        step = manager.latest_step()
+        folder = workdir / "checkpoints" / str(step) / "state"
+        saved = dict(ocp.StandardCheckpointer().metadata(folder).item_metadata)  # pyright: ignore
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), saved
+        )
+        wanted = ocp.args.Composite(state=ocp.args.StandardRestore(shapes))
+        state = manager.restore(step, args=wanted)["state"]
+    lines = read_metrics(workdir / "metrics.jsonl")
+    episodes = (workdir / "trajectories").iterdir()
+    return {
+        "step": step,
+        "arrays": [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)],
+        "metrics": [{k: v for k, v in line.items() if not k.endswith(TIMES)} for line in lines],
+        "episodes": {path.name: path.read_text() for path in sorted(episodes)},
+    }
+
+
+def measure_kills(kind: str, kills: int, seed: int) -> dict[str, Any]:
+    """Returns a row of the table."""
+    changed, num = KINDS[kind]
+    settings = {**SMALL, **changed}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+        whole, warm, killed = (Path(folder) / name for name in ("whole", "warm", "killed"))
+        finish(start(whole, settings, num))
+        since_s = time.perf_counter()
+        finish(start(warm, settings, num))
+        run_s = time.perf_counter() - since_s
+        moments = kill_often(killed, settings, num, kills, run_s, seed)
+        expected, found = results(whole), results(killed)
+    return {
+        "run": kind,
+        "SIGKILLs": len(moments),
+        "a run takes, s": f"{run_s:.0f}",
+        "arrays": len(expected["arrays"]),
+        **{name: "equal" if expected[name] == found[name] else "DIFFERENT" for name in RESULTS},
+    }
+
+
+RESULTS = ("arrays", "metrics", "episodes")
+
+
+def read_process(pid: int) -> dict[str, float]:
+    """Returns memory in MiB, threads and open files of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {
+        "resident, MiB": int(facts["VmRSS"].split()[0]) / 1024,
+        "threads": int(facts["Threads"]),
+        "open files": len(os.listdir(f"/proc/{pid}/fd")),
+    }
+
+
+def soak(steps: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each tenth of the steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+        workdir = Path(folder) / "run"
+        (process,) = start(workdir, {**SMALL, **SOAK, "num_steps": steps})
+        since_s, metrics = time.perf_counter(), workdir / "metrics.jsonl"
+        for tenth in range(1, 11):
+            wanted = f'{{"step": {min(steps * tenth // 10, steps - 1)}, "time_s"'
+            while not (metrics.exists() and wanted in metrics.read_text()):
+                if process.poll() is not None:
+                    raise RuntimeError(process.communicate()[1][-2000:])
+                time.sleep(0.2)
+            facts = read_process(process.pid)
+            row = {"step": f"{steps * tenth // 10:,}", **facts}
+            row["resident, MiB"] = f"{facts['resident, MiB']:.0f}"
+            yield row | {"seconds": f"{time.perf_counter() - since_s:.0f}"}
+        finish([process])
+
+
+def main() -> None:
+    """Runs what was asked for, and prints a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=10, help="of each run")
+    parser.add_argument("--steps", type=int, default=2000, help="of the soak")
+    parser.add_argument("--only", default="", help="parts whose name contains this")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--write", action="store_true", help="write the tables into reliability.md")
+    flags = parser.parse_args()
+    killed, soaked = [], []
+    for kind in (kind for kind in KINDS if flags.only in kind):
+        killed.append(measure_kills(kind, flags.kills, flags.seed))
+        print(json.dumps(killed[-1]), flush=True)
+    for row in soak(flags.steps) if flags.only in "soak" else ():
+        soaked.append(row)
+        print(json.dumps(row), flush=True)
+    text = "\n\n".join(table(rows) for rows in (killed, soaked) if rows)
+    print(text)
+    if flags.write:
+        replace_table(PAGE, text)
+
+
+if __name__ == "__main__":
+    main()
