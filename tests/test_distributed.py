@@ -622,7 +622,7 @@ def steps_of_one(cache, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("num", [2, 4])
+@pytest.mark.parametrize("num", [4])
 def test_as_many_processes_as_you_like_change_meshes_at_the_same_step(
     cache, tmp_path, steps_of_one, num
 ):

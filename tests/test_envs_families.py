@@ -208,7 +208,7 @@ CHUNK, BURST = 5, 3
 def begin(conversation: Conversation, script: Script) -> LiveEpisode:
     episode = LiveEpisode(
         task=Task(episode=0, group=0, args={}),
-        row=0,
+        ticket=0,
         buffer_row=0,
         conversation=conversation,
         limits=Limits(max_turn_tokens=1000),

@@ -14,13 +14,10 @@ from benchmarks.pages import replace_table, table
 from earl_jax.config.file import load_config_file, make_config
 from earl_jax.rollout.config import RolloutConfig
 from earl_jax.rollout.load import expected_load
-from earl_jax.selector.choose import BudgetTooSmall
 from earl_jax.selector.table import TRUSTED, ThroughputTable, train_key
 from earl_jax.sharding.layout import MeshShape
 from earl_jax.telemetry.load import Load, LoadHistory
 from earl_jax.telemetry.metrics import read_metrics
-from earl_jax.training import train
-from tests.support.settings import make_config as make_small_config
 
 TRAIN_MESHES = ("data=8", "data=1,fsdp=2,tensor=4")
 # A trail of two stones is learnt in a dozen steps; walked to its end it is 83 tokens.
@@ -73,43 +70,6 @@ def table_where_the_first_is_faster() -> ThroughputTable:
             for _ in range(TRUSTED):
                 table = table.with_speed(key, speed)
     return table
-
-
-@pytest.mark.slow
-def test_contexts_that_grow_change_the_mesh_and_a_hard_limit_loses_reward(tmp_path, monkeypatch):
-    """Within a budget that the first mesh breaks at the length that contexts come to."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-    def played(name: str, *overrides: str) -> Run:
-        config = make_small_config(TINY, list(overrides))
-        train(config, tmp_path / name)
-        return read(name)
-
-    def read(name: str) -> Run:
-        facts = {"arm": name, "seed": 0, "cache": "cold", "wall_s": 0.0, "refused": ""}
-        return read_run(tmp_path / name, **facts)
-
-    kept = tmp_path / "table.json"
-    kept.write_text(json.dumps(table_where_the_first_is_faster().as_dict()))
-    budget = TINY["selector"]["budget_bytes_per_device"]
-    ours = played("ours", f"selector.table={kept}")
-    # Nobody has learnt anything at the first step.
-    assert ours.longest[0] <= 24 < 48 < max(ours.longest)
-    first, then = (f"data=8 + {mesh}" for mesh in TRAIN_MESHES)
-    assert (ours.meshes[0], ours.meshes[-1], ours.switches) == (first, then, 1)
-    assert max(ours.longest[: ours.meshes.index(then)]) <= 24
-    assert ours.breaks(budget) is None and 0 < max(ours.peak_bytes) <= budget
-
-    with pytest.raises(BudgetTooSmall, match="at a context of 96 tokens"):
-        played("static", f"selector.train_meshes={TRAIN_MESHES[:1]!r}", f"selector.table={kept}")
-    static = read("static")
-    assert 0 < len(static.reward) < len(ours.reward)
-    assert static.reward == pytest.approx(ours.reward[: len(static.reward)])
-
-    # What is cut is paid nothing.
-    limited = played("limited", "rollout.max_episode_tokens=36")
-    assert max(limited.longest) == 36
-    assert sum(ours.reward[-3:]) > sum(limited.reward[-3:]) + 0.3
 
 
 def history(*longest: int) -> LoadHistory:

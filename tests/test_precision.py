@@ -54,24 +54,6 @@ def test_an_int8_rollout_is_corrected_logged_and_played_on_with(cache, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_of_one_precision_logs_no_correction_unless_asked(cache, tmp_path):
-    same = {"rollout.weight_dtype": "compute", "rollout.kv_dtype": "compute", "num_steps": 1}
-    done = run(cache, *tiny(tmp_path / "off", **(SETTINGS | same)))
-    assert done.returncode == 0, done.stderr
-    assert "another precision" not in done.stdout
-    (off,) = steps_of(tmp_path / "off")
-    assert not {"importance_mean", "truncated_fraction"} & set(off)
-    asked = same | {"train.correction": "truncated"}
-    done = run(cache, *tiny(tmp_path / "on", **(SETTINGS | asked)))
-    assert done.returncode == 0, done.stderr
-    (on,) = steps_of(tmp_path / "on")
-    assert on["importance_mean"] == pytest.approx(1, abs=1e-5)
-    # The policies agree, so that the correction corrects nothing.
-    for name in ("loss", "kl", "entropy", "grad_norm"):
-        assert on[name] == pytest.approx(off[name], rel=1e-3, abs=1e-6), name
-
-
-@pytest.mark.slow
 def test_an_int8_policy_is_served_and_says_what_the_dequantised_one_says(cache, tmp_path):
     folder = tmp_path / "run"
     world, params = save_run(folder, 0)

@@ -214,40 +214,6 @@ def test_sigterm_saves_and_the_same_command_goes_on(cache, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_guesses_tokens_goes_on_bit_for_bit(cache, tmp_path):
-    """And says in its metrics what came of its guesses."""
-    guessing = {
-        "num_steps": 6,
-        "train.sft_updates": 6,
-        "rollout.num_draft_tokens": 4,
-        # One program of each kind.
-        "rollout.context_buckets": "(48,)",
-        "selector.rollout_meshes": "('data=8',)",
-        "selector.train_meshes": "('data=8',)",
-    }
-    whole, cut = (tiny(tmp_path / name, **guessing) for name in ("whole", "cut"))
-    done = run(cache, *whole)
-    assert done.returncode == 0, done.stderr
-    assert terminate_after(cache, cut, tmp_path / "cut" / "metrics.jsonl", 2) < 6
-    done = run(cache, *cut)
-    assert done.returncode == 0, done.stderr
-    first, second = (
-        [timeless(row) for row in read_metrics(tmp_path / name / "metrics.jsonl")]
-        for name in ("whole", "cut")
-    )
-    assert first == second
-    for left, right in zip(
-        *(final_parameters(tmp_path / name, 6) for name in ("whole", "cut")), strict=True
-    ):
-        np.testing.assert_array_equal(left, right)
-    steps = [row for row in first if "eval" not in row]
-    assert all(row["tokens_per_pass"] >= 1 for row in steps)
-    guessed = [row for row in steps if row.get("drafted_tokens", 0) > 0]
-    assert guessed and all(0 <= row["draft_acceptance"] < 1 for row in guessed)
-    assert all("draft_acceptance" not in row for row in steps if row not in guessed)
-
-
-@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_used(
     uninterrupted, cache, tmp_path
 ):
@@ -350,26 +316,6 @@ def test_help_names_an_example(cache, module):
     done = run(cache, *command(module, "--help"))
     assert done.returncode == 0
     assert f"python -m earl_jax.{module} --workdir=" in done.stdout or "example" in done.stdout
-
-
-@pytest.mark.slow
-def test_connect_four_runs_from_its_config(cache, tmp_path):
-    flags = {
-        "num_steps": 2,
-        "selector.train_meshes": "('data=8',)",
-        "selector.rollout_meshes": "('data=8',)",
-        "selector.table": "model",
-        "train.sft_steps": 1,
-        "eval.games": 16,
-        "eval.final_games": 16,
-    }
-    config = "--config=configs/connect_four_tiny_cpu.py"
-    line = command("main", config, f"--workdir={tmp_path / 'w'}", **flags)
-    done = run(cache, *line, as_a_user=True)
-    assert done.returncode == 0, done.stderr
-    rows = read_metrics(tmp_path / "w" / "metrics.jsonl")
-    assert rows[-1]["eval"]["name"] == "connect_four"
-    assert [row["step"] for row in rows if "eval" not in row] == [1, 2]
 
 
 @pytest.mark.slow

@@ -38,7 +38,6 @@ from tests.support.episodes import (
     MODEL,
     NUM_DEVICES,
     Rooms,
-    assert_same_episodes,
     check_rows,
     engine,
     forgetful_renderer,
@@ -102,14 +101,6 @@ def collect(
 @pytest.fixture(scope="module")
 def forked() -> Rollout:
     return collect("fork")
-
-
-@pytest.mark.slow
-def test_samples_are_the_same_where_tokens_are_guessed_from_those_before(forked):
-    guessed = collect("fork", player=engine(ngram=1, draft=2), num_draft_tokens=2)
-    check_rows(guessed, NUM_TASKS)
-    assert_same_episodes(forked.trajectories, guessed.trajectories)
-    assert guessed.stats.drafted_tokens > 0
 
 
 def most_forked(rollout: Rollout) -> Trajectory:

@@ -29,8 +29,7 @@ def last_line(output: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 2])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("name", "num"), [("SIGINT", 1), ("SIGTERM", 2)])
 def test_a_signal_saves_and_the_last_line_goes_on(cache, tmp_path, name, num):
     """All processes stop at the same step, whichever of them gets the signal."""
     run = Command(cache, tmp_path / "w", num, **LONG)
