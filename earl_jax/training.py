@@ -143,10 +143,9 @@ def _train_until_lost(
     """Trains from the newest checkpoint to the end, to a signal, or until the state is lost.
 
     The signal's name is the second of the results, "" for none, or where nothing was left to do.
-    The position is None where a lack
-    of memory took the trainer's state. The plan that failed is impossible from then on (in the
-    table, which is the last of what is returned, also where the disk could not keep it), so that
-    this happens once for each plan at most.
+    The position is None where a lack of memory took the trainer's state. The plan that failed is
+    impossible from then on (in the table, which is the last of what is returned, also where the
+    disk could not keep it), so that this happens once for each plan at most.
     """
     resumed = resume(run, checkpoints, workdir, recorder.note)
     recorder.drop_after(resumed[0].step if resumed else -1)

@@ -23,13 +23,14 @@ from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from earl_jax.workdir import open_source
 from tests.support import ROOT
+from tests.support.placements import TINY as TINY_MODEL
 from tests.support.runs import command, final_parameters, final_state, run
 from tests.support.settings import make_config
 
 # As many tasks that the tokenizer is trained on all of them whatever the number of steps.
 TINY = {
     "num_steps": 2,
-    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "head_size": 8, "ffn_size": 16},
+    "model": TINY_MODEL,
     "rollout": {
         "num_slots": 16,
         "episodes_per_step": 152,

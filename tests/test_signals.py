@@ -17,6 +17,7 @@ from earl_jax.launch.start import STOPPED
 from earl_jax.telemetry.metrics import read_metrics
 from earl_jax.training import train
 from tests.support.commands import ALL, Command, steps_of
+from tests.support.placements import TINY as TINY_MODEL
 from tests.support.runs import final_parameters
 from tests.support.settings import make_config
 
@@ -83,7 +84,7 @@ def test_a_signal_before_the_first_step_ends_the_run_before_it(tmp_path, name, n
 
 SHORT = {
     "num_steps": 3,
-    "model": {"num_layers": 1, "width": 16, "num_heads": 2, "head_size": 8, "ffn_size": 16},
+    "model": TINY_MODEL,
     "rollout": {
         "num_slots": 8,
         "episodes_per_step": 32,

@@ -85,49 +85,61 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--grpc_port", type=int, default=9000, help="of gRPC; 0: any that is free (%(default)s)"
     )
-    parser.add_argument(
+    _add_limits(parser.add_argument_group("limits"))
+    _add_sampling(parser.add_argument_group("sampling of requests that say nothing of it"))
+    _add_engine(parser.add_argument_group("engine and devices"))
+    return parser.parse_args(arguments)
+
+
+def _add_limits(group: Any) -> None:
+    """Adds the flags that bound what requests and clients may take."""
+    group.add_argument(
         "--num_slots", type=int, default=16, help="requests decoded at once (%(default)s)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--max_waiting", type=int, default=256, help="requests that may wait (%(default)s)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--max_waiting_per_client",
         type=int,
         default=128,
         help="of these, at most so many of one address (%(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--text_timeout_s",
         type=float,
         default=10.0,
         help="time limit of writing and encoding a prompt, in seconds (%(default)s)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max_prompt_tokens",
         type=int,
         help="longest prompt, a power of two from 16 on (default: the smallest that holds the "
         "longest context)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max_context",
         type=int,
         help="most tokens of a prompt with its reply (default: the model's context, as far as "
         "memory goes)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--cache_tokens",
         type=int,
         help="tokens of the KV cache at first, over all slots (default: what the "
         f"devices' memory holds beside the weights; on CPUs {DEFAULT_SLOT_TOKENS} a slot)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max_choice_tokens",
         type=int,
         default=256,
         help="most choices of a request, token by token, or allowed tokens; each "
         "step looks at so many for every slot (%(default)s)",
     )
+
+
+def _add_sampling(group: Any) -> None:
+    """Adds the flags of how tokens are drawn."""
     for name, kind, text in (
         ("temperature", float, "0 takes the likeliest token"),
         ("top_k", int, "draw from the k likeliest tokens; 0: from all"),
@@ -136,40 +148,43 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     ):
         default = DRAWN[name]
         words = f"{text} (default: as generation_config.json of --model says, else {default})"
-        parser.add_argument(f"--{name}", type=kind, help=words)
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
-    parser.add_argument(
+        group.add_argument(f"--{name}", type=kind, help=words)
+    group.add_argument("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
+
+
+def _add_engine(group: Any) -> None:
+    """Adds the flags of the mesh, of types and of speculation."""
+    group.add_argument(
         "--mesh", help="such as data=2,tensor=4 (default: every device decodes its own slots)"
     )
-    parser.add_argument(
+    group.add_argument(
         "--compute_dtype",
         choices=("float32", "bfloat16"),
         help="type of matrix work and KV cache (default: the run's; for a model float32 where its "
         "weights are, else bfloat16)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--weight_dtype",
         choices=("compute", "int8"),
         help="type that matrices are kept in: as they are multiplied, or a byte a number (default: "
         "the run's; for a model compute)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--kv_dtype",
         choices=("compute", "int8"),
         help="type that the KV cache is kept in (default: the run's; for a model compute)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--num_draft_tokens",
         type=int,
         help="drafted tokens a step, looked up in the request's own text: the same tokens in fewer "
         "steps where text repeats itself; 0: no speculation (default: the run's; for a model 0)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--platform",
         choices=("auto", "cpu", "gpu", "tpu"),
         help="devices for --model (auto); a run's own config says its",
     )
-    return parser.parse_args(arguments)
 
 
 def check_flags(flags: argparse.Namespace) -> None:

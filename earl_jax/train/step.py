@@ -96,17 +96,20 @@ def make_train_step(
 ) -> Any:
     """Returns the jitted `step(state, batch, controls) -> (state, metrics)`.
 
-    `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`. Gradients of the
-    micro-batches add up as sums and are divided once by all the policy's tokens, or by what the
-    loss's `Aggregation` says; routers are to be balanced within each micro-batch, which counts by
-    its part of that divisor. A frozen base goes
+    `controls` is f32[2]: learning rate and entropy coefficient. Donates `state`; a frozen base goes
     through in the buffers that it came in. `metrics` are f32 scalars by name, of the policy's
-    tokens; read them with `read_metrics`. An update whose loss, gradient or step is not finite is
-    skipped: parameters and moments stay as they are, and so they do for a batch without a token of
-    the policy, which does not count as skipped. `importance_cap` above 0 corrects for who
-    sampled: the ratio is relative to the proximal policy, and the loss of each token is weighted
-    with `importance_weights` of config.correction. With more than one update a batch, give the
-    batch what `make_scorer` computes.
+    tokens; read them with `read_metrics`.
+
+    Gradients of the micro-batches add up as sums and are divided once by all the policy's tokens,
+    or by what the loss's `Aggregation` says. Routers are to be balanced within each micro-batch,
+    which counts by its part of that divisor.
+
+    An update whose loss, gradient or step is not finite is skipped: parameters and moments stay as
+    they are. So they do for a batch without a token of the policy, which is not counted as skipped.
+
+    `importance_cap` above 0 corrects for who sampled: the ratio is relative to the proximal policy,
+    and the loss of each token is weighted with `importance_weights` of config.correction. With more
+    than one update a batch, give the batch what `make_scorer` computes.
     """
     optimizer = make_optimizer(config)
     shardings = state_shardings(model, config, vocab_size, layout, critic)
