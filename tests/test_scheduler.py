@@ -3,7 +3,6 @@
 """Rows and slots by hand: two data shards of three rows and two slots, unless noted."""
 
 import dataclasses
-import random
 
 import jax
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from earl_jax.engine.round_inputs import NO_ROW
 from earl_jax.engine.row_copies import RowCopies, RowMove
 from earl_jax.engine.rows import Rows, make_rows
-from earl_jax.rollout.row_pool import Finished, RowPool, calls_of, moves_home
+from earl_jax.rollout.row_pool import Finished, RowPool
 from earl_jax.rollout.scheduler import SlotScheduler
 from earl_jax.sharding.layout import MeshShape, make_layout
 from earl_jax.trajectory import Experience, Trajectory, Turn
@@ -27,6 +26,15 @@ def test_rows_are_at_home_shard_by_shard_with_spare_ones_behind():
     assert [ROWS.home(task) for task in range(8)] == [0, 0, 0, 1, 1, 1, 0, 0]
     assert [*ROWS.of_shard(1)] == [5, 6, 7, 8, 9]
     assert make_rows(num_rows=6, num_slots=4, num_devices=1) == Rows(1, 6, 0)
+
+
+def test_each_batch_has_rows_of_its_own_in_the_data_shards_of_its_tasks():
+    rows = make_rows(num_rows=6, num_slots=4, num_devices=2, batches=2)
+    assert rows == Rows(2, 3, 2, batches=2) and (rows.total, rows.num_places) == (16, 6)
+    assert [rows.own_row(task) for task in range(6)] == [0, 1, 2, 8, 9, 10]
+    assert [rows.own_row(task) for task in range(6, 14)] == [3, 4, 5, 11, 12, 13, 0, 1]
+    assert [rows.home(task) for task in range(6, 14)] == [0, 0, 0, 1, 1, 1, 0, 0]
+    assert [*rows.of_shard(1)] == [8, 9, 10, 11, 12, 13, 14, 15]
 
 
 @pytest.mark.parametrize(
@@ -147,32 +155,6 @@ def test_a_held_row_makes_way_where_a_shard_has_no_other():
     assert pool.offer([0, 1, 2, 3]) == []
 
 
-def simulated(calls, content):
-    """`content` by row, behind calls that read all before they write."""
-    for call in calls:
-        read = [content.get(move.source) for move in call]
-        content = {r: c for r, c in content.items() if r not in {move.source for move in call}}
-        for move, what in zip(call, read, strict=True):
-            if move.target != NO_ROW:
-                content[move.target] = what
-    return content
-
-
-@pytest.mark.parametrize("most", [1, 2, 4])
-def test_moves_take_every_task_home(most):
-    assert moves_home(Rows(1, 3, 1), [(1, 4), (0, 4), (2, 4)]) == [
-        RowMove(1, 3, 4), RowMove(0, 1, 4), RowMove(3, 0, 4),
-    ]  # fmt: skip
-    rng = random.Random(0)
-    for _ in range(200):
-        number = rng.randrange(7)
-        found = rng.sample(range(ROWS.total), number)
-        calls = calls_of(moves_home(ROWS, [(row, 4) for row in found]), most)
-        assert all(0 < len(call) <= most for call in calls)
-        content = simulated(calls, {row: task for task, row in enumerate(found)})
-        assert content == {ROWS.own_row(task): task for task in range(number)}
-
-
 def experience(layout) -> Experience:
     """Ten rows of four places: row r holds 10 r + 1 to 10 r + 4, logprobs a tenth of it."""
     numbers = (10 * np.arange(10)[:, None] + np.arange(1, 5)[None, :]).astype(np.int32)
@@ -202,17 +184,20 @@ def test_what_a_guest_wrote_comes_home_and_nothing_else_changes(mesh):
         RowMove(9, ROWS.own_row(2), 4),
     ]
     after = copies.move_rows(State(before), moves).experience  # pyright: ignore
-    home = copies.in_order(after, ROWS)
+    home = copies.gather(after, [0, 9, 6, 2, 5])
     for name in ("tokens", "turn_ids", "logprobs", "versions"):
         old, new = getattr(kept, name), np.array(getattr(after, name))
         expected = old.copy()
         expected[6], expected[2] = [*old[3, :3], 0], old[9]
         expected[[3, 9]] = 0
         np.testing.assert_array_equal(new, expected)
-        np.testing.assert_array_equal(getattr(home, name), expected[[0, 1, 2, 5, 6, 7]])
+        # Zeros in place of the row that the shards lack.
+        expected[9] = 0
+        padded = expected[[0, 9, 6, 2, 5, 9][: 5 + layout.num_row_shards - 1]]
+        np.testing.assert_array_equal(getattr(home, name), padded)
 
 
-def test_rows_go_from_device_to_device_in_one_collective_and_none_is_needed_to_cut():
+def test_rows_go_from_device_to_device_in_one_collective_a_field_at_most():
     layout = make_layout(MeshShape(data=2))
     state = experience(layout)
     copies = RowCopies(layout, jax.tree.map(lambda field: field.sharding, state), num_slots=4)
@@ -220,5 +205,6 @@ def test_rows_go_from_device_to_device_in_one_collective_and_none_is_needed_to_c
     text = copies._move_rows.lower(state, moves).compile().as_text()
     assert text.count(" all-reduce(") == 1
     assert not any(name in text for name in ("all-gather(", "permute(", "all-to-all("))
-    text = copies._in_order.lower(state, ROWS).compile().as_text()
-    assert not any(name in text for name in ("all-reduce(", "all-gather(", "permute("))
+    text = copies._gather.lower(state, np.zeros(6, np.int32)).compile().as_text()
+    assert text.count(" reduce-scatter(") + text.count(" all-reduce(") <= 4
+    assert not any(name in text for name in ("all-gather(", "permute(", "all-to-all("))

@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from earl_jax.engine.decode_state import DecodeState
-from earl_jax.engine.round_inputs import NO_ID
-from earl_jax.engine.rows import Rows
+from earl_jax.engine.round_inputs import NO_ID, NO_ROW
 from earl_jax.sharding.layout import Layout
 from earl_jax.trajectory import Experience
 
@@ -49,6 +48,7 @@ class RowCopies:
     def __init__(self, layout: Layout, row_shardings: Experience, num_slots: int) -> None:
         """Builds the programs; a call moves up to `num_slots` rows of these `row_shardings`."""
         self._num_slots, self._everywhere = num_slots, layout.activations("")
+        self._num_shards = layout.num_row_shards
         rows = P(layout.row_axes)
 
         def on_shard(experience: Experience, moves_K3: jax.Array) -> Experience:
@@ -72,7 +72,15 @@ class RowCopies:
 
         self._move_rows = over_rows(on_shard, row_shardings)
         self._write_ids = over_rows(write_on_shard, row_shardings.tokens)
-        self._in_order = jax.jit(_in_order, static_argnums=1, out_shardings=row_shardings)
+        gathered = jax.shard_map(
+            lambda experience, rows_N: _gather(experience, rows_N, layout.row_axes),
+            mesh=layout.mesh,
+            in_specs=(rows, P()),
+            out_specs=rows,
+            axis_names=set(layout.row_axes),
+            check_vma=False,
+        )
+        self._gather = jax.jit(gathered, out_shardings=row_shardings)
 
     def move_rows(self, state: DecodeState, moves: Sequence[RowMove]) -> DecodeState:
         """Returns the state with rows copied and their sources cleared.
@@ -94,9 +102,14 @@ class RowCopies:
         experience = dataclasses.replace(state.experience, tokens=tokens)
         return dataclasses.replace(state, experience=experience)
 
-    def in_order(self, experience: Experience, rows: Rows) -> Experience:
-        """Returns the tasks' rows in their order, without the spare ones. Moves nothing."""
-        return self._in_order(experience, rows) if rows.spare else experience
+    def gather(self, experience: Experience, rows: Sequence[int]) -> Experience:
+        """Returns copies of these rows in this order, over the same row shards.
+
+        Zeros follow where their number does not divide by that of the shards.
+        """
+        padding = [NO_ROW] * (-len(rows) % self._num_shards)
+        sent = jax.device_put(np.array([*rows, *padding], np.int32), self._everywhere)
+        return self._gather(experience, sent)
 
 
 def _move_rows(
@@ -142,9 +155,14 @@ def _bits(field: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(field, jnp.int32)
 
 
-def _in_order(experience: Experience, rows: Rows) -> Experience:
-    def cut(field: jax.Array) -> jax.Array:
-        apart = field.reshape(rows.data_shards, rows.own + rows.spare, -1)
-        return apart[:, : rows.own].reshape(rows.data_shards * rows.own, -1)
+def _gather(experience: Experience, rows_N: jax.Array, row_axes: tuple[str, ...]) -> Experience:
+    """Runs `RowCopies.gather` on a shard: each adds up its part of what all have read."""
+    num_rows = experience.tokens.shape[0]
+    local_N = _local(rows_N, jax.lax.axis_index(row_axes) * num_rows, num_rows)
 
-    return jax.tree.map(cut, experience)
+    def one(field: jax.Array) -> jax.Array:
+        read_NP = _bits(field).at[local_N].get(mode="fill", fill_value=0)
+        mine = jax.lax.psum_scatter(read_NP, row_axes, scatter_dimension=0, tiled=True)
+        return jax.lax.bitcast_convert_type(mine, field.dtype)
+
+    return jax.tree.map(one, experience)

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 
 class Rows(NamedTuple):
-    """The rows of each of `data_shards`: first `own`, one a task, then `spare`, one a slot.
+    """The rows of each of `data_shards`: `own` ones for each batch, then `spare`, one a slot.
 
-    Tasks are numbered; task t is at home in place t modulo `num_places`. With one data shard there
-    are no spare rows.
+    Tasks are numbered; task t is at home in place t modulo `num_places`. The buffer has room for
+    `batches` of so many tasks. With one data shard there are no spare rows.
 
     Example: Rows(2, 3, 2) are ten buffer rows. 0 1 2 and 5 6 7 are those of places 0 to 5; the
     slots 0 1 and 2 3 have the spare rows 3 4 and 8 9 besides.
@@ -24,15 +24,21 @@ class Rows(NamedTuple):
     data_shards: int
     own: int
     spare: int
+    batches: int = 1
+
+    @property
+    def of_each(self) -> int:
+        """Rows of a data shard."""
+        return self.own * self.batches + self.spare
 
     @property
     def total(self) -> int:
         """Rows of the whole buffer."""
-        return self.data_shards * (self.own + self.spare)
+        return self.data_shards * self.of_each
 
     @property
     def num_places(self) -> int:
-        """The number of places: rows of the buffer without the spare ones."""
+        """The number of places: tasks of a batch."""
         return self.data_shards * self.own
 
     def home(self, task: int) -> int:
@@ -40,17 +46,18 @@ class Rows(NamedTuple):
         return task % self.num_places // self.own
 
     def own_row(self, task: int) -> int:
-        """Returns the buffer row of a task's place."""
-        return task % self.num_places + self.home(task) * self.spare
+        """Returns the buffer row of a task's place, in the rows of its batch."""
+        batch, place = divmod(task, self.num_places)
+        shard, place = divmod(place, self.own)
+        return shard * self.of_each + batch % self.batches * self.own + place
 
     def of_shard(self, shard: int) -> range:
         """Returns the buffer rows of a data shard."""
-        size = self.own + self.spare
-        return range(shard * size, (shard + 1) * size)
+        return range(shard * self.of_each, (shard + 1) * self.of_each)
 
 
-def make_rows(*, num_rows: int, num_slots: int, num_devices: int) -> Rows:
-    """Returns the rows for so many tasks, and a spare one for each slot.
+def make_rows(*, num_rows: int, num_slots: int, num_devices: int, batches: int = 1) -> Rows:
+    """Returns the rows for so many `batches` of `num_rows` tasks, and a spare one for each slot.
 
     The number of data shards is the greatest common divisor of the three numbers, which every data
     axis divides that a mesh of so many devices can have with these slots and rows.
@@ -58,4 +65,4 @@ def make_rows(*, num_rows: int, num_slots: int, num_devices: int) -> Rows:
     Example: 8 devices with 12 slots and 48 rows: 4 data shards, of 3 slots and 12 + 3 rows.
     """
     shards = math.gcd(num_rows, num_slots, num_devices)
-    return Rows(shards, num_rows // shards, num_slots // shards if shards > 1 else 0)
+    return Rows(shards, num_rows // shards, num_slots // shards if shards > 1 else 0, batches)

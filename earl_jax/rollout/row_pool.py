@@ -100,7 +100,7 @@ class RowPool:
         return 0 <= row < self._rows.total and row in self._held[self._shard(row)]
 
     def _shard(self, row: int) -> int:
-        return row // (self._rows.own + self._rows.spare)
+        return row // self._rows.of_each
 
     def settle(self, session: Session) -> Session:
         """Returns the session with rows moved, and those cleared that are written again."""
@@ -130,26 +130,3 @@ def calls_of(moves: Sequence[RowMove], most: int) -> list[list[RowMove]]:
         calls[-1].append(move)
         targets |= {move.target} - {NO_ROW}
     return calls
-
-
-def moves_home(rows: Rows, found: Sequence[tuple[int, int]]) -> list[RowMove]:
-    """Returns the moves after which task i is in its own row; made one after the other.
-
-    `found` has each task's row and its number of tokens.
-
-    Example: Rows(1, 3, 1) with tasks 0 1 2 in rows 1 0 2: row 1 -> 3, 0 -> 1, 3 -> 0.
-    """
-    where = [row for row, _ in found]
-    own = [rows.own_row(task) for task in range(len(found))]
-    moves = []
-    strays = [task for task in range(len(found)) if where[task] != own[task]]
-    while strays:
-        taken = set(where)
-        ready = [task for task in strays if own[task] not in taken]
-        # A circle is opened by a row that no task has.
-        task = ready[0] if ready else strays[0]
-        target = own[task] if ready else max(set(range(rows.total)) - taken)
-        moves.append(RowMove(where[task], target, found[task][1]))
-        where[task] = target
-        strays = [task for task in strays if where[task] != own[task]]
-    return moves
